@@ -1,0 +1,350 @@
+"""The configuration of a run: what may be written in CONFIG.toml or with ``--set section.key=value``.
+
+Every key has a default.  Unknown keys are errors that name the nearest one.  Each part of the program
+receives its own section and no other.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import attrs
+import cattrs
+from attrs import field, frozen
+from attrs.validators import ge, gt, in_, le
+
+from grpo_core.errors import ConfigError, did_you_mean
+
+TINY = "tiny"
+"""As ``model.path``: a model of 90,000 parameters is made locally, so that nothing is downloaded."""
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    path: str = TINY
+    """A directory, a hub id, or "tiny"."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the matrix products in training; weights and optimizer state stay float32."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    warm_start_steps: int = field(default=40, validator=ge(0))
+    """Only for "tiny": supervised steps on the environment's solutions before the reinforcement learning."""
+    width: int = field(default=64, validator=ge(8))
+    """Only for "tiny"."""
+    layers: int = field(default=2, validator=ge(1))
+    """Only for "tiny"."""
+
+
+@frozen(kw_only=True)
+class TaskConfig:
+    """A named source of prompts: an environment with its options."""
+
+    env: str
+    options: dict[str, Any] = field(factory=dict)
+    weight: float = field(default=1.0, validator=ge(0))
+    """Share of the prompts, for samplers that weigh tasks."""
+
+
+@frozen(kw_only=True)
+class PluginChoice:
+    """A plugin's offer and the options of its factory."""
+
+    name: str
+    options: dict[str, Any] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class SamplerConfig(PluginChoice):
+    name: str = "mix"
+
+
+@frozen(kw_only=True)
+class EngineConfig(PluginChoice):
+    name: str = "local"
+    deadline: float = field(default=600.0, validator=gt(0))
+    """Seconds for a weight update, and for the engine to start."""
+
+
+@frozen(kw_only=True)
+class LossConfig(PluginChoice):
+    name: str = "grpo"
+
+
+@frozen(kw_only=True)
+class AdvantageConfig(PluginChoice):
+    name: str = "group"
+
+
+@frozen(kw_only=True)
+class EnvironmentConfig:
+    """How environments are called, in training and validation alike."""
+
+    max_batch: int = field(default=256, validator=ge(1))
+    """Episodes in one call at most."""
+    max_wait: float = field(default=0.005, validator=ge(0))
+    """Seconds that an episode waits for others to share its call."""
+    deadline: float = field(default=30.0, validator=gt(0))
+    """Seconds for a call; then the process is killed and each episode tried alone."""
+    start_deadline: float = field(default=120.0, validator=gt(0))
+    max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
+    """The run stops when more than this share of the last 200 episodes of a task had no verdict."""
+
+
+@frozen(kw_only=True)
+class RolloutConfig:
+    """How prompts are played."""
+
+    group_size: int = field(default=8, validator=ge(2))
+    temperature: float = field(default=1.0, validator=gt(0))
+    max_tokens: int = field(default=256, validator=ge(1))
+    """Of one completion."""
+    stop: list[str] = field(factory=list)
+    """Strings that end a completion, besides the tokenizer's end-of-sequence token."""
+    deadline: float = field(default=600.0, validator=gt(0))
+    """Seconds for one attempt at a rollout."""
+    max_retries: int = field(default=3, validator=ge(0))
+    """Attempts after the first; then the prompt is skipped, and that is recorded."""
+
+
+@frozen(kw_only=True)
+class TrainerConfig:
+    """The optimizer."""
+
+    steps: int = field(default=100, validator=ge(1))
+    prompts_per_step: int = field(default=16, validator=ge(1))
+    updates_per_step: int = field(default=1, validator=ge(1))
+    lr: float = field(default=1e-6, validator=gt(0))
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_end: float = field(default=0.1, validator=[ge(0), le(1)])
+    """Where a linear or cosine schedule ends, as a share of ``lr``."""
+    warmup_updates: int = field(default=5, validator=ge(0))
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = field(default=0.0, validator=ge(0))
+    max_grad_norm: float = field(default=1.0, validator=gt(0))
+    tokens_per_microbatch: int = field(default=8192, validator=ge(1))
+    """Rows times the longest of them, padding included, at most (a longer row comes alone)."""
+    gradient_checkpointing: bool = False
+    device: str = "auto"
+    """"cpu", "cuda", or "auto"."""
+    threads: int = field(default=0, validator=ge(0))
+    """Of torch on the CPU; 0: half of the cores when generation runs beside it, else all of them."""
+    deadline: float = field(default=3600.0, validator=gt(0))
+    """Seconds for one step, publish or save, and for the start."""
+
+
+@frozen(kw_only=True)
+class PipelineConfig:
+    """How generation and training run beside each other."""
+
+    max_staleness: int = field(default=1, validator=ge(0))
+    """Steps between the weights that generate and the step that trains; 0 is synchronous."""
+    policy: Literal["deadline", "in_order"] = "deadline"
+    in_flight_updates: bool = True
+    """Running requests go on with new weights; else a weight update waits until none is running."""
+
+
+@frozen(kw_only=True)
+class ValidationConfig(PluginChoice):
+    name: str = "greedy"
+    every: int = field(default=10, validator=ge(0))
+    """Steps; 0: never."""
+    prompts: int = field(default=200, validator=ge(1))
+    """Of each task, at most."""
+
+
+@frozen(kw_only=True)
+class CheckpointConfig:
+    every: int = field(default=20, validator=ge(0))
+    """Steps; 0: only at the end."""
+    keep: int = field(default=2, validator=ge(1))
+    """Newest complete ones that stay on disk."""
+
+
+@frozen(kw_only=True)
+class Config:
+    """The whole of it."""
+
+    seed: int = field(default=0, validator=ge(0))
+    plugins: list[str] | None = None
+    """Allow-list of plugin names; None: all that are installed."""
+    tasks: dict[str, TaskConfig] = field(factory=dict)
+    model: ModelConfig = field(factory=ModelConfig)
+    sampler: SamplerConfig = field(factory=SamplerConfig)
+    engine: EngineConfig = field(factory=EngineConfig)
+    environment: EnvironmentConfig = field(factory=EnvironmentConfig)
+    rollout: RolloutConfig = field(factory=RolloutConfig)
+    advantage: AdvantageConfig = field(factory=AdvantageConfig)
+    loss: LossConfig = field(factory=LossConfig)
+    trainer: TrainerConfig = field(factory=TrainerConfig)
+    pipeline: PipelineConfig = field(factory=PipelineConfig)
+    validation: ValidationConfig = field(factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
+
+
+# ---------------------------------------------------------------------------------- reading
+
+T = TypeVar("T")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError if the file is missing or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; a configuration is a TOML file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as TOML: {error}") from None
+
+
+def parse_setting(setting: str) -> dict[str, Any]:
+    """``"trainer.lr=1e-4"`` as ``{"trainer": {"lr": 1e-4}}``; a value that is not TOML is a string."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {setting}: expected section.key=value, as in --set trainer.lr=1e-4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    nested: Any = value
+    for part in reversed(key.strip().split(".")):
+        nested = {part: nested}
+    return typing.cast("dict[str, Any]", nested)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables are merged key by key, everything else in ``over`` replaces what is in ``base``."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        both_tables = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(below, value) if both_tables else value
+    return merged
+
+
+def build(layers: Iterable[Mapping[str, Any]]) -> Config:
+    """The configuration from tables, later ones over earlier ones.
+
+    Raises ConfigError that names every unknown key (with the nearest known one) and every bad value.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer)
+    problems = list(_unknown_keys(Config, merged, ""))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        return _converter().structure(merged, Config)
+    except Exception as error:
+        raise ConfigError("\n".join(_explain(error)) or f"configuration: {error}") from None
+
+
+def as_table(config: Config) -> dict[str, Any]:
+    """Plain dicts and lists; ``build([as_table(c)]) == c``.  Keys that are None are left out."""
+    table: dict[str, Any] = _converter().unstructure(config)
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def as_toml(config: Config) -> str:
+    """The resolved configuration as it is written into the run's directory."""
+    return "".join(_toml_lines(as_table(config), ""))
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+
+    def number(value: Any, kind: type) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"expected a number, got {value!r}")
+        if kind is int and value != int(value):
+            raise ValueError(f"expected a whole number, got {value!r}")
+        return kind(value)
+
+    def exact(value: Any, kind: type) -> Any:
+        if not isinstance(value, kind):
+            expected = {bool: "true or false", str: "a string"}[kind]
+            raise ValueError(f"expected {expected}, got {value!r}")
+        return value
+
+    converter.register_structure_hook(float, number)
+    converter.register_structure_hook(int, number)
+    converter.register_structure_hook(bool, exact)
+    converter.register_structure_hook(str, exact)
+    return converter
+
+
+def _unknown_keys(cls: type, table: Any, where: str) -> Iterable[str]:
+    if not isinstance(table, Mapping):
+        return
+    known = attrs.fields_dict(attrs.resolve_types(cls))
+    for key, value in table.items():
+        if key not in known:
+            spelled = f"{where}{key}"
+            yield f"unknown configuration key {spelled!r}.{did_you_mean(key, set(known))}"
+            continue
+        kind = known[key].type
+        if isinstance(kind, type) and attrs.has(kind):
+            yield from _unknown_keys(kind, value, f"{where}{key}.")
+        elif typing.get_origin(kind) is dict and isinstance(value, Mapping):
+            inner = typing.get_args(kind)[1]
+            if isinstance(inner, type) and attrs.has(inner):
+                for name, item in value.items():
+                    yield from _unknown_keys(inner, item, f"{where}{key}.{name}.")
+
+
+def _explain(error: BaseException, where: str = "") -> Iterable[str]:
+    """The leaves of cattrs' exception group, each with the key that it is about."""
+    if isinstance(error, cattrs.BaseValidationError):
+        for inner in error.exceptions:
+            place = where
+            for note in getattr(inner, "__notes__", ()):
+                name = getattr(note, "name", getattr(note, "index", None))
+                if name is not None:
+                    place = f"{where}.{name}" if where else str(name)
+            yield from _explain(inner, place)
+    elif isinstance(error, KeyError):
+        yield f"configuration key '{where}.{error.args[0]}' is missing"
+    else:
+        yield f"configuration key {where!r}: {error}"
+
+
+def _toml_lines(table: Mapping[str, Any], name: str) -> Iterable[str]:
+    plain = {k: v for k, v in table.items() if not isinstance(v, Mapping) or (name and k == "options")}
+    if name and (plain or not table):
+        yield f"\n[{name}]\n"
+    for key, value in plain.items():
+        yield f"{_toml_key(key)} = {_toml_value(value)}\n"
+    for key, value in table.items():
+        if key not in plain:
+            yield from _toml_lines(value, f"{name}.{_toml_key(key)}" if name else _toml_key(key))
+
+
+def _toml_key(key: str) -> str:
+    bare = key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key)
+    return key if bare else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            import json
+
+            return json.dumps(value, ensure_ascii=True)
+        case list() | tuple():
+            return "[" + ", ".join(map(_toml_value, value)) + "]"
+        case Mapping():
+            return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        case _:
+            return repr(value)
+
+
+__all__ = ["TINY", "Config", "as_table", "as_toml", "build", "merge", "parse_setting", "read_toml", "types"]
+_ = in_

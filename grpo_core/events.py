@@ -1,0 +1,61 @@
+"""What happens in a run, as ``grpo_event`` listeners are told; frozen records of plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+
+@frozen(kw_only=True)
+class Event:
+    """Base of all events."""
+
+    step: int = 0
+
+
+@frozen(kw_only=True)
+class RunStarted(Event):
+    directory: str
+    config: Mapping[str, Any]
+    resumed: bool = False
+
+
+@frozen(kw_only=True)
+class GroupsReady(Event):
+    """The groups that the next step trains, in the order in which they were dispatched."""
+
+    groups: tuple[Any, ...]
+
+
+@frozen(kw_only=True)
+class StepEnded(Event):
+    """``step`` is the version that the step made."""
+
+    metrics: Mapping[str, float]
+
+
+@frozen(kw_only=True)
+class Validated(Event):
+    version: int
+    results: Mapping[str, Mapping[str, float]]
+
+
+@frozen(kw_only=True)
+class Saved(Event):
+    directory: str
+
+
+@frozen(kw_only=True)
+class ErrorRaised(Event):
+    message: str
+    traceback: str = ""
+
+
+@frozen(kw_only=True)
+class RunEnded(Event):
+    reason: str
+    """"finished", "interrupted", or "failed"."""
+    summary: str = ""
+    metrics: Mapping[str, float] = field(factory=dict)

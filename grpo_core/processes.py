@@ -1,0 +1,336 @@
+"""A killable child process that owns one object: an environment, a trainer, an engine.
+
+The child is started anew (``subprocess``, never ``fork``: no inherited threads, locks or CUDA), makes its
+object by name, and answers calls on its main thread, so that signals and event loops work there.  Parent
+and child speak length-prefixed pickles over a private socket pair that nobody else can open.  The child
+dies with its parent, ignores ctrl-C (that is the parent's affair), and what it prints goes to its log.
+
+    parent                                      child
+    Child("module:factory", kwargs)   ------>   target = factory(**kwargs)
+    await child.call("step", batch)   ------>   target.step(batch)            (one after the other), or
+                                                target.serve(connection)      (the target runs its own loop)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import itertools
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from grpo_core import errors
+
+_LENGTH = struct.Struct("<Q")
+_PR_SET_PDEATHSIG = 1
+
+
+@frozen
+class Call:
+    """What the parent asks."""
+
+    id: int
+    method: str
+    args: tuple[Any, ...]
+
+
+@frozen
+class Answer:
+    """What the child says: a result, or an error with the traceback of the child."""
+
+    id: int
+    result: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+def _frame(message: Call | Answer) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+# ---------------------------------------------------------------------------------- the parent's side
+
+
+class Child:
+    """Starts at once; ``await started()`` or the first ``call`` waits until the target is made.
+
+    Args:
+        factory: ``"module:attribute"``, imported in the child.
+        kwargs: given to the factory; pickled.
+        name: how messages call it (``"environment sort"``).
+        environ: added to the child's environment variables.
+        log: file that receives what the child prints; None: the parent's standard error.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str,
+        environ: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.name = name
+        self._log = log
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._connecting = asyncio.Lock()
+        self._ready = False
+        self._death: errors.GrpoError | None = None
+        self._socket, theirs = socket.socketpair()
+        try:
+            with open(log, "ab") if log else os.fdopen(os.dup(2), "wb") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **(environ or {})},
+                    start_new_session=True,
+                )
+        finally:
+            theirs.close()
+        self._socket.setblocking(True)
+        self._socket.sendall(_frame(Call(0, factory, (dict(kwargs or {}),))))
+        self._socket.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._death is None and self._process.poll() is None
+
+    async def started(self, *, seconds: float) -> Any:
+        """Wait until the target is made; returns its ``description()`` if it has one.
+
+        Raises what the factory raised, ChildDied, or DeadlineExceeded after ``seconds``.
+        """
+        return await self._answer(0, "start", seconds)
+
+    async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
+        """Call ``target.method(*args)`` in the child; its exception is raised here.
+
+        After ``seconds`` without an answer the child is killed, and every call that waits for it fails.
+        """
+        await self._connect()
+        if self._death is not None:
+            raise self._death
+        id = next(self._ids)
+        assert self._writer is not None
+        self._waiting[id] = asyncio.get_running_loop().create_future()
+        self._writer.write(_frame(Call(id, method, args)))
+        return await self._answer(id, method, seconds)
+
+    def kill(self, why: errors.GrpoError | None = None) -> None:
+        """End the child and its own children now; calls that wait raise ``why`` or ChildDied."""
+        if self._death is None:
+            self._death = why or errors.ChildDied(f"{self.name} was stopped")
+        if self._process.poll() is None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has not made its session yet, or is gone
+                self._process.kill()
+            self._process.wait()
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._socket.close()
+        self._fail_waiting()
+
+    async def aclose(self, *, seconds: float = 2.0) -> None:
+        """Let the child end by itself for ``seconds``, then kill it."""
+        if self._writer is not None and self._death is None:
+            self._death = errors.ChildDied(f"{self.name} is closed")
+            self._writer.close()
+            loop = asyncio.get_running_loop()
+            end = loop.time() + seconds
+            while self._process.poll() is None and loop.time() < end:
+                await asyncio.sleep(0.01)
+        self.kill()
+        if self._reader is not None:
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _connect(self) -> None:
+        async with self._connecting:
+            if self._writer is None and self._death is None:
+                stream, self._writer = await asyncio.open_connection(sock=self._socket)
+                self._waiting[0] = asyncio.get_running_loop().create_future()
+                self._reader = asyncio.create_task(self._read(stream), name=f"reader of {self.name}")
+
+    async def _answer(self, id: int, method: str, seconds: float | None) -> Any:
+        await self._connect()
+        if self._death is not None:
+            raise self._death
+        if id == 0 and self._ready:
+            return None
+        try:
+            async with asyncio.timeout(seconds):
+                # shielded: a caller that goes away must not cancel the future that others may await
+                result = await asyncio.shield(self._waiting[id])
+        except TimeoutError:
+            late = errors.DeadlineExceeded(f"{self.name}: no answer to {method!r} within {seconds:g} s; killed")
+            self.kill(late)
+            raise late from None
+        finally:
+            self._waiting.pop(id, None)
+        self._ready = self._ready or id == 0
+        return result
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
+                answer: Answer = pickle.loads(await stream.readexactly(length))
+                future = self._waiting.get(answer.id)
+                if future is None or future.done():
+                    continue  # its caller has gone away
+                if answer.error is not None:
+                    answer.error.__cause__ = RemoteTraceback(answer.traceback)
+                    future.set_exception(answer.error)
+                else:
+                    future.set_result(answer.result)
+        except (asyncio.IncompleteReadError, ConnectionError, OSError):
+            if self._death is None:
+                code = await asyncio.to_thread(self._process.wait)
+                self._death = errors.ChildDied(f"{self.name} died ({_exit(code)}){self._last_words()}")
+            self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._death or errors.ChildDied(f"{self.name} died"))
+                future.exception()  # somebody may have gone away: that is no reason for a warning
+
+    def _last_words(self, lines: int = 6) -> str:
+        if self._log is None or not self._log.exists():
+            return ""
+        tail = self._log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()[-lines:]
+        return f"; the end of {self._log}:\n" + "\n".join(f"    {line}" for line in tail) if tail else ""
+
+
+class RemoteTraceback(Exception):  # noqa: N818
+    """The traceback of a child, shown as the cause of the error that it raised here."""
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    return f"killed by {signal.Signals(-code).name}"
+
+
+# ---------------------------------------------------------------------------------- the child's side
+
+_BOOT = "import sys; from grpo_core import processes; processes.main(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+class Connection:
+    """The child's end: calls come in, answers go out."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def receive(self, *, wait: bool = True) -> Call | None:
+        """The next call; None if there is none now and ``wait`` is False.  EOFError: the parent is gone."""
+        if not wait and not self._selector.select(0):
+            return None
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        call: Call = pickle.loads(self._exactly(length))
+        return call
+
+    def reply(self, id: int, result: Any) -> None:
+        self._socket.sendall(_frame(Answer(id, result)))
+
+    def fail(self, id: int, error: BaseException) -> None:
+        """Send an error; one that cannot be pickled goes as a GrpoError with its type and text."""
+        text = "".join(traceback.format_exception(error))
+        try:
+            frame = _frame(Answer(id, error=error, traceback=text))
+            pickle.loads(frame[_LENGTH.size :])
+        except Exception:
+            told = errors.GrpoError(f"{type(error).__name__}: {error}")
+            frame = _frame(Answer(id, error=told, traceback=text))
+        self._socket.sendall(frame)
+
+    def answer(self, call: Call, target: Any) -> None:
+        """Call the method and send what it returns or raises."""
+        try:
+            result = getattr(target, call.method)(*call.args)
+        except Exception as error:
+            self.fail(call.id, error)
+        else:
+            self.reply(call.id, result)
+
+    def _exactly(self, n: int) -> bytes:
+        chunks = bytearray()
+        while len(chunks) < n:
+            chunk = self._socket.recv(min(n - len(chunks), 1 << 20))
+            if not chunk:
+                raise EOFError
+            chunks += chunk
+        return bytes(chunks)
+
+
+def main(fd: int, parent: int) -> None:
+    """Entry point of the child."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(socket.socket(fileno=fd))
+    try:
+        hello = connection.receive()
+        assert hello is not None
+        try:
+            module, _, attribute = hello.method.partition(":")
+            target = getattr(importlib.import_module(module), attribute)(**hello.args[0])
+            description = target.description() if hasattr(target, "description") else None
+        except BaseException as error:
+            connection.fail(0, error)
+            return
+        connection.reply(0, description)
+        if hasattr(target, "serve"):
+            target.serve(connection)
+            return
+        while (call := connection.receive()) is not None:
+            connection.answer(call, target)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        _leave(0)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _leave(status: int) -> None:
+    """End now: nobody is left to wait for, and threads of libraries must not hold the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere the closed socket ends it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)

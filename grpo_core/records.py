@@ -1,0 +1,227 @@
+"""What crosses the protocols: frozen, picklable records of plain data.
+
+A prompt becomes an episode (what its environment sees: messages) and a rollout (what the trainer sees:
+tokens); the rollouts of one prompt are a group; the groups of one step are a batch of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+Message = Mapping[str, Any]
+"""A chat message: ``{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}``."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+def _messages(given: str | Sequence[Message]) -> tuple[Message, ...]:
+    if isinstance(given, str):
+        return ({"role": "user", "content": given},)
+    return tuple(given)
+
+
+# ---------------------------------------------------------------------------------- what plugins see
+
+
+@frozen(kw_only=True)
+class Prompt:
+    """One item that a sampler draws."""
+
+    messages: tuple[Message, ...] = field(converter=_messages)
+    """The conversation so far; a ``str`` is one user message."""
+    answer: Any = None
+    """What the environment compares a reply with; never shown to the model."""
+    id: str = ""
+    """Unique within its task; the loader fills it in when it is empty."""
+    environment: str = ""
+    """The task that it belongs to; filled in by the loader."""
+    info: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class Episode:
+    """A rollout as its environment sees it: messages, no tokens."""
+
+    prompt: Prompt
+    messages: tuple[Message, ...] = field(converter=_messages)
+    turn: int = 0
+    session: Any = None
+    group: str = ""
+    """Equal for the episodes of one group."""
+    finish_reason: FinishReason = "stop"
+
+    @property
+    def reply(self) -> str:
+        """Text of the last completion, and ``""`` if there is none."""
+        last = self.messages[-1] if self.messages else {}
+        return str(last.get("content") or "") if last.get("role") == "assistant" else ""
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """What an environment says of an episode.  Without a reward there is *no verdict*: not a reward of 0."""
+
+    reward: float | None = None
+    done: bool = True
+    messages: tuple[Message, ...] = field(default=(), converter=_messages)
+    """With ``done=False``: what the environment answers; the model's next turn follows it."""
+    metrics: Mapping[str, float] = field(factory=dict)
+    error: str | None = None
+
+
+@frozen(kw_only=True)
+class SampleRequest:
+    """What a sampler is told before it draws; the slots are reserved already."""
+
+    generation_version: int
+    """Weights that the engine held when the slots were reserved."""
+    target_version: int
+    """Last step that may train on what is drawn now."""
+    current_version: int
+    """The trainer's version when the sampler was asked."""
+    expected_prompts: int
+    """Exactly so many prompts are to be returned."""
+
+
+# ---------------------------------------------------------------------------------- generation
+
+
+@frozen(kw_only=True)
+class GenerationRequest:
+    """One completion that an engine is asked for."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Strings after which generation ends; the string stays in the completion."""
+    seed: int = 0
+    """The sampled tokens are a function of weights, prompt and seed, whatever else is in the batch."""
+
+
+@frozen(kw_only=True)
+class Completion:
+    """The tokens of one engine call; the three tuples are equally long."""
+
+    token_ids: tuple[int, ...]
+    """Sampled tokens, the stop token included."""
+    logprobs: tuple[float, ...]
+    """Of each sampled token under the distribution it was sampled from (at the sampling temperature;
+    greedy tokens have their logprob at temperature 1)."""
+    versions: tuple[int, ...]
+    """Weights that sampled each token."""
+    finish_reason: FinishReason
+
+
+@frozen(kw_only=True)
+class TensorInfo:
+    """Where a tensor lies in the bytes of a ``Weights``."""
+
+    name: str
+    dtype: str
+    """As torch spells it without its prefix: ``"float32"``."""
+    shape: tuple[int, ...]
+    offset: int
+    checksum: int
+    """Sum of the tensor's bytes read as integers, modulo 2**64 (``grpo_core.weights.checksum``)."""
+
+
+@frozen(kw_only=True)
+class Weights:
+    """A version of the weights, ready to be read by an engine."""
+
+    version: int
+    location: str
+    """A path that can be memory-mapped by any process of this machine while the trainer lives."""
+    nbytes: int
+    tensors: tuple[TensorInfo, ...]
+
+
+@frozen(kw_only=True)
+class EngineSetup:
+    """What the core tells an engine's factory, besides the options that the user chose."""
+
+    model: str
+    """A directory or hub id; complete before the first ``update_weights``."""
+    trust_remote_code: bool = False
+    threads: int = 1
+    """Of torch, on a CPU."""
+    seed: int = 0
+    log_directory: str | None = None
+    deadline: float = 600.0
+    """Seconds for the start and for a weight update."""
+
+
+# ---------------------------------------------------------------------------------- rollouts and training
+
+
+@frozen(kw_only=True)
+class Rollout:
+    """One prompt played to its end.  ``token_ids``, ``sampled``, ``logprobs``, ``versions`` are aligned."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    """All tokens after the prompt: those that the engine sampled and, between turns, the environment's."""
+    sampled: tuple[bool, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """0 where not sampled."""
+    versions: tuple[int, ...] = ()
+    """-1 where not sampled."""
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    """Summed over turns; None is no verdict."""
+    metrics: Mapping[str, float] = field(factory=dict)
+    turns: int = 0
+    finish_reason: str = ""
+    error: str | None = None
+    """Why there is no verdict."""
+
+
+@frozen(kw_only=True)
+class Group:
+    """The rollouts of one prompt, each with a verdict."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    generation_version: int
+    target_version: int
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [rollout.reward for rollout in self.rollouts]
+
+
+@frozen(kw_only=True)
+class Row:
+    """A rollout as the trainer sees it."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    advantage: float
+    group: int
+    """Equal for the rows of one group."""
+
+
+@frozen(kw_only=True)
+class Batch:
+    """What one step trains."""
+
+    step: int
+    rows: tuple[Row, ...]
+    temperature: float
+
+
+@frozen(kw_only=True)
+class StepResult:
+    """What one step did."""
+
+    version: int
+    metrics: Mapping[str, float]

@@ -1,0 +1,105 @@
+"""Weights on their way from the trainer to an engine of the same machine: shared memory, checked.
+
+The trainer writes each version into one memory file that it owns.  The file has no name on any disk and
+vanishes with the trainer, however it dies; engines open it through ``/proc`` and copy what they need.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable
+
+import torch
+
+from grpo_core.errors import WeightSyncError
+from grpo_core.records import TensorInfo, Weights
+
+_ALIGNMENT = 64
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Sum of a tensor's bytes read as little-endian integers of up to 8 bytes, modulo 2**64.
+
+    One pass at memory speed.  It tells a lost, doubled or altered tensor; it is no protection against
+    somebody who means harm.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    total = int(flat[:whole].view(torch.int64).sum()) if whole else 0
+    return (total + int(flat[whole:].to(torch.int64).sum())) % 2**64
+
+
+class WeightsWriter:
+    """Owns the memory that one trainer publishes in; each ``write`` replaces what was there."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._map: mmap.mmap | None = None
+
+    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+        """Copy the tensors into shared memory.  Tied tensors are given once, under one name."""
+        named = [(name, tensor.detach()) for name, tensor in tensors]
+        offsets, nbytes = [], 0
+        for _, tensor in named:
+            offsets.append(nbytes)
+            nbytes += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        target = torch.frombuffer(self._memory(nbytes), dtype=torch.uint8)
+        infos = []
+        for (name, tensor), offset in zip(named, offsets, strict=True):
+            size = tensor.numel() * tensor.element_size()
+            there = target[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+            there.copy_(tensor)
+            infos.append(
+                TensorInfo(
+                    name=name,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                    offset=offset,
+                    checksum=checksum(there),
+                )
+            )
+        location = f"/proc/{os.getpid()}/fd/{self._file}"
+        return Weights(version=version, location=location, nbytes=nbytes, tensors=tuple(infos))
+
+    def _memory(self, nbytes: int) -> mmap.mmap:
+        if self._map is None or len(self._map) < nbytes:
+            self._file = _anonymous_file()
+            os.ftruncate(self._file, nbytes)
+            self._map = mmap.mmap(self._file, nbytes)
+        return self._map
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("grpo-core-weights")
+    return os.dup(tempfile.TemporaryFile().fileno())  # pragma: no cover - not on Linux
+
+
+def read(weights: Weights) -> dict[str, torch.Tensor]:
+    """The tensors as views into the shared memory: copy them before the trainer publishes again.
+
+    Raises WeightSyncError if the memory is gone or a tensor's checksum is not the trainer's.
+    """
+    try:
+        with open(weights.location, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), weights.nbytes)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(
+            f"version {weights.version}: the trainer's shared memory {weights.location} cannot be read "
+            f"({error}); trainer and engine must run on one machine, under one user"
+        ) from None
+    source = torch.frombuffer(memory, dtype=torch.uint8)
+    tensors = {}
+    for info in weights.tensors:
+        dtype = getattr(torch, info.dtype)
+        size = torch.Size(info.shape).numel() * dtype.itemsize
+        tensor = source[info.offset : info.offset + size].view(dtype).view(info.shape)
+        if checksum(tensor) != info.checksum:
+            raise WeightSyncError(
+                f"version {weights.version}: tensor {info.name!r} {tuple(info.shape)} is not what the trainer "
+                f"wrote (checksum {checksum(tensor):#x}, expected {info.checksum:#x})"
+            )
+        tensors[info.name] = tensor
+    return tensors
