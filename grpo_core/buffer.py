@@ -1,0 +1,294 @@
+"""The buffer: slots of groups, and which of them may be generated, trained, given back.
+
+Rule 1: everything that bounds staleness or decides what is trained is in this file.
+Rule 2: nothing here waits, reads a clock, draws a random number or does I/O.  Every method returns at
+        once; the same calls give the same state.  The pipeline owns the waiting.
+
+Theory of operation
+-------------------
+A slot is one prompt's way to the trainer.  Its ``id`` is the place of the prompt in the stream.
+
+    reserve ──> reserved ──fill──> in flight ──complete──> ready ──take──> trained
+                                    │  ↑
+                                   fail │ reserve
+                                    ↓  │
+                                   again ──(max_retries used up)──> skipped
+
+A slot is stamped when it is reserved, before its prompt is drawn: with the version that the engine holds
+(``generation_version``) and the last step that may train on it (``target_version``, at most
+``max_staleness`` later).  ``advance`` says that the engine holds the weights of the next step, and only
+then are the permits of the step before it free: the number of slots that exist, and so the memory, is at
+most ``(max_staleness + 1) * prompts_per_step``.
+
+Two policies decide when a group is trained:
+
+``in_order``   exactly at its ``target_version``.  Which prompts a step trains on does not depend on
+               which rollouts finish first; a straggler holds its step, and only then the next.
+
+``deadline``   at ``target_version`` at the latest, the oldest first.  A step is taken as soon as
+               ``prompts_per_step`` groups are ready, *provided that* everything left can still be trained
+               before its deadline, whatever finishes when: for each j >= 1, at most ``j *
+               prompts_per_step`` of the slots that stay behind have a deadline within the next j steps.
+               That is the feasibility condition of earliest-deadline-first scheduling; ``reserve`` keeps
+               it (a new slot's deadline is the farthest, and there are never more slots than permits), so
+               it can fail only for want of a straggler, and the straggler's own deadline ends that.
+
+Finished work is never discarded, and no staleness bound has to be checked afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+from attrs import evolve, frozen
+
+from grpo_core import versions
+from grpo_core.errors import SlotError
+
+PromptT = TypeVar("PromptT")
+GroupT = TypeVar("GroupT")
+
+
+@frozen(kw_only=True)
+class Slot(Generic[PromptT]):
+    """One prompt's way to the trainer."""
+
+    id: int
+    """Place of the prompt in the stream, from 0."""
+    generation_version: int
+    target_version: int
+    prompt: PromptT | None = None
+    """None until it is filled; a slot that comes again brings its prompt."""
+    attempts: int = 0
+    """How often it failed before."""
+    kept: tuple[Any, ...] = ()
+    """Finished rollouts of attempts that failed in others."""
+
+
+@frozen(kw_only=True)
+class Statistics:
+    """A snapshot of the buffer; all are numbers of groups."""
+
+    reserved: int
+    """Slots whose prompt is not drawn yet."""
+    in_flight: int
+    """Slots that are being generated."""
+    again: int
+    """Slots that failed and wait to be reserved again."""
+    ready: int
+    dispatched: int
+    """Prompts that were ever put into a slot: trained + skipped + in flight + again + ready."""
+    trained: int
+    skipped: int
+
+
+class Buffer(Generic[PromptT, GroupT]):
+    """See the module's docstring.
+
+    Args:
+        prompts_per_step: groups that a step trains.
+        max_staleness: steps between the weights that generate and the step that trains.
+        num_steps: no slot is reserved that no step would train.
+        policy: ``"deadline"`` or ``"in_order"``.
+        max_retries: attempts after the first, for each prompt.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int,
+        max_staleness: int,
+        num_steps: int,
+        policy: Literal["deadline", "in_order"] = "deadline",
+        max_retries: int = 3,
+    ) -> None:
+        if prompts_per_step < 1 or max_staleness < 0 or num_steps < 0 or max_retries < 0:
+            raise SlotError(
+                f"expected prompts_per_step >= 1 and max_staleness, num_steps, max_retries >= 0, got "
+                f"{prompts_per_step}, {max_staleness}, {num_steps}, {max_retries}"
+            )
+        if policy not in ("deadline", "in_order"):
+            raise SlotError(f"expected policy 'deadline' or 'in_order', got {policy!r}")
+        self.prompts_per_step = prompts_per_step
+        self.max_staleness = max_staleness
+        self.num_steps = num_steps
+        self.policy = policy
+        self.max_retries = max_retries
+        self.step = 0
+        """The next step to be taken."""
+        self.version = 0
+        """The weights that the engine holds."""
+        self._dispatched = 0
+        self._skipped = 0
+        self._next_id = 0
+        self._reserved: dict[int, Slot[PromptT]] = {}
+        self._in_flight: dict[int, Slot[PromptT]] = {}
+        self._again: dict[int, Slot[PromptT]] = {}
+        self._ready: dict[int, tuple[Slot[PromptT], GroupT]] = {}
+
+    # ------------------------------------------------------------------------------ the six methods
+
+    def reserve(self) -> list[Slot[PromptT]] | None:
+        """Slots to generate next, all with the same stamps; None if there is nothing to do now.
+
+        Slots that failed come first and bring their prompt (they are in flight at once); new ones have
+        none, and must be given theirs with ``fill``.
+        """
+        if self._again:
+            slot = self._again.pop(min(self._again, key=lambda id: (self._again[id].target_version, id)))
+            slot = self._stamp_again(slot)
+            self._in_flight[slot.id] = slot
+            return [slot]
+        target, count = self._room()
+        if count <= 0:
+            return None
+        slots: list[Slot[PromptT]] = [
+            Slot(id=self._next_id + i, generation_version=self.version, target_version=target)
+            for i in range(count)
+        ]
+        self._next_id += count
+        self._reserved.update((slot.id, slot) for slot in slots)
+        return slots
+
+    def fill(self, slots: Sequence[Slot[PromptT]], prompts: Sequence[PromptT]) -> list[Slot[PromptT]]:
+        """Put prompts into reserved slots; they are in flight from now on."""
+        if len(slots) != len(prompts):
+            raise SlotError(f"{len(prompts)} prompts for {len(slots)} slots")
+        filled = []
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self._leave(self._reserved, slot, "reserved")
+            self._in_flight[slot.id] = full = evolve(slot, prompt=prompt)
+            filled.append(full)
+        self._dispatched += len(filled)
+        return filled
+
+    def complete(self, slot: Slot[PromptT], group: GroupT) -> None:
+        """The slot's group is ready to be trained."""
+        self._ready[slot.id] = (self._leave(self._in_flight, slot, "in flight"), group)
+
+    def fail(self, slot: Slot[PromptT], kept: Iterable[Any] = ()) -> bool:
+        """An attempt failed.  True: the slot is offered again; False: its prompt is skipped for good.
+
+        With ``kept`` rollouts the slot keeps the stamps that hold for them; with none it will be stamped
+        anew.
+        """
+        slot = self._leave(self._in_flight, slot, "in flight")
+        if slot.attempts >= self.max_retries:
+            self._skipped += 1
+            return False
+        self._again[slot.id] = evolve(slot, attempts=slot.attempts + 1, kept=tuple(kept))
+        return True
+
+    def take(self) -> list[GroupT] | None:
+        """The groups of the next step, the oldest first; None while they are not ready."""
+        if self.step >= self.num_steps:
+            return None
+        due = sorted((s.target_version, s.id) for s, _ in self._ready.values())[: self.prompts_per_step]
+        if self.policy == "in_order":
+            due = [(target, id) for target, id in due if target == self.step]
+        if len(due) < self.prompts_per_step or not self._feasible_without({id for _, id in due}):
+            return None
+        self.step += 1
+        return [self._ready.pop(id)[1] for _, id in due]
+
+    def advance(self) -> None:
+        """The engine holds the weights of the next version: the permits of a step are free."""
+        if self.version >= self.step:
+            raise SlotError(f"the engine holds version {self.version}, and no step was taken after it")
+        self.version += 1
+
+    # ------------------------------------------------------------------------------ looking
+
+    def statistics(self) -> Statistics:
+        return Statistics(
+            reserved=len(self._reserved),
+            in_flight=len(self._in_flight),
+            again=len(self._again),
+            ready=len(self._ready),
+            dispatched=self._dispatched,
+            trained=self.step * self.prompts_per_step,
+            skipped=self._skipped,
+        )
+
+    @property
+    def outstanding(self) -> int:
+        """Slots that exist."""
+        return len(self._reserved) + len(self._in_flight) + len(self._again) + len(self._ready)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    # ------------------------------------------------------------------------------ saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """A consistent cut.  Prompts in flight are saved as prompts to be offered again."""
+        if self._reserved or self.step != self.version:
+            raise SlotError(
+                f"no consistent cut here: {len(self._reserved)} slots without a prompt, step {self.step}, "
+                f"engine at version {self.version}"
+            )
+        unfinished = {**self._in_flight, **self._again}
+        return {
+            "step": self.step,
+            "dispatched": self._dispatched,
+            "skipped": self._skipped,
+            "again": [evolve(unfinished[id], kept=()) for id in sorted(unfinished)],
+            "ready": [self._ready[id] for id in sorted(self._ready)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``; nothing that was ready is generated again."""
+        self.step = self.version = state["step"]
+        self._dispatched, self._skipped = state["dispatched"], state["skipped"]
+        self._next_id = self._dispatched
+        self._reserved, self._in_flight = {}, {}
+        self._again = {slot.id: slot for slot in state["again"]}
+        self._ready = {slot.id: (slot, group) for slot, group in state["ready"]}
+
+    # ------------------------------------------------------------------------------ the policies
+
+    def _room(self) -> tuple[int, int]:
+        """Target version and number of the new slots that may be reserved now."""
+        if self.policy == "in_order":
+            held = [slot.target_version for slot in self._slots()]
+            for target in range(self.step, min(self._farthest() + 1, self.num_steps)):
+                if missing := self.prompts_per_step - held.count(target):
+                    return target, missing
+            return self._farthest(), 0
+        taken = (self.step - self.version) * self.prompts_per_step
+        permits = versions.capacity(prompts_per_step=self.prompts_per_step, max_staleness=self.max_staleness)
+        wanted = (self.num_steps - self.step) * self.prompts_per_step
+        return self._farthest(), min(permits - taken, wanted) - self.outstanding
+
+    def _stamp_again(self, slot: Slot[PromptT]) -> Slot[PromptT]:
+        if slot.kept:
+            return slot
+        target = slot.target_version if self.policy == "in_order" else self._farthest()
+        return evolve(slot, generation_version=self.version, target_version=target)
+
+    def _feasible_without(self, taken: set[int]) -> bool:
+        """Whether all that stays behind can be trained in time; always so for ``in_order``."""
+        if self.policy == "in_order":
+            return True
+        left = [slot.target_version for slot in self._slots() if slot.id not in taken]
+        return all(
+            sum(target <= self.step + j for target in left) <= j * self.prompts_per_step
+            for j in range(self.max_staleness)  # beyond, the number of permits implies it
+        )
+
+    def _farthest(self) -> int:
+        return versions.deadline(generated_by=self.version, max_staleness=self.max_staleness)
+
+    def _slots(self) -> Iterable[Slot[PromptT]]:
+        """All slots whose stamps hold: one that comes again with nothing kept will get new ones."""
+        yield from self._reserved.values()
+        yield from self._in_flight.values()
+        yield from (slot for slot in self._again.values() if slot.kept)
+        yield from (slot for slot, _ in self._ready.values())
+
+    def _leave(self, state: dict[int, Slot[PromptT]], slot: Slot[PromptT], name: str) -> Slot[PromptT]:
+        if slot.id not in state or state[slot.id].attempts != slot.attempts:
+            raise SlotError(f"slot {slot.id} (attempt {slot.attempts}) is not {name}")
+        return state.pop(slot.id)
