@@ -36,25 +36,24 @@ def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = OVERHEA
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     n = len(order)
-    # Only where the length changes, or where the budget forces it, can a cut pay: runs of equal length
-    # are divided by the budget alone.
-    starts = [k for k in range(n) if k == 0 or lengths[order[k]] != lengths[order[k - 1]]]
-    best = [0.0] * (n + 1)  # best[k]: least cost of the rows order[k:]
-    end = [n] * (n + 1)  # where the micro-batch that begins at k ends
-    run_end = {start: stop for start, stop in zip(starts, [*starts[1:], n], strict=True)}
-    stop = n
-    for k in range(n - 1, -1, -1):
-        if k in run_end:
-            stop = run_end[k]
-        length = lengths[order[k]]
-        last = min(n, k + max(1, budget // length if length else n))
-        best[k] = float("inf")
-        for j in _cuts(k, last, starts):
-            cost = (j - k) * length + overhead + best[j]
-            if cost < best[k]:
-                best[k], end[k] = cost, j
-    divided, k = [], 0
-    while k < n:
-        divided.append(order[k : end[k]])
-        k = end[k]
-    return divided
+    runs: list[tuple[int, int, int]] = []  # (first place, tokens a row, rows that fit) of equal lengths
+    cost, start = [0.0] * (n + 1), [0] * (n + 1)  # of the cheapest division of order[:j]; its last cut
+    for j in range(1, n + 1):
+        length = lengths[order[j - 1]]
+        if not runs or runs[-1][1] != length:
+            runs.append((j - 1, length, max(1, budget // max(1, length))))
+        # A cut inside a run only pays where the budget forces it, so each run offers one first row.
+        cost[j], after = float("inf"), j
+        for first, longest, fit in reversed(runs):
+            i = max(first, j - fit)
+            if i >= after:
+                break  # full already, and fuller still with the longer rows before
+            total = cost[i] + (j - i) * longest + overhead
+            if total < cost[j]:
+                cost[j], start[j] = total, i
+            after = first
+    divided = []
+    while n:
+        divided.append(order[start[n] : n])
+        n = start[n]
+    return divided[::-1]

@@ -128,6 +128,9 @@ class TrainerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = field(default=0.0, validator=ge(0))
     max_grad_norm: float = field(default=1.0, validator=gt(0))
+    proximal: Literal["recompute", "generation"] = "recompute"
+    """What the clipped ratio is relative to: the trainer's weights when the step began (one more forward
+    pass if there are several updates), or the weights that generated."""
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
     """Rows times the longest of them, padding included, at most (a longer row comes alone)."""
     gradient_checkpointing: bool = False

@@ -30,6 +30,15 @@ class GroupsReady(Event):
 
 
 @frozen(kw_only=True)
+class PromptSkipped(Event):
+    """A prompt whose attempts are used up."""
+
+    task: str
+    prompt: str
+    error: str
+
+
+@frozen(kw_only=True)
 class StepEnded(Event):
     """``step`` is the version that the step made."""
 

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 from attrs import evolve
-from grpo_core.buffer import Buffer, Slot
-from grpo_core.errors import SlotError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from grpo_core.buffer import Buffer, Slot
+from grpo_core.errors import SlotError
 
 # ---------------------------------------------------------------------------------- stories
 
@@ -144,9 +145,10 @@ def test_no_prompt_is_drawn_that_no_step_would_train():
 def test_what_cannot_be_is_refused():
     with pytest.raises(SlotError, match="no step was taken after it"):
         a_buffer().advance()
+    buffer = a_buffer()
+    slots = buffer.reserve()
     with pytest.raises(SlotError, match="1 prompts for 4 slots"):
-        buffer = a_buffer()
-        buffer.fill(buffer.reserve(), ["one"])
+        buffer.fill(slots, ["one"])
     with pytest.raises(SlotError, match="expected policy"):
         a_buffer(policy="lifo")
     with pytest.raises(SlotError, match="no consistent cut"):

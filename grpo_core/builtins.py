@@ -1,0 +1,32 @@
+"""What the core itself offers, as a plugin like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grpo_core.hookspecs import hookimpl
+
+
+@hookimpl
+def grpo_samplers() -> Mapping[str, str]:
+    return {"mix": "grpo_core.samplers:Mix", "round_robin": "grpo_core.samplers:RoundRobin"}
+
+
+@hookimpl
+def grpo_validation_strategies() -> Mapping[str, str]:
+    return {"greedy": "grpo_core.validation:Greedy"}
+
+
+@hookimpl
+def grpo_engines() -> Mapping[str, str]:
+    return {"local": "grpo_core.engines.local:LocalEngine"}
+
+
+@hookimpl
+def grpo_losses() -> Mapping[str, str]:
+    return {"grpo": "grpo_core.loss:grpo"}
+
+
+@hookimpl
+def grpo_advantages() -> Mapping[str, str]:
+    return {"group": "grpo_core.advantages:group"}

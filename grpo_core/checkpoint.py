@@ -1,0 +1,246 @@
+"""Checkpoints: one consistent cut, written beside and renamed; no pickle, ever.
+
+    checkpoints/step-000120/
+        manifest.json                 sha256 and size of each of the other files; written last
+        trainer/ optimizer/           the trainer's own files (safetensors, JSON)
+        pipeline.json                 buffer, prompts in flight, sampler
+        train_dataloader_TASK.json    position of each loader
+
+A directory whose name ends in ``.partial`` was never finished.  A complete one is verified before it is
+used; the newest that holds is taken, and the others are named with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import cattrs
+from attrs import asdict, frozen
+
+from grpo_core.buffer import Buffer, Slot
+from grpo_core.errors import CheckpointError
+from grpo_core.records import Group, Prompt, Rollout
+
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+# ---------------------------------------------------------------------------------- writing
+
+
+async def write(
+    parent: Path,
+    *,
+    step: int,
+    pipeline: Mapping[str, Any],
+    loaders: Mapping[str, Mapping[str, Any]],
+    save_trainer: Callable[[Path], Awaitable[None]],
+    keep: int,
+) -> Path:
+    """Write ``parent/step-NNNNNN`` completely or not at all, then remove all but the newest ``keep``.
+
+    ``pipeline`` and ``loaders`` are the state at the cut; they are on the way before the first await.
+    Raises CheckpointError; what was there before is then untouched.
+    """
+    final = parent / f"step-{step:06d}"
+    partial = final.with_name(final.name + ".partial")
+    states = {"pipeline.json": {"format": FORMAT, "step": step, **pipeline}}
+    states |= {_loader_file(task): dict(state) for task, state in loaders.items()}
+    try:
+        await asyncio.to_thread(_begin, partial, states)
+        await save_trainer(partial)
+        await asyncio.to_thread(_finish, partial, final, step)
+    except BaseException as error:
+        written = sum(path.stat().st_size for path in _files(partial))
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(_explain(error, final, written)) from error
+        raise
+    for _, old in complete_names(parent)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _begin(partial: Path, states: Mapping[str, Any]) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name, state in states.items():
+        _write_json(partial / name, state)
+
+
+def _finish(partial: Path, final: Path, step: int) -> None:
+    files = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
+    _write_json(partial / _MANIFEST, {"format": FORMAT, "step": step, "files": files})
+    _sync_directory(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _sync_directory(final.parent)
+
+
+def _explain(error: OSError, final: Path, written: int) -> str:
+    text = f"checkpoint {final}: cannot be written: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(final.parent).free
+        text += f" ({written:,} bytes were written, {free:,} are free now); make room and --resume"
+    return text + "; the checkpoints before it are untouched"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, allow_nan=False, separators=(",", ":"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    return {"sha256": digest, "size": path.stat().st_size}
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _loader_file(task: str) -> str:
+    return f"train_dataloader_{quote(task, safe='')}.json"
+
+
+# ---------------------------------------------------------------------------------- reading
+
+
+@frozen(kw_only=True)
+class Found:
+    """The newest checkpoint that holds, and why newer ones were passed over."""
+
+    directory: Path
+    step: int
+    passed_over: tuple[str, ...]
+
+
+def complete_names(parent: Path) -> list[tuple[int, Path]]:
+    """Steps and directories of the checkpoints that were finished, oldest first; not verified."""
+    found = [(_NAME.fullmatch(path.name), path) for path in parent.glob("step-*") if path.is_dir()]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def newest(parent: Path) -> Found | None:
+    """The newest checkpoint whose every file is what was written; None if there is none at all.
+
+    Raises CheckpointError if there are checkpoints but none of them holds.
+    """
+    passed_over = [f"{path.name}: was never finished" for path in sorted(parent.glob("step-*.partial"))]
+    for step, directory in reversed(complete_names(parent)):
+        fault = _fault(directory)
+        if fault is None:
+            return Found(directory=directory, step=step, passed_over=tuple(passed_over))
+        passed_over.append(f"{directory.name}: {fault}")
+    if not complete_names(parent):
+        return None
+    raise CheckpointError(f"{parent}: no checkpoint can be used:\n    " + "\n    ".join(passed_over))
+
+
+def _fault(directory: Path) -> str | None:
+    try:
+        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            return f"written in format {manifest['format']}, this version reads format {FORMAT}"
+        for name, expected in manifest["files"].items():
+            path = directory / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if _fingerprint(path) != expected:
+                return f"{name} is not what was written (its sha256 differs)"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{_MANIFEST} cannot be read: {error}"
+    return None
+
+
+def read_pipeline(directory: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((directory / "pipeline.json").read_text(encoding="utf-8"))
+    return state
+
+
+def read_loader(directory: Path, task: str) -> dict[str, Any] | None:
+    """The loader's state, or None if the task was not part of the run."""
+    path = directory / _loader_file(task)
+    if not path.exists():
+        return None
+    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return state
+
+
+# ---------------------------------------------------------------------------------- the buffer as JSON
+
+
+def dump_buffer(buffer: Buffer[Prompt, Group]) -> dict[str, Any]:
+    """The buffer's state; prompts by task and id, since their answers may be anything."""
+    state = buffer.state_dict()
+    return {
+        **state,
+        "again": [_dump_slot(slot) for slot in state["again"]],
+        "ready": [
+            [_dump_slot(slot), [asdict(rollout) for rollout in group.rollouts]]
+            for slot, group in state["ready"]
+        ],
+    }
+
+
+def load_buffer(
+    buffer: Buffer[Prompt, Group], state: Mapping[str, Any], prompt: Callable[[str, str], Prompt]
+) -> None:
+    """Put what ``dump_buffer`` gave into a buffer; ``prompt(task, id)`` finds prompts again."""
+
+    def slot(dumped: Mapping[str, Any]) -> Slot[Prompt]:
+        task, id = dumped["prompt"]
+        return Slot(**{**dumped, "prompt": prompt(task, id)})
+
+    ready = []
+    for dumped, rollouts in state["ready"]:
+        full = slot(dumped)
+        assert full.prompt is not None
+        group = Group(
+            prompt=full.prompt,
+            rollouts=tuple(_converter().structure(rollout, Rollout) for rollout in rollouts),
+            generation_version=full.generation_version,
+            target_version=full.target_version,
+        )
+        ready.append((full, group))
+    buffer.load_state_dict({**state, "again": [slot(dumped) for dumped in state["again"]], "ready": ready})
+
+
+def _dump_slot(slot: Slot[Prompt]) -> dict[str, Any]:
+    assert slot.prompt is not None
+    return {
+        "id": slot.id,
+        "generation_version": slot.generation_version,
+        "target_version": slot.target_version,
+        "attempts": slot.attempts,
+        "prompt": [slot.prompt.environment, slot.prompt.id],
+    }
+
+
+@cache
+def _converter() -> cattrs.Converter:
+    return cattrs.Converter()

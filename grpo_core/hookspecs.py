@@ -1,0 +1,83 @@
+"""The hooks that a plugin may implement.
+
+A plugin is a module of a distribution with an entry point in the group ``grpo_core``, or a single file that
+is named in the configuration.  Its hooks register what it *offers*, once, synchronously, and never run in
+the hot path.  Which offer is used is decided by name in the configuration, never by the order of plugins.
+
+An offer is a factory under a name.
+
+* The factory is a callable, or ``"module:attribute"``: then the module is imported when the offer is first
+  used, so that listing a plugin stays cheap.
+* A name that ends with ``*`` is a prefix: it stands for every name that begins with what is before the
+  ``*``, and the factory receives the rest as its first positional argument.  A plain ``"*"`` of the plugin
+  ``reasoning_gym`` makes ``reasoning_gym:chain_sum`` a call of ``factory("chain_sum", **options)``.
+
+The options of a factory are those of its parameters that can be given by name; an unknown one is an error
+before the factory is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from grpo_core.events import Event
+    from grpo_core.protocols import (
+        AdvantageFunction,
+        Engine,
+        Environment,
+        LossFunction,
+        Sampler,
+        ValidationStrategy,
+    )
+
+PROJECT = "grpo_core"
+"""Group of the entry points, and name of the markers."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks the functions of a plugin that implement a hook."""
+
+
+@hookspec
+def grpo_environments() -> Mapping[str, Callable[..., Environment] | str]:  # type: ignore[empty-body]
+    """Offer environments: ``{name: factory(**options)}``.
+
+    The factory is called in the environment's own process, on its main thread.  A class will do.
+    """
+
+
+@hookspec
+def grpo_samplers() -> Mapping[str, Callable[..., Sampler] | str]:  # type: ignore[empty-body]
+    """Offer samplers: ``{name: factory(**options)}``."""
+
+
+@hookspec
+def grpo_validation_strategies() -> Mapping[str, Callable[..., ValidationStrategy] | str]:  # type: ignore[empty-body]
+    """Offer validation strategies: ``{name: factory(**options)}``."""
+
+
+@hookspec
+def grpo_engines() -> Mapping[str, Callable[..., Engine] | str]:  # type: ignore[empty-body]
+    """Offer engines: ``{name: factory(setup: EngineSetup, **options)}``."""
+
+
+@hookspec
+def grpo_losses() -> Mapping[str, LossFunction | str]:  # type: ignore[empty-body]
+    """Offer losses: ``{name: pure function}``; its keyword-only parameters are its options."""
+
+
+@hookspec
+def grpo_advantages() -> Mapping[str, AdvantageFunction | str]:  # type: ignore[empty-body]
+    """Offer advantages: ``{name: pure function}``; its keyword-only parameters are its options."""
+
+
+@hookspec
+def grpo_event(event: Event) -> Any:
+    """Observe a run: called with each event of ``grpo_core.events``; what it returns is ignored.
+
+    A listener that raises is reported once and not called again.
+    """

@@ -1,0 +1,112 @@
+"""Losses: from the logprobs of the sampled tokens to what the optimizer descends.
+
+A loss is a function of ``LossInputs`` and its own options that returns one loss and any number of metrics
+for each sampled token.  It never averages: the core sums over everything that one optimizer update
+consists of and divides by its number of sampled tokens, so the gradient does not depend on how the rows
+were split, padded or ordered.  A loss that works on sequences sums over ``rows``, which are whole within
+one call.
+
+    def reinforce(inputs: LossInputs) -> LossOutput:
+        return -inputs.advantages * inputs.policy_logprobs, {}
+
+Metrics of an update are means over its sampled tokens; a name that ends in ``/max`` is a maximum.  An option
+called ``kl_coefficient`` above 0 makes the core keep the start weights and fill ``reference_logprobs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    LossOutput = tuple[Tensor, dict[str, Tensor]]
+    Loss = Callable[..., LossOutput]
+
+_LOG_RATIO_LIMIT = 20.0
+"""exp(20) is no weight that anything learns from, but it is finite."""
+
+
+@frozen(kw_only=True, eq=False)
+class LossInputs:
+    """The sampled tokens of one micro-batch.  Every tensor is [N]; only ``policy_logprobs`` has a gradient."""
+
+    policy_logprobs: Tensor
+    """By the weights that are being updated."""
+    proximal_logprobs: Tensor
+    """By the trainer's weights before the step's first update (``trainer.proximal = "recompute"``), or the
+    engine's (``"generation"``)."""
+    generation_logprobs: Tensor
+    """By the engine, when it sampled the token: the behaviour policy."""
+    reference_logprobs: Tensor | None
+    """By the start weights; None unless the option ``kl_coefficient`` is above 0."""
+    advantages: Tensor
+    rows: Tensor
+    """Integer: which row a token belongs to, 0 up to the number of rows of the micro-batch."""
+    step: int
+    update: int
+    """Of the step's updates, from 0."""
+
+
+def grpo(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    importance_cap: float = 2.0,
+    dual_clip: float | None = None,
+    kl_coefficient: float = 0.0,
+) -> LossOutput:
+    """Clipped policy gradient with a correction for tokens that older weights sampled.
+
+    With r = policy / proximal, w = min(proximal / generation, ``importance_cap``) and advantage A, a
+    token's loss is::
+
+        - w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    the decoupled objective (AReaL, arXiv 2505.24298 eq. 5) with a truncated importance weight (IMPALA, arXiv
+    1802.01561).  The clip bounds how far a step moves from where it began, the weight corrects for who
+    sampled.  Where proximal is generation, w is 1 and this is PPO's objective (arXiv 1707.06347 eq. 7); an
+    asymmetric clip is DAPO's (arXiv 2503.14476).  ``dual_clip`` = c > 1 bounds the loss of a negative
+    advantage by - c A (arXiv 1912.09729).  ``kl_coefficient`` adds an estimate of KL(policy, reference), see
+    ``reference_kl``.
+
+    Metrics: ``clip_fraction/low``, ``clip_fraction/high`` (tokens whose gradient the clip removes),
+    ``importance_weight/mean``, ``importance_weight/max`` (after the cap), ``kl/reference``.
+    """
+    advantages = inputs.advantages
+    ratio = _exp(inputs.policy_logprobs - inputs.proximal_logprobs)
+    objective = (ratio * advantages).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        objective = objective.maximum(dual_clip * advantages).where(advantages < 0, objective)
+    weight = _exp(inputs.proximal_logprobs - inputs.generation_logprobs).clamp(max=importance_cap).detach()
+    losses = -weight * objective
+    metrics = {
+        "clip_fraction/low": ((ratio < 1 - clip_low) & (advantages < 0)).to(ratio.dtype),
+        "clip_fraction/high": ((ratio > 1 + clip_high) & (advantages > 0)).to(ratio.dtype),
+        "importance_weight/mean": weight,
+        "importance_weight/max": weight,
+    }
+    if kl_coefficient and inputs.reference_logprobs is not None:
+        kl = reference_kl(inputs.policy_logprobs, inputs.reference_logprobs)
+        losses = losses + kl_coefficient * kl
+        metrics["kl/reference"] = kl.detach()
+    return losses, metrics
+
+
+def reference_kl(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """KL(policy, reference) of each token: the estimate k3 = exp(d) - d - 1 with d = reference - policy.
+
+    The gradient is that of the divergence, not of its estimate: the score term of the expectation is
+    included, which makes it - d for a token that the policy sampled (arXiv 2506.09477).
+    """
+    d = (reference_logprobs - policy_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    sampled = (policy_logprobs - policy_logprobs.detach()).exp()
+    return sampled * (d.exp() - d - 1)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()

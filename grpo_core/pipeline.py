@@ -1,0 +1,284 @@
+"""The pipeline: collect, train and sync, beside each other, around one buffer.
+
+    collect   waits for   free slots in the buffer
+              does        reserve, then draw prompts, then play each as a group in a task of its own
+              unblocks    train
+    train     waits for   prompts_per_step ready groups; the weights published before to be synced
+              does        advantages, one trainer step, publish
+              unblocks    sync
+    sync      waits for   published weights
+              does        update the engine, advance the buffer, validate when it is due
+              unblocks    collect (its permits), train
+
+All waiting is on one Condition: ``_when`` asks again after every change that ``_apply`` makes.  The
+buffer decides, the pipeline waits.  Whatever fails anywhere ends the run; there is nothing that is
+caught and only logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from attrs import define, field, frozen
+
+from grpo_core.buffer import Buffer, Slot
+from grpo_core.errors import DeadlineExceeded, GrpoError
+from grpo_core.events import Event, GroupsReady, PromptSkipped, Saved, StepEnded, Validated
+from grpo_core.metrics import Meter, task_metrics
+from grpo_core.protocols import AdvantageFunction, Engine, Judge, Loader, Sampler, Trainer
+from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
+from grpo_core.rendering import Renderer
+from grpo_core.rollout import Sampling, Start, play, seed_of
+from grpo_core.rows import check_staleness, make_batch
+
+T = TypeVar("T")
+
+Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]]]]
+"""Measures the engine's weights; gets their version."""
+
+Save = Callable[[int], Awaitable[Path]]
+"""Writes a checkpoint of the cut at a version."""
+
+
+@frozen(kw_only=True)
+class Schedule:
+    """When things are due, in steps; 0 is never, except at the end."""
+
+    validate_every: int = 0
+    save_every: int = 0
+    stall: float = 86400.0
+    """Seconds without any change after which a wait is a hang: the backstop behind all other deadlines."""
+    rollout_deadline: float | None = None
+    in_flight_updates: bool = True
+
+
+@define(kw_only=True, eq=False)
+class Pipeline:
+    """Connects the parts; see the module's docstring.  ``run`` may be called once."""
+
+    buffer: Buffer[Prompt, Group]
+    loaders: Mapping[str, Loader]
+    sampler: Sampler
+    sample: Callable[[Sampler, Mapping[str, Loader], SampleRequest], list[Prompt]]
+    """Asks the sampler and checks what it returns."""
+    engine: Engine
+    trainer: Trainer
+    judges: Mapping[str, Judge]
+    renderer: Renderer
+    sampling: Sampling
+    group_size: int
+    advantages: AdvantageFunction
+    seed: int = 0
+    schedule: Schedule = field(factory=Schedule)
+    emit: Callable[[Event], None] = lambda event: None
+    observe_verdict: Callable[[str, Rollout], None] = lambda task, rollout: None
+    """Counts rollouts without a verdict; raises when there are too many."""
+    validate: Validate | None = None
+    save: Save | None = None
+
+    _changed: asyncio.Condition = field(init=False, factory=asyncio.Condition)
+    _published: Weights | None = field(init=False, default=None)
+    _trained: int = field(init=False, default=0)
+    _stopping: bool = field(init=False, default=False)
+    _meter: Meter = field(init=False, factory=Meter)
+
+    # ------------------------------------------------------------------------------ the outside
+
+    async def run(self) -> str:
+        """Train until the last step or until ``stop``; returns "finished" or "interrupted".
+
+        Raises the first error of any task; the tasks of the others are cancelled and awaited before.
+        """
+        self._trained = self.buffer.step
+        await self.engine.update_weights(await self.trainer.publish())
+        if self._trained == 0:
+            await self._validate(0)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self._collect(), name="collect"),
+                    tasks.create_task(self._sync(), name="sync"),
+                ]
+                await self._train()
+                for task in background:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            cause = root_cause(group)
+            raise cause from cause.__cause__
+        return "interrupted" if self._trained < self.buffer.num_steps else "finished"
+
+    async def stop(self) -> None:
+        """End after the step that is being trained, with a checkpoint."""
+        async with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------------------ collect
+
+    async def _collect(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                for slot in await self._when(self._reserve, "free slots", patience=None):
+                    groups.create_task(self._play_group(slot), name=f"group {slot.id}")
+
+    def _reserve(self) -> list[Slot[Prompt]] | None:
+        """Reserve first, draw second; nothing awaits in between, so every cut is consistent."""
+        slots = self.buffer.reserve()
+        if slots is None or slots[0].prompt is not None:
+            return slots
+        request = SampleRequest(
+            generation_version=slots[0].generation_version,
+            target_version=slots[0].target_version,
+            current_version=self._trained,
+            expected_prompts=len(slots),
+        )
+        return self.buffer.fill(slots, self.sample(self.sampler, self.loaders, request))
+
+    async def _play_group(self, slot: Slot[Prompt]) -> None:
+        prompt = slot.prompt
+        assert prompt is not None
+        starts = [
+            Start(prompt=prompt, seed=seed_of(self.seed, slot.id, slot.attempts, i), group=str(slot.id))
+            for i in range(self.group_size - len(slot.kept))
+        ]
+        with self._meter.generating():
+            rollouts = await play(
+                starts,
+                engine=self.engine,
+                judges=self.judges,
+                renderer=self.renderer,
+                sampling=self.sampling,
+                deadline=self.schedule.rollout_deadline,
+            )
+        for rollout in rollouts:
+            self._meter.count(prompt.environment, rollout)
+            self.observe_verdict(prompt.environment, rollout)
+        finished = (*slot.kept, *(rollout for rollout in rollouts if rollout.reward is not None))
+        if len(finished) == self.group_size:
+            group = Group(
+                prompt=prompt,
+                rollouts=finished,
+                generation_version=slot.generation_version,
+                target_version=slot.target_version,
+            )
+            await self._apply(lambda: self.buffer.complete(slot, group))
+        elif not await self._apply(lambda: self.buffer.fail(slot, finished)):
+            error = next(rollout.error for rollout in rollouts if rollout.error is not None)
+            self.emit(
+                PromptSkipped(step=self._trained, task=prompt.environment, prompt=prompt.id, error=error)
+            )
+
+    # ------------------------------------------------------------------------------ train
+
+    async def _train(self) -> None:
+        while self._trained < self.buffer.num_steps:
+            started = self._meter.now()
+            groups = await self._when(self._take_or_stop, "ready groups", patience=self.schedule.stall)
+            if not groups:
+                break
+            await self._train_step(groups, started)
+        await self._synced()
+        await self._save(self._trained)
+
+    def _take_or_stop(self) -> list[Group] | None:
+        return [] if self._stopping else self.buffer.take()
+
+    async def _train_step(self, groups: Sequence[Group], started: float) -> None:
+        step = self._trained
+        check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
+        self.emit(GroupsReady(step=step, groups=tuple(groups)))
+        waited = self._meter.now() - started
+        batch = make_batch(
+            groups, step=step, temperature=self.sampling.temperature, advantages=self.advantages
+        )
+        result = await self.trainer.step(batch)
+        self._trained = result.version
+        await self._synced()  # the engine may still be reading what was published before
+        weights = await self.trainer.publish()
+        if weights.version != step + 1:
+            raise GrpoError(f"the trainer published version {weights.version} after step {step}")
+        await self._apply(lambda: setattr(self, "_published", weights))
+        if hasattr(self.sampler, "observe"):
+            self.sampler.observe(groups)
+        metrics = task_metrics(groups, step=step)
+        metrics |= result.metrics
+        metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
+        self.emit(StepEnded(step=self._trained, metrics=metrics))
+        if self._save_is_due():
+            await self._synced()
+            await self._save(self._trained)
+
+    async def _synced(self) -> None:
+        await self._when(lambda: True if self._published is None else None, "the weight sync", patience=None)
+
+    def _save_is_due(self) -> bool:
+        every = self.schedule.save_every
+        last = self._stopping or self._trained >= self.buffer.num_steps  # saved when the loop has ended
+        return bool(every) and self._trained % every == 0 and not last
+
+    async def _save(self, version: int) -> None:
+        if self.save is not None:
+            directory = await self.save(version)
+            self.emit(Saved(step=version, directory=str(directory)))
+
+    # ------------------------------------------------------------------------------ sync
+
+    async def _sync(self) -> None:
+        while True:
+            weights = await self._when(lambda: self._published, "published weights", patience=None)
+            if not self.schedule.in_flight_updates:
+                await self._when(
+                    lambda: True if self.buffer.in_flight == 0 else None,
+                    "running rollouts to end",
+                    patience=self.schedule.stall,
+                )
+            await self.engine.update_weights(weights)
+            await self._apply(self.buffer.advance)
+            await self._validate(weights.version)
+            await self._apply(lambda: setattr(self, "_published", None))
+
+    async def _validate(self, version: int) -> None:
+        """On one fixed version: the next update waits until this returns; training goes on meanwhile."""
+        every = self.schedule.validate_every
+        if self.validate is None or not every or self._stopping:
+            return
+        if version % every == 0 or version == self.buffer.num_steps:
+            results = await self.validate(version)
+            self.emit(Validated(step=version, version=version, results=results))
+
+    # ------------------------------------------------------------------------------ waiting
+
+    async def _when(self, ask: Callable[[], T | None], what: str, *, patience: float | None) -> T:
+        """Wait until ``ask()`` returns something; what it returns was true when it was asked.
+
+        Raises DeadlineExceeded after ``patience`` seconds.  Waits without patience depend only on calls
+        that have a deadline of their own.
+        """
+        try:
+            async with asyncio.timeout(patience), self._changed:
+                while (answer := ask()) is None:
+                    await self._changed.wait()
+                self._changed.notify_all()  # asking may have changed something: a slot, a step
+                return answer
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"pipeline: waited {patience:g} s for {what} at step {self._trained}; "
+                f"the buffer: {self.buffer.statistics()}"
+            ) from None
+
+    async def _apply(self, change: Callable[[], T]) -> T:
+        async with self._changed:
+            result = change()
+            self._changed.notify_all()
+            return result
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first error in a group of errors that is not a mere consequence."""
+    while isinstance(error, BaseExceptionGroup):
+        grpo = [e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)]
+        error = (grpo or error.exceptions)[0]
+    return error

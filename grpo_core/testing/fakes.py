@@ -1,0 +1,149 @@
+"""Fakes that keep the contracts: an engine, a trainer, a judge and a renderer without a model.
+
+They work in characters (a token is a code point) and on the loop's clock, so that a whole run passes in
+milliseconds under ``grpo_core.testing.run``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from grpo_core.errors import EngineError
+from grpo_core.records import (
+    Batch,
+    Completion,
+    Episode,
+    GenerationRequest,
+    Message,
+    Prompt,
+    StepResult,
+    Verdict,
+    Weights,
+)
+
+
+def prompts(n: int, task: str = "task") -> list[Prompt]:
+    """``n`` prompts of a task."""
+    return [Prompt(messages=f"prompt {i}", answer=str(i), id=str(i), environment=task) for i in range(n)]
+
+
+class FakeRenderer:
+    """A token is a character."""
+
+    stop_token_ids: tuple[int, ...] = ()
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(map(ord, "".join(message["content"] for message in messages)))
+
+    continuation_ids = prompt_ids
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [self.text(row) for row in rows]
+
+
+class FakeEngine:
+    """Answers each request with ``reply(request)`` after ``latency(rng)`` seconds.
+
+    What is said depends on the request's seed alone; each token carries the version that is held when its
+    turn comes.  ``fault(request)`` may return an exception to be raised.
+    """
+
+    def __init__(
+        self,
+        *,
+        reply: Callable[[GenerationRequest, random.Random], str] = lambda request, rng: rng.choice("ab"),
+        latency: Callable[[random.Random], float] = lambda rng: rng.expovariate(1.0),
+        update_seconds: float = 0.1,
+        fault: Callable[[GenerationRequest], Exception | None] = lambda request: None,
+    ) -> None:
+        self.reply, self.latency, self.update_seconds, self.fault = reply, latency, update_seconds, fault
+        self.version: int | None = None
+        self.running = 0
+        self.closed = False
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        if self.version is None:
+            raise EngineError("engine fake: asked to generate before it was given weights")
+        return list(await asyncio.gather(*map(self._one, requests)))
+
+    async def _one(self, request: GenerationRequest) -> Completion:
+        rng = random.Random(request.seed)
+        first = self.version
+        assert first is not None
+        self.running += 1
+        try:
+            await asyncio.sleep(self.latency(rng))
+            if (fault := self.fault(request)) is not None:
+                raise fault
+        finally:
+            self.running -= 1
+        last = self.version
+        assert last is not None
+        text = self.reply(request, rng)
+        versions = (first, *((last,) * (len(text) - 1)))
+        return Completion(
+            token_ids=tuple(map(ord, text)),
+            logprobs=(-1.0,) * len(text),
+            versions=versions[: len(text)],
+            finish_reason="stop",
+        )
+
+    async def update_weights(self, weights: Weights) -> None:
+        await asyncio.sleep(self.update_seconds)
+        self.version = weights.version
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class FakeTrainer:
+    """Its weights are a number that depends on everything that was trained, in order."""
+
+    def __init__(self, *, seconds: float = 1.0, version: int = 0) -> None:
+        self.seconds = seconds
+        self.version = version
+        self.state = 0
+        self.batches: list[Batch] = []
+
+    async def step(self, batch: Batch) -> StepResult:
+        await asyncio.sleep(self.seconds)
+        assert batch.step == self.version, f"step {batch.step} given to version {self.version}"
+        self.batches.append(batch)
+        self.state = hash((self.state, tuple((r.token_ids, r.advantage) for r in batch.rows)))
+        self.version += 1
+        return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": self.seconds})
+
+    async def publish(self) -> Weights:
+        return Weights(version=self.version, location="", nbytes=0, tensors=())
+
+    async def save(self, directory: Path) -> None:
+        return None
+
+    async def aclose(self) -> None:
+        return None
+
+
+class FakeJudge:
+    """Judges with ``verdict(episode)`` after ``seconds``; counts its calls."""
+
+    def __init__(
+        self,
+        verdict: Callable[[Episode], Verdict] = lambda e: Verdict(reward=float(e.reply.startswith("a"))),
+        *,
+        max_turns: int = 1,
+        seconds: float = 0.1,
+    ) -> None:
+        self.verdict, self.max_turns, self.seconds = verdict, max_turns, seconds
+        self.needs_group = False
+        self.calls: list[int] = []
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        self.calls.append(len(episodes))
+        await asyncio.sleep(self.seconds)
+        return [self.verdict(episode) for episode in episodes]

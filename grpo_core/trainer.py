@@ -1,0 +1,417 @@
+"""The trainer: one process that owns the model and the optimizer.
+
+``TorchTrainer`` is synchronous and runs in a child process; ``ProcessTrainer`` is the protocol's
+``Trainer`` in front of it.  A step is: rows -> updates (whole groups) -> micro-batches (padded little);
+logprobs before the first update, where the loss needs them; then for each update the loss summed over its
+micro-batches, divided by its sampled tokens, and one AdamW step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from grpo_core import loss as losses
+from grpo_core import policy
+from grpo_core.batching import microbatches, split_updates
+from grpo_core.config import TINY, LossConfig, ModelConfig, TrainerConfig
+from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError, did_you_mean
+from grpo_core.policy import MicroBatch, Policy
+from grpo_core.processes import Child
+from grpo_core.records import Batch, Row, StepResult, Weights
+from grpo_core.weights import WeightsWriter
+
+
+@frozen(kw_only=True)
+class TrainerSetup:
+    """All that a trainer is made from; plain data, so that it can be made in a child process."""
+
+    model: ModelConfig = field(factory=ModelConfig)
+    trainer: TrainerConfig = field(factory=TrainerConfig)
+    loss: LossConfig = field(factory=LossConfig)
+    seed: int = 0
+    generates_beside: bool = True
+    """Another process generates on this machine meanwhile (``max_staleness`` above 0): leave it cores."""
+    model_directory: str = ""
+    """Where the model is made if ``model.path`` is "tiny"."""
+    demonstrations: tuple[tuple[str, str], ...] = ()
+    """Prompts and replies worth full marks, for the warm start of "tiny"."""
+    resume_from: str | None = None
+    """A directory that ``save`` wrote."""
+    plugins: tuple[str, ...] | None = None
+    """Allow-list of the plugins that a loss may come from; None: all."""
+
+
+def create(setup: TrainerSetup) -> TorchTrainer:
+    """Factory for the child process."""
+    torch.set_num_threads(thread_count(setup.trainer.threads, setup.generates_beside))
+    return TorchTrainer(setup)
+
+
+def thread_count(configured: int, generates_beside: bool) -> int:
+    """Of torch on the CPU: as configured, or (0) half of the cores if something generates beside it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return configured or max(1, cores // 2 if generates_beside else cores)
+
+
+def learning_rate(config: TrainerConfig, update: int) -> float:
+    """Of the update with this number, counted from 0 over all steps: linear warm-up, then the schedule."""
+    total = config.steps * config.updates_per_step
+    done = min(1.0, max(0, update - config.warmup_updates) / max(1, total - config.warmup_updates))
+    shape = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+    }[config.lr_schedule]
+    scheduled = shape if config.lr_schedule == "constant" else config.lr_end + (1 - config.lr_end) * shape
+    warm = min(1.0, (update + 1) / (config.warmup_updates + 1))
+    return config.lr * scheduled * warm
+
+
+class TorchTrainer:
+    """Trains a transformers causal language model with AdamW on one device.
+
+    Raises ModelError, ConfigError, PluginError or CheckpointError if it cannot be made.
+    """
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        self._setup, self._config = setup, setup.trainer
+        self._device = _device(self._config.device)
+        self._loss = _resolve_loss(setup.loss, setup.plugins)
+        start = self._start_model()
+        resume = Path(setup.resume_from) if setup.resume_from else None
+        self._policy = self._load(resume / "trainer" if resume else start)
+        self._reference: Policy | None = None
+        if setup.loss.options.get("kl_coefficient"):
+            self._reference = self._load(start)
+            self._reference.model.requires_grad_(False)
+        self._named = list(self._policy.model.named_parameters())  # tied tensors once
+        self._parameters = [parameter for _, parameter in self._named]
+        self._optimizer = _adamw(self._parameters, self._config)
+        self._writer = WeightsWriter()
+        self.version = 0
+        torch.manual_seed(setup.seed)
+        if resume:
+            self._resume(resume)
+
+    def description(self) -> dict[str, Any]:
+        """What the parent is told when the trainer is ready."""
+        return {
+            "version": self.version,
+            "parameters": sum(parameter.numel() for parameter in self._parameters),
+            "device": str(self._device),
+            "threads": torch.get_num_threads(),
+            "model": self._setup.model_directory
+            if self._setup.model.path == TINY
+            else self._setup.model.path,
+        }
+
+    # ------------------------------------------------------------------------------ one step
+
+    def step(self, batch: Batch) -> StepResult:
+        """Train version ``batch.step`` into the next; a batch without rows only raises the version.
+
+        Raises TrainerError if the batch is another version's, or if a loss or gradient is not finite.
+        """
+        if batch.step != self.version:
+            raise TrainerError(f"step {batch.step} was asked of a trainer that holds version {self.version}")
+        begun = time.perf_counter()
+        rows = [row for row in batch.rows if any(row.sampled)]
+        updates = [
+            self._microbatches(update) for update in split_updates(rows, self._config.updates_per_step)
+        ]
+        totals = Totals()
+        self._score_before(updates, batch.temperature)
+        for number, update in enumerate(updates):
+            self._update(batch, number, update, totals)
+        self.version += 1
+        metrics = totals.metrics()
+        seconds = time.perf_counter() - begun
+        used, padded = sum(map(policy.length, rows)), sum(m.input_ids.numel() for u in updates for m in u)
+        metrics |= {
+            "time/train": seconds,
+            "tokens_per_second/training": used / seconds,
+            "tokens/trained": float(used),
+            "tokens/padding": (padded - used) / padded if padded else 0.0,
+        }
+        return StepResult(version=self.version, metrics=metrics)
+
+    def _microbatches(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        parts = microbatches([policy.length(row) for row in rows], self._config.tokens_per_microbatch)
+        return [policy.collate([rows[i] for i in part], self._device) for part in parts]
+
+    @torch.no_grad()
+    def _score_before(self, updates: Sequence[Sequence[MicroBatch]], temperature: float) -> None:
+        """Logprobs by the weights that the step starts from, and by the reference.
+
+        The first update needs no pass for the former: its own forward pass is made by these weights.
+        """
+        for number, update in enumerate(updates):
+            for micro in update:
+                if number and self._config.proximal == "recompute":
+                    micro.before["proximal"] = self._policy.score(micro, temperature)[0]
+                if self._reference is not None:
+                    micro.before["reference"] = self._reference.score(micro, temperature)[0]
+
+    def _update(self, batch: Batch, number: int, update: Sequence[MicroBatch], totals: Totals) -> None:
+        tokens = sum(micro.targets.numel() for micro in update)
+        finite = []
+        for micro in update:
+            per_token = self._token_losses(batch, number, micro, totals)
+            finite.append(per_token.detach().isfinite())
+            (per_token.sum() / tokens).backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        if not (all(map(torch.all, finite)) and norm.isfinite()):
+            raise TrainerError(_not_finite(batch, number, update, finite))
+        lr = learning_rate(self._config, batch.step * self._config.updates_per_step + number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([lr])})
+
+    def _token_losses(self, batch: Batch, number: int, micro: MicroBatch, totals: Totals) -> Tensor:
+        logprobs, entropy = self._policy.score(micro, batch.temperature)
+        generation, now = micro.generation_logprobs, logprobs.detach()
+        proximal = generation if self._config.proximal == "generation" else micro.before.get("proximal", now)
+        inputs = losses.LossInputs(
+            policy_logprobs=logprobs,
+            proximal_logprobs=proximal,
+            generation_logprobs=generation,
+            reference_logprobs=micro.before.get("reference"),
+            advantages=micro.advantages,
+            rows=micro.row_of,
+            step=batch.step,
+            update=number,
+        )
+        per_token, metrics = self._loss(inputs, **self._setup.loss.options)
+        if per_token.shape != logprobs.shape:
+            raise PluginError(
+                f"loss {self._setup.loss.name!r} returned a tensor of shape {tuple(per_token.shape)}; expected "
+                f"one loss for each of the {len(logprobs)} sampled tokens"
+            )
+        totals.add({"loss": per_token, "entropy": entropy, **metrics})
+        if number == 0 or "proximal" in micro.before:  # both are by the weights that the step starts from
+            totals.add(_off_policy(micro.before.get("proximal", now), generation))
+        return per_token  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------------------ weights and files
+
+    def publish(self) -> Weights:
+        """The current weights in shared memory; what was published before is overwritten."""
+        return self._writer.write(self.version, self._named)
+
+    def save(self, directory: Path) -> None:
+        """Write ``trainer/`` (a transformers directory) and ``optimizer/``; no pickles.
+
+        Raises CheckpointError.
+        """
+        state = {
+            f"{name}/{key}": value
+            for name, parameter in self._named
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        state["rng"] = torch.get_rng_state()
+        try:
+            self._policy.model.save_pretrained(directory / "trainer")  # type: ignore[operator]
+            self._save_tokenizer(directory / "trainer")
+            (directory / "optimizer").mkdir(parents=True, exist_ok=True)
+            save_file(state, directory / "optimizer" / "state.safetensors")
+            about = {"version": self.version, "optimizer": "AdamW"}
+            (directory / "optimizer" / "state.json").write_text(json.dumps(about) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{directory}: the trainer's state cannot be written: {error}") from error
+
+    def _resume(self, directory: Path) -> None:
+        try:
+            about = json.loads((directory / "optimizer" / "state.json").read_text())
+            state = load_file(directory / "optimizer" / "state.safetensors")
+            torch.set_rng_state(state.pop("rng"))
+            by_name = dict(self._named)
+            for key, value in state.items():
+                name, _, slot = key.rpartition("/")
+                self._optimizer.state[by_name[name]][slot] = value.to(self._device)
+            self.version = int(about["version"])
+        except Exception as error:
+            raise CheckpointError(
+                f"{directory}: the optimizer's state is missing or is not this model's ({error!r}); resume from "
+                "another checkpoint, or start anew with model.path set to its trainer/ directory"
+            ) from error
+
+    def _save_tokenizer(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        source = self._setup.model_directory if self._setup.model.path == TINY else self._setup.model.path
+        trusted = self._setup.model.trust_remote_code
+        AutoTokenizer.from_pretrained(source, trust_remote_code=trusted).save_pretrained(directory)
+
+    def _start_model(self) -> str:
+        """Path of the model that the run starts from; "tiny" is made unless it is there already."""
+        model = self._setup.model
+        if model.path != TINY:
+            return model.path
+        directory = Path(self._setup.model_directory)
+        if not self._setup.model_directory:
+            raise ModelError('model.path = "tiny" needs a directory to be made in')
+        if not (directory / "config.json").exists():
+            from grpo_core.tiny import make_tiny_model
+
+            make_tiny_model(
+                directory,
+                self._setup.demonstrations,
+                width=model.width,
+                layers=model.layers,
+                warm_start_steps=model.warm_start_steps,
+                seed=self._setup.seed,
+            )
+        return str(directory)
+
+    def _load(self, path: str | Path) -> Policy:
+        model = policy.load(
+            path,
+            device=self._device,
+            trust_remote_code=self._setup.model.trust_remote_code,
+            checkpointing=self._config.gradient_checkpointing,
+        )
+        return Policy(model, getattr(torch, self._setup.model.dtype))
+
+
+class Totals:
+    """Per-token metrics of a step on their way to one number each; read from the device once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        """Tensors [N] each; a name that ends in ``/max`` is a maximum, all others are means."""
+        for name, values in metrics.items():
+            values = values.detach()
+            here = values.max() if name.endswith("/max") else values.sum()
+            if name not in self._sums:
+                self._sums[name], self._counts[name] = here, 0
+            elif name.endswith("/max"):
+                self._sums[name] = self._sums[name].maximum(here)
+            else:
+                self._sums[name] = self._sums[name] + here
+            self._counts[name] += values.numel()
+
+    def metrics(self) -> dict[str, float]:
+        read = {name: float(total) for name, total in self._sums.items()}
+        means = {n: v if n.endswith("/max") else v / self._counts[n] for n, v in read.items()}
+        if (square := means.pop(_SQUARE, None)) is not None:
+            means["importance_ratio/effective_sample_size"] = means["importance_ratio/mean"] ** 2 / square
+        return means
+
+
+_SQUARE = "importance_ratio/square"
+
+
+def _off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
+    """How far the weights that the step starts from are from those that generated.
+
+    ``kl`` is KL(generation, start), estimated by k3 = r - 1 - log r, r = start / generation, on tokens that
+    the generation policy sampled; the ratios are those before any cap.
+    """
+    log_ratio = start - generation
+    ratio = log_ratio.clamp(max=20.0).exp()
+    return {
+        "logprob_diff/mean": log_ratio.abs(),
+        "kl": ratio - 1 - log_ratio,
+        "importance_ratio/mean": ratio,
+        "importance_ratio/max": ratio,
+        _SQUARE: ratio.square(),
+    }
+
+
+def _not_finite(batch: Batch, number: int, update: Sequence[MicroBatch], finite: Sequence[Tensor]) -> str:
+    bad = {
+        micro.rows[int(row)].group
+        for micro, good in zip(update, finite, strict=True)
+        for row in micro.row_of[~good].unique()
+    }
+    where = f"the loss of rows in groups {sorted(bad)}" if bad else "the gradient, with finite losses,"
+    return (
+        f"step {batch.step}, update {number}: {where} is not finite; the weights are unchanged by it. "
+        "Lower trainer.lr, or look at the rewards and logprobs of these rows"
+    )
+
+
+def _adamw(parameters: Sequence[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
+    """Weight decay on matrices only: on gains and biases it has no justification."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
+
+
+def _device(configured: str) -> torch.device:
+    if configured == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(configured)
+
+
+def _resolve_loss(choice: LossConfig, plugins: tuple[str, ...] | None) -> losses.Loss:
+    if choice.name == "grpo":
+        loss: losses.Loss = losses.grpo
+    else:
+        from grpo_core.plugins import PluginHost
+
+        loss = PluginHost.discover(plugins).factory("loss", choice.name)
+    known = list(inspect.signature(loss).parameters.values())[1:]
+    if any(each.kind is each.VAR_KEYWORD for each in known):
+        return loss
+    names = {each.name for each in known}
+    for name in choice.options:
+        if name not in names:
+            raise ConfigError(f"loss {choice.name!r} has no option {name!r}.{did_you_mean(name, names)}")
+    return loss
+
+
+# ---------------------------------------------------------------------------------- the parent's side
+
+
+class ProcessTrainer:
+    """A ``TorchTrainer`` in a child process of its own, behind the protocol.
+
+    It starts at construction, so that its imports overlap with the rest of a run's start.
+
+    Args:
+        setup: what the trainer is made from.
+        log: file that receives what the child prints; None: the parent's standard error.
+    """
+
+    def __init__(self, setup: TrainerSetup, *, log: Path | None = None) -> None:
+        self._deadline = setup.trainer.deadline
+        self._child = Child("grpo_core.trainer:create", {"setup": setup}, name="trainer", log=log)
+
+    async def started(self) -> dict[str, Any]:
+        """Wait until the model is loaded; returns ``TorchTrainer.description()``, raises what it raised."""
+        description: dict[str, Any] = await self._child.started(seconds=self._deadline)
+        return description
+
+    async def step(self, batch: Batch) -> StepResult:
+        result: StepResult = await self._child.call("step", batch, seconds=self._deadline)
+        return result
+
+    async def publish(self) -> Weights:
+        weights: Weights = await self._child.call("publish", seconds=self._deadline)
+        return weights
+
+    async def save(self, directory: Path) -> None:
+        await self._child.call("save", directory, seconds=self._deadline)
+
+    async def aclose(self) -> None:
+        await self._child.aclose()

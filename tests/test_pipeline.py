@@ -1,0 +1,351 @@
+"""The real pipeline under the virtual clock, with fakes that keep the contracts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from grpo_core.advantages import group as group_advantages
+from grpo_core.buffer import Buffer
+from grpo_core.errors import DeadlineExceeded, EngineError, PluginError
+from grpo_core.events import GroupsReady, PromptSkipped, StepEnded, Validated
+from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.records import Verdict
+from grpo_core.rollout import Sampling
+from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer, prompts, run
+
+
+class Stream:
+    """A loader whose n-th prompt is prompt n, so that nothing lost or doubled stays unseen."""
+
+    def __init__(self, size=10_000):
+        self.prompts, self.position = prompts(size), 0
+
+    def take(self, n):
+        self.position += n
+        return self.prompts[self.position - n : self.position]
+
+    def __len__(self):
+        return len(self.prompts)
+
+    @property
+    def epoch(self):
+        return self.position / len(self)
+
+
+def sample(sampler, loaders, request):
+    sampler.append(request)
+    return loaders["task"].take(request.expected_prompts)
+
+
+class Run:
+    """A pipeline of fakes and what happened in it."""
+
+    def __init__(self, *, steps=12, prompts_per_step=4, max_staleness=1, policy="deadline", **changes):
+        self.events = []
+        self.requests = []
+        self.stream = Stream()
+        self.engine = changes.pop("engine", None) or FakeEngine()
+        self.trainer = changes.pop("trainer", None) or FakeTrainer()
+        self.judge = changes.pop("judge", None) or FakeJudge()
+        self.buffer = Buffer(
+            prompts_per_step=prompts_per_step,
+            max_staleness=max_staleness,
+            num_steps=steps,
+            policy=policy,
+            max_retries=changes.pop("max_retries", 3),
+        )
+        self.pipeline = Pipeline(
+            buffer=self.buffer,
+            loaders={"task": self.stream},
+            sampler=self.requests,
+            sample=changes.pop("sample", sample),
+            engine=self.engine,
+            trainer=self.trainer,
+            judges={"task": self.judge},
+            renderer=FakeRenderer(),
+            sampling=Sampling(temperature=1.0, max_tokens=8),
+            group_size=changes.pop("group_size", 4),
+            advantages=group_advantages,
+            emit=self.events.append,
+            schedule=Schedule(**{"rollout_deadline": 60.0, "stall": 3600.0, **changes.pop("schedule", {})}),
+            **changes,
+        )
+
+    def __call__(self, seed=None):
+        self.result = run(self.pipeline.run(), seed=seed)
+        return self
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def trained(self):
+        return [group.prompt.id for event in self.of(GroupsReady) for group in event.groups]
+
+
+# ---------------------------------------------------------------------------------- the way of the data
+
+
+@pytest.mark.parametrize("policy", ["deadline", "in_order"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_step_trains_its_prompts_once_and_in_time(policy, max_staleness, seed):
+    done = Run(policy=policy, max_staleness=max_staleness)(seed)
+    assert done.result == "finished"
+    assert len(done.trained) == len(set(done.trained)) == 12 * 4
+    assert sorted(map(int, done.trained)) == list(range(48)), "no prompt is drawn that is not trained"
+    for event in done.of(StepEnded):
+        assert event.metrics["staleness/max"] <= max_staleness
+    assert [batch.step for batch in done.trainer.batches] == list(range(12))
+    assert done.engine.version == 12
+    assert done.engine.running == 0
+
+
+def test_the_sampler_is_asked_after_the_slots_are_reserved():
+    done = Run(policy="in_order", max_staleness=1, steps=4)()
+    seen = [(r.generation_version, r.target_version, r.expected_prompts) for r in done.requests]
+    assert seen == [(0, 0, 4), (0, 1, 4), (1, 2, 4), (2, 3, 4)]
+    assert all(r.generation_version <= r.current_version <= r.target_version for r in done.requests)
+
+
+def test_synchronous_is_staleness_zero():
+    engine = FakeEngine(latency=lambda rng: 2.0)
+    done = Run(max_staleness=0, engine=engine, steps=5)()
+    assert all(event.metrics["staleness/max"] == 0 for event in done.of(StepEnded))
+    assert all(
+        event.metrics["time/step"] == pytest.approx(2.0 + 0.1 + 1.0 + 0.1) for event in done.of(StepEnded)[1:]
+    )
+
+
+def test_generation_and_training_overlap():
+    """Balanced sides: a step takes as long as the slower of them, not their sum."""
+    engine = FakeEngine(latency=lambda rng: 0.9, update_seconds=0.0)
+    done = Run(max_staleness=2, engine=engine, judge=FakeJudge(seconds=0.0), steps=40)()
+    times = [event.metrics["time/step"] for event in done.of(StepEnded)[5:]]
+    assert sum(times) / len(times) == pytest.approx(1.0, rel=0.02)
+    assert done.of(StepEnded)[-1].metrics["overlap"] >= 0.97
+
+
+def test_a_straggler_does_not_hold_the_steps_that_need_not_wait():
+    slow = {}
+
+    def latency(rng):
+        slow["n"] = slow.get("n", 0) + 1
+        return 30.0 if slow["n"] == 1 else 0.5
+
+    done = Run(max_staleness=4, engine=FakeEngine(latency=latency), steps=8)()
+    first = [event.groups for event in done.of(GroupsReady)]
+    step_of_straggler = next(i for i, groups in enumerate(first) if any(g.prompt.id == "0" for g in groups))
+    assert step_of_straggler == 4, "trained at its deadline, neither dropped nor earlier"
+
+
+def test_with_in_order_the_same_seed_gives_the_same_weights_whatever_finishes_first():
+    def weights(schedule_seed):
+        engine = FakeEngine(latency=lambda rng: rng.lognormvariate(0, 1))
+        done = Run(policy="in_order", engine=engine, schedule={"in_flight_updates": False})(schedule_seed)
+        return done.trainer.state
+
+    assert len({weights(seed) for seed in range(8)}) == 1
+
+
+# ---------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_rollout_without_a_verdict_is_played_again_and_its_siblings_are_kept():
+    failures = Counter()
+
+    def verdict(episode):
+        failures[episode.group] += 1
+        if episode.group == "0" and failures["0"] == 1:
+            return Verdict(error="KeyError: 'gold'")
+        return Verdict(reward=float(episode.reply == "a"))
+
+    done = Run(judge=FakeJudge(verdict))()
+    assert failures["0"] == 4 + 1, "four rollouts, and one of them again"
+    assert len(done.trained) == 48
+    assert sum(event.metrics.get("errors/task", 0) for event in done.of(StepEnded)) == 1
+    assert all(None not in group.rewards for event in done.of(GroupsReady) for group in event.groups)
+
+
+def test_a_prompt_that_never_gets_a_verdict_is_skipped_and_that_is_recorded():
+    def verdict(episode):
+        if episode.prompt.id == "2":
+            return Verdict(error="ValueError: bad row")
+        return Verdict(reward=1.0 if episode.reply == "a" else 0.0)
+
+    done = Run(judge=FakeJudge(verdict), max_retries=2)()
+    (skip,) = done.of(PromptSkipped)
+    assert (skip.prompt, skip.task, skip.error) == ("2", "task", "ValueError: bad row")
+    assert sorted(map(int, done.trained)) == [i for i in range(49) if i != 2]
+
+
+def test_a_request_that_is_never_answered_costs_its_deadline_and_no_more():
+    silent = {"left": 1}
+
+    def latency(rng):
+        if silent["left"]:
+            silent["left"] -= 1
+            return float("inf")
+        return 0.5
+
+    done = Run(engine=FakeEngine(latency=lambda rng: min(latency(rng), 1e6)))()
+    assert len(done.trained) == 48
+    assert sum(event.metrics.get("errors/task", 0) for event in done.of(StepEnded)) == 4, (
+        "its group's rollouts"
+    )
+    assert sum(event.metrics["time/step"] for event in done.of(StepEnded)) < 60 + 12 * 3
+
+
+def test_an_engine_that_gives_requests_up_gets_them_again():
+    lost = {"left": 6}
+
+    def fault(request):
+        if lost["left"]:
+            lost["left"] -= 1
+            return EngineError("engine: its process died")
+        return None
+
+    done = Run(engine=FakeEngine(fault=fault))()
+    assert sorted(map(int, done.trained)) == list(range(48))
+
+
+@pytest.mark.parametrize("who", ["engine", "judge", "trainer", "sampler", "update", "publish", "validate"])
+def test_an_error_anywhere_ends_the_run_with_its_cause(who):
+    class BoomError(Exception):
+        pass
+
+    run_ = Run(schedule={"validate_every": 3})
+
+    async def boom(*args):
+        raise BoomError(who)
+
+    def boom_now(*args):
+        raise BoomError(who)
+
+    match who:
+        case "engine":
+            run_.engine.fault = lambda request: BoomError(who)
+        case "judge":
+            run_.judge.verdict = boom_now
+        case "trainer":
+            run_.trainer.step = boom
+        case "sampler":
+            run_.pipeline.sample = boom_now
+        case "update":
+            run_.engine.update_weights = boom
+        case "publish":
+            run_.trainer.publish = boom
+        case "validate":
+            run_.pipeline.validate = boom
+    with pytest.raises(BoomError, match=who):
+        run_()
+    assert run_.engine.running == 0, "nobody is left generating"
+
+
+def test_an_engine_that_lies_about_its_version_stops_the_run():
+    class Stuck(FakeEngine):
+        async def update_weights(self, weights):
+            self.version = 0
+
+    with pytest.raises(EngineError, match=r"tokens of version 0 for step 2; expected versions 1 to 2"):
+        Run(engine=Stuck())()
+
+
+def test_a_trainer_that_never_answers_is_named_by_the_backstop():
+    class Silent(FakeEngine):
+        async def generate(self, requests):
+            await asyncio.sleep(1e9)
+
+    with pytest.raises(
+        DeadlineExceeded, match="waited 3600 s for ready groups at step 0; the buffer: Statistics"
+    ):
+        Run(engine=Silent(), schedule={"rollout_deadline": None})()
+
+
+def test_advantages_of_the_wrong_shape_are_an_error_that_says_so():
+    run_ = Run()
+    run_.pipeline.advantages = lambda rewards: rewards[:-1]
+    with pytest.raises(PluginError, match=r"returned groups of sizes \[4, 4, 4\], expected \[4, 4, 4, 4\]"):
+        run_()
+
+
+# ---------------------------------------------------------------------------------- validating, saving
+
+
+def test_validation_runs_on_one_version_and_changes_no_training():
+    seen = []
+
+    def a_run(validate):
+        done = Run(policy="in_order", schedule={"in_flight_updates": False, "validate_every": 4})
+        if validate:
+
+            async def measure(version):
+                before = done.engine.version
+                await asyncio.sleep(5.0)
+                assert done.engine.version == before == version
+                seen.append(version)
+                return {"task": {"accuracy": 0.5}}
+
+            done.pipeline.validate = measure
+        return done(seed=1)
+
+    with_, without = a_run(True), a_run(False)
+    assert seen == [event.version for event in with_.of(Validated)] == [0, 4, 8, 12]
+    assert with_.trainer.state == without.trainer.state
+    assert with_.trained == without.trained
+
+
+def cut(run_, saved):
+    """A ``save`` that keeps the cut in memory, as the checkpoint does on disk."""
+
+    async def save(version):
+        saved.append((version, run_.buffer.state_dict(), run_.stream.position, run_.trainer.version))
+        await asyncio.sleep(1.0)
+        return version
+
+    return save
+
+
+def resumed(saved, **changes):
+    version, buffer, position, trainer = saved
+    again = Run(trainer=FakeTrainer(version=trainer), **changes)
+    again.buffer.load_state_dict(buffer)
+    again.stream.position = position
+    assert version == again.buffer.step
+    return again
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("policy", ["deadline", "in_order"])
+def test_a_run_that_is_cut_and_resumed_trains_every_prompt_of_the_stream_once(policy, seed):
+    saved = []
+    changes = {"policy": policy, "max_staleness": seed % 4}
+    first = Run(schedule={"save_every": 3}, **changes)
+    first.pipeline.save = cut(first, saved)
+    first(seed)
+    version, *_ = at = saved[random.Random(seed).randrange(len(saved))]
+    again = resumed(at, **changes)(seed + 1)
+    trained = first.trained[: version * 4] + again.trained
+    assert sorted(map(int, trained)) == list(range(48))
+
+
+def test_stop_ends_after_the_step_with_a_checkpoint_and_the_rest_can_be_trained_later():
+    saved = []
+    first = Run()
+    first.pipeline.save = cut(first, saved)
+
+    async def story():
+        running = asyncio.create_task(first.pipeline.run())
+        await asyncio.sleep(7.3)
+        await first.pipeline.stop()
+        return await running
+
+    assert run(story()) == "interrupted"
+    ((version, *_),) = saved
+    assert 0 < version < 12
+    again = resumed(saved[0])()
+    assert sorted(map(int, first.trained + again.trained)) == list(range(48))
