@@ -6,17 +6,18 @@ receives its own section and no other.
 
 from __future__ import annotations
 
+import json
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import attrs
 import cattrs
 from attrs import field, frozen
-from attrs.validators import ge, gt, in_, le
+from attrs.validators import ge, gt, le
 
 from grpo_core.errors import ConfigError, did_you_mean
 
@@ -193,8 +194,6 @@ class Config:
 
 # ---------------------------------------------------------------------------------- reading
 
-T = TypeVar("T")
-
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Raises ConfigError if the file is missing or is not TOML."""
@@ -226,8 +225,10 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        both_tables = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge(below, value) if both_tables else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(below, value)
+        else:
+            merged[key] = value
     return merged
 
 
@@ -239,18 +240,18 @@ def build(layers: Iterable[Mapping[str, Any]]) -> Config:
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer)
-    problems = list(_unknown_keys(Config, merged, ""))
+    problems = list(_problems(Config, merged, ""))
     if problems:
         raise ConfigError("\n".join(problems))
     try:
-        return _converter().structure(merged, Config)
-    except Exception as error:
-        raise ConfigError("\n".join(_explain(error)) or f"configuration: {error}") from None
+        return cattrs.structure(merged, Config)
+    except cattrs.BaseValidationError as error:
+        raise ConfigError("\n".join(_out_of_range(error, ""))) from None
 
 
 def as_table(config: Config) -> dict[str, Any]:
     """Plain dicts and lists; ``build([as_table(c)]) == c``.  Keys that are None are left out."""
-    table: dict[str, Any] = _converter().unstructure(config)
+    table: dict[str, Any] = cattrs.unstructure(config)
     return {key: value for key, value in table.items() if value is not None}
 
 
@@ -259,62 +260,76 @@ def as_toml(config: Config) -> str:
     return "".join(_toml_lines(as_table(config), ""))
 
 
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
+def _problems(kind: Any, value: Any, where: str) -> Iterable[str]:
+    """What is wrong with the shape of a value: unknown and missing keys, and values of other types."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and attrs.has(kind):
+        yield from _table_problems(kind, value, where)
+    elif origin in (typing.Union, types.UnionType):
+        if value is not None:
+            yield from _problems(next(k for k in arguments if k is not types.NoneType), value, where)
+    elif origin is Literal:
+        if value not in arguments:
+            yield _expected(where, " or ".join(map(repr, arguments)), value)
+    elif origin is dict:
+        if not isinstance(value, Mapping):
+            yield _expected(where, "a table", value)
+        else:
+            for key, item in value.items():
+                yield from _problems(arguments[1], item, f"{where}.{key}")
+    elif origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            yield _expected(where, "a list", value)
+        elif origin is tuple and len(value) != len(arguments):
+            yield _expected(where, f"{len(arguments)} values", value)
+        else:
+            for i, item in enumerate(value):
+                yield from _problems(arguments[0], item, f"{where}.{i}")
+    elif kind is not Any and (expected := _scalar_problem(kind, value)):
+        yield _expected(where, expected, value)
 
-    def number(value: Any, kind: type) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"expected a number, got {value!r}")
-        if kind is int and value != int(value):
-            raise ValueError(f"expected a whole number, got {value!r}")
-        return kind(value)
 
-    def exact(value: Any, kind: type) -> Any:
-        if not isinstance(value, kind):
-            expected = {bool: "true or false", str: "a string"}[kind]
-            raise ValueError(f"expected {expected}, got {value!r}")
-        return value
-
-    converter.register_structure_hook(float, number)
-    converter.register_structure_hook(int, number)
-    converter.register_structure_hook(bool, exact)
-    converter.register_structure_hook(str, exact)
-    return converter
-
-
-def _unknown_keys(cls: type, table: Any, where: str) -> Iterable[str]:
-    if not isinstance(table, Mapping):
+def _table_problems(kind: type, value: Any, where: str) -> Iterable[str]:
+    if not isinstance(value, Mapping):
+        yield _expected(where, "a table", value)
         return
-    known = attrs.fields_dict(attrs.resolve_types(cls))
-    for key, value in table.items():
-        if key not in known:
-            spelled = f"{where}{key}"
-            yield f"unknown configuration key {spelled!r}.{did_you_mean(key, set(known))}"
-            continue
-        kind = known[key].type
-        if isinstance(kind, type) and attrs.has(kind):
-            yield from _unknown_keys(kind, value, f"{where}{key}.")
-        elif typing.get_origin(kind) is dict and isinstance(value, Mapping):
-            inner = typing.get_args(kind)[1]
-            if isinstance(inner, type) and attrs.has(inner):
-                for name, item in value.items():
-                    yield from _unknown_keys(inner, item, f"{where}{key}.{name}.")
+    known = attrs.fields_dict(attrs.resolve_types(kind))
+    prefix = f"{where}." if where else ""
+    for key, item in value.items():
+        if key in known:
+            yield from _problems(known[key].type, item, prefix + key)
+        else:
+            yield f"unknown configuration key {prefix + key!r}.{did_you_mean(key, set(known))}"
+    for key, attribute in known.items():
+        if attribute.default is attrs.NOTHING and key not in value:
+            yield f"configuration key {prefix + key!r} is missing"
 
 
-def _explain(error: BaseException, where: str = "") -> Iterable[str]:
-    """The leaves of cattrs' exception group, each with the key that it is about."""
-    if isinstance(error, cattrs.BaseValidationError):
-        for inner in error.exceptions:
-            place = where
-            for note in getattr(inner, "__notes__", ()):
-                name = getattr(note, "name", getattr(note, "index", None))
-                if name is not None:
-                    place = f"{where}.{name}" if where else str(name)
-            yield from _explain(inner, place)
-    elif isinstance(error, KeyError):
-        yield f"configuration key '{where}.{error.args[0]}' is missing"
-    else:
+def _scalar_problem(kind: type, value: Any) -> str:
+    """What was expected instead, or nothing."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool:
+        return "" if isinstance(value, bool) else "true or false"
+    if kind is str:
+        return "" if isinstance(value, str) else "a string"
+    if not number:
+        return "a number"
+    return "a whole number" if kind is int and value != int(value) else ""
+
+
+def _expected(where: str, expected: str, value: Any) -> str:
+    return f"configuration key {where!r}: expected {expected}, got {value!r}"
+
+
+def _out_of_range(error: BaseException, where: str) -> Iterable[str]:
+    """The leaves of cattrs' exception group, each with the section that it is about."""
+    if not isinstance(error, cattrs.BaseValidationError):
         yield f"configuration key {where!r}: {error}"
+        return
+    for inner in error.exceptions:
+        names = [getattr(note, "name", None) for note in getattr(inner, "__notes__", ())]
+        place = ".".join(filter(None, [where, *(name for name in names if isinstance(name, str))]))
+        yield from _out_of_range(inner, place)
 
 
 def _toml_lines(table: Mapping[str, Any], name: str) -> Iterable[str]:
@@ -338,16 +353,10 @@ def _toml_value(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            import json
-
-            return json.dumps(value, ensure_ascii=True)
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return "[" + ", ".join(map(_toml_value, value)) + "]"
         case Mapping():
             return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
         case _:
             return repr(value)
-
-
-__all__ = ["TINY", "Config", "as_table", "as_toml", "build", "merge", "parse_setting", "read_toml", "types"]
-_ = in_

@@ -46,7 +46,8 @@ def token_logprobs(
     if chunk is None:
         chunk = max(16, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
     hidden = hidden.to(weight.dtype)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, product_dtype)
+    apply: Any = _TokenLogprobs.apply
+    logprobs, entropy = apply(hidden, weight, bias, targets, temperature, chunk, product_dtype)
     return logprobs, entropy
 
 
@@ -83,7 +84,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, kept = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]

@@ -32,7 +32,7 @@ _LOG_RATIO_LIMIT = 20.0
 
 @frozen(kw_only=True, eq=False)
 class LossInputs:
-    """The sampled tokens of one micro-batch.  Every tensor is [N]; only ``policy_logprobs`` has a gradient."""
+    """The sampled tokens of one micro-batch.  Tensors are [N]; only ``policy_logprobs`` has a gradient."""
 
     policy_logprobs: Tensor
     """By the weights that are being updated."""

@@ -188,7 +188,9 @@ class Child:
                 # shielded: a caller that goes away must not cancel the future that others may await
                 result = await asyncio.shield(self._waiting[id])
         except TimeoutError:
-            late = errors.DeadlineExceeded(f"{self.name}: no answer to {method!r} within {seconds:g} s; killed")
+            late = errors.DeadlineExceeded(
+                f"{self.name}: no answer to {method!r} within {seconds:g} s; killed"
+            )
             self.kill(late)
             raise late from None
         finally:

@@ -79,7 +79,7 @@ def make_tiny_model(
 
 
 def write_tokenizer(directory: Path) -> None:
-    """One token for each printable ASCII character and newline; prompts are plain text, without a template."""
+    """A token for each printable ASCII character and newline; prompts are plain text, without a template."""
     from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *CHARACTERS])}
@@ -104,7 +104,7 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps: int, seed: int) -> None:
-    """Supervised steps on the replies (and their end), 128 demonstrations each, in an order fixed by ``seed``."""
+    """Supervised steps on the replies and their end, 128 demonstrations each, drawn by ``seed``."""
     if not steps:
         return
     rows = [_row(prompt, reply) for prompt, reply in demonstrations]
@@ -115,7 +115,7 @@ def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps:
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / 5)
         micro = collate(order.choices(rows, k=BATCH), policy.device)
         logprobs, _ = policy.score(micro, temperature=1.0)
-        (-logprobs.mean()).backward()
+        torch.autograd.backward(-logprobs.mean())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

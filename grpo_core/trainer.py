@@ -8,7 +8,6 @@ micro-batches, divided by its sampled tokens, and one AdamW step.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -26,7 +25,8 @@ from grpo_core import loss as losses
 from grpo_core import policy
 from grpo_core.batching import microbatches, split_updates
 from grpo_core.config import TINY, LossConfig, ModelConfig, TrainerConfig
-from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError, did_you_mean
+from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.plugins import PluginHost
 from grpo_core.policy import MicroBatch, Policy
 from grpo_core.processes import Child
 from grpo_core.records import Batch, Row, StepResult, Weights
@@ -82,13 +82,14 @@ def learning_rate(config: TrainerConfig, update: int) -> float:
 class TorchTrainer:
     """Trains a transformers causal language model with AdamW on one device.
 
-    Raises ModelError, ConfigError, PluginError or CheckpointError if it cannot be made.
+    Raises ModelError, PluginError or CheckpointError if it cannot be made.
     """
 
     def __init__(self, setup: TrainerSetup) -> None:
         self._setup, self._config = setup, setup.trainer
         self._device = _device(self._config.device)
-        self._loss = _resolve_loss(setup.loss, setup.plugins)
+        host = PluginHost.discover(setup.plugins)
+        self._loss: losses.Loss = host.function("loss", setup.loss.name, **setup.loss.options)
         start = self._start_model()
         resume = Path(setup.resume_from) if setup.resume_from else None
         self._policy = self._load(resume / "trainer" if resume else start)
@@ -195,16 +196,16 @@ class TorchTrainer:
             step=batch.step,
             update=number,
         )
-        per_token, metrics = self._loss(inputs, **self._setup.loss.options)
+        per_token, metrics = self._loss(inputs)
         if per_token.shape != logprobs.shape:
             raise PluginError(
-                f"loss {self._setup.loss.name!r} returned a tensor of shape {tuple(per_token.shape)}; expected "
+                f"loss {self._setup.loss.name!r} returned shape {tuple(per_token.shape)}; expected "
                 f"one loss for each of the {len(logprobs)} sampled tokens"
             )
         totals.add({"loss": per_token, "entropy": entropy, **metrics})
         if number == 0 or "proximal" in micro.before:  # both are by the weights that the step starts from
             totals.add(_off_policy(micro.before.get("proximal", now), generation))
-        return per_token  # type: ignore[no-any-return]
+        return per_token
 
     # ------------------------------------------------------------------------------ weights and files
 
@@ -245,8 +246,8 @@ class TorchTrainer:
             self.version = int(about["version"])
         except Exception as error:
             raise CheckpointError(
-                f"{directory}: the optimizer's state is missing or is not this model's ({error!r}); resume from "
-                "another checkpoint, or start anew with model.path set to its trainer/ directory"
+                f"{directory}: the optimizer's state is missing or is not this model's ({error!r}); resume "
+                "from another checkpoint, or start anew with model.path set to its trainer/ directory"
             ) from error
 
     def _save_tokenizer(self, directory: Path) -> None:
@@ -339,7 +340,7 @@ def _not_finite(batch: Batch, number: int, update: Sequence[MicroBatch], finite:
     bad = {
         micro.rows[int(row)].group
         for micro, good in zip(update, finite, strict=True)
-        for row in micro.row_of[~good].unique()
+        for row in micro.row_of[~good]
     }
     where = f"the loss of rows in groups {sorted(bad)}" if bad else "the gradient, with finite losses,"
     return (
@@ -361,23 +362,6 @@ def _device(configured: str) -> torch.device:
     if configured == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(configured)
-
-
-def _resolve_loss(choice: LossConfig, plugins: tuple[str, ...] | None) -> losses.Loss:
-    if choice.name == "grpo":
-        loss: losses.Loss = losses.grpo
-    else:
-        from grpo_core.plugins import PluginHost
-
-        loss = PluginHost.discover(plugins).factory("loss", choice.name)
-    known = list(inspect.signature(loss).parameters.values())[1:]
-    if any(each.kind is each.VAR_KEYWORD for each in known):
-        return loss
-    names = {each.name for each in known}
-    for name in choice.options:
-        if name not in names:
-            raise ConfigError(f"loss {choice.name!r} has no option {name!r}.{did_you_mean(name, names)}")
-    return loss
 
 
 # ---------------------------------------------------------------------------------- the parent's side

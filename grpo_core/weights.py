@@ -10,10 +10,11 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
-from grpo_core.errors import WeightSyncError
+from grpo_core.errors import ModelError, WeightSyncError
 from grpo_core.records import TensorInfo, Weights
 
 _ALIGNMENT = 64
@@ -103,3 +104,13 @@ def read(weights: Weights) -> dict[str, torch.Tensor]:
             )
         tensors[info.name] = tensor
     return tensors
+
+
+def load_tensors(directory: Path) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a model directory's safetensors files.  Raises ModelError if it has none."""
+    from safetensors.torch import load_file
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"model {str(directory)!r}: there are no *.safetensors files in it")
+    return [item for file in files for item in load_file(file).items()]

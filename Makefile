@@ -1,0 +1,42 @@
+# Everything works on a machine with Python >= 3.11, git and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PROJECTS := -e .[dev] $(foreach p,$(wildcard plugins/*),-e $(p))
+
+.PHONY: install demo test test-fast lint bench bench-peers clean
+
+install: $(READY)
+
+# pip installs torch's build for this machine from the pins; a second run does nothing
+$(READY): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PROJECTS)
+	@touch $(READY)
+
+demo: $(READY)
+	@$(BIN)/grpo-core train --env math:sort
+
+test: $(READY)
+	@$(BIN)/python -m pytest
+
+test-fast: $(READY)
+	@$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(READY)
+	@$(BIN)/python tests/benchmarks
+
+# the peer (TRL) in an environment of its own
+bench-peers: $(READY)
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/pip install --quiet --disable-pip-version-check -r tests/benchmarks/requirements-peers.txt
+	@$(BIN)/python tests/benchmarks/bench_peers.py
+
+clean:
+	rm -rf $(VENV) .venv-peers build *.egg-info .pytest_cache .mypy_cache .ruff_cache

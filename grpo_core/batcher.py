@@ -1,0 +1,199 @@
+"""Merges the calls of many rollouts into few calls of an environment.
+
+Rollouts end one by one, environments are fastest in batches.  What arrives while a call is running, or
+within ``max_wait`` of the first arrival, shares the next call.  There is one batcher in front of each
+environment, for training and validation alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from attrs import define, field
+
+from grpo_core.config import EnvironmentConfig
+from grpo_core.errors import GrpoError, PluginError
+from grpo_core.protocols import Judge
+from grpo_core.records import Episode, Verdict
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@define(eq=False)
+class _Submission(Generic[T, R]):
+    items: list[T]
+    arrived: float
+    answer: asyncio.Future[list[R]]
+    sent: int = 0
+    results: list[R] = field(factory=list)
+
+    @property
+    def left(self) -> int:
+        return len(self.items) - self.sent
+
+
+class MicroBatcher(Generic[T, R]):
+    """One call at a time, of at most ``max_batch`` items; results come back in the order of the items.
+
+    Args:
+        call: takes a list, returns as many results.
+        max_batch: items in a call at most.  A longer submission is split.
+        max_wait: seconds that the first item waits for others, while no call is running.
+        together: never split a submission, however long it is (an environment that compares rollouts).
+
+    An exception of ``call`` reaches those whose items were in it, and nobody else.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[list[T]], Awaitable[Sequence[R]]],
+        *,
+        max_batch: int,
+        max_wait: float,
+        together: bool = False,
+    ) -> None:
+        self._call = call
+        self._max_batch = max_batch
+        self._max_wait = max_wait
+        self._together = together
+        self._queue: deque[_Submission[T, R]] = deque()
+        self._waiting = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._closed = False
+        self.calls = 0
+        self.items = 0
+
+    async def submit(self, items: Sequence[T]) -> list[R]:
+        """One result for each item, in order.  A caller that is cancelled takes its items along."""
+        if self._closed:
+            raise GrpoError("the batcher is closed")
+        if not items:
+            return []
+        loop = asyncio.get_running_loop()
+        submission = _Submission[T, R](list(items), loop.time(), loop.create_future())
+        self._queue.append(submission)
+        self._waiting += submission.left
+        self._schedule()
+        try:
+            return await submission.answer
+        finally:
+            self._withdraw(submission)
+
+    async def aclose(self) -> None:
+        """Stop the running call; everybody who waits gets a GrpoError."""
+        self._closed = True
+        self._cancel_timer()
+        for submission in list(self._queue):
+            self._fail(submission, GrpoError("the batcher was closed before its call began"))
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    # ------------------------------------------------------------------------------ internals
+
+    def _schedule(self) -> None:
+        """Start the next call if it is full, or see to it that it starts when the first has waited enough."""
+        if self._running is not None or not self._queue:
+            return
+        if self._waiting >= self._max_batch:
+            self._start()
+        elif self._timer is None:
+            due = self._queue[0].arrived + self._max_wait
+            self._timer = asyncio.get_running_loop().call_at(due, self._start)
+
+    def _start(self) -> None:
+        self._cancel_timer()
+        parts = self._take()
+        if parts:
+            self._running = asyncio.get_running_loop().create_task(self._run(parts), name="batched call")
+
+    def _take(self) -> list[tuple[_Submission[T, R], list[T]]]:
+        """The next batch, as pieces of submissions in the order of their arrival."""
+        parts: list[tuple[_Submission[T, R], list[T]]] = []
+        room = self._max_batch
+        while self._queue and room > 0:
+            submission = self._queue[0]
+            if submission.answer.done():  # its caller was cancelled a moment ago
+                self._withdraw(submission)
+                continue
+            if self._together and parts and submission.left > room:
+                break
+            size = submission.left if self._together else min(submission.left, room)
+            parts.append((submission, submission.items[submission.sent : submission.sent + size]))
+            submission.sent += size
+            room -= size
+            self._waiting -= size
+            if not submission.left:
+                self._queue.popleft()
+        return parts
+
+    async def _run(self, parts: list[tuple[_Submission[T, R], list[T]]]) -> None:
+        items = [item for _, piece in parts for item in piece]
+        self.calls += 1
+        self.items += len(items)
+        try:
+            results = await self._call(items)
+            if len(results) != len(items):
+                raise PluginError(f"a call with {len(items)} items returned {len(results)} results")
+        except asyncio.CancelledError:
+            for submission, _ in parts:
+                self._fail(submission, GrpoError("the batcher was closed during its call"))
+            raise
+        except Exception as error:
+            for submission, _ in parts:
+                self._fail(submission, error)
+        else:
+            self._deliver(parts, results)
+        finally:
+            self._running = None
+            self._schedule()
+
+    def _deliver(self, parts: list[tuple[_Submission[T, R], list[T]]], results: Sequence[R]) -> None:
+        begin = 0
+        for submission, piece in parts:
+            submission.results += results[begin : begin + len(piece)]
+            begin += len(piece)
+            if len(submission.results) == len(submission.items) and not submission.answer.done():
+                submission.answer.set_result(submission.results)
+
+    def _fail(self, submission: _Submission[T, R], error: Exception) -> None:
+        self._withdraw(submission)
+        if not submission.answer.done():
+            submission.answer.set_exception(error)
+
+    def _withdraw(self, submission: _Submission[T, R]) -> None:
+        if submission.left:
+            self._waiting -= submission.left
+            self._queue.remove(submission)
+            submission.sent = len(submission.items)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class BatchedJudge:
+    """A judge whose calls are merged; groups that it has to see whole are not split."""
+
+    def __init__(self, judge: Judge, config: EnvironmentConfig) -> None:
+        self.max_turns = judge.max_turns
+        self.needs_group = judge.needs_group
+        self.batcher = MicroBatcher[Episode, Verdict](
+            judge.evaluate,
+            max_batch=config.max_batch,
+            max_wait=config.max_wait,
+            together=judge.needs_group,
+        )
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        return await self.batcher.submit(episodes)
+
+    async def aclose(self) -> None:
+        """Nobody is judged any more; the judge behind it stays as it is."""
+        await self.batcher.aclose()

@@ -1,0 +1,169 @@
+"""The command line: ``grpo-core train``, ``validate``, ``plugins``.
+
+Imports are inside the commands: ``--help`` and ``plugins`` load neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+if TYPE_CHECKING:
+    pass
+
+RUNS = Path("runs")
+LATEST = "latest"
+
+app = App(
+    name="grpo-core",
+    help="Asynchronous GRPO for language models: domains are plugins, async RL is the core.",
+    version=lambda: __import__("grpo_core").__version__,
+    version_flags=["--version"],
+    help_format="plaintext",
+)
+
+
+@app.command
+def train(
+    config: Path | None = None,
+    *,
+    env: Annotated[list[str] | None, Parameter(negative="")] = None,
+    sampler: str | None = None,
+    validation: str | None = None,
+    engine: str | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    output: Path | None = None,
+    resume: str | None = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Train a model with asynchronous GRPO.
+
+    Parameters
+    ----------
+    config
+        A TOML file; every key has a default.
+    env
+        Environment to train on, as "math:sort" or "./file.py:Class"; may be repeated.
+    sampler
+        Chooses the next prompts.
+    validation
+        How held-out prompts are measured.
+    engine
+        Generates completions.
+    set_
+        One configuration key, as "trainer.lr=1e-4"; may be repeated.
+    output
+        Directory of the run; must not hold anything yet.  Default: runs/NAME.
+    resume
+        Continue the run in this directory, or without one the latest in runs/.
+    no_plugin
+        Name of an installed plugin that is not to be loaded; may be repeated.
+    """
+    from grpo_core import commands
+
+    chosen = {"sampler": sampler, "validation": validation, "engine": engine}
+    return commands.train(
+        config_file=config,
+        envs=env or [],
+        chosen={section: name for section, name in chosen.items() if name is not None},
+        settings=set_ or [],
+        output=output,
+        resume=resume,
+        block=no_plugin or [],
+    )
+
+
+@app.command
+def validate(
+    run: Path,
+    *,
+    validation: str | None = None,
+    engine: str | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Measure the newest checkpoint of a run on its held-out prompts.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    validation
+        How held-out prompts are measured; default: as in the run.
+    engine
+        Generates completions; default: as in the run.
+    set_
+        One configuration key, as "validation.prompts=1000"; may be repeated.
+    no_plugin
+        Name of an installed plugin that is not to be loaded; may be repeated.
+    """
+    from grpo_core import commands
+
+    chosen = {"validation": validation, "engine": engine}
+    return commands.validate(
+        directory=run,
+        chosen={section: name for section, name in chosen.items() if name is not None},
+        settings=set_ or [],
+        block=no_plugin or [],
+    )
+
+
+@app.command
+def plugins(*, json: bool = False) -> int:
+    """Show the installed plugins: what each offers, or why it is broken.
+
+    Parameters
+    ----------
+    json
+        As JSON.
+    """
+    from grpo_core.plugins import PluginHost, listing
+
+    rows = listing(PluginHost.discover())
+    if json:
+        import json as dumper
+
+        print(dumper.dumps(rows, indent=2))
+    else:
+        print("\n".join(_describe(row) for row in rows))
+    return 0
+
+
+def _describe(row: dict[str, Any]) -> str:
+    lines = [f"{row['name']}  ({row['distribution']} {row['version']})"]
+    if row.get("error"):
+        lines.append(f"  broken: {row['error']}")
+    if row.get("note"):
+        lines.append(f"  note: {row['note']}")
+    for kind, names in row.get("offers", {}).items():
+        if names:
+            lines.append(f"  {kind.replace('_', ' ')}: {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point: messages instead of tracebacks, and an exit status that tells."""
+    from grpo_core.errors import GrpoError
+
+    try:
+        status = app(_with_resume_value(sys.argv[1:]), exit_on_error=True, result_action="return_value")
+    except GrpoError as error:
+        print(f"grpo-core: {error}", file=sys.stderr)
+        status = error.exit_status
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def _with_resume_value(arguments: list[str]) -> list[str]:
+    """``--resume`` may stand alone: it then means the latest run."""
+    given = []
+    for i, argument in enumerate(arguments):
+        given.append(argument)
+        following = arguments[i + 1] if i + 1 < len(arguments) else "-"
+        if argument == "--resume" and following.startswith("-"):
+            given.append(LATEST)
+    return given

@@ -1,0 +1,191 @@
+"""What the commands do, once their arguments are known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from grpo_core import checkpoint, run
+from grpo_core.cli import LATEST, RUNS
+from grpo_core.config import TINY, Config, as_table, build, merge, parse_setting, read_toml
+from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.plugins import Kind, PluginHost
+from grpo_core.terminal import Terminal
+from grpo_core.tracking import RunDirectory
+
+T = TypeVar("T")
+
+
+def train(
+    *,
+    config_file: Path | None,
+    envs: Sequence[str],
+    chosen: Mapping[str, str],
+    settings: Sequence[str],
+    output: Path | None,
+    resume: str | None,
+    block: Sequence[str],
+) -> int:
+    """``grpo-core train``; returns the exit status."""
+    changes = _changes(envs, chosen, settings)
+    if resume is not None:
+        if config_file is not None or output is not None:
+            raise ConfigError(
+                "--resume continues a run as it was configured: leave out CONFIG.toml and --output"
+            )
+        directory, config, found = _resumed(resume, changes)
+        host = _checked_host(config, block)
+        directory.forget_after(found.step if found else 0)
+    else:
+        config = configure([read_toml(config_file)] if config_file else [], changes)
+        host = _checked_host(config, block)
+        directory, found = RunDirectory.create(output or _new_name(config), config), None
+    terminal = Terminal(config.trainer.steps)
+    with terminal:
+        if found is not None:
+            terminal.say(f"continuing {directory.path} after step {found.step}")
+            for reason in found.passed_over:
+                terminal.say(f"passed over {reason}")
+        outcome = _run(
+            run.train(
+                config,
+                directory,
+                host=host,
+                block=block,
+                resume=found,
+                listeners=[terminal],
+                status=terminal.status,
+            )
+        )
+    print(_summary(outcome, config))
+    return 0 if outcome.reason == "finished" else 130
+
+
+def validate(
+    *, directory: Path, chosen: Mapping[str, str], settings: Sequence[str], block: Sequence[str]
+) -> int:
+    """``grpo-core validate``; returns the exit status."""
+    _, config = RunDirectory.open(directory)
+    config = configure([as_table(config)], _changes([], chosen, settings))
+    host = _checked_host(config, block)
+    found = checkpoint.newest(directory / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"{directory}: has no checkpoint yet")
+    console = Console(stderr=True)
+    for reason in found.passed_over:
+        console.print(f"passed over {reason}", highlight=False)
+    results = _run(
+        run.validate(
+            config,
+            found.directory / "trainer",
+            version=found.step,
+            host=host,
+            block=block,
+            status=lambda text: console.print(text, style="dim", highlight=False),
+        )
+    )
+    for task, metrics in results.items():
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print(f"{task}  version {found.step}  {shown}")
+    return 0
+
+
+def configure(layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]) -> Config:
+    """The configuration from a file's table and the command line; "tiny" brings its own defaults."""
+    table: dict[str, Any] = {}
+    for layer in (*layers, changes):
+        table = merge(table, layer)
+    model = table.get("model")
+    path = model.get("path", TINY) if isinstance(model, Mapping) else TINY
+    preset = read_toml(Path(str(files("grpo_core") / "presets" / "tiny.toml"))) if path == TINY else {}
+    return build([preset, table])
+
+
+def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[str]) -> dict[str, Any]:
+    changes: dict[str, Any] = {section: {"name": name} for section, name in chosen.items()}
+    if envs:
+        changes["tasks"] = _tasks(envs)
+    for setting in settings:
+        changes = merge(changes, parse_setting(setting))
+    return changes
+
+
+def _tasks(envs: Sequence[str]) -> dict[str, Any]:
+    """A task for each environment, called by the last part of its name."""
+    tasks: dict[str, Any] = {}
+    for env in envs:
+        name = env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py").lower()
+        if name in tasks:
+            raise ConfigError(
+                f"--env {env}: a task {name!r} is there already; name your tasks in a CONFIG.toml"
+            )
+        tasks[name] = {"env": env}
+    return tasks
+
+
+def _checked_host(config: Config, block: Sequence[str]) -> PluginHost:
+    """The plugins, after everything that the configuration names was found: before any costly work."""
+    host = PluginHost.discover(config.plugins, block)
+    if not config.tasks:
+        offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
+        raise ConfigError(
+            "no task to train on: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; installed: "
+            + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
+        )
+    wanted: list[tuple[Kind, str]] = [
+        *(("environment", task.env) for task in config.tasks.values()),  # type: ignore[list-item]
+        ("sampler", config.sampler.name),
+        ("engine", config.engine.name),
+        ("loss", config.loss.name),
+        ("advantage", config.advantage.name),
+        ("validation_strategy", config.validation.name),
+    ]
+    for kind, name in wanted:
+        host.find(kind, name)
+    return host
+
+
+def _resumed(resume: str, changes: Mapping[str, Any]) -> tuple[RunDirectory, Config, checkpoint.Found | None]:
+    path = RunDirectory.latest(RUNS) if resume == LATEST else Path(resume)
+    directory, config = RunDirectory.open(path)
+    if changes:
+        config = build([as_table(config), changes])
+    found = checkpoint.newest(directory.checkpoints)
+    if found is not None and found.step >= config.trainer.steps:
+        raise ConfigError(
+            f"{path}: finished all of its {config.trainer.steps} steps; for more, add "
+            f"--set trainer.steps={2 * config.trainer.steps}"
+        )
+    return directory, config, found
+
+
+def _new_name(config: Config) -> Path:
+    """runs/TASKS-DATE, with a number if it is taken."""
+    name = "+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")
+    candidates = [RUNS / name, *(RUNS / f"{name}-{i}" for i in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    try:
+        return asyncio.run(main)
+    except asyncio.CancelledError:  # a second ctrl-C
+        raise KeyboardInterrupt from None
+
+
+def _summary(outcome: run.Outcome, config: Config) -> str:
+    """One line: what was learnt, and where the run lies."""
+    learnt = ", ".join(
+        f"{task}: validation {outcome.first[task]:.1%} -> {value:.1%}" for task, value in outcome.last.items()
+    )
+    did = f"{outcome.step} of {config.trainer.steps} steps in {outcome.seconds:.0f} s"
+    line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
+    if outcome.reason != "finished":
+        line += f" (continue with: grpo-core train --resume {outcome.directory})"
+    return line

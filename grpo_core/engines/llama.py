@@ -1,0 +1,371 @@
+"""Llama-like models (Llama, Mistral, Qwen2, Qwen3), decoded without transformers.
+
+Most of a small model's decoding step is dispatch and elementwise work, so it is laid out for that: fused
+projections, attention over one query with the rows innermost (every operation is a long contiguous loop),
+and rotary angles that are the same for all rows: attention sees differences of positions only, and rows
+that are aligned at their newest token share its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import define, frozen
+from torch import Tensor
+
+from grpo_core.engines.columns import Columns
+from grpo_core.errors import WeightSyncError
+
+_TILE = 1 << 18
+"""Elements of a product that attention holds at once: about what a core's cache takes."""
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries [H, D, N], keys [KV, D, N], values [KV, D, N]) -> [H * D, N]"""
+
+
+@frozen(kw_only=True)
+class Shape:
+    """Dimensions and details of a model."""
+
+    kind: str
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    eps: float
+    theta: float
+    max_positions: int
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Shape | None:
+        """From ``config.json``; None if the model is not one that this file computes exactly."""
+        kind = config.get("model_type")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        sliding = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+        plain = (
+            kind in ("llama", "mistral", "qwen2", "qwen3")
+            and (rope.get("rope_type") or rope.get("type") or "default") == "default"
+            and rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) == 1.0
+            and not sliding
+            and config.get("hidden_act", "silu") == "silu"
+            and set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}
+            and not config.get("quantization_config")
+        )
+        if not plain:
+            return None
+        heads, width = config["num_attention_heads"], config["hidden_size"]
+        bias = bool(config.get("attention_bias", False))
+        return cls(
+            kind=str(kind),
+            vocabulary=config["vocab_size"],
+            width=width,
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or (128 if kind == "qwen3" else width // heads),
+            mlp=config["intermediate_size"],
+            eps=config.get("rms_norm_eps", 1e-6),
+            theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+            max_positions=config.get("max_position_embeddings", 2048),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=bias or kind == "qwen2",
+            o_bias=bias and kind != "qwen2",
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+        )
+
+
+@define
+class _Layer:
+    """Weights of a layer; those of a kind that is applied to the same input are one tensor."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class Llama:
+    """The fast path of the engine; see ``grpo_core.engines.decoder.Model``."""
+
+    rows_join = True
+
+    def __init__(self, shape: Shape, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
+        self.vocabulary = shape.vocabulary
+        self.max_positions = shape.max_positions
+        self.description = f"fast path ({shape.kind})"
+        self.places: dict[str, Tensor] = {}
+        """Where each of the trainer's tensors goes: views into the fused ones."""
+        self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
+        self.embedding = self._place(shape.vocabulary, shape.width, name="model.embed_tokens.weight")
+        self.norm = self._place(shape.width, name="model.norm.weight")
+        self.head = self.embedding
+        if not shape.tied:
+            self.head = self._place(shape.vocabulary, shape.width, name="lm_head.weight")
+        powers = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+        self._frequencies = (shape.theta**-powers).to(device)
+
+    def _place(self, *dims: int, name: str) -> Tensor:
+        tensor = torch.zeros(dims, dtype=self.dtype, device=self.device)
+        self.places[name] = tensor
+        return tensor
+
+    def _fused(self, prefix: str, suffix: str, *rows: tuple[str, int], inner: tuple[int, ...]) -> Tensor:
+        tensor = torch.zeros(sum(n for _, n in rows), *inner, dtype=self.dtype, device=self.device)
+        parts = tensor.split([n for _, n in rows])
+        self.places.update((f"{prefix}{name}.{suffix}", part) for (name, _), part in zip(rows, parts, strict=True))
+        return tensor
+
+    def _layer(self, prefix: str) -> _Layer:
+        s, place = self.shape, self._place
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+        gate_up = (("gate_proj", s.mlp), ("up_proj", s.mlp))
+        return _Layer(
+            input_norm=place(s.width, name=f"{prefix}input_layernorm.weight"),
+            qkv=self._fused(attention, "weight", *qkv, inner=(s.width,)),
+            qkv_bias=self._fused(attention, "bias", *qkv, inner=()) if s.qkv_bias else None,
+            q_norm=place(s.head_dim, name=f"{attention}q_norm.weight") if s.qk_norm else None,
+            k_norm=place(s.head_dim, name=f"{attention}k_norm.weight") if s.qk_norm else None,
+            o=place(s.width, q, name=f"{attention}o_proj.weight"),
+            o_bias=place(s.width, name=f"{attention}o_proj.bias") if s.o_bias else None,
+            mlp_norm=place(s.width, name=f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._fused(mlp, "weight", *gate_up, inner=(s.width,)),
+            gate_up_bias=self._fused(mlp, "bias", *gate_up, inner=()) if s.mlp_bias else None,
+            down=place(s.width, s.mlp, name=f"{mlp}down_proj.weight"),
+            down_bias=place(s.width, name=f"{mlp}down_proj.bias") if s.mlp_bias else None,
+        )
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        copy_all(tensors, self.places, tied={"lm_head.weight"} if self.shape.tied else set())
+
+    def new_cache(self) -> LlamaCache:
+        return LlamaCache(self)
+
+    def angles(self, times: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [D / 2, len(times)] of the rotary embedding (Su et al., RoFormer, 2021)."""
+        turns = self._frequencies[:, None] * times.to(torch.float64)
+        return turns.cos().to(self.dtype), turns.sin().to(self.dtype)
+
+    def forward(self, tokens: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Hidden states [N, width] before the last norm of tokens [N]; angles are [D / 2, N or 1]."""
+        s = self.shape
+        q_k = s.heads + s.kv_heads
+        x = F.embedding(tokens, self.embedding)
+        for i, w in enumerate(self.layers):
+            h = F.rms_norm(x, (s.width,), w.input_norm, s.eps)
+            qkv = _columns(w.qkv, h, w.qkv_bias).view(q_k + s.kv_heads, s.head_dim, -1)
+            if w.q_norm is not None and w.k_norm is not None:
+                _norm_heads_(qkv[: s.heads], w.q_norm, s.eps)
+                _norm_heads_(qkv[s.heads : q_k], w.k_norm, s.eps)
+            rotated = _rotate(qkv[:q_k], *angles)
+            attended = attend(i, rotated[: s.heads], rotated[s.heads :], qkv[q_k:])
+            x = torch.addmm(x, attended.t(), w.o.t())
+            if w.o_bias is not None:
+                x += w.o_bias
+            h = F.rms_norm(x, (s.width,), w.mlp_norm, s.eps)
+            gate, up = _columns(w.gate_up, h, w.gate_up_bias).chunk(2)
+            x = torch.addmm(x, F.silu(gate, inplace=True).mul_(up).t(), w.down.t())
+            if w.down_bias is not None:
+                x += w.down_bias
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[N, V] float32 of hidden states [N, width]."""
+        return F.linear(F.rms_norm(x, (self.shape.width,), self.norm, self.shape.eps), self.head).float()
+
+
+class LlamaCache:
+    """Keys and values as columns: [column, KV, D, row] of each layer."""
+
+    def __init__(self, model: Llama) -> None:
+        s = model.shape
+        self._model = model
+        self._rows_first = model.device.type != "cpu" or model.dtype != torch.float32
+        self._columns = Columns([((s.kv_heads, s.head_dim), model.dtype)] * (2 * s.layers), self._allocate)
+        self._starts = torch.empty(0, dtype=torch.int64, device=model.device)
+        """[R] time of each row's first token."""
+        self._ragged = False
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        columns, kv, d, rows = shape
+        if self._rows_first:  # as the fused attention kernels want it
+            return torch.empty(rows, kv, columns, d, dtype=dtype, device=self._model.device).permute(2, 1, 3, 0)
+        return torch.empty(shape, dtype=dtype, device=self._model.device)
+
+    def prefill(self, ids: Tensor, lengths: Tensor, of: Tensor) -> Tensor:
+        (prompts, longest), model, columns = ids.shape, self._model, self._columns
+        old = len(self._starts)
+        columns.make_room(before=longest, after=1, rows=old + len(of))
+        columns.rows = old + len(of)
+        columns.end = max(columns.end, longest)
+        time = columns.time
+        place = slice(columns.end - longest, columns.end)
+        mask = _prompt_mask(longest, lengths)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for tensor, new in zip(columns.tensors[2 * layer : 2 * layer + 2], (k, v), strict=True):
+                new = new.unflatten(2, (prompts, longest)).permute(3, 0, 1, 2)
+                tensor[place, ..., old : old + len(of)] = new[..., of]
+            q, k, v = (t.unflatten(2, (prompts, longest)).permute(2, 0, 3, 1).contiguous() for t in (q, k, v))
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
+            )
+            return out.permute(1, 3, 0, 2).flatten(2).flatten(0, 1)
+
+        cos, sin = model.angles(torch.arange(time - longest, time, device=model.device))
+        x = model.forward(ids.flatten(), (cos.repeat(1, prompts), sin.repeat(1, prompts)), attend)
+        self._starts = torch.cat([self._starts, (time - lengths)[of]])
+        self._look()
+        return model.logits(x.view(prompts, longest, -1)[:, -1])[of]
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        model, columns = self._model, self._columns
+        n, s = len(tokens), model.shape
+        columns.make_room(rows=n)
+        angles = model.angles(torch.tensor([columns.time], device=model.device))
+        here, columns.end = columns.end, columns.end + 1
+        window = slice(columns.start, columns.end)
+        mask = self._mask() if self._ragged else None
+        kernel = _attend_rows_first if self._rows_first else _attend_columns
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = columns.tensors[2 * layer : 2 * layer + 2]
+            keys[here, ..., :n] = k
+            values[here, ..., :n] = v
+            q = q.unflatten(0, (s.kv_heads, -1))
+            return kernel(q, keys[window, ..., :n], values[window, ..., :n], mask).flatten(0, 2)
+
+        return model.logits(model.forward(tokens, angles, attend))
+
+    def select(self, order: Tensor) -> None:
+        self._starts = self._starts[order]
+        self._columns.select(order)
+        self._look()
+
+    def _look(self) -> None:
+        """What the rows have in common, so that a step need not ask."""
+        if len(self._starts):
+            first, last = int(self._starts.min()), int(self._starts.max())
+            self._columns.forget_before(first)
+            self._columns.start = min(self._columns.start, first - self._columns.offset)
+            self._ragged = first != last
+
+    def _mask(self) -> Tensor:
+        """Added to scores [S, KV, G, R]: -inf before a row's first token."""
+        columns = self._columns
+        times = torch.arange(columns.start + columns.offset, columns.time, device=self._model.device)
+        mask = torch.zeros(len(times), len(self._starts), dtype=self._model.dtype, device=self._model.device)
+        return mask.masked_fill_(times[:, None] < self._starts, float("-inf"))[:, None, None]
+
+
+def _attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of one query of each row, with the rows innermost, in tiles of columns.
+
+    Args: q [KV, G, D, R]; keys, values [S, KV, D, R]; mask [S, 1, 1, R].  Returns [KV, G, D, R].
+    """
+    kv, g, d, r = q.shape
+    s = len(keys)
+    tile = min(s, max(1, _TILE // q.numel()))
+    product = torch.empty(tile, kv, g, d, r)
+    scores = torch.empty(s, kv, g, r)
+    q = q * d**-0.5
+    for a in range(0, s, tile):
+        b = min(a + tile, s)
+        torch.mul(keys[a:b].unsqueeze(2), q, out=product[: b - a])
+        torch.sum(product[: b - a], 3, out=scores[a:b])
+    if mask is not None:
+        scores += mask
+    weights = torch.softmax(scores, 0).unsqueeze(3)
+    out = torch.zeros(kv, g, d, r) if s > tile else torch.empty(0)
+    for a in range(0, s, tile):
+        b = min(a + tile, s)
+        torch.mul(values[a:b].unsqueeze(2), weights[a:b], out=product[: b - a])
+        part = product[: b - a].sum(0)
+        out = out.add_(part) if s > tile else part
+    return out
+
+
+def _attend_rows_first(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """The same by torch's fused kernels, for keys and values that lie as [R, KV, S, D]."""
+    out = F.scaled_dot_product_attention(
+        q.permute(3, 0, 1, 2),  # the G heads of a KV head are G queries: keys need not be repeated
+        keys.permute(3, 1, 0, 2),
+        values.permute(3, 1, 0, 2),
+        attn_mask=None if mask is None else mask.permute(3, 1, 2, 0),
+    )
+    return out.permute(1, 2, 3, 0)
+
+
+def _columns(weight: Tensor, h: Tensor, bias: Tensor | None) -> Tensor:
+    """``weight`` [O, I] applied to the rows of ``h`` [N, I], as [O, N]."""
+    return torch.mm(weight, h.t()) if bias is None else torch.addmm(bias[:, None], weight, h.t())
+
+
+def _norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
+    """RMS norm over the D of [H, D, N], in place."""
+    scale = x.float().square().mean(1, keepdim=True).add_(eps).rsqrt_().to(x.dtype)
+    x.mul_(scale).mul_(weight[:, None])
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [H, D, N], whose feature j and j + D / 2 are turned by one angle; cos, sin [D / 2, N or 1]."""
+    (first, second), out = x.chunk(2, 1), x * cos.repeat(2, 1)
+    half = x.shape[1] // 2
+    out[:, :half].addcmul_(second, sin, value=-1)
+    out[:, half:].addcmul_(first, sin)
+    return out
+
+
+def _prompt_mask(longest: int, lengths: Tensor) -> Tensor | None:
+    """[P, 1, T, T] True where a token may look: causal, not at padding; None if there is no padding."""
+    if bool((lengths == longest).all()):
+        return None
+    at = torch.arange(longest, device=lengths.device)
+    seen = (at <= at[:, None]) & (at >= longest - lengths[:, None, None])
+    # a padding token sees itself: softmax over nothing is NaN
+    return (seen | torch.eye(longest, dtype=torch.bool, device=lengths.device))[:, None]
+
+
+def copy_all(tensors: Mapping[str, Tensor], places: Mapping[str, Tensor], tied: set[str]) -> None:
+    """Copy each tensor to its place; raises WeightSyncError, before the first copy, if they do not match.
+
+    ``tied`` names may be among ``tensors``: they are another's second name.
+    """
+    problems = [f"missing: {', '.join(sorted(missing))}"] if (missing := places.keys() - tensors.keys()) else []
+    if unknown := tensors.keys() - places.keys() - tied:
+        problems.append(f"unknown: {', '.join(sorted(unknown))}")
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, expected {tuple(place.shape)}"
+        for name, place in places.items()
+        if name in tensors and tensors[name].shape != place.shape
+    ]
+    if problems:
+        raise WeightSyncError(
+            f"engine local: the weights are not those of the model in its config.json: {'; '.join(problems)}"
+        )
+    for name, place in places.items():
+        place.copy_(tensors[name])

@@ -1,0 +1,55 @@
+"""Stop strings: does a completion's text now hold one?  Asked after each token, about a short tail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from grpo_core.errors import EngineError
+
+Decode = Callable[[list[list[int]]], list[str]]
+_SLACK = 8
+"""Tokens before a stop string that the tail includes: the first of them may hold part of a character."""
+
+
+class StopStrings:
+    """Loads the tokenizer of ``directory`` when the first request with stop strings asks."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+        self._decode: Decode | None = None
+        self._may_end: dict[tuple[str, ...], list[bool]] = {}
+
+    def tail(self, stop: tuple[str, ...]) -> int:
+        """How many of the last tokens hold any of the strings whole: each character may be several bytes."""
+        return max(len(string.encode()) for string in stop) + _SLACK
+
+    def ended(self, stop: tuple[str, ...], tail: Sequence[int]) -> bool:
+        """Whether the text of these tokens holds one of the strings."""
+        text = self._text([list(tail)])[0]
+        return any(string in text for string in stop)
+
+    def may_end(self, stop: tuple[str, ...], token: int) -> bool:
+        """False if the token cannot complete any of the strings: its text lacks each one's last character."""
+        table = self._may_end.get(stop)
+        if table is None:
+            table = self._may_end[stop] = self._table(stop)
+        return token >= len(table) or table[token]
+
+    def _table(self, stop: tuple[str, ...]) -> list[bool]:
+        tokenizer = _tokenizer(self._directory)
+        # after another token, because some decoders strip the space before the first
+        anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        (before,) = self._text([anchor])
+        texts = self._text([[*anchor, token] for token in range(tokenizer.get_vocab_size())])
+        last = {string[-1] for string in stop}
+        return [
+            not text.startswith(before) or "\N{REPLACEMENT CHARACTER}" in text or bool(last & set(text[len(before) :]))
+            for text in texts
+        ]
+
+    def _text(self, tokens: list[list[int]]) -> list[str]:
+        if self._decode is None:
+            tokenizer = _tokenizer(self._directory)
+            self._decode = lambda many: tokenizer.decode_batch(many, skip_special_tokens=False)
+        return self._decode(tokens)

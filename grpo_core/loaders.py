@@ -1,0 +1,186 @@
+"""The endless stream of one task's prompts: reshuffled each epoch, resumed exactly.
+
+The order of an epoch is a function of (seed, task, epoch), so that the state is two numbers and a resumed
+run draws what the uninterrupted run would have drawn.  The loader is torchdata's with an explicit stateful
+sampler, which hands out as many indices at once as are asked for.  (With ``shuffle=True`` and no workers
+the same loader continues with another order after a resume.)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_core.errors import CheckpointError, PluginError
+from grpo_core.records import Prompt
+
+if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+class ShuffledIndices:
+    """An endless iterator over lists of ``want`` indices; its state is the epoch and the position in it."""
+
+    def __init__(self, n: int, *, seed: int, task: str) -> None:
+        self.want = 1
+        self.epoch = 0
+        self.position = 0
+        self._n = n
+        self._key = f"{seed}/{task}"
+        self._order: list[int] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        indices: list[int] = []
+        while len(indices) < self.want:
+            if self.position == self._n:
+                self.epoch, self.position, self._order = self.epoch + 1, 0, []
+            self._order = self._order or self._permutation()
+            end = min(self.position + self.want - len(indices), self._n)
+            indices += self._order[self.position : end]
+            self.position = end
+        return indices
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.epoch, self.position, self._order = state["epoch"], state["position"], []
+
+    def _permutation(self) -> list[int]:
+        order = list(range(self._n))
+        random.Random(f"{self._key}/{self.epoch}").shuffle(order)
+        return order
+
+
+class _Rows:
+    """The prompts, read by lists of indices."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, indices: list[int]) -> list[Prompt]:
+        return [self._prompts[index] for index in indices]
+
+
+class TaskLoader:
+    """A ``Loader`` for the prompts of one task.
+
+    Args:
+        task: its name; part of the shuffling, so that tasks of one length differ in order.
+        prompts: with unique ids.
+        seed: of the shuffling.
+
+    Raises:
+        PluginError: there are no prompts.
+    """
+
+    def __init__(self, task: str, prompts: Sequence[Prompt], *, seed: int) -> None:
+        if not len(prompts):
+            raise PluginError(
+                f"task {task!r}: its environment has no training prompts; expected at least one"
+            )
+        self.task = task
+        self._prompts = prompts
+        self._seed = seed
+        self._taken = 0
+        self._restored: dict[str, Any] | None = None
+        self._indices = ShuffledIndices(len(prompts), seed=seed, task=task)
+        self._dataloader: StatefulDataLoader | None = None
+        self._stream: Iterator[list[Prompt]] = iter(())
+
+    def __len__(self) -> int:
+        """Prompts in an epoch."""
+        return len(self._prompts)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that were drawn: 1.5 is half of the second."""
+        return self._taken / len(self)
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts."""
+        if n < 1:
+            return []
+        if self._dataloader is None:
+            self._dataloader = self._open()
+            self._stream = iter(self._dataloader)
+        self._indices.want = n
+        self._taken += n
+        return next(self._stream)
+
+    def prompt(self, id: str) -> Prompt:
+        """The prompt of that id.  Raises CheckpointError if the task has it no more."""
+        try:
+            return self._prompts[self._index_of[id]]
+        except KeyError:
+            raise CheckpointError(
+                f"task {self.task!r}: the checkpoint mentions prompt {id!r}, which is not among the "
+                f"{len(self)} prompts that the environment offers; resume with the environment and the "
+                "options that the run was started with"
+            ) from None
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values: where the stream stands, and what it is a stream of."""
+        state = self._restored if self._dataloader is None else self._dataloader.state_dict()
+        return {**self._source, "taken": self._taken, "dataloader": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state.  Raises CheckpointError if it is that of other prompts or another seed."""
+        for key, expected in self._source.items():
+            if state.get(key) != expected:
+                raise CheckpointError(
+                    f"task {self.task!r}: its prompts are not those of the checkpoint ({key} is "
+                    f"{expected!r}, in the checkpoint {state.get(key)!r}); resume with the environment, the "
+                    "options and the seed that the run was started with, or start a new run"
+                )
+        self._taken = state["taken"]
+        self._restored = state["dataloader"]
+        self._dataloader = None
+        self._indices.load_state_dict(
+            {"epoch": 0, "position": 0}
+        )  # where a stream begins that was not drawn from
+
+    def _open(self) -> StatefulDataLoader:
+        import torch
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own affair
+            loader = StatefulDataLoader(
+                _Rows(self._prompts),
+                batch_size=None,
+                sampler=self._indices,
+                collate_fn=_as_it_is,
+                generator=torch.Generator(),  # else it draws from torch's global one
+            )
+        if self._restored is not None:
+            loader.load_state_dict(self._restored)
+        return loader
+
+    @functools.cached_property
+    def _index_of(self) -> dict[str, int]:
+        return {prompt.id: index for index, prompt in enumerate(self._prompts)}
+
+    @functools.cached_property
+    def _source(self) -> dict[str, Any]:
+        """What the stream is made from.  Answers may be corrected, so they are no part of it."""
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            line = json.dumps([prompt.id, prompt.messages], default=lambda value: type(value).__name__)
+            digest.update(line.encode())
+        return {"prompts": len(self), "fingerprint": digest.hexdigest()[:16], "seed": self._seed}
+
+
+def _as_it_is(rows: list[Prompt]) -> list[Prompt]:
+    return rows

@@ -1,0 +1,185 @@
+"""What a run looks like in a terminal: a live view, or one line a step where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from grpo_core.events import (
+    ErrorRaised,
+    Event,
+    GroupsReady,
+    PromptSkipped,
+    RunStarted,
+    Saved,
+    StepEnded,
+    Validated,
+)
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 32
+
+
+def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
+    """The last values as bars between ``low`` and ``high``."""
+    span = (high - low) or 1.0
+    places = [min(max((value - low) / span, 0.0), 1.0) for value in values[-_WIDTH:]]
+    return "".join(_BARS[round(place * (len(_BARS) - 1))] for place in places)
+
+
+class Terminal:
+    """A listener of events that draws them."""
+
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=False)
+        self._steps = steps
+        self._started = time.monotonic()
+        self._first_step = 0
+        self._status = "starting"
+        self._metrics: Mapping[str, float] = {}
+        self._rewards: list[float] = []
+        self._validation: dict[str, list[float]] = {}
+        self._step = 0
+        self._sample: tuple[str, str, float] | None = None
+        self._live = (
+            Live(get_renderable=self._draw, console=self.console, refresh_per_second=8, transient=False)
+            if self.console.is_terminal
+            else None
+        )
+
+    def __enter__(self) -> Terminal:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line above the live view."""
+        self.console.print(Text(text))
+
+    def status(self, text: str) -> None:
+        """What is going on before the first step."""
+        self._status = text
+        if not self._live:
+            self.console.print(Text(text))
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._status = "generating the first groups"
+                self._step = self._first_step = event.step
+                self._started = time.monotonic()
+            case GroupsReady():
+                best = max(event.groups[0].rollouts, key=lambda r: r.reward or 0.0)
+                prompt = " ".join(str(m.get("content", "")) for m in event.groups[0].prompt.messages)
+                reply = str(best.messages[-1].get("content", "")) if best.messages else ""
+                self._sample = (prompt, reply, best.reward or 0.0)
+            case StepEnded():
+                self._status = ""
+                self._step, self._metrics = event.step, event.metrics
+                self._rewards.append(_mean_of(event.metrics, "reward/"))
+                if not self._live:
+                    self.console.print(Text(self._line()), soft_wrap=True)
+            case Validated():
+                for task, metrics in event.results.items():
+                    for metric in ("accuracy", *metrics):
+                        if metric in metrics:
+                            self._validation.setdefault(task, []).append(metrics[metric])
+                            break
+                    if not self._live:
+                        shown = ", ".join(f"{name} {value:.3g}" for name, value in metrics.items())
+                        self.console.print(Text(f"validation of version {event.version}: {task}: {shown}"))
+            case PromptSkipped():
+                self.say(f"skipped prompt {event.prompt!r} of task {event.task!r}: {event.error}")
+            case Saved():
+                if not self._live:
+                    self.say(f"saved {event.directory}")
+            case ErrorRaised():
+                self._status = "failed"
+
+    # ------------------------------------------------------------------------------ drawing
+
+    def _line(self) -> str:
+        m = self._metrics
+        return (
+            f"step {self._step}/{self._steps}  reward {self._rewards[-1]:.3f}  "
+            f"staleness {m.get('staleness/mean', 0):.2f}  "
+            f"{m.get('tokens_per_second/generation', 0):,.0f} tok/s generated, "
+            f"{m.get('tokens_per_second/training', 0):,.0f} trained  "
+            f"overlap {m.get('overlap', 0):.0%}  {m.get('time/step', 0):.2f} s"
+        )
+
+    def _draw(self) -> RenderableType:
+        elapsed = time.monotonic() - self._started
+        done = self._step - self._first_step
+        left = elapsed / done * (self._steps - self._step) if done else None
+        clock = _clock(elapsed) + (f", about {_clock(left)} left" if left else "")
+        head = Table.grid(padding=(0, 1))
+        head.add_row(
+            Text("grpo-core", style="bold"),
+            ProgressBar(total=self._steps, completed=self._step, width=_WIDTH),
+            f"step {self._step}/{self._steps}",
+            Text(clock, style="dim"),
+        )
+        rows = Table.grid(padding=(0, 2))
+        for name, value, picture in self._rows():
+            rows.add_row(Text(name, style="dim"), Text(value, style="bold"), picture)
+        return Group(head, rows)
+
+    def _rows(self) -> list[tuple[str, str, RenderableType]]:
+        m = self._metrics
+        rows: list[tuple[str, str, RenderableType]] = []
+        if self._status:
+            rows.append(("now", self._status, ""))
+        for task, values in sorted(self._validation.items()):
+            rows.append((f"validation {task}", f"{values[-1]:.1%}", Text(sparkline(values), style="green")))
+        if self._rewards:
+            low, high = min(0.0, *self._rewards), max(1.0, *self._rewards)
+            rows.append(("reward", f"{self._rewards[-1]:.3f}", Text(sparkline(self._rewards, low, high))))
+            rows.append(
+                (
+                    "staleness",
+                    f"{m.get('staleness/mean', 0):.2f}",
+                    Text(f"at most {m.get('staleness/max', 0):.0f} steps", style="dim"),
+                )
+            )
+            rows.append(
+                (
+                    "tokens/s",
+                    f"{m.get('tokens_per_second/generation', 0):,.0f}",
+                    Text(
+                        f"generated, {m.get('tokens_per_second/training', 0):,.0f} trained; "
+                        f"the busier side works {m.get('overlap', 0):.0%} of the time",
+                        style="dim",
+                    ),
+                )
+            )
+        if self._sample:
+            prompt, reply, reward = self._sample
+            rows.append(("sample", _short(f"{prompt} → {reply}"), Text(f"reward {reward:g}", style="dim")))
+        return rows
+
+
+def _mean_of(metrics: Mapping[str, float], prefix: str) -> float:
+    values: list[Any] = [v for k, v in metrics.items() if k.startswith(prefix) and k.count("/") == 1]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _short(text: str, width: int = 60) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,177 @@
+"""The files of a run, written as it goes.
+
+runs/NAME/
+    config.toml                    the resolved configuration
+    metrics.jsonl                  one line for each step and each validation
+    rollouts/step-000120.jsonl     what that step was trained on
+    events.jsonl                   everything that happened, append-only
+    logs/                          what the child processes print
+    checkpoints/                   see grpo_core.checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, fields
+
+from grpo_core.config import Config, as_toml, build, read_toml
+from grpo_core.errors import ConfigError
+from grpo_core.events import Event, GroupsReady, StepEnded, Validated
+from grpo_core.records import Group
+
+CONFIG = "config.toml"
+
+
+class RunDirectory:
+    """A directory that holds one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.model = path / "model"
+        """Where a tiny model is made."""
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> RunDirectory:
+        """A new one.  Raises ConfigError if the path holds anything already."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            what = "holds another run" if (path / CONFIG).exists() else "is not empty"
+            raise ConfigError(
+                f"--output {path}: {what}; give another directory, or continue that run with --resume {path}"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / CONFIG).write_text(as_toml(config), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+        run = cls(path)
+        run.logs.mkdir(exist_ok=True)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[RunDirectory, Config]:
+        """One that exists.  Raises ConfigError if the path is none."""
+        if not (path / CONFIG).is_file():
+            raise ConfigError(f"{path}: holds no run (there is no {CONFIG} in it)")
+        return cls(path), build([read_toml(path / CONFIG)])
+
+    @classmethod
+    def latest(cls, parent: Path) -> Path:
+        """The run in ``parent`` that was changed last.  Raises ConfigError if there is none."""
+        runs = [path.parent for path in parent.glob(f"*/{CONFIG}")]
+        if not runs:
+            raise ConfigError(f"--resume: there is no run in {parent}/; give the run's directory")
+        return max(runs, key=lambda run: max(p.stat().st_mtime for p in run.iterdir()))
+
+    def forget_after(self, step: int) -> None:
+        """Remove what was recorded after the step that a run continues from; events are kept."""
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            metrics.write_text("".join(kept), encoding="utf-8")
+        for rollouts in (self.path / "rollouts").glob("step-*.jsonl"):
+            if int(rollouts.stem.removeprefix("step-")) > step:
+                rollouts.unlink()
+
+
+class Recorder:
+    """Writes a run's files; a listener of events."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        (run.path / "rollouts").mkdir(exist_ok=True)
+        self._metrics = open(run.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+        self._events = open(run.path / "events.jsonl", "a", encoding="utf-8", buffering=1)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case GroupsReady():
+                self._write_rollouts(event)
+            case StepEnded():
+                self._line(self._metrics, {"step": event.step, "time": time.time(), **event.metrics})
+            case Validated():
+                flat = {
+                    f"validation/{task}/{metric}": value
+                    for task, metrics in event.results.items()
+                    for metric, value in metrics.items()
+                }
+                self._line(self._metrics, {"step": event.step, "time": time.time(), **flat})
+        self._line(self._events, {"event": type(event).__name__, "time": time.time(), **_plain(event)})
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+    def _write_rollouts(self, event: GroupsReady) -> None:
+        with open(
+            self._run.path / "rollouts" / f"step-{event.step + 1:06d}.jsonl", "w", encoding="utf-8"
+        ) as file:
+            for group in event.groups:
+                for rollout in group.rollouts:
+                    self._line(
+                        file,
+                        {
+                            "task": group.prompt.environment,
+                            "prompt": group.prompt.id,
+                            "answer": _jsonable(group.prompt.answer),
+                            "messages": list(rollout.messages),
+                            "reward": rollout.reward,
+                            "metrics": dict(rollout.metrics),
+                            "finish_reason": rollout.finish_reason,
+                            "turns": rollout.turns,
+                            "tokens": sum(rollout.sampled),
+                            "generation_version": group.generation_version,
+                        },
+                    )
+
+    @staticmethod
+    def _line(file: Any, value: Mapping[str, Any]) -> None:
+        # one write for a line, so that a reader never sees half of it
+        file.write(json.dumps(_finite(value), default=str, ensure_ascii=True) + "\n")
+
+
+def _plain(event: Event) -> dict[str, Any]:
+    """An event as it stands in events.jsonl: groups by what identifies them."""
+    if not isinstance(event, GroupsReady):
+        return asdict(event)
+    plain: dict[str, Any] = {
+        f.name: getattr(event, f.name) for f in fields(type(event)) if f.name != "groups"
+    }
+    plain["groups"] = [_identity(group) for group in event.groups]
+    return plain
+
+
+def _identity(group: Group) -> dict[str, Any]:
+    return {
+        "task": group.prompt.environment,
+        "prompt": group.prompt.id,
+        "generation_version": group.generation_version,
+        "target_version": group.target_version,
+    }
+
+
+def _jsonable(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: it is written as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,196 @@
+"""Exercises: a short prompt, one exact answer.
+
+An exercise is numbered: number ``i`` of ``size`` is a prompt that no other number has.  A split is a set of
+numbers, so that training and validation share no prompt and prompts are made when they are read.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import grpo_core as grpo
+
+DIGITS = "0123456789"
+LARGEST = 2**62
+"""Exercises of one kind at most: their numbers are drawn as machine integers."""
+
+
+class Exercises(grpo.Environment):
+    """Reward 1 for the exact answer (white space around it is ignored), else 0.
+
+    Args:
+        size: how many exercises there are.
+        exercise: prompt and answer of a number below ``size``.
+        train, validation: prompts of each split; if there are too few exercises for both, a tenth of them
+            is held out.
+        seed: decides which exercises belong to which split.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        exercise: Callable[[int], tuple[str, str]],
+        *,
+        train: int,
+        validation: int,
+        seed: int,
+    ) -> None:
+        _at_least(1, train=train, validation=validation)
+        if not 2 <= size <= LARGEST:
+            raise grpo.ConfigError(
+                f"these options make {size:.3g} different exercises, expected 2 to {LARGEST:.3g}; "
+                "choose a smaller length or fewer digits"
+            )
+        held_out = min(validation, size // 10 or 1) if train + validation > size else validation
+        drawn = random.Random(seed).sample(range(size), min(size, train + validation))
+        self._exercise = exercise
+        self._numbers = {"validation": drawn[:held_out], "train": drawn[held_out:]}
+
+    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        return _Prompts(self._exercise, self._numbers[split])
+
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[float]:
+        return [float(episode.reply.strip() == episode.prompt.answer) for episode in episodes]
+
+
+class _Prompts(Sequence):
+    """Prompts that are made when they are read."""
+
+    def __init__(self, exercise: Callable[[int], tuple[str, str]], numbers: list[int]) -> None:
+        self._exercise = exercise
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> grpo.Prompt:
+        number = self._numbers[index]
+        question, answer = self._exercise(number)
+        return grpo.Prompt(messages=question, answer=answer, id=str(number))
+
+
+# ---------------------------------------------------------------------------------- exercises on strings
+
+
+def _strings(
+    length: int,
+    alphabet: str,
+    exercise: Callable[[str], tuple[str, str]],
+    train: int,
+    validation: int,
+    seed: int,
+) -> Exercises:
+    _at_least(1, length=length)
+    if not isinstance(alphabet, str) or len(set(alphabet)) != len(alphabet) or len(alphabet) < 2:
+        raise grpo.ConfigError(f"alphabet is {alphabet!r}, expected at least two different characters")
+    if any(character.isspace() or character == "=" for character in alphabet):
+        raise grpo.ConfigError(f"alphabet is {alphabet!r}, expected no white space and no '='")
+
+    def numbered(number: int) -> tuple[str, str]:
+        characters = []
+        for _ in range(length):
+            number, place = divmod(number, len(alphabet))
+            characters.append(alphabet[place])
+        return exercise("".join(characters))
+
+    return Exercises(len(alphabet) ** length, numbered, train=train, validation=validation, seed=seed)
+
+
+def copy(
+    length: int = 5, alphabet: str = DIGITS, *, train: int = 20_000, validation: int = 500, seed: int = 0
+) -> Exercises:
+    """``:52341=`` is ``52341``."""
+    return _strings(length, alphabet, lambda text: (f":{text}=", text), train, validation, seed)
+
+
+def reverse(
+    length: int = 5, alphabet: str = DIGITS, *, train: int = 20_000, validation: int = 500, seed: int = 0
+) -> Exercises:
+    """``<52341=`` is ``14325``."""
+    return _strings(length, alphabet, lambda text: (f"<{text}=", text[::-1]), train, validation, seed)
+
+
+def sort(
+    length: int = 5, alphabet: str = DIGITS, *, train: int = 20_000, validation: int = 500, seed: int = 0
+) -> Exercises:
+    """``52341=`` is ``12345``; the order is that of ``alphabet``."""
+
+    def exercise(text: str) -> tuple[str, str]:
+        return f"{text}=", "".join(sorted(text, key=alphabet.index))
+
+    return _strings(length, alphabet, exercise, train, validation, seed)
+
+
+# ---------------------------------------------------------------------------------- exercises on numbers
+
+
+def _numbers(
+    digits: int,
+    count: int,
+    exercise: Callable[[Sequence[int]], tuple[str, str]],
+    train: int,
+    validation: int,
+    seed: int,
+) -> Exercises:
+    """``count`` numbers of exactly ``digits`` digits each; with one digit, 0 is one of them."""
+    _at_least(1, digits=digits, count=count)
+    smallest = 0 if digits == 1 else 10 ** (digits - 1)
+    choices = 10**digits - smallest
+
+    def numbered(number: int) -> tuple[str, str]:
+        operands = []
+        for _ in range(count):
+            number, offset = divmod(number, choices)
+            operands.append(smallest + offset)
+        return exercise(operands)
+
+    return Exercises(choices**count, numbered, train=train, validation=validation, seed=seed)
+
+
+def maximum(
+    digits: int = 2, count: int = 3, *, train: int = 20_000, validation: int = 500, seed: int = 0
+) -> Exercises:
+    """``max 31,75,42=`` is ``75``."""
+
+    def exercise(operands: Sequence[int]) -> tuple[str, str]:
+        return f"max {','.join(map(str, operands))}=", str(max(operands))
+
+    return _numbers(digits, count, exercise, train, validation, seed)
+
+
+def addition(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
+    """``23+45=`` is ``68``."""
+
+    def exercise(operands: Sequence[int]) -> tuple[str, str]:
+        a, b = operands
+        return f"{a}+{b}=", str(a + b)
+
+    return _numbers(digits, 2, exercise, train, validation, seed)
+
+
+def subtraction(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
+    """``23-45=`` is ``-22``."""
+
+    def exercise(operands: Sequence[int]) -> tuple[str, str]:
+        a, b = operands
+        return f"{a}-{b}=", str(a - b)
+
+    return _numbers(digits, 2, exercise, train, validation, seed)
+
+
+def modulo(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
+    """``731%45=`` is ``11``: a number of up to ``digits + 1`` digits modulo one of ``digits`` digits."""
+
+    def exercise(operands: Sequence[int]) -> tuple[str, str]:
+        a, b, tens = operands
+        dividend = 10 * a + tens
+        return f"{dividend}%{b}=", str(dividend % b)
+
+    return _numbers(digits, 3, exercise, train, validation, seed)
+
+
+def _at_least(smallest: int, **options: int) -> None:
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise grpo.ConfigError(f"{name} is {value!r}, expected a whole number of at least {smallest}")

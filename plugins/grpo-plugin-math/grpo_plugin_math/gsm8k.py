@@ -1,0 +1,130 @@
+"""GSM8K, or any questions in its format, with the final answer in a box."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpo_core as grpo
+from grpo_plugin_math import answers
+
+INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
+
+
+class GSM8K(grpo.Environment):
+    """Reward 1 if the reply's last ``\\boxed{}`` (or what follows its last ``####``) is the answer, else 0.
+
+    Metric: ``answered``, the share of replies that give an answer in one of these forms.
+
+    Args:
+        path: JSON lines for training, each with ``question`` and ``answer``; the reference is what follows
+            the last ``####`` of the answer.
+        validation_path: the same for validation; without it a tenth of ``path``, at most 500 rows, is held
+            out.
+        dataset: instead of ``path`` a data set of the hub, such as ``openai/gsm8k``; needs the package
+            ``datasets``.  Its split ``test`` is used for validation.
+        configuration: of the data set.
+        instruction: follows each question.
+        seed: of the split of ``path``.
+
+    Raises:
+        ConfigError: the options do not name exactly one source, or a row is not as described.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        validation_path: str | None = None,
+        dataset: str | None = None,
+        configuration: str = "main",
+        instruction: str = INSTRUCTION,
+        seed: int = 0,
+    ) -> None:
+        if (path is None) == (dataset is None):
+            raise grpo.ConfigError("give either path (a file of JSON lines) or dataset (of the hub)")
+        self._instruction = instruction
+        if dataset is not None:
+            if validation_path is not None:
+                raise grpo.ConfigError("validation_path belongs to path; a dataset brings its own split")
+            rows = {name: _hub(dataset, configuration, split) for name, split in _HUB_SPLITS.items()}
+        elif validation_path is not None:
+            rows = {"train": _read(path), "validation": _read(validation_path)}
+        else:
+            rows = _held_out(_read(path), seed)
+        self._rows = rows
+
+    def prompts(self, split: str) -> list[grpo.Prompt]:
+        return [self._prompt(row) for row in self._rows[split]]
+
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Verdict]:
+        return [_judge(episode) for episode in episodes]
+
+    def solve(self, prompt: grpo.Prompt) -> str:
+        return f"\\boxed{{{prompt.answer}}}"
+
+    def _prompt(self, row: Mapping[str, str]) -> grpo.Prompt:
+        question = row["question"].strip()
+        text = f"{question}\n{self._instruction}" if self._instruction else question
+        return grpo.Prompt(messages=text, answer=row["reference"], info={"solution": row["answer"]})
+
+
+def _judge(episode: grpo.Episode) -> grpo.Verdict:
+    given = answers.extract(episode.reply)
+    correct = given is not None and answers.equal(given, episode.prompt.answer)
+    return grpo.Verdict(reward=float(correct), metrics={"answered": float(given is not None)})
+
+
+# ---------------------------------------------------------------------------------- rows
+
+_HUB_SPLITS = {"train": "train", "validation": "test"}
+
+
+def _read(path: str) -> list[dict[str, str]]:
+    try:
+        with open(Path(path).expanduser(), encoding="utf-8") as file:
+            return _checked(((n, json.loads(line)) for n, line in enumerate(file, 1) if line.strip()), path)
+    except FileNotFoundError:
+        raise grpo.ConfigError(f"{path}: there is no such file; expected JSON lines") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise grpo.ConfigError(f"{path}: not readable as JSON lines: {error}") from None
+
+
+def _hub(dataset: str, configuration: str, split: str) -> list[dict[str, str]]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise grpo.ConfigError(
+            f"dataset {dataset!r}: the package 'datasets' is not installed; run `pip install "
+            "'grpo-plugin-math[hub]'`, or give path"
+        ) from None
+    return _checked(enumerate(load_dataset(dataset, configuration, split=split)), f"{dataset} ({split})")
+
+
+def _checked(rows: Iterable[tuple[int, Any]], source: str) -> list[dict[str, str]]:
+    """Rows with ``question``, ``answer`` and ``reference``."""
+    checked = []
+    for number, row in rows:
+        texts = [row.get(key) if isinstance(row, Mapping) else None for key in ("question", "answer")]
+        if not all(isinstance(text, str) for text in texts):
+            raise grpo.ConfigError(f"{source}, row {number}: expected a question and an answer, both texts")
+        question, answer = texts
+        _, marker, reference = answer.rpartition("####")
+        if not marker or not reference.strip():
+            raise grpo.ConfigError(f"{source}, row {number}: the answer has no '####' with a result after it")
+        checked.append({"question": question, "answer": answer, "reference": reference.strip()})
+    if not checked:
+        raise grpo.ConfigError(f"{source}: there are no rows")
+    return checked
+
+
+def _held_out(rows: list[dict[str, str]], seed: int) -> dict[str, list[dict[str, str]]]:
+    if len(rows) < 2:
+        raise grpo.ConfigError("a single row cannot be split into training and validation; give more rows")
+    chosen = set(random.Random(seed).sample(range(len(rows)), min(500, len(rows) // 10 or 1)))
+    return {
+        "train": [row for index, row in enumerate(rows) if index not in chosen],
+        "validation": [row for index, row in enumerate(rows) if index in chosen],
+    }

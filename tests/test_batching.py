@@ -1,0 +1,109 @@
+"""From rows to updates and micro-batches: every row once, the budget held, as little padding as pays."""
+
+import itertools
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.batching import OVERHEAD, microbatches, split_updates
+from grpo_core.records import Row
+
+lengths_ = st.lists(st.integers(1, 60), max_size=60)
+budgets = st.integers(1, 400)
+overheads = st.sampled_from([0, 1, 64, 10**6])
+
+
+def row(group: int) -> Row:
+    return Row(
+        prompt_ids=(1,),
+        token_ids=(2,),
+        sampled=(True,),
+        logprobs=(0.0,),
+        versions=(0,),
+        advantage=1.0,
+        group=group,
+    )
+
+
+def cost(lengths: list[int], division: list[list[int]], overhead: int) -> int:
+    return sum(len(part) * max(lengths[i] for i in part) + overhead for part in division)
+
+
+@given(lengths_, budgets, overheads)
+def test_every_row_is_in_exactly_one_microbatch(lengths: list[int], budget: int, overhead: int) -> None:
+    division = microbatches(lengths, budget, overhead=overhead)
+    assert sorted(itertools.chain(*division)) == list(range(len(lengths)))
+    assert all(division)
+
+
+@given(lengths_, budgets, overheads)
+def test_no_microbatch_exceeds_the_budget_but_a_single_long_row(
+    lengths: list[int], budget: int, overhead: int
+) -> None:
+    for part in microbatches(lengths, budget, overhead=overhead):
+        assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget
+
+
+@given(lengths_, budgets)
+def test_where_a_microbatch_costs_nothing_no_row_is_padded(lengths: list[int], budget: int) -> None:
+    for part in microbatches(lengths, budget, overhead=0):
+        assert len({lengths[i] for i in part}) == 1
+
+
+@given(lengths_, budgets)
+def test_where_a_microbatch_costs_much_there_are_as_few_as_the_budget_allows(
+    lengths: list[int], budget: int
+) -> None:
+    fewest, waiting = 0, sorted(lengths, reverse=True)
+    while waiting:  # longest first, filled greedily: no division into sorted runs has fewer
+        waiting = waiting[max(1, budget // waiting[0]) :]
+        fewest += 1
+    assert len(microbatches(lengths, budget, overhead=10**6)) == fewest
+
+
+@given(st.lists(st.integers(1, 12), max_size=9), st.integers(1, 50), st.integers(0, 20))
+def test_no_division_of_the_sorted_rows_is_cheaper(lengths: list[int], budget: int, overhead: int) -> None:
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    found = cost(lengths, microbatches(lengths, budget, overhead=overhead), overhead)
+    for cuts in itertools.product([False, True], repeat=max(0, len(order) - 1)):
+        places = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(order)]
+        division = [order[a:b] for a, b in itertools.pairwise(places) if a < b]
+        if all(len(p) == 1 or len(p) * lengths[p[0]] <= budget for p in division):
+            assert found <= cost(lengths, division, overhead)
+
+
+@given(st.data(), lengths_, budgets)
+def test_the_division_does_not_depend_on_the_order_of_the_rows(
+    data: st.DataObject, lengths: list[int], budget: int
+) -> None:
+    shuffled = data.draw(st.permutations(lengths))
+    as_lengths = [
+        [sorted(given[i] for i in p) for p in microbatches(given, budget)] for given in (lengths, shuffled)
+    ]
+    assert as_lengths[0] == as_lengths[1]
+
+
+def test_five_hundred_ragged_rows_are_padded_by_less_than_two_percent() -> None:
+    chance = random.Random(0)
+    lengths = [min(1024, 64 + int(chance.expovariate(1 / 200))) for _ in range(512)]
+    division = microbatches(lengths, 16384)
+    assert sum(lengths) / cost(lengths, division, 0) >= 0.98
+    assert len(division) < 64
+    assert OVERHEAD == 64
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 8))
+def test_updates_are_whole_groups_dealt_evenly(groups: list[int], n: int) -> None:
+    rows = [row(g) for g in groups]
+    updates = split_updates(rows, n)
+    assert len(updates) == min(n, len(set(groups)))
+    assert sorted(r.group for update in updates for r in update) == sorted(groups)
+    dealt = [{r.group for r in update} for update in updates]
+    assert sum(map(len, dealt)) == len(set(groups)), "a group is in two updates"
+    assert not dealt or max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_no_rows_make_no_updates_and_no_microbatches() -> None:
+    assert split_updates([], 4) == []
+    assert microbatches([], 100) == []

@@ -1,0 +1,114 @@
+"""Configuration: every mistake is one clear message, and what is written can be read again."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core import commands
+from grpo_core.config import TINY, Config, as_table, as_toml, build, merge, parse_setting, read_toml
+from grpo_core.errors import ConfigError
+
+BAD = [
+    ({"trainr": {}}, "unknown configuration key 'trainr'. Did you mean 'trainer'?"),
+    ({"trainer": {"lrr": 1}}, "unknown configuration key 'trainer.lrr'. Did you mean 'lr'?"),
+    (
+        {"tasks": {"a": {"en": "x"}}},
+        "unknown configuration key 'tasks.a.en'. Did you mean 'env'?\n"
+        "configuration key 'tasks.a.env' is missing",
+    ),
+    ({"tasks": {"a": {}}}, "configuration key 'tasks.a.env' is missing"),
+    ({"trainer": {"lr": "fast"}}, "configuration key 'trainer.lr': expected a number, got 'fast'"),
+    ({"trainer": {"steps": 1.5}}, "configuration key 'trainer.steps': expected a whole number, got 1.5"),
+    ({"trainer": {"steps": True}}, "configuration key 'trainer.steps': expected a number, got True"),
+    ({"trainer": {"steps": 0}}, "configuration key 'trainer': 'steps' must be >= 1: 0"),
+    ({"rollout": {"stop": "x"}}, "configuration key 'rollout.stop': expected a list, got 'x'"),
+    ({"rollout": {"stop": [3]}}, "configuration key 'rollout.stop.0': expected a string, got 3"),
+    ({"trainer": 3}, "configuration key 'trainer': expected a table, got 3"),
+    ({"trainer": {"betas": [1]}}, "configuration key 'trainer.betas': expected 2 values, got [1]"),
+    (
+        {"pipeline": {"policy": "lifo"}},
+        "configuration key 'pipeline.policy': expected 'deadline' or 'in_order', got 'lifo'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("table", "message"), BAD, ids=[message for _, message in BAD])
+def test_mistakes_are_named_with_their_key(table, message):
+    with pytest.raises(ConfigError) as caught:
+        build([table])
+    assert str(caught.value) == message
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        build([{"trainer": {"lr": "x", "steps": "y"}, "rollout": {"group_size": "z"}}])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "table"),
+    [
+        ("trainer.lr=1e-4", {"trainer": {"lr": 1e-4}}),
+        ("tasks.a.options.path=/data/x.jsonl", {"tasks": {"a": {"options": {"path": "/data/x.jsonl"}}}}),
+        ('rollout.stop=["\\n"]', {"rollout": {"stop": ["\n"]}}),
+        ("a=none", {"a": "none"}),
+        ("a=", {"a": ""}),
+        ("a=b=c", {"a": "b=c"}),
+    ],
+)
+def test_settings_of_the_command_line(setting, table):
+    assert parse_setting(setting) == table
+
+
+@pytest.mark.parametrize("setting", ["trainer.lr", "=3", ""])
+def test_a_setting_without_a_value_is_refused(setting):
+    with pytest.raises(ConfigError, match=r"expected section\.key=value"):
+        parse_setting(setting)
+
+
+def test_later_layers_win_key_by_key():
+    assert merge({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"c": 3}, "d": [2]}) == {
+        "a": {"b": 1, "c": 3},
+        "d": [2],
+    }
+
+
+def test_a_file_that_is_none_or_no_toml(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.toml: there is no such file"):
+        read_toml(tmp_path / "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"bad.toml: not readable as TOML: Invalid value"):
+        read_toml(tmp_path / "bad.toml")
+
+
+values = st.recursive(
+    st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("ab .\"'é", max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    options=st.dictionaries(st.text('ab-_. "\\é', max_size=4), values, max_size=4), seed=st.integers(0, 2**31)
+)
+def test_the_resolved_configuration_can_be_read_again(options, seed):
+    config = build([{"seed": seed, "tasks": {"a b": {"env": "x:y", "options": options}}}])
+    assert build([tomllib.loads(as_toml(config))]) == config
+    assert build([as_table(config)]) == config
+
+
+def test_a_tiny_model_brings_defaults_that_the_user_may_change():
+    tiny = commands.configure([], {})
+    assert tiny.model.path == TINY
+    assert tiny.trainer.lr > Config().trainer.lr
+    assert commands.configure([{"trainer": {"lr": 0.5}}], {}).trainer.lr == 0.5
+    assert commands.configure([], {"model": {"path": "some/model"}}).trainer == Config().trainer

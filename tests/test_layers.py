@@ -1,0 +1,102 @@
+"""A module imports only lower layers; the pure core has no I/O, clock, randomness, logging or asyncio."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import grpo_core
+
+PACKAGE = Path(grpo_core.__file__).parent
+
+LAYERS = [
+    {"records", "versions", "errors", "events"},
+    {"buffer", "advantages", "batching", "loss", "rows"},
+    {"protocols", "hookspecs"},
+    {"rollout", "config", "plugins", "builtins", "checkpoint", "tracking", "metrics", "rendering"}
+    | {"processes", "weights", "logprobs", "samplers", "loaders", "batcher", "terminal"},
+    {"pipeline", "validation", "policy", "tiny", "trainer", "environments", "engines", "testing"},
+    {"run", "cli", "commands"},
+]
+CONTRACTS = {"protocols"}
+"""Types only: the pure core may name them."""
+
+PURE = LAYERS[0] | LAYERS[1]
+IMPURE = {"asyncio", "time", "random", "logging", "os", "pathlib", "socket", "subprocess", "threading", "io"}
+
+
+def modules():
+    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def part(path):
+    """The module or sub-package directly under grpo_core."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path, *, at_run_time=True):
+    """Names of imported modules; with ``at_run_time``, not those under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if at_run_time and id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "grpo_core":
+                yield from (f"grpo_core.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def level(name):
+    return next(i for i, layer in enumerate(LAYERS) if name in layer)
+
+
+def test_every_module_has_a_layer():
+    assert {part(path) for path in modules()} - {"presets"} == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_modules_import_only_lower_layers(path):
+    for name in imported(path):
+        if not name.startswith("grpo_core."):
+            continue
+        other = name.split(".")[1]
+        if other in CONTRACTS or other not in set().union(*LAYERS):  # errors, __version__ of the package
+            continue
+        assert level(other) <= level(part(path)), f"{part(path)} imports {other}, which lies above it"
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if part(p) in PURE], ids=lambda path: path.stem)
+def test_the_pure_core_is_pure(path):
+    assert not {name.split(".")[0] for name in imported(path)} & IMPURE
+
+
+def test_no_module_of_the_core_names_a_plugin_or_an_engine_in_its_decisions():
+    """A back end is an adapter behind a protocol, never a branch."""
+    for path in modules():
+        if part(path) in {"builtins", "engines"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                constants = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)}
+                assert not constants & {"local", "vllm", "ray", "math", "sort"}, f"{path}:{node.lineno}"
+
+
+def test_no_pickle_is_read_from_a_file_or_a_network():
+    allowed = {"processes.py", "environments.py"}  # between a parent and the child that it started
+    users = {path.name for path in modules() if "pickle" in set(imported(path))}
+    assert users <= allowed
+    for path in modules():
+        text = path.read_text()
+        assert "torch.load" not in text
+        assert "trust_remote_code=True" not in text

@@ -1,0 +1,126 @@
+"""Fused logprobs: those of log_softmax, in a fraction of the memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_core import logprobs as fused
+from grpo_core.logprobs import token_logprobs
+
+
+def naive(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def make(n: int, d: int, v: int, dtype: torch.dtype, *, bias: bool = False, seed: int = 0) -> tuple:
+    chance = torch.Generator().manual_seed(seed)
+    hidden, weight, offset = (
+        torch.randn(*shape, generator=chance, dtype=dtype) for shape in ((n, d), (v, d), (v,))
+    )
+    targets = torch.randint(v, (n,), generator=chance)
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        targets,
+        offset.requires_grad_() if bias else None,
+    )
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30], ids=["computed again", "kept"])
+@settings(max_examples=25)
+@given(
+    n=st.integers(1, 40),
+    v=st.integers(1, 30),
+    chunk=st.integers(1, 50),
+    bias=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.7, 2.0]),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients_are_those_of_log_softmax(
+    keep_bytes: int, n: int, v: int, chunk: int, bias: bool, temperature: float, seed: int
+) -> None:
+    hidden, weight, targets, offset = make(n, 7, v, torch.float64, bias=bias, seed=seed)
+    learned = [each for each in (hidden, weight, offset) if each is not None]
+    upstream = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    wanted, wanted_entropy = naive(hidden, weight, targets, offset, temperature)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "KEEP_BYTES", keep_bytes)
+        found, entropy = token_logprobs(
+            hidden, weight, targets, bias=offset, temperature=temperature, chunk=chunk
+        )
+        found_gradients = torch.autograd.grad(found @ upstream, learned)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(entropy, wanted_entropy.detach())
+    torch.testing.assert_close(found_gradients, torch.autograd.grad(wanted @ upstream, learned))
+    assert not entropy.requires_grad
+
+
+def test_float32_logprobs_are_right_to_a_millionth() -> None:
+    hidden, weight, targets, _ = make(64, 32, 500, torch.float32)
+    weight = (weight.detach() * 0.1).requires_grad_()
+    wanted, _ = naive(hidden.double(), weight.double(), targets, None, 1.0)
+    found, _ = token_logprobs(hidden, weight, targets, chunk=10)
+    assert (found - wanted).abs().max() < 2e-6
+
+
+def test_the_same_pass_can_be_differentiated_twice() -> None:
+    hidden, weight, targets, _ = make(8, 4, 6, torch.float64)
+    found, _ = token_logprobs(hidden, weight, targets)
+    first = torch.autograd.grad(found.sum(), weight, retain_graph=True)
+    torch.testing.assert_close(first, torch.autograd.grad(found.sum(), weight))
+
+
+def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
+    hidden, weight, targets, _ = make(8, 4, 6, torch.float64)
+    weight.requires_grad_(False)
+    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_bfloat16_products_change_the_gradient_a_little_and_the_logprobs_not_at_all() -> None:
+    hidden, weight, targets, _ = make(200, 32, 50, torch.float32)
+    exact, _ = token_logprobs(hidden, weight, targets)
+    fast, _ = token_logprobs(hidden, weight, targets, product_dtype=torch.bfloat16)
+    assert torch.equal(exact, fast)
+    for wanted, found in zip(
+        torch.autograd.grad(exact.sum(), (hidden, weight)),
+        torch.autograd.grad(fast.sum(), (hidden, weight)),
+        strict=True,
+    ):
+        assert (wanted - found).norm() < 0.02 * wanted.norm()
+
+
+def test_no_position_to_score_is_no_error() -> None:
+    hidden, weight, targets, _ = make(0, 4, 6, torch.float32)
+    found, _ = token_logprobs(hidden, weight, targets)
+    found.sum().backward()
+    assert found.shape == (0,)
+
+
+def test_no_tensor_of_all_logits_is_ever_made() -> None:
+    n, v, chunk = 512, 1000, 16
+    hidden, weight, targets, _ = make(n, 8, v, torch.float32)
+    with pytest.MonkeyPatch.context() as patch, _LargestTensor() as largest:
+        patch.setattr(fused, "KEEP_BYTES", 0)
+        token_logprobs(hidden, weight, targets, chunk=chunk)[0].sum().backward()
+    assert chunk * v <= largest.numel <= 2 * chunk * v
+
+
+class _LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """Observes the elements of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.numel())
+        return result

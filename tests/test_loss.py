@@ -1,0 +1,137 @@
+"""The loss: known values, and what it may not depend on.
+
+The values are those of the clipped policy gradient with hand-computable ratios 0.5, 1 and 1.5; losses and
+gradients are divided by the three tokens, as the core does.
+"""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_core.loss import LossInputs, grpo, reference_kl
+
+HALF, SAME, MORE = -1.69315, -1.0, -0.59453  # 0.5, 1 and 1.5 times the proximal probability exp(-1)
+GENERATION = [-0.5, -1.5, -0.8]
+UNCAPPED = 1e9
+
+
+def loss_and_gradient(
+    policy: list[float],
+    proximal: list[float] | None = None,
+    advantages: tuple[float, ...] = (1.0, -1.0, 2.0),
+    generation: list[float] | None = None,
+    reference: list[float] | None = None,
+    **options: float,
+) -> tuple[float, list[float], dict[str, Tensor]]:
+    logprobs = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
+    before = logprobs.detach() if proximal is None else torch.tensor(proximal, dtype=torch.float64)
+    inputs = LossInputs(
+        policy_logprobs=logprobs,
+        proximal_logprobs=before,
+        generation_logprobs=before if generation is None else torch.tensor(generation, dtype=torch.float64),
+        reference_logprobs=None if reference is None else torch.tensor(reference, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        rows=torch.zeros(len(policy), dtype=torch.int64),
+        step=0,
+        update=0,
+    )
+    losses, metrics = grpo(inputs, **options)
+    loss = losses.sum() / len(policy)
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.item(), logprobs.grad.tolist(), metrics
+
+
+def test_the_clip_bounds_what_a_step_can_gain() -> None:
+    loss, gradient, metrics = loss_and_gradient([HALF, SAME, MORE], [-1.0] * 3, clip_high=0.2)
+    assert loss == pytest.approx(-0.63333, abs=1e-5)
+    assert gradient == pytest.approx([-0.16667, 0.33333, 0.0], abs=1e-5)
+    assert metrics["clip_fraction/high"].tolist() == [0, 0, 1]
+    assert metrics["clip_fraction/low"].tolist() == [0, 0, 0]
+
+
+def test_a_higher_upper_bound_leaves_more_room_for_rare_tokens() -> None:
+    assert loss_and_gradient([HALF, SAME, MORE], [-1.0] * 3)[0] == pytest.approx(-0.68667, abs=1e-5)
+
+
+def test_a_bad_token_that_became_rare_is_clipped_low() -> None:
+    _, gradient, metrics = loss_and_gradient([HALF], [-1.0], advantages=(-1.0,))
+    assert gradient == [0.0]
+    assert metrics["clip_fraction/low"].tolist() == [1]
+
+
+def test_the_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
+    policy, proximal, advantages = [HALF, -1.0, -0.69741], [-1.0, -1.0, -3.0], (1.0, -1.0, -4.0)
+    loss, gradient, _ = loss_and_gradient(policy, proximal, advantages, clip_high=0.2, dual_clip=3.0)
+    assert loss == pytest.approx(4.16667, abs=1e-4)
+    assert gradient[2] == 0.0
+    unbounded, _, _ = loss_and_gradient(policy, proximal, advantages, clip_high=0.2)
+    assert unbounded - loss == pytest.approx((40 - 12) / 3, abs=1e-3)
+
+
+def test_in_a_first_update_the_gradient_is_the_plain_policy_gradient() -> None:
+    loss, gradient, _ = loss_and_gradient([HALF, SAME, MORE])
+    assert loss == pytest.approx(-0.66667, abs=1e-5)
+    assert gradient == pytest.approx([-1 / 3, 1 / 3, -2 / 3])
+
+
+def test_tokens_of_older_weights_count_by_how_likely_they_still_are() -> None:
+    loss, gradient, metrics = loss_and_gradient(
+        [HALF, SAME, MORE], [-1.0] * 3, generation=GENERATION, clip_high=0.2, importance_cap=UNCAPPED
+    )
+    assert loss == pytest.approx(-0.2065, abs=1e-4)
+    assert gradient == pytest.approx([-0.10109, 0.54957, 0.0], abs=1e-5)
+    assert metrics["importance_weight/mean"].tolist() == pytest.approx([0.6065, 1.6487, 0.8187], abs=1e-4)
+
+
+def test_their_weight_is_truncated() -> None:
+    loss, _, metrics = loss_and_gradient(
+        [HALF, SAME, MORE], [-1.0] * 3, generation=GENERATION, clip_high=0.2, importance_cap=0.8
+    )
+    assert loss == pytest.approx(-0.47442, abs=1e-5)
+    assert metrics["importance_weight/max"].max() == pytest.approx(0.8)
+
+
+def test_a_token_that_the_engine_thought_impossible_stays_finite() -> None:
+    loss, gradient, _ = loss_and_gradient(
+        [-1.0, -1.0], [-1.0, -1.0], (1.0, -1.0), generation=[-math.inf, -1.0]
+    )
+    assert math.isfinite(loss)
+    assert all(map(math.isfinite, gradient))
+
+
+def test_the_divergence_from_the_reference_has_its_true_gradient() -> None:
+    loss, gradient, _ = loss_and_gradient(
+        [0.0, -1.0, -2.0], advantages=(0.0, 0.0, 0.0), reference=[-1.0] * 3, kl_coefficient=0.1
+    )
+    assert loss == pytest.approx(0.03621, abs=1e-5)
+    assert gradient == pytest.approx([0.03333, 0.0, -0.03333], abs=1e-5)
+
+
+def test_the_expected_gradient_of_the_estimate_is_the_gradient_of_the_divergence() -> None:
+    logits = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64), -1)
+    policy = torch.log_softmax(logits, -1)
+    exact = (policy.exp() * (policy - reference)).sum()
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    (estimate,) = torch.autograd.grad((policy.exp().detach() * reference_kl(policy, reference)).sum(), logits)
+    estimated = (policy.exp() * reference_kl(policy, reference)).sum()
+    assert estimated.item() == pytest.approx(exact.item())
+    torch.testing.assert_close(estimate, wanted)
+
+
+def test_without_a_coefficient_the_reference_is_ignored() -> None:
+    plain, _, _ = loss_and_gradient([HALF, SAME, MORE], [-1.0] * 3)
+    other, _, metrics = loss_and_gradient([HALF, SAME, MORE], [-1.0] * 3, reference=[-9.0] * 3)
+    assert plain == other
+    assert "kl/reference" not in metrics
+
+
+def test_a_loss_can_be_imported_and_inspected_without_torch() -> None:
+    modules = "grpo_core.loss, grpo_core.advantages, grpo_core.batching"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

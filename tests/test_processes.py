@@ -1,0 +1,191 @@
+"""Child processes: calls, errors, deaths, deadlines; a child never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_core.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
+from grpo_core.processes import Child, RemoteTraceback
+
+HERE = Path(__file__).parent
+
+
+class Target:
+    """What the child owns in these tests; made there by name."""
+
+    def __init__(self, greeting="hello"):
+        self.greeting = greeting
+        if greeting == "refuse":
+            raise ConfigError("greeting: expected something nicer")
+
+    def description(self):
+        return {"pid": os.getpid()}
+
+    def greet(self, name):
+        return f"{self.greeting} {name}"
+
+    def fail(self):
+        raise KeyError("gold")
+
+    def fail_oddly(self):
+        class LocalError(Exception):
+            pass
+
+        raise LocalError("cannot be pickled")
+
+    def hang(self):
+        while True:
+            time.sleep(1)
+
+    def die(self):
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_main_thread(self):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return True
+
+
+class Echo:
+    """A target that runs its own loop and answers out of order."""
+
+    def serve(self, connection):
+        calls = []
+        while len(calls) < 3:
+            calls.append(connection.receive())
+        for call in reversed(calls):
+            connection.reply(call.id, call.args[0])
+        connection.receive()
+
+
+def child(factory="Target", log=None, **kwargs):
+    environ = {"PYTHONPATH": str(HERE)}
+    return Child(f"test_processes:{factory}", kwargs, name="child of a test", environ=environ, log=log)
+
+
+def story(coroutine):
+    return asyncio.run(coroutine)
+
+
+async def closing(target, use):
+    try:
+        return await use(target)
+    finally:
+        await target.aclose()
+
+
+def test_a_call_is_answered_on_the_childs_main_thread():
+    async def use(c):
+        assert (await c.started(seconds=20))["pid"] == c.pid != os.getpid()
+        assert await c.call("greet", "you", seconds=5) == "hello you"
+        assert await c.call("on_main_thread", seconds=5)
+
+    story(closing(child(), use))
+
+
+def test_an_exception_is_raised_here_with_the_childs_traceback_as_its_cause():
+    async def use(c):
+        with pytest.raises(KeyError, match="gold") as caught:
+            await c.call("fail", seconds=20)
+        assert isinstance(caught.value.__cause__, RemoteTraceback)
+        assert 'raise KeyError("gold")' in str(caught.value.__cause__)
+        with pytest.raises(GrpoError, match="LocalError: cannot be pickled"):
+            await c.call("fail_oddly", seconds=5)
+        assert await c.call("greet", "again", seconds=5) == "hello again"
+
+    story(closing(child(), use))
+
+
+def test_a_target_that_cannot_be_made_says_why():
+    async def use(c):
+        with pytest.raises(ConfigError, match="expected something nicer"):
+            await c.started(seconds=20)
+
+    story(closing(child(greeting="refuse"), use))
+
+
+def test_a_call_that_overruns_its_deadline_kills_the_child_and_those_who_wait_know():
+    async def use(c):
+        await c.started(seconds=20)
+        hanging = asyncio.create_task(c.call("hang", seconds=0.2))
+        behind = asyncio.create_task(c.call("greet", "you", seconds=60))
+        began = time.monotonic()
+        with pytest.raises(
+            DeadlineExceeded, match=r"child of a test: no answer to 'hang' within 0.2 s; killed"
+        ):
+            await hanging
+        with pytest.raises(DeadlineExceeded):
+            await behind
+        assert time.monotonic() - began < 5
+        assert not c.alive
+
+    story(closing(child(), use))
+
+
+def test_a_child_that_dies_is_named_with_its_last_words(tmp_path):
+    async def use(c):
+        with pytest.raises(ChildDied, match=r"died \(killed by SIGKILL\); the end of .*log:\n    last words"):
+            await c.call("die", seconds=20)
+        with pytest.raises(ChildDied):
+            await c.call("greet", "nobody", seconds=5)
+
+    story(closing(child(log=tmp_path / "log"), use))
+
+
+def test_a_target_may_run_its_own_loop_and_answer_out_of_order():
+    async def use(c):
+        answers = await asyncio.gather(*(c.call("any", i, seconds=20) for i in range(3)))
+        assert answers == [0, 1, 2]
+
+    story(closing(child("Echo"), use))
+
+
+def test_a_caller_that_goes_away_leaves_the_others_alone():
+    async def use(c):
+        await c.started(seconds=20)
+        gone = asyncio.create_task(c.call("greet", "nobody", seconds=5))
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert await c.call("greet", "you", seconds=5) == "hello you"
+
+    story(closing(child(), use))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_no_child_outlives_its_parent(sent):
+    script = (
+        "import asyncio, sys; from test_processes import child\n"
+        "async def main():\n"
+        "    c = child(); await c.started(seconds=20); print(c.pid, flush=True)\n"
+        "    await c.call('hang', seconds=None)\n"
+        "asyncio.run(main())"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        text=True,
+    )
+    with parent:
+        pid = int(parent.stdout.readline())
+        parent.send_signal(sent)
+        parent.wait()
+        end = time.monotonic() + 5
+        while _running(pid):
+            assert time.monotonic() < end, "the child is still there"
+            time.sleep(0.01)
+
+
+def _running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,97 @@
+"""The tiny model: an ordinary transformers directory, made on the spot."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_core import tiny
+from grpo_core.errors import ConfigError
+from grpo_core.policy import Policy, collate
+
+SORTED = tuple(
+    (f"{a}{b}{c}=", "".join(sorted(f"{a}{b}{c}"))) for a in range(5) for b in range(5) for c in range(5)
+)
+
+
+def make(directory: Path, **options: int) -> Path:
+    tiny.make_tiny_model(directory, SORTED, **{"width": 16, "layers": 1, "warm_start_steps": 2, **options})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path):  # type: ignore[no-untyped-def]
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.just("\n"), max_size=40))
+def test_every_printable_text_survives_the_tokenizer(tokenizer, text: str) -> None:  # type: ignore[no-untyped-def]
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text)
+    assert tuple(ids) == tiny.encode(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_other_characters_are_unknown_one_by_one(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    assert tokenizer("aéñb").input_ids == [*tiny.encode("a"), 2, 2, *tiny.encode("b")]
+    assert tiny.encode("aéñb") == tuple(tokenizer("aéñb").input_ids)
+
+
+def test_model_and_tokenizer_agree_on_the_special_tokens(directory: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["pad_token_id"], config["eos_token_id"]) == (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    )
+    assert config["vocab_size"] == len(tokenizer)
+    assert tokenizer.chat_template is None
+    assert tokenizer.decode(tiny.encode("12") + (1,), skip_special_tokens=True) == "12"
+
+
+def test_the_default_model_has_ninety_thousand_parameters(tmp_path: Path) -> None:
+    tiny.make_tiny_model(tmp_path / "m", (), warm_start_steps=0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert sum(p.numel() for p in model.parameters()) == 88_448
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_the_weights_are_a_function_of_the_seed(directory: Path, tmp_path: Path) -> None:
+    torch.rand(3)  # the state of the global generator is no input
+    again, other = make(tmp_path / "again"), make(tmp_path / "other", seed=1)
+    weights = "model.safetensors"
+    assert (again / weights).read_bytes() == (directory / weights).read_bytes()
+    assert (other / weights).read_bytes() != (directory / weights).read_bytes()
+
+
+def test_the_warm_start_teaches_replies_and_their_end(tmp_path: Path) -> None:
+    micro = collate([tiny._row(*pair) for pair in SORTED], torch.device("cpu"))
+
+    def mean_logprob(steps: int) -> float:
+        path = make(tmp_path / str(steps), warm_start_steps=steps)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        return Policy(model).score(micro, 1.0)[0].mean().item()
+
+    assert mean_logprob(30) > mean_logprob(0) + 1.5
+
+
+def test_nothing_to_start_from_is_said_with_the_ways_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"solve\(prompt\).*warm_start_steps = 0"):
+        tiny.make_tiny_model(tmp_path / "m", (), warm_start_steps=3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_directory_replaces_an_unfinished_one(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "rest").touch()
+    make(tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert not (tmp_path / "m" / "rest").exists()

@@ -1,0 +1,132 @@
+"""The files of a run and its terminal view."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from grpo_core.config import Config
+from grpo_core.errors import ConfigError
+from grpo_core.events import GroupsReady, PromptSkipped, RunStarted, StepEnded, Validated
+from grpo_core.records import Group, Rollout
+from grpo_core.terminal import Terminal, sparkline
+from grpo_core.testing import prompts
+from grpo_core.tracking import Recorder, RunDirectory
+
+
+def groups():
+    rollout = Rollout(
+        prompt_ids=(1,),
+        token_ids=(2, 3),
+        sampled=(True, True),
+        logprobs=(-0.5, -0.5),
+        versions=(0, 0),
+        messages=({"role": "user", "content": "52341="}, {"role": "assistant", "content": "12345"}),
+        reward=1.0,
+        turns=1,
+        finish_reason="stop",
+    )
+    return (Group(prompt=prompts(1)[0], rollouts=(rollout,) * 2, generation_version=0, target_version=1),)
+
+
+EVENTS = [
+    RunStarted(directory="d", config={}),
+    Validated(step=0, version=0, results={"sort": {"accuracy": 0.04, "reward": 0.04}}),
+    GroupsReady(step=0, groups=groups()),
+    StepEnded(step=1, metrics={"reward/sort": 0.25, "loss": float("nan"), "staleness/max": 1.0}),
+    PromptSkipped(step=1, task="sort", prompt="7", error="ValueError: bad row"),
+    Validated(step=1, version=1, results={"sort": {"accuracy": 0.9}}),
+]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def recorded(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", Config())
+    recorder = Recorder(run)
+    for event in EVENTS:
+        recorder(event)
+    recorder.close()
+    return run
+
+
+def test_everything_that_happens_is_on_disk(tmp_path):
+    run = recorded(tmp_path)
+    metrics = lines(run.path / "metrics.jsonl")
+    assert [(row["step"], row.get("validation/sort/accuracy"), row.get("reward/sort")) for row in metrics] == [
+        (0, 0.04, None),
+        (1, None, 0.25),
+        (1, 0.9, None),
+    ]
+    assert metrics[1]["loss"] is None, "JSON has no NaN"
+    (first, second) = lines(run.path / "rollouts" / "step-000001.jsonl")
+    assert first == second
+    assert first["messages"][-1]["content"] == "12345"
+    assert first["reward"] == 1.0
+    events = lines(run.path / "events.jsonl")
+    assert [event["event"] for event in events] == [type(event).__name__ for event in EVENTS]
+    assert events[2]["groups"] == [
+        {"task": "task", "prompt": "0", "generation_version": 0, "target_version": 1}
+    ]
+
+
+def test_what_came_after_the_step_that_a_run_continues_from_is_forgotten(tmp_path):
+    run = recorded(tmp_path)
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "half a li')
+    run.forget_after(0)
+    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [0]
+    assert list((run.path / "rollouts").iterdir()) == []
+    assert len(lines(run.path / "events.jsonl")) == len(EVENTS), "events are append-only"
+
+
+def test_a_directory_that_holds_another_run_is_refused(tmp_path):
+    run = recorded(tmp_path)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"holds another run; give another directory, or .* --resume"):
+        RunDirectory.create(run.path, Config())
+    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("42")
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDirectory.create(tmp_path / "other", Config())
+
+
+def test_a_directory_without_a_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run \(there is no config\.toml in it\)"):
+        RunDirectory.open(tmp_path)
+    with pytest.raises(ConfigError, match="there is no run in"):
+        RunDirectory.latest(tmp_path)
+
+
+def shown(*, terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100, color_system=None, _environ={})
+    with Terminal(10, console) as view:
+        for event in EVENTS:
+            view(event)
+    return out.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_for_each_thing_that_happens():
+    text = shown(terminal=False)
+    assert "validation of version 0: sort: accuracy 0.04, reward 0.04" in text
+    assert "step 1/10  reward 0.250" in text
+    assert "skipped prompt '7' of task 'sort': ValueError: bad row" in text
+
+
+def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
+    text = shown(terminal=True)
+    for part in ("step 1/10", "validation sort", "90.0%", "▁▇", "reward", "staleness", "tokens/s", "prompt 0 → 12345"):
+        assert part in text, part
+
+
+def test_a_sparkline_shows_the_last_values_between_its_bounds():
+    assert sparkline([0.0, 0.5, 1.0, 2.0]) == "▁▅██"
+    assert len(sparkline([0.5] * 100)) == 32
+    assert sparkline([]) == ""

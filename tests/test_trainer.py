@@ -1,0 +1,447 @@
+"""The trainer: what a step does to the weights, what it may not depend on, and how it continues."""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+import transformers
+
+from grpo_core import policy, tiny
+from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
+from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.records import Batch, Row
+from grpo_core.trainer import ProcessTrainer, TorchTrainer, TrainerSetup, create, learning_rate, thread_count
+from grpo_core.weights import read
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    tiny.make_tiny_model(directory, (), width=16, layers=1, warm_start_steps=0)
+    return str(directory)
+
+
+def setup(
+    model: str, *, loss: dict | None = None, resume_from: Path | None = None, **options: object
+) -> TrainerSetup:
+    defaults = {"steps": 8, "lr": 1e-3, "threads": 1, "warmup_updates": 0}
+    return TrainerSetup(
+        model=ModelConfig(path=model),
+        trainer=TrainerConfig(**{**defaults, **options}),
+        loss=LossConfig(options=loss or {}),
+        resume_from=str(resume_from) if resume_from else None,
+        plugins=(),
+    )
+
+
+def row(prompt: str, reply: str, advantage: float = 1.0, group: int = 0, logprob: float = -4.0) -> Row:
+    ids = tiny.encode(reply)
+    n = len(ids)
+    return Row(prompt_ids=tiny.encode(prompt), token_ids=ids, sampled=(True,) * n, logprobs=(logprob,) * n,
+               versions=(0,) * n, advantage=advantage, group=group)  # fmt: skip
+
+
+def batch(rows: Sequence[Row], step: int = 0, temperature: float = 1.0) -> Batch:
+    return Batch(step=step, rows=tuple(rows), temperature=temperature)
+
+
+def ragged(groups: int = 4, size: int = 2, seed: int = 0) -> list[Row]:
+    chance = random.Random(seed)
+    letters = "abcdefgh"
+    return [
+        row("".join(chance.choices(letters, k=chance.randint(1, 9))), "".join(chance.choices(letters, k=chance.randint(1, 12))),
+            chance.uniform(-1, 1), group)
+        for group in range(groups) for _ in range(size)
+    ]  # fmt: skip
+
+
+def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in read(trainer.publish()).items()}
+
+
+def same(a: TorchTrainer, b: TorchTrainer) -> bool:
+    mine, theirs = weights(a), weights(b)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def scores(model: str, rows: Sequence[Row], temperature: float = 1.0) -> list[Row]:
+    """The rows with the logprobs that transformers itself gives to their tokens, one row at a time."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
+    scored = []
+    for each in rows:
+        ids = torch.tensor([each.prompt_ids + each.token_ids])
+        with torch.no_grad():
+            log_p = torch.log_softmax(reference(ids).logits[0] / temperature, -1)
+        start = len(each.prompt_ids)
+        found = [log_p[start + i - 1, token].item() for i, token in enumerate(each.token_ids)]
+        logprobs = tuple(v if s else 0.0 for v, s in zip(found, each.sampled, strict=True))
+        scored.append(attrs.evolve(each, logprobs=logprobs))
+    return scored
+
+
+# ---------------------------------------------------------------------------------- one step
+
+
+def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> None:
+    rows = [row("ab=", "good", 1.0), row("ab=", "evil", -1.0)]
+    trainer = TorchTrainer(setup(model, lr=1e-2, updates_per_step=1))
+    before = scores(model, rows)
+    for step in range(3):
+        result = trainer.step(batch(before, step))
+    assert result.version == 3 == trainer.publish().version
+    found, _ = trainer._policy.score(policy.collate(rows, trainer._device), 1.0)
+    change = found.detach() - torch.tensor([v for r in before for v in r.logprobs])
+    assert change[:4].mean() > 0.02
+    assert change[4:].mean() < -0.02
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_scores_exactly_the_sampled_tokens_as_the_engine_did(
+    model: str, temperature: float
+) -> None:
+    two_turns = attrs.evolve(
+        row("12+", "34=7;ok", 0.5), sampled=(True, True, False, False, True, True, False)
+    )
+    rows = scores(model, [*ragged(), two_turns], temperature)
+    result = TorchTrainer(setup(model)).step(batch(rows, temperature=temperature))
+    assert result.metrics["logprob_diff/mean"] < 1e-6
+    assert result.metrics["importance_ratio/max"] == pytest.approx(1, abs=1e-4)
+    assert result.metrics["tokens/trained"] == sum(map(policy.length, rows))
+
+
+def test_what_the_environment_wrote_is_read_but_not_trained(model: str) -> None:
+    given = attrs.evolve(row("12", "a<5>bc"), sampled=(True, False, False, False, True, True))
+    told = attrs.evolve(given, logprobs=(-4.0, -9.0, 9.0, 1.0, -4.0, -4.0))
+    other_text = attrs.evolve(given, token_ids=tiny.encode("a<7>bc"))
+    trainers = [TorchTrainer(setup(model)) for _ in range(3)]
+    for trainer, each in zip(trainers, (given, told, other_text), strict=True):
+        trainer.step(batch([each]))
+    assert same(trainers[0], trainers[1])
+    assert not same(trainers[0], trainers[2])
+
+
+def test_what_follows_the_last_sampled_token_costs_nothing(model: str) -> None:
+    short = row("12", "abc")
+    longer = attrs.evolve(
+        short, token_ids=short.token_ids + tiny.encode("??"), sampled=(True,) * 3 + (False,) * 2,
+        logprobs=short.logprobs + (0.0, 0.0), versions=short.versions + (-1, -1),
+    )  # fmt: skip
+    a, b = TorchTrainer(setup(model)), TorchTrainer(setup(model))
+    assert a.step(batch([short])).metrics["loss"] == b.step(batch([longer])).metrics["loss"]
+    assert same(a, b)
+    assert policy.length(longer) == 4
+
+
+@pytest.mark.parametrize("tokens_per_microbatch", [1, 24, 50, 10**6])
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_gradient_does_not_depend_on_padding_splitting_or_order(
+    model: str, tokens_per_microbatch: int, order: int
+) -> None:
+    rows = ragged(groups=1, size=8)
+    if order:
+        random.Random(order).shuffle(rows)
+    one, other = (
+        TorchTrainer(setup(model, tokens_per_microbatch=budget, loss={"kl_coefficient": 0.1}))
+        for budget in (10**6, tokens_per_microbatch)
+    )
+    for trainer, given in ((one, ragged(groups=1, size=8)), (other, rows)):
+        trainer._policy.model.double()
+        trainer._reference.model.double()  # type: ignore[union-attr]
+        trainer.step(batch(given))
+    mine, theirs = weights(one), weights(other)
+    start = weights(TorchTrainer(setup(model)))
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-10)
+        assert not torch.equal(mine[name], start[name].double()), f"{name} was not trained"
+
+
+def test_gradient_checkpointing_changes_no_gradient(model: str) -> None:
+    plain = TorchTrainer(setup(model))
+    saving = TorchTrainer(setup(model, gradient_checkpointing=True))
+    for trainer in (plain, saving):
+        trainer.step(batch(ragged()))
+    assert same(plain, saving)
+
+
+def test_bfloat16_products_keep_float32_weights_and_nearly_the_logprobs(model: str) -> None:
+    rows = scores(model, ragged())
+    given = setup(model)
+    trainer = TorchTrainer(attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16")))
+    result = trainer.step(batch(rows))
+    assert 0 < result.metrics["logprob_diff/mean"] < 0.05
+    assert {tensor.dtype for tensor in weights(trainer).values()} == {torch.float32}
+
+
+def test_the_metrics_of_a_step_have_the_names_that_everything_else_reads(model: str) -> None:
+    metrics = TorchTrainer(setup(model, updates_per_step=2)).step(batch(ragged())).metrics
+    assert {
+        "loss", "kl", "entropy", "clip_fraction/low", "clip_fraction/high", "grad_norm", "lr", "logprob_diff/mean",
+        "tokens_per_second/training", "time/train", "tokens/trained", "tokens/padding", "importance_weight/mean",
+        "importance_weight/max", "importance_ratio/mean", "importance_ratio/effective_sample_size",
+    } <= metrics.keys()  # fmt: skip
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert 3 < metrics["entropy"] < math.log(98)
+    assert 0 < metrics["importance_ratio/effective_sample_size"] <= 1
+
+
+# ---------------------------------------------------------------------------------- off-policy
+
+
+def test_the_clip_is_relative_to_the_start_of_the_step_and_the_weight_to_the_generator(model: str) -> None:
+    rows = [attrs.evolve(r, logprobs=tuple(v - 0.3 for v in r.logprobs)) for r in scores(model, ragged())]
+    recomputed = TorchTrainer(setup(model, updates_per_step=2)).step(batch(rows)).metrics
+    assert recomputed["importance_weight/mean"] == pytest.approx(math.exp(0.3), rel=1e-4)
+    assert recomputed["clip_fraction/high"] == 0
+    relative = TorchTrainer(setup(model, updates_per_step=2, proximal="generation")).step(batch(rows)).metrics
+    assert relative["importance_weight/mean"] == 1
+    assert relative["clip_fraction/high"] > 0.1
+    for metrics in (recomputed, relative):
+        assert metrics["logprob_diff/mean"] == pytest.approx(0.3, abs=1e-4)
+        assert metrics["kl"] == pytest.approx(math.exp(0.3) - 1 - 0.3, abs=1e-4)
+
+
+def test_the_reference_stays_what_the_run_started_from(model: str) -> None:
+    trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl_coefficient": 0.01}))
+    divergences = [trainer.step(batch(ragged(), step)).metrics["kl/reference"] for step in range(3)]
+    assert divergences[0] == pytest.approx(0, abs=1e-9)
+    assert 1e-6 < divergences[1] < divergences[2]
+
+
+def test_a_strong_pull_to_the_reference_holds_the_policy_there(model: str) -> None:
+    free, held = (
+        TorchTrainer(setup(model, lr=1e-2, steps=6, loss={"kl_coefficient": c})) for c in (1e-9, 30.0)
+    )
+    for step in range(6):
+        end = [trainer.step(batch(ragged(), step)).metrics["kl/reference"] for trainer in (free, held)]
+    assert end[1] < end[0] / 3
+
+
+# ---------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_batch_without_rows_raises_the_version_and_nothing_else(model: str) -> None:
+    trainer = TorchTrainer(setup(model))
+    before = weights(trainer)
+    assert trainer.step(batch([])).version == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+
+
+def test_the_step_of_another_version_is_refused(model: str) -> None:
+    with pytest.raises(TrainerError, match="step 3 was asked of a trainer that holds version 0"):
+        TorchTrainer(setup(model)).step(batch(ragged(), step=3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_the_step_and_names_its_rows(model: str, bad: float) -> None:
+    trainer = TorchTrainer(setup(model))
+    before = weights(trainer)
+    rows = [row("a", "b", 1.0, 0), row("a", "c", bad, 5)]
+    with pytest.raises(
+        TrainerError, match=r"step 0, update 0: the loss of rows in groups \[5\] is not finite"
+    ):
+        trainer.step(batch(rows))
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+
+
+def test_a_first_token_without_a_prompt_is_refused(model: str) -> None:
+    with pytest.raises(TrainerError, match="group 0 has no prompt"):
+        TorchTrainer(setup(model)).step(batch([row("", "ab")]))
+
+
+def test_what_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ModelError, match="expected a directory or hub id of a transformers causal language model"
+    ):
+        TorchTrainer(setup(str(tmp_path)))
+
+
+def test_pickled_weights_are_not_loaded(model: str, tmp_path: Path) -> None:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    loaded.config.save_pretrained(tmp_path)
+    torch.save(loaded.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="in safetensors"):
+        TorchTrainer(setup(str(tmp_path)))
+
+
+def test_an_unknown_option_of_the_loss_is_refused_with_the_nearest(model: str) -> None:
+    with pytest.raises(PluginError, match="Did you mean 'clip_high'"):
+        TorchTrainer(setup(model, loss={"clip_hihg": 0.3}))
+
+
+# ---------------------------------------------------------------------------------- other architectures
+
+
+def small(kind: str) -> torch.nn.Module:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
+    config = {
+        "qwen3": lambda: transformers.Qwen3Config(**sizes),
+        "gemma2": lambda: transformers.Gemma2Config(**sizes, final_logit_softcapping=2.0),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2),
+        "phi": lambda: transformers.PhiConfig(**{k: v for k, v in sizes.items() if k != "head_dim"}),
+    }[kind]()
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"), [("qwen3", True), ("gemma2", False), ("gpt2", True), ("phi", True)]
+)
+def test_any_causal_model_is_scored_as_it_scores_itself(kind: str, fused: bool, tmp_path: Path) -> None:
+    small(kind).save_pretrained(tmp_path)
+    chance = random.Random(0)
+    rows = [
+        Row(prompt_ids=tuple(chance.choices(range(40), k=3 + n)), token_ids=tuple(chance.choices(range(40), k=n)),
+            sampled=(True,) * n, logprobs=(-3.0,) * n, versions=(0,) * n, advantage=1.0, group=0)
+        for n in (1, 4, 9)
+    ]  # fmt: skip
+    trainer = TorchTrainer(setup(str(tmp_path)))
+    assert trainer._policy._plain_head is fused
+    result = trainer.step(batch(scores(str(tmp_path), rows)))
+    assert result.metrics["logprob_diff/mean"] < 1e-5
+
+
+# ---------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, updates: int) -> None:
+    def given(**options: object) -> TrainerSetup:
+        loss = {"kl_coefficient": 0.05}
+        return setup(model, updates_per_step=updates, lr_schedule="cosine", loss=loss, **options)  # type: ignore[arg-type]
+
+    def train(trainer: TorchTrainer, steps: range) -> None:
+        for step in steps:
+            trainer.step(batch(ragged(seed=step), step))
+
+    straight, first = TorchTrainer(given()), TorchTrainer(given())
+    train(straight, range(6))
+    train(first, range(3))
+    first.save(tmp_path)
+    resumed = TorchTrainer(given(resume_from=tmp_path))
+    assert resumed.version == 3
+    assert same(first, resumed)
+    train(resumed, range(3, 6))
+    assert same(straight, resumed)
+
+
+def test_what_is_saved_is_an_ordinary_model_without_pickles(model: str, tmp_path: Path) -> None:
+    trainer = TorchTrainer(setup(model))
+    trainer.step(batch(ragged()))
+    trainer.save(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trainer").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(trainer).items())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "trainer")("ab").input_ids == [
+        *tiny.encode("ab")
+    ]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".json", ".safetensors"}
+
+
+@pytest.mark.parametrize("harm", ["lost", "cut", "of another model"])
+def test_a_damaged_optimizer_state_is_refused(model: str, tmp_path: Path, harm: str) -> None:
+    trainer = TorchTrainer(setup(model))
+    trainer.step(batch(ragged()))
+    trainer.save(tmp_path)
+    state = tmp_path / "optimizer" / "state.safetensors"
+    if harm == "lost":
+        state.unlink()
+    elif harm == "cut":
+        state.write_bytes(state.read_bytes()[:-100])
+    else:
+        from safetensors.torch import load_file, save_file
+
+        save_file({key.replace("layers.0", "layers.7"): v for key, v in load_file(state).items()}, state)
+    with pytest.raises(CheckpointError, match="resume from another checkpoint"):
+        TorchTrainer(setup(model, resume_from=tmp_path))
+
+
+def test_tied_weights_are_published_once(model: str) -> None:
+    names = [info.name for info in TorchTrainer(setup(model)).publish().tensors]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+# ---------------------------------------------------------------------------------- schedule and threads
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_learning_rate_warms_up_and_ends_where_it_should(schedule: str) -> None:
+    config = TrainerConfig(
+        steps=10, updates_per_step=4, lr=1.0, warmup_updates=4, lr_schedule=schedule, lr_end=0.1
+    )
+    rates = [learning_rate(config, update) for update in range(41)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rates[4] == 1.0
+    assert rates[40] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert rates[22] == pytest.approx(1.0 if schedule == "constant" else 0.55)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_beside_a_generator_the_trainer_takes_half_of_the_cores() -> None:
+    alone = thread_count(0, generates_beside=False)
+    assert thread_count(0, generates_beside=True) == max(1, alone // 2)
+    assert thread_count(3, generates_beside=True) == 3
+
+
+# ---------------------------------------------------------------------------------- in a process
+
+
+@pytest.mark.slow
+def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_path: Path) -> None:
+    given = setup(model)
+
+    async def story() -> None:
+        trainer = ProcessTrainer(given, log=tmp_path / "log")
+        try:
+            assert (await trainer.started())["version"] == 0
+            for step in range(2):
+                result = await trainer.step(batch(ragged(seed=step), step))
+            assert result.version == 2
+            await trainer.save(tmp_path / "saved")
+            there = {name: tensor.clone() for name, tensor in read(await trainer.publish()).items()}
+            with pytest.raises(TrainerError, match="holds version 2"):
+                await trainer.step(batch([], 7))
+        finally:
+            await trainer.aclose()
+        here = TorchTrainer(given)
+        for step in range(2):
+            here.step(batch(ragged(seed=step), step))
+        assert all(torch.equal(there[name], tensor) for name, tensor in weights(here).items())
+        assert same(here, TorchTrainer(attrs.evolve(given, resume_from=str(tmp_path / "saved"))))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        asyncio.run(story())
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    async def story() -> None:
+        trainer = ProcessTrainer(setup(str(tmp_path / "nothing")), log=tmp_path / "log")
+        try:
+            with pytest.raises(ModelError, match="nothing"):
+                await trainer.started()
+        finally:
+            await trainer.aclose()
+
+    asyncio.run(story())
+
+
+def test_the_child_makes_what_the_setup_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", (asked := []).append)
+    made = create(setup(model, threads=1))
+    assert asked == [1]
+    assert made.description()["parameters"] == 3_680 + 16
+
+
+_ = Callable
