@@ -69,6 +69,8 @@ class SamplerConfig(PluginChoice):
 @frozen(kw_only=True)
 class EngineConfig(PluginChoice):
     name: str = "local"
+    threads: int = field(default=0, validator=ge(0))
+    """Of torch on the CPU; 0: half of the cores when training runs beside it, else all of them."""
     deadline: float = field(default=600.0, validator=gt(0))
     """Seconds for a weight update, and for the engine to start."""
 

@@ -11,6 +11,7 @@ loses its verdict.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import math
@@ -92,7 +93,7 @@ class EnvironmentHost:
         try:
             results = self._environment.evaluate(list(episodes))
             if inspect.isawaitable(results):
-                results = self._runner.run(_awaited(results))
+                results = self._wait_for(results)
         except Exception:
             raise
         except BaseException as error:  # sys.exit(), or a library's timeout: no reason to lose the process
@@ -106,6 +107,17 @@ class EnvironmentHost:
             return [solve(prompt) for prompt in prompts] if solve else [None] * len(prompts)
         except Exception as error:
             raise PluginError(f"{self._who}: solve raised {_named(error)}") from error
+
+    def _wait_for(self, results: Awaitable[Any]) -> Any:
+        try:
+            return self._runner.run(_awaited(results))
+        except Exception:
+            raise
+        except BaseException:  # it went through the loop and left tasks behind, which would raise it again
+            with contextlib.suppress(BaseException):
+                self._runner.close()
+            self._runner = asyncio.Runner()
+            raise
 
     def _complete(self, prompt: Any, index: int, where: str) -> Prompt:
         if not isinstance(prompt, Prompt):

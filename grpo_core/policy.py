@@ -150,7 +150,8 @@ def load(
                 setattr(module, name, 0.0)
     model.train(checkpointing)  # transformers checkpoints activations only in training mode
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     typed: nn.Module = model
     return typed
 

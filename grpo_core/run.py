@@ -177,7 +177,7 @@ async def _assemble(
     )
     stack.push_async_callback(trainer.aclose)
     model = str(run.model) if tiny else config.model.path
-    engine = _engine(config, host, model, run.logs, threads=thread_count(0, asynchronous))
+    engine = _engine(config, host, model, run.logs, threads=thread_count(config.engine.threads, asynchronous))
     stack.push_async_callback(engine.aclose)
     await trainer.started()
     renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
@@ -369,7 +369,7 @@ async def validate(
         status("starting the environments")
         tasks = await stack.enter_async_context(Tasks.start(config, block, None))
         held_out = await tasks.prompts("validation")
-        engine = _engine(config, host, str(model), None, threads=thread_count(0, False))
+        engine = _engine(config, host, str(model), None, threads=thread_count(config.engine.threads, False))
         stack.push_async_callback(engine.aclose)
         status("loading the model")
         renderer = await asyncio.to_thread(

@@ -98,33 +98,32 @@ def checked_sample(
 
     Args:
         sampler: asked once.
-        name: how messages call it (``"sampler 'mix' of plugin 'core' (grpo-core 0.1.0)"``).
+        name: as in the configuration, for messages.
         loaders: of all tasks.
         request: how many prompts, and for which versions.
 
     Raises:
         PluginError: it raised, or did not return exactly as many prompts of these tasks as were asked for.
     """
+    who = f"sampler {name!r}"
     try:
         prompts = sampler.sample(loaders, request)
     except GrpoError:
         raise
     except Exception as error:
-        raise PluginError(f"{name} raised {type(error).__name__}: {error} (asked with {request})") from error
+        raise PluginError(f"{who} raised {type(error).__name__}: {error} (asked with {request})") from error
     if not isinstance(prompts, list | tuple):
-        raise PluginError(f"{name} returned {type(prompts).__name__}, expected a list of prompts")
+        raise PluginError(f"{who} returned {type(prompts).__name__}, expected a list of prompts")
     if len(prompts) != request.expected_prompts:
         raise PluginError(
-            f"{name} returned {len(prompts)} prompts, expected exactly {request.expected_prompts} ({request})"
+            f"{who} returned {len(prompts)} prompts, expected exactly {request.expected_prompts} ({request})"
         )
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, Prompt):
-            raise PluginError(
-                f"{name} returned {type(prompt).__name__} at {index}, expected grpo_core.Prompt"
-            )
+            raise PluginError(f"{who} returned {type(prompt).__name__} at {index}, expected grpo_core.Prompt")
         if prompt.environment not in loaders:
             raise PluginError(
-                f"{name} returned a prompt of task {prompt.environment!r} at {index}, "
+                f"{who} returned a prompt of task {prompt.environment!r} at {index}, "
                 f"expected one of {', '.join(sorted(loaders))}"
             )
     return list(prompts)

@@ -98,7 +98,7 @@ def test_a_plugin_that_is_left_out_is_not_imported(install, monkeypatch):
     host = PluginHost.discover()
     assert [p.name for p in host.plugins] == ["core"]
     with pytest.raises(
-        PluginError, match="left out: plugin 'words' .not in the environment variable GRPO_PL"
+        PluginError, match=r"left out: plugin 'words' .not in the environment variable GRPO_PL"
     ):
         host.factory("environment", "words")
     assert [p.name for p in PluginHost.discover(allow=["words"]).plugins] == ["core", "words"]
@@ -229,11 +229,9 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_with_what_there_is(ins
     host = PluginHost.discover(allow=["odd", "words"])
     with pytest.raises(PluginError) as caught:
         host.factory("environment", "wrods")
-    assert str(caught.value) == (
-        "there is no environment 'wrods'. Did you mean 'words'?\n"
-        "  installed: words:words\n"
-        "  broken: plugin 'odd' (grpo-plugin-odd 1.2): ZeroDivisionError: division by zero"
-    )
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == ["there is no environment 'wrods'. Did you mean 'words'?", "  installed: words:words"]
+    assert lines[-1] == "  broken: plugin 'odd' (grpo-plugin-odd 1.2): ZeroDivisionError: division by zero"
 
 
 def test_a_prefix_receives_the_rest_of_the_name(install):
@@ -242,7 +240,11 @@ def test_a_prefix_receives_the_rest_of_the_name(install):
 
         @grpo.hookimpl
         def grpo_environments():
-            return {"*": lambda rest, size=1: (rest, size), "set/*": lambda rest: {rest}, "set/x": lambda: "x"}
+            return {
+                "*": lambda rest, size=1: (rest, size),
+                "set/*": lambda rest: {rest},
+                "set/x": lambda: "x",
+            }
     """
     install("gym", code)
     host = PluginHost.discover(allow=["gym"])
@@ -252,7 +254,7 @@ def test_a_prefix_receives_the_rest_of_the_name(install):
     assert host.make("environment", "gym:set/x") == "x"
     with pytest.raises(PluginError, match="there is no environment 'chain_sum'"):
         host.make("environment", "chain_sum")
-    with pytest.raises(PluginError, match="no option 'rest'. Its options: size=1"):
+    with pytest.raises(PluginError, match=r"no option 'rest'. Its options: size=1"):
         host.make("environment", "gym:chain_sum", rest="x")
 
 
@@ -265,7 +267,7 @@ def test_a_file_is_a_plugin_that_is_not_installed(install, tmp_path):
     assert [p.name for p in host.plugins] == ["core", str(file)], "it is loaded once"
     with pytest.raises(PluginError, match=r"has no 'Wrods'\. Did you mean 'Words'\?"):
         host.make("environment", f"{file}:Wrods")
-    with pytest.raises(PluginError, match="my_env.py:NAME with one of: Other, Words, words"):
+    with pytest.raises(PluginError, match=r"my_env.py:NAME with one of: Other, Words, words"):
         host.make("environment", str(file))
     with pytest.raises(PluginError, match="is broken: there is no file"):
         host.make("environment", "./nowhere.py:Words")
@@ -312,7 +314,7 @@ def test_options_are_checked_before_the_factory_is_called(install):
         "environment 'words' of plugin 'words' (grpo-plugin-words 1.2) has no option 'lenght'. "
         "Did you mean 'length'? Its options: length=5, alphabet='ab'"
     )
-    with pytest.raises(PluginError, match="needs the option 'seed'. Its options: seed, size=3"):
+    with pytest.raises(PluginError, match=r"needs the option 'seed'. Its options: seed, size=3"):
         host.make("sampler", "strict")
     with pytest.raises(PluginError, match="no option 'seed'"):
         host.make("sampler", "strict", 1, seed=2)
@@ -326,7 +328,7 @@ def test_the_options_of_a_function_are_its_keyword_only_parameters():
     host = PluginHost.discover(allow=[])
     advantages = host.function("advantage", "group", scale="none")
     assert advantages([[0.0, 1.0]]) == [[-0.5, 0.5]]
-    with pytest.raises(PluginError, match="advantage 'group' of plugin 'core' .* has no option 'rewards'"):
+    with pytest.raises(PluginError, match=r"advantage 'group' of plugin 'core' .* has no option 'rewards'"):
         host.function("advantage", "group", rewards=[])
 
 

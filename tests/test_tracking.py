@@ -58,7 +58,9 @@ def recorded(tmp_path):
 def test_everything_that_happens_is_on_disk(tmp_path):
     run = recorded(tmp_path)
     metrics = lines(run.path / "metrics.jsonl")
-    assert [(row["step"], row.get("validation/sort/accuracy"), row.get("reward/sort")) for row in metrics] == [
+    assert [
+        (row["step"], row.get("validation/sort/accuracy"), row.get("reward/sort")) for row in metrics
+    ] == [
         (0, 0.04, None),
         (1, None, 0.25),
         (1, 0.9, None),
@@ -122,7 +124,16 @@ def test_without_a_terminal_there_is_a_line_for_each_thing_that_happens():
 
 def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
     text = shown(terminal=True)
-    for part in ("step 1/10", "validation sort", "90.0%", "▁▇", "reward", "staleness", "tokens/s", "prompt 0 → 12345"):
+    for part in (
+        "step 1/10",
+        "validation sort",
+        "90.0%",
+        "▁▇",
+        "reward",
+        "staleness",
+        "tokens/s",
+        "prompt 0 → 12345",
+    ):
         assert part in text, part
 
 

@@ -81,6 +81,7 @@ class Decoder:
         self._batches: list[Batch] = []
         self.version = -1
 
+    @torch.inference_mode()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Every later token is sampled from these weights; running rows keep their keys and values."""
         self._model.load(tensors)
@@ -100,6 +101,7 @@ class Decoder:
             else:
                 self._waiting.append((key, request))
 
+    @torch.inference_mode()
     def cancel(self, keys: set[Hashable]) -> None:
         """Forget these requests; their rows are free at the next step."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in keys)

@@ -23,7 +23,7 @@ _TILE = 1 << 18
 """Elements of a product that attention holds at once: about what a core's cache takes."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [H, D, N], keys [KV, D, N], values [KV, D, N]) -> [H * D, N]"""
+"""(layer, queries [H, D, N], keys [KV, D, N], values [KV, D, N]) -> [H * D, N]; queries are scaled."""
 
 
 @frozen(kw_only=True)
@@ -121,11 +121,14 @@ class Llama:
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
         self.embedding = self._place(shape.vocabulary, shape.width, name="model.embed_tokens.weight")
         self.norm = self._place(shape.width, name="model.norm.weight")
-        self.head = self.embedding
-        if not shape.tied:
+        if shape.tied:  # its own tensor all the same: the last norm's weight is folded into it
+            self.head = torch.zeros_like(self.embedding)
+        else:
             self.head = self._place(shape.vocabulary, shape.width, name="lm_head.weight")
         powers = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
         self._frequencies = (shape.theta**-powers).to(device)
+        self._mean = torch.full((shape.width,), 1 / shape.width, device=device)
+        self._eps = torch.full((1,), shape.eps, device=device)
 
     def _place(self, *dims: int, name: str) -> Tensor:
         tensor = torch.zeros(dims, dtype=self.dtype, device=self.device)
@@ -160,42 +163,62 @@ class Llama:
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        copy_all(tensors, self.places, tied={"lm_head.weight"} if self.shape.tied else set())
+        s = self.shape
+        copy_all(tensors, self.places, tied={"lm_head.weight"} if s.tied else set())
+        if s.tied:
+            self.head.copy_(self.embedding)
+        # what follows a norm takes the norm's weight in, and the queries the scale of attention
+        self.head *= self.norm
+        for w in self.layers:
+            w.qkv *= w.input_norm
+            w.gate_up *= w.mlp_norm
+            scale = s.head_dim**-0.5
+            if w.q_norm is not None:
+                w.q_norm *= scale
+                continue
+            w.qkv[: s.heads * s.head_dim] *= scale
+            if w.qkv_bias is not None:
+                w.qkv_bias[: s.heads * s.head_dim] *= scale
 
     def new_cache(self) -> LlamaCache:
         return LlamaCache(self)
 
-    def angles(self, times: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [D / 2, len(times)] of the rotary embedding (Su et al., RoFormer, 2021)."""
-        turns = self._frequencies[:, None] * times.to(torch.float64)
+    def angles(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [D, end - start] of the rotary embedding (Su et al., RoFormer, 2021), twice D / 2."""
+        times = torch.arange(start, end, dtype=torch.float64, device=self.device)
+        turns = (self._frequencies[:, None] * times).repeat(2, 1)
         return turns.cos().to(self.dtype), turns.sin().to(self.dtype)
 
     def forward(self, tokens: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Hidden states [N, width] before the last norm of tokens [N]; angles are [D / 2, N or 1]."""
+        """Logits float32 of what follows tokens [N]; angles are [D, N or 1].
+
+        [N, V], or [n, V] if the last layer's ``attend`` answers only for the last of each N / n tokens.
+        """
         s = self.shape
         q_k = s.heads + s.kv_heads
         x = F.embedding(tokens, self.embedding)
         for i, w in enumerate(self.layers):
-            h = F.rms_norm(x, (s.width,), w.input_norm, s.eps)
+            h = self._normed(x)
             qkv = _columns(w.qkv, h, w.qkv_bias).view(q_k + s.kv_heads, s.head_dim, -1)
             if w.q_norm is not None and w.k_norm is not None:
                 _norm_heads_(qkv[: s.heads], w.q_norm, s.eps)
                 _norm_heads_(qkv[s.heads : q_k], w.k_norm, s.eps)
             rotated = _rotate(qkv[:q_k], *angles)
             attended = attend(i, rotated[: s.heads], rotated[s.heads :], qkv[q_k:])
-            x = torch.addmm(x, attended.t(), w.o.t())
+            x = torch.addmm(x.view(attended.shape[1], -1, s.width)[:, -1], attended.t(), w.o.t())
             if w.o_bias is not None:
                 x += w.o_bias
-            h = F.rms_norm(x, (s.width,), w.mlp_norm, s.eps)
-            gate, up = _columns(w.gate_up, h, w.gate_up_bias).chunk(2)
+            gate, up = _columns(w.gate_up, self._normed(x), w.gate_up_bias).chunk(2)
             x = torch.addmm(x, F.silu(gate, inplace=True).mul_(up).t(), w.down.t())
             if w.down_bias is not None:
                 x += w.down_bias
-        return x
+        return F.linear(self._normed(x), self.head).float()
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[N, V] float32 of hidden states [N, width]."""
-        return F.linear(F.rms_norm(x, (self.shape.width,), self.norm, self.shape.eps), self.head).float()
+    def _normed(self, x: Tensor) -> Tensor:
+        """RMS norm of [N, width] without its weight."""
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, (self.shape.width,), None, self.shape.eps)
+        return x * torch.addmv(self._eps, x.square(), self._mean).rsqrt_()[:, None]
 
 
 class LlamaCache:
@@ -209,57 +232,59 @@ class LlamaCache:
         self._starts = torch.empty(0, dtype=torch.int64, device=model.device)
         """[R] time of each row's first token."""
         self._ragged = False
+        self._turns = (0, torch.empty(0), torch.empty(0))
+        """Rotary angles of the next columns, from a time on."""
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # zeros: a column before a row's first token has weight 0, and 0 times what was there must be 0
         columns, kv, d, rows = shape
-        if self._rows_first:  # as the fused attention kernels want it
-            return torch.empty(rows, kv, columns, d, dtype=dtype, device=self._model.device).permute(2, 1, 3, 0)
-        return torch.empty(shape, dtype=dtype, device=self._model.device)
+        if self._rows_first:  # as torch's fused kernels want it
+            return torch.zeros(rows, kv, columns, d, dtype=dtype, device=self._model.device).permute(2, 1, 3, 0)
+        return torch.zeros(shape, dtype=dtype, device=self._model.device)
 
     def prefill(self, ids: Tensor, lengths: Tensor, of: Tensor) -> Tensor:
         (prompts, longest), model, columns = ids.shape, self._model, self._columns
-        old = len(self._starts)
-        columns.make_room(before=longest, after=1, rows=old + len(of))
-        columns.rows = old + len(of)
-        columns.end = max(columns.end, longest)
-        time = columns.time
-        place = slice(columns.end - longest, columns.end)
-        mask = _prompt_mask(longest, lengths)
+        rows = slice(len(self._starts), len(self._starts) + len(of))
+        columns.make_room(before=longest, after=1, rows=rows.stop)
+        columns.rows, columns.end = rows.stop, max(columns.end, longest)
+        here = slice(columns.end - longest, columns.end)
+        starts = columns.time - lengths
+        padded, shared = bool((lengths != longest).any()), len(of) != prompts
+        mask = _prompt_mask(longest, lengths) if padded else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for tensor, new in zip(columns.tensors[2 * layer : 2 * layer + 2], (k, v), strict=True):
-                new = new.unflatten(2, (prompts, longest)).permute(3, 0, 1, 2)
-                tensor[place, ..., old : old + len(of)] = new[..., of]
-            q, k, v = (t.unflatten(2, (prompts, longest)).permute(2, 0, 3, 1).contiguous() for t in (q, k, v))
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
-            )
+            q, k, v = (tensor.unflatten(2, (prompts, longest)) for tensor in (q, k, v))
+            keys, values = (tensor.permute(3, 0, 1, 2).contiguous() for tensor in (k, v))
+            for tensor, new in zip(columns.tensors[2 * layer : 2 * layer + 2], (keys, values), strict=True):
+                tensor[here, ..., rows] = new.index_select(-1, of) if shared else new
+            if layer == model.shape.layers - 1:  # only the next token is asked for
+                return self._attend(q[..., -1], keys, values, starts if padded else None)
+            q, k, v = (tensor.permute(2, 0, 3, 1).contiguous() for tensor in (q, k, v))
+            gqa = k.shape[1] != q.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=1.0, enable_gqa=gqa)
             return out.permute(1, 3, 0, 2).flatten(2).flatten(0, 1)
 
-        cos, sin = model.angles(torch.arange(time - longest, time, device=model.device))
-        x = model.forward(ids.flatten(), (cos.repeat(1, prompts), sin.repeat(1, prompts)), attend)
-        self._starts = torch.cat([self._starts, (time - lengths)[of]])
+        cos, sin = model.angles(columns.time - longest, columns.time)
+        logits = model.forward(ids.flatten(), (cos.repeat(1, prompts), sin.repeat(1, prompts)), attend)
+        self._starts = torch.cat([self._starts, starts[of]])
         self._look()
-        return model.logits(x.view(prompts, longest, -1)[:, -1])[of]
+        return logits[of] if shared else logits
 
     def decode(self, tokens: Tensor) -> Tensor:
-        model, columns = self._model, self._columns
-        n, s = len(tokens), model.shape
-        columns.make_room(rows=n)
-        angles = model.angles(torch.tensor([columns.time], device=model.device))
+        model, columns, rows = self._model, self._columns, slice(len(tokens))
+        columns.make_room(rows=rows.stop)
+        angles = self._next_angles()
         here, columns.end = columns.end, columns.end + 1
         window = slice(columns.start, columns.end)
-        mask = self._mask() if self._ragged else None
-        kernel = _attend_rows_first if self._rows_first else _attend_columns
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = columns.tensors[2 * layer : 2 * layer + 2]
-            keys[here, ..., :n] = k
-            values[here, ..., :n] = v
-            q = q.unflatten(0, (s.kv_heads, -1))
-            return kernel(q, keys[window, ..., :n], values[window, ..., :n], mask).flatten(0, 2)
+            keys[here, ..., rows] = k
+            values[here, ..., rows] = v
+            starts = self._starts if self._ragged else None
+            return self._attend(q, keys[window, ..., rows], values[window, ..., rows], starts)
 
-        return model.logits(model.forward(tokens, angles, attend))
+        return model.forward(tokens, angles, attend)
 
     def select(self, order: Tensor) -> None:
         self._starts = self._starts[order]
@@ -270,16 +295,28 @@ class LlamaCache:
         """What the rows have in common, so that a step need not ask."""
         if len(self._starts):
             first, last = int(self._starts.min()), int(self._starts.max())
-            self._columns.forget_before(first)
-            self._columns.start = min(self._columns.start, first - self._columns.offset)
+            self._columns.start = first - self._columns.offset
             self._ragged = first != last
 
-    def _mask(self) -> Tensor:
-        """Added to scores [S, KV, G, R]: -inf before a row's first token."""
-        columns = self._columns
-        times = torch.arange(columns.start + columns.offset, columns.time, device=self._model.device)
-        mask = torch.zeros(len(times), len(self._starts), dtype=self._model.dtype, device=self._model.device)
-        return mask.masked_fill_(times[:, None] < self._starts, float("-inf"))[:, None, None]
+    def _next_angles(self) -> tuple[Tensor, Tensor]:
+        """Of the next column: [D, 1], [D, 1].  Computed for many columns at once."""
+        time, (first, cos, sin) = self._columns.time, self._turns
+        if not first <= time < first + cos.shape[-1]:
+            self._turns = first, cos, sin = time, *self._model.angles(time, time + 64)
+        return cos[:, time - first, None], sin[:, time - first, None]
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, starts: Tensor | None) -> Tensor:
+        """Attention of each row's newest token: q [H, D, R], keys and values [S, KV, D, R] -> [H * D, R].
+
+        ``starts`` [R] are the times of the rows' first tokens; None: that of the first column.
+        """
+        mask = None
+        if starts is not None:
+            times = torch.arange(self._columns.time - len(keys), self._columns.time, device=q.device)
+            mask = torch.zeros(len(keys), len(starts), dtype=q.dtype, device=q.device)
+            mask = mask.masked_fill_(times[:, None] < starts, float("-inf"))[:, None, None]
+        kernel = _attend_rows_first if self._rows_first else _attend_columns
+        return kernel(q.unflatten(0, (keys.shape[1], -1)), keys, values, mask).flatten(0, 2)
 
 
 def _attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -289,10 +326,9 @@ def _attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     """
     kv, g, d, r = q.shape
     s = len(keys)
-    tile = min(s, max(1, _TILE // q.numel()))
+    tile = min(s, max(1, _TILE // (kv * g * d * r)))
     product = torch.empty(tile, kv, g, d, r)
     scores = torch.empty(s, kv, g, r)
-    q = q * d**-0.5
     for a in range(0, s, tile):
         b = min(a + tile, s)
         torch.mul(keys[a:b].unsqueeze(2), q, out=product[: b - a])
@@ -316,6 +352,7 @@ def _attend_rows_first(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
         keys.permute(3, 1, 0, 2),
         values.permute(3, 1, 0, 2),
         attn_mask=None if mask is None else mask.permute(3, 1, 2, 0),
+        scale=1.0,
     )
     return out.permute(1, 2, 3, 0)
 
@@ -332,18 +369,16 @@ def _norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [H, D, N], whose feature j and j + D / 2 are turned by one angle; cos, sin [D / 2, N or 1]."""
-    (first, second), out = x.chunk(2, 1), x * cos.repeat(2, 1)
+    """x [H, D, N], whose features j and j + D / 2 are turned by one angle; cos, sin [D, N or 1]."""
     half = x.shape[1] // 2
-    out[:, :half].addcmul_(second, sin, value=-1)
-    out[:, half:].addcmul_(first, sin)
+    out = x * cos
+    out[:, :half].addcmul_(x[:, half:], sin[:half], value=-1)
+    out[:, half:].addcmul_(x[:, :half], sin[half:])
     return out
 
 
-def _prompt_mask(longest: int, lengths: Tensor) -> Tensor | None:
-    """[P, 1, T, T] True where a token may look: causal, not at padding; None if there is no padding."""
-    if bool((lengths == longest).all()):
-        return None
+def _prompt_mask(longest: int, lengths: Tensor) -> Tensor:
+    """[P, 1, T, T] True where a token may look: not ahead, and not at padding on the left."""
     at = torch.arange(longest, device=lengths.device)
     seen = (at <= at[:, None]) & (at >= longest - lengths[:, None, None])
     # a padding token sees itself: softmax over nothing is NaN

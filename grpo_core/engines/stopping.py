@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from grpo_core.errors import EngineError
 
-Decode = Callable[[list[list[int]]], list[str]]
 _SLACK = 8
 """Tokens before a stop string that the tail includes: the first of them may hold part of a character."""
 
@@ -17,7 +18,7 @@ class StopStrings:
 
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
-        self._decode: Decode | None = None
+        self._tokenizer: Tokenizer | None = None
         self._may_end: dict[tuple[str, ...], list[bool]] = {}
 
     def tail(self, stop: tuple[str, ...]) -> int:
@@ -37,19 +38,30 @@ class StopStrings:
         return token >= len(table) or table[token]
 
     def _table(self, stop: tuple[str, ...]) -> list[bool]:
-        tokenizer = _tokenizer(self._directory)
         # after another token, because some decoders strip the space before the first
-        anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        anchor = self._loaded.encode("a", add_special_tokens=False).ids[-1:]
         (before,) = self._text([anchor])
-        texts = self._text([[*anchor, token] for token in range(tokenizer.get_vocab_size())])
+        texts = self._text([[*anchor, token] for token in range(self._loaded.get_vocab_size())])
         last = {string[-1] for string in stop}
         return [
-            not text.startswith(before) or "\N{REPLACEMENT CHARACTER}" in text or bool(last & set(text[len(before) :]))
+            not text.startswith(before)
+            or "\N{REPLACEMENT CHARACTER}" in text  # part of a character: only the tail can tell
+            or not last.isdisjoint(text[len(before) :])
             for text in texts
         ]
 
     def _text(self, tokens: list[list[int]]) -> list[str]:
-        if self._decode is None:
-            tokenizer = _tokenizer(self._directory)
-            self._decode = lambda many: tokenizer.decode_batch(many, skip_special_tokens=False)
-        return self._decode(tokens)
+        texts: list[str] = self._loaded.decode_batch(tokens, skip_special_tokens=False)
+        return texts
+
+    @property
+    def _loaded(self) -> Tokenizer:
+        if self._tokenizer is None:
+            path = Path(self._directory or "") / "tokenizer.json"
+            if self._directory is None or not path.is_file():
+                raise EngineError(
+                    f"engine local: stop strings need a tokenizer.json in the model's directory, and there is none "
+                    f"({path}); save a fast tokenizer there, or use stop token ids"
+                )
+            self._tokenizer = Tokenizer.from_file(str(path))
+        return self._tokenizer

@@ -1,0 +1,388 @@
+"""The command line as a user meets it: whole runs of real processes, and what mistakes look like."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+SMALL = [
+    "--set", "trainer.steps=4", "--set", "trainer.prompts_per_step=4", "--set", "trainer.updates_per_step=1",
+    "--set", "rollout.group_size=4", "--set", "model.width=32", "--set", "model.layers=1",
+    "--set", "model.warm_start_steps=10", "--set", "validation.prompts=10", "--set", "validation.every=2",
+    "--set", "checkpoint.every=2",
+]  # fmt: skip
+SORT = ["--env", "math:sort", "--set", "tasks.sort.options.length=3"]
+
+ENVIRONMENTS = '''
+import os, time
+import grpo_core as grpo
+
+class Words(grpo.Environment):
+    """Replies are judged by what the class is called."""
+    def prompts(self, split):
+        n = 40 if split == "train" else 4
+        return [grpo.Prompt(messages=f"{split[0]}{i}=", answer=str(i % 10)) for i in range(n)]
+    def evaluate(self, episodes):
+        return [self.judge(e) for e in episodes]
+    def judge(self, e):
+        return float(e.reply == e.prompt.answer)
+
+class Raises(Words):
+    def judge(self, e):
+        return {}["gold"]
+
+class Hangs(Words):
+    def judge(self, e):
+        time.sleep(3600)
+
+class Nan(Words):
+    def judge(self, e):
+        return float("nan")
+
+class Huge(Words):
+    def judge(self, e):
+        return 1e308
+
+class NoVerdict(Words):
+    def judge(self, e):
+        return None
+
+class WrongCount(Words):
+    def evaluate(self, episodes):
+        return [1.0] * (len(episodes) + 1)
+
+class Dies(Words):
+    def judge(self, e):
+        os._exit(11)
+
+class OneBadPrompt(Words):
+    def judge(self, e):
+        return {}["gold"] if e.prompt.messages[0]["content"] == "t7=" else super().judge(e)
+
+class TooFew:
+    def sample(self, loaders, request):
+        (loader,) = loaders.values()
+        return loader.take(request.expected_prompts - 1)
+'''
+
+
+@pytest.fixture
+def here(tmp_path):
+    (tmp_path / "envs.py").write_text(ENVIRONMENTS)
+    return tmp_path
+
+
+def grpo(cwd, *arguments, timeout=120):
+    return subprocess.run(
+        [GRPO, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def refused(cwd, *arguments):
+    """A command that fails with one message; returns it."""
+    done = grpo(cwd, *arguments)
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stderr.split("The first of them:")[0], done.stderr
+    return " ".join(done.stderr.split())
+
+
+def events(run, kind):
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------------------- mistakes before any work
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "math:sorting"], "there is no environment 'math:sorting'"),
+        (["--env", "math:sort", "--engine", "loca"], "Did you mean 'local'?"),
+        (["--env", "math:sort", "--sampler", "mixx"], "Did you mean 'mix'?"),
+        (["--env", "math:sort", "--validation", "greed"], "Did you mean 'greedy'?"),
+        (["--env", "math:sort", "--set", "trainer.lrr=1"], "unknown configuration key 'trainer.lrr'. Did you mean 'lr'?"),
+        (["--env", "math:sort", "--set", "trainer.lr"], "expected section.key=value"),
+        (["--env", "math:sort", "--set", "trainer.lr=fast"], "'trainer.lr': expected a number, got 'fast'"),
+        (["nowhere.toml"], "nowhere.toml: there is no such file"),
+        ([], "no task to train on: give an environment with --env NAME"),
+        (["--env", "./nowhere.py:X"], "nowhere.py"),
+        (["--env", "./envs.py:Wrods"], "Did you mean 'Words'?"),
+        (["--resume", "nowhere"], "nowhere: holds no run"),
+        (["--resume"], "there is no run in runs/"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mistake_is_one_message_before_any_work(here, arguments, message):
+    assert message in refused(here, "train", *arguments)
+    assert not (here / "runs").exists()
+
+
+def test_an_output_directory_that_holds_another_run_is_left_alone(here):
+    (here / "out").mkdir()
+    (here / "out" / "config.toml").write_text("seed = 1\n")
+    text = refused(here, "train", *SORT, "--output", "out")
+    assert (
+        "--output out: holds another run; give another directory, or continue that run with --resume" in text
+    )
+    assert [path.name for path in (here / "out").iterdir()] == ["config.toml"]
+
+
+def test_a_broken_plugin_is_listed_and_fatal_only_when_selected(here, monkeypatch):
+    info = here / "grpo_plugin_broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: grpo-plugin-broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[grpo_core]\nbroken = grpo_plugin_broken\n")
+    (here / "grpo_plugin_broken.py").write_text("import no_such_module\n")
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    listed = grpo(here, "plugins")
+    assert listed.returncode == 0
+    assert (
+        "broken  (grpo-plugin-broken 1.0)\n  broken: ModuleNotFoundError: No module named 'no_such_module'"
+        in (listed.stdout)
+    )
+    assert "no_such_module" in refused(here, "train", "--env", "broken:any")
+
+
+def test_plugins_as_json(here):
+    rows = json.loads(grpo(here, "plugins", "--json").stdout)
+    (math,) = [row for row in rows if row["name"] == "math"]
+    assert {"sort", "addition", "gsm8k"} <= set(math["offers"]["environment"])
+
+
+def test_the_version(here):
+    assert grpo(here, "--version").stdout.strip() == "0.1.0"
+
+
+@pytest.mark.slow
+def test_a_model_directory_that_is_none(here):
+    (here / "empty").mkdir()
+    text = refused(here, "train", *SORT, "--set", "model.path=empty")
+    assert "model" in text
+    assert "empty" in text
+
+
+# ---------------------------------------------------------------------------------- a whole run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A small run that others look at, and must not change."""
+    cwd = tmp_path_factory.mktemp("trained")
+    done = grpo(cwd, "train", *SORT, *SMALL, "--output", "run")
+    assert done.returncode == 0, done.stderr
+    return cwd / "run", done
+
+
+@pytest.mark.slow
+def test_a_run_trains_validates_saves_and_says_what_it_did(trained):
+    run, done = trained
+    assert "finished: sort: validation" in done.stdout.splitlines()[-1]
+    assert "4 of 4 steps" in done.stdout.splitlines()[-1]
+    assert "run: run" in done.stdout.splitlines()[-1]
+    rows = metrics(run)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
+    steps = [row for row in rows if "loss" in row]
+    assert all(row["staleness/max"] <= 1 for row in steps)
+    assert steps[0]["logprob_diff/mean"] < 1e-4, "the engine's logprobs are the trainer's"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    assert len((run / "rollouts" / "step-000001.jsonl").read_text().splitlines()) == 16
+
+
+@pytest.mark.slow
+def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory(trained):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, _ = trained
+    done = grpo(run.parent, "validate", "run", "--set", "validation.prompts=20")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("sort  version 4  accuracy ")
+    assert "prompts 20" in done.stdout
+    directory = run / "checkpoints" / "step-000004" / "trainer"
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        AutoTokenizer.from_pretrained(directory),
+    )
+    assert model(**tokenizer("321=", return_tensors="pt")).logits.shape[-1] == len(tokenizer)
+
+
+@pytest.mark.slow
+def test_a_finished_run_says_how_to_go_on(trained):
+    run, _ = trained
+    assert "finished all of its 4 steps; for more, add --set trainer.steps=8" in refused(
+        run.parent, "train", "--resume", "run"
+    )
+
+
+@pytest.mark.slow
+def test_the_weights_of_a_trained_directory_are_trained_further(trained, here):
+    directory = trained[0] / "checkpoints" / "step-000004" / "trainer"
+    done = grpo(here, "train", *SORT, *SMALL, "--set", f"model.path={directory}", "--set", "trainer.lr=1e-3",
+                "--set", "rollout.max_tokens=8", "--output", "more")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------------------- ends of all kinds
+
+
+def start(cwd, *arguments):
+    return subprocess.Popen(
+        [GRPO, "train", *map(str, arguments)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(condition, process, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def steps_done(run):
+    path = run / "metrics.jsonl"
+    return sum('"loss"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+
+
+def trained_prompts(run, steps):
+    """Prompts of the steps that count: of each step the last time it was trained."""
+    last = {}
+    for event in events(run, "GroupsReady"):
+        last[event["step"]] = [(group["task"], group["prompt"]) for group in event["groups"]]
+    assert sorted(last) == list(range(steps))
+    return Counter(prompt for step in last.values() for prompt in step)
+
+
+LONG = [*SMALL, "--set", "trainer.steps=30", "--set", "checkpoint.every=1", "--set", "validation.every=0"]
+FORTY = ["--env", "./envs.py:Words"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_continues_where_it_was(here, how):
+    """40 prompts an epoch, 30 steps of 4: three whole epochs, each prompt once an epoch."""
+    run = here / "run"
+    process = start(here, *FORTY, *LONG, "--output", "run")
+    wait_for(lambda: steps_done(run) >= 5, process)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    if how != signal.SIGKILL:
+        assert process.returncode == 130, err
+        assert "continue with: grpo-core train --resume run" in out.splitlines()[-1]
+    assert "Traceback" not in err
+    again = grpo(here, "train", "--resume", "run")
+    assert again.returncode == 0, again.stderr
+    assert "continuing run after step" in again.stdout
+    assert steps_done(run) == 30
+    assert set(trained_prompts(run, 30).values()) == {3}, "each prompt once an epoch: none lost, none doubled"
+    assert len(list((run / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_it_at_once(here):
+    process = start(here, *FORTY, *LONG, "--set", "trainer.steps=100000", "--output", "run")
+    wait_for(lambda: steps_done(here / "run") >= 1, process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert not descendants_of(process.pid)
+
+
+def descendants_of(pid):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if str(pid) in (path.parent / "cmdline").read_text().split("\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_one_byte_changed_is_passed_over(trained, here):
+    import shutil
+
+    shutil.copytree(trained[0], here / "run")
+    weights = here / "run" / "checkpoints" / "step-000004" / "trainer" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    done = grpo(here, "train", "--resume", "run")
+    assert done.returncode == 0, done.stderr
+    assert "passed over step-000004: trainer/model.safetensors is not what was written" in done.stdout
+    assert "continuing run after step 2" in done.stdout
+
+
+# ---------------------------------------------------------------------------------- what plugins do wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("Raises", "KeyError: 'gold'"),
+        ("Nan", "nan"),
+        ("Huge", "1e+308"),
+        ("NoVerdict", "no verdict"),
+        ("WrongCount", "returned"),
+        ("Dies", "exit status 11"),
+    ],
+)
+def test_an_environment_that_never_gives_a_verdict_stops_the_run_with_its_words(here, env, message):
+    text = refused(here, "train", "--env", f"./envs.py:{env}", *SMALL, "--output", "run")
+    assert f"task '{env.lower()}':" in text
+    assert message in text
+    assert events(here / "run", "ErrorRaised")
+
+
+@pytest.mark.slow
+def test_an_environment_that_hangs_is_killed_at_its_deadline(here):
+    text = refused(
+        here, "train", "--env", "./envs.py:Hangs", *SMALL, "--set", "environment.deadline=0.3",
+        "--set", "validation.every=0", "--output", "run",
+    )  # fmt: skip
+    assert "within 0.3 s" in text
+
+
+@pytest.mark.slow
+def test_one_bad_prompt_is_skipped_and_the_run_goes_on(here):
+    done = grpo(here, "train", "--env", "./envs.py:OneBadPrompt", *SMALL, "--set", "trainer.steps=10",
+                "--set", "rollout.max_retries=1", "--output", "run")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (skip,) = events(here / "run", "PromptSkipped")
+    assert "KeyError" in skip["error"]
+    assert "skipped prompt" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here):
+    text = refused(here, "train", *SORT, *SMALL, "--sampler", "./envs.py:TooFew", "--output", "run")
+    assert "TooFew" in text
+    assert "7" in text
+    assert "8" in text
+
+
+@pytest.mark.slow
+def test_an_environment_in_a_file_of_thirteen_lines(here):
+    example = Path(__file__).parent.parent / "examples" / "reverse.py"
+    done = grpo(here, "train", "--env", f"{example}:Reverse", *SMALL, "--output", "run")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,434 @@
+"""Environments live in processes of their own; only who is to blame loses its verdict."""
+
+import asyncio
+import math
+import os
+import pickle
+import textwrap
+
+import attrs
+import pytest
+
+from grpo_core.config import EnvironmentConfig
+from grpo_core.environments import EnvironmentHost, EnvironmentProcess, ErrorBudget, verdicts
+from grpo_core.errors import PluginError
+from grpo_core.protocols import Judge
+from grpo_core.records import Episode, Prompt, Verdict
+
+SCENES = """
+    import asyncio, os, signal, sys, time
+    import grpo_core as grpo
+
+    class Scenes(grpo.Environment):
+        '''Does what the reply says.'''
+
+        max_turns = 3
+
+        def __init__(self, mode="fine"):
+            self.mode = mode
+            self.calls = 0
+            if mode == "cannot be made":
+                raise RuntimeError("no such table")
+            if mode == "dies":
+                print("about to leave")
+                sys.stdout.flush()
+                os._exit(7)
+
+        def prompts(self, split):
+            prompts = [grpo.Prompt(messages=f"{split} {i}", answer=str(i)) for i in range(3)]
+            match self.mode:
+                case "raises": raise OSError("the disk is gone")
+                case "no prompt": prompts[1] = "text"
+                case "no message": prompts[1] = grpo.Prompt(messages=[])
+                case "bad message": prompts[1] = grpo.Prompt(messages=["hello"])
+                case "same ids": prompts = [grpo.Prompt(messages="x", id="a")] * 2
+                case "local class": prompts[1] = grpo.Prompt(messages="x", answer=Scenes())
+                case "lambda": prompts[1] = grpo.Prompt(messages="x", answer=lambda: 1)
+            return prompts
+
+        def evaluate(self, episodes):
+            self.calls += 1
+            return [self.one(e.reply) for e in episodes] + [0.0] * (self.mode == "one too many")
+
+        def one(self, reply):
+            match reply:
+                case "raise": raise KeyError("gold")
+                case "die": os.kill(os.getpid(), signal.SIGSEGV)
+                case "hang":
+                    while True: pass
+                case "leave": raise SystemExit(2)
+                case "nan": return float("nan")
+                case "text": return "1.0"
+                case "calls": return float(self.calls)
+                case "pid": return float(os.getpid())
+                case "cuda": return float(os.environ["CUDA_VISIBLE_DEVICES"] == "")
+                case "more": return grpo.Verdict(done=False, messages="go on", metrics={"a": True})
+            return 1.0
+
+        def solve(self, prompt):
+            if self.mode == "cannot solve": raise KeyError(prompt.id)
+            return prompt.answer
+
+    class Groups(Scenes):
+        needs_group = True
+
+        def evaluate(self, episodes):
+            sizes = {e.group: sum(o.group == e.group for o in episodes) for e in episodes}
+            if any(size != 2 for size in sizes.values()):
+                raise ValueError("half a group")
+            return super().evaluate(episodes)
+
+    class Judged(Scenes):
+        async def evaluate(self, episodes):
+            if not hasattr(self, "gate"):
+                self.gate = asyncio.Semaphore(2)  # works as long as the loop stays the same
+            return await asyncio.gather(*(self.later(e) for e in episodes))
+
+        async def later(self, episode):
+            if episode.reply == "leave":
+                del self.gate
+                return self.one(episode.reply)
+            async with self.gate:
+                await asyncio.sleep(0)
+                return self.one(episode.reply)
+
+    class Bare:
+        def prompts(self, split):
+            return [grpo.Prompt(messages="1+1=", answer="2")]
+"""
+
+
+@pytest.fixture
+def scenes(tmp_path):
+    file = tmp_path / "scenes.py"
+    file.write_text(textwrap.dedent(SCENES))
+    return str(file)
+
+
+def episodes(*replies, group="g"):
+    return [
+        Episode(prompt=Prompt(messages="?"), messages=({"role": "assistant", "content": reply},), group=group)
+        for reply in replies
+    ]
+
+
+def run(scenes, story, *, name="Scenes", deadline=30.0, log=None, **options):
+    """Tell a story with a running environment."""
+
+    async def main():
+        process = EnvironmentProcess(
+            "play",
+            f"{scenes}:{name}",
+            options,
+            config=EnvironmentConfig(deadline=deadline),
+            allow=[],
+            log=log,
+        )
+        try:
+            return await story(process)
+        finally:
+            await process.aclose()
+
+    return asyncio.run(main())
+
+
+# ---------------------------------------------------------------------------------- results
+
+
+def test_results_become_verdicts():
+    class Exact:
+        def __float__(self):
+            return 0.25
+
+    given = [1, True, 0.5, Exact(), None, Verdict(reward=2, metrics={"form": 1}), Verdict(error="no judge")]
+    assert verdicts(given, 7, "who") == [
+        Verdict(reward=1.0),
+        Verdict(reward=1.0),
+        Verdict(reward=0.5),
+        Verdict(reward=0.25),
+        Verdict(),
+        Verdict(reward=2.0, metrics={"form": 1.0}),
+        Verdict(error="no judge"),
+    ]
+    assert type(verdicts([True], 1, "who")[0].reward) is float
+    assert verdicts((float(x) for x in range(2)), 2, "who") == [Verdict(reward=0.0), Verdict(reward=1.0)]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -1e300, 10**400])
+@pytest.mark.parametrize("wrap", [float, lambda reward: Verdict(reward=reward, done=False, messages="go on")])
+def test_a_reward_that_is_no_number_is_no_verdict(reward, wrap):
+    if reward == 10**400:
+        wrap = int
+    (verdict,) = verdicts([wrap(reward)], 1, "who")
+    assert verdict.reward is None
+    assert verdict.done
+    told = math.inf if reward == 10**400 else reward
+    assert verdict.error == f"reward is {told}, expected a number between -1e+300 and 1e+300"
+    assert verdicts([9e299], 1, "who") == [Verdict(reward=9e299)]
+
+
+def test_an_error_beside_a_reward_is_no_verdict():
+    assert verdicts([Verdict(reward=1.0, error="judge away")], 1, "who") == [Verdict(error="judge away")]
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([1.0], "who: evaluate returned 1 results for 2 episodes"),
+        ([1.0, 1.0, 1.0], "who: evaluate returned 3 results for 2 episodes"),
+        (None, "who: evaluate returned NoneType, expected one result per episode"),
+        (1.0, "who: evaluate returned float, expected one result per episode"),
+        ("ab", "who: evaluate returned str, expected one result per episode"),
+        ([1.0, "0.5"], "who: evaluate returned '0.5' (str), expected a float, a Verdict or None"),
+        ([1.0, [1.0]], "who: evaluate returned [1.0] (list), expected a float, a Verdict or None"),
+        (
+            [1.0, Verdict(done=False, messages=["on"])],
+            "who: evaluate returned messages ('on',), expected role",
+        ),
+    ],
+)
+def test_what_is_no_result_is_an_error_that_says_what_came(results, message):
+    with pytest.raises(PluginError) as caught:
+        verdicts(results, 2, "who")
+    assert str(caught.value).startswith(message)
+
+
+# ---------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_are_completed(scenes):
+    host = EnvironmentHost("play", f"{scenes}:Scenes", {}, allow=[])
+    first, second, _ = pickle.loads(host.prompts("train"))
+    assert first == Prompt(
+        messages=({"role": "user", "content": "train 0"},), answer="0", id="0", environment="play"
+    )
+    assert second.id == "1"
+    assert host.solve([first, second]) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("raises", "prompts('train') raised OSError: the disk is gone"),
+        ("no prompt", "prompts('train')[1] is str, expected grpo_core.Prompt"),
+        ("no message", "prompts('train')[1]: messages is (), expected text or at least one message"),
+        ("bad message", "prompts('train')[1]: messages is ('hello',), expected text or at least one message"),
+        ("same ids", "prompts('train'): two prompts have the id 'a'; ids are unique in a task"),
+        ("lambda", "prompts('train'): a prompt cannot be sent to the trainer's process; put plain data"),
+    ],
+)
+def test_bad_prompts_are_errors_that_name_task_plugin_and_prompt(scenes, mode, message):
+    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": mode}, allow=[])
+    with pytest.raises(PluginError) as caught:
+        host.prompts("train")
+    who = f"task 'play': environment '{scenes}:Scenes' of plugin '{scenes}' (a file): "
+    assert str(caught.value).startswith(who + message)
+
+
+def test_an_environment_without_a_method_is_refused(scenes):
+    with pytest.raises(PluginError, match=r"Bare has no method 'evaluate'"):
+        EnvironmentHost("play", f"{scenes}:Bare", {}, allow=[])
+
+
+# ---------------------------------------------------------------------------------- in a process
+
+
+@pytest.mark.slow
+def test_an_environment_runs_in_a_process_without_cuda(scenes):
+    async def story(process):
+        assert isinstance(await process.evaluate(episodes("cuda")), list)
+        (here, there), (cuda,) = (
+            await process.evaluate(episodes("x", "pid")),
+            await process.evaluate(episodes("cuda")),
+        )
+        assert here == cuda == Verdict(reward=1.0)
+        assert there.reward != os.getpid()
+        assert process.max_turns == 3
+        assert process.starts == 1
+        prompts = await process.prompts("validation")
+        assert [prompt.environment for prompt in prompts] == ["play"] * 3
+        assert await process.solve(prompts) == ["0", "1", "2"]
+        (more,) = await process.evaluate(episodes("more"))
+        assert more == Verdict(done=False, messages="go on", metrics={"a": 1.0})
+        judge: Judge = process
+        assert await judge.evaluate([]) == []
+
+    run(scenes, story)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Scenes", "Judged"])
+def test_only_the_culprits_lose_their_verdicts(scenes, name):
+    async def story(process):
+        replies = ["a", "raise", "b", "die", "text", "leave", "nan", "c"]
+        results = await process.evaluate(episodes(*replies))
+        assert [v.reward for v in results] == [1.0, None, 1.0, None, None, None, None, 1.0]
+        errors = dict(zip(replies, [v.error for v in results], strict=True))
+        assert errors["raise"] == "KeyError: 'gold'"
+        assert "environment of task 'play' died (killed by SIGSEGV)" in errors["die"]
+        assert "evaluate returned '1.0' (str)" in errors["text"]
+        assert "evaluate raised SystemExit: 2" in errors["leave"]
+        assert errors["nan"].startswith("reward is nan")
+        assert "in one\n" in process.first_traceback
+        assert "KeyError: 'gold'" in process.first_traceback
+        assert process.starts == 2, "only the death needs a new process"
+
+    run(scenes, story, name=name)
+
+
+@pytest.mark.slow
+def test_an_environment_that_hangs_is_killed_at_its_deadline(scenes):
+    async def story(process):
+        results = await process.evaluate(episodes("a", "hang", "b"))
+        assert [v.reward for v in results] == [1.0, None, 1.0]
+        assert results[1].error == "environment of task 'play': no answer to 'evaluate' within 0.5 s; killed"
+        assert process.starts == 3
+
+    run(scenes, story, deadline=0.5)
+
+
+@pytest.mark.slow
+def test_a_wrong_count_is_told_with_both_numbers(scenes):
+    async def story(process):
+        for verdict in await process.evaluate(episodes("a", "b")):
+            assert verdict.reward is None
+            assert "evaluate returned 2 results for 1 episodes" in verdict.error
+
+    run(scenes, story, mode="one too many")
+
+
+@pytest.mark.slow
+def test_a_single_episode_is_not_tried_twice(scenes):
+    async def story(process):
+        await process.evaluate(episodes("raise"))
+        assert await process.evaluate(episodes("calls")) == [Verdict(reward=2.0)]
+
+    run(scenes, story)
+
+
+@pytest.mark.slow
+def test_groups_that_are_compared_stay_whole(scenes):
+    async def story(process):
+        await process.start()
+        batch = episodes("a", "raise", group="1") + episodes("b", "c", group="2")
+        assert [v.reward for v in await process.evaluate(batch)] == [None, None, 1.0, 1.0]
+
+    run(scenes, story, name="Groups")
+
+
+@pytest.mark.slow
+def test_an_environment_that_always_fails_is_not_tried_forever(scenes):
+    async def story(process):
+        results = await process.evaluate(episodes(*["raise"] * 50))
+        assert [v.error for v in results] == ["KeyError: 'gold'"] * 50
+        assert await process.evaluate(episodes("calls")) == [Verdict(reward=22.0)]
+
+    run(scenes, story)
+
+
+@pytest.mark.slow
+def test_a_caller_that_goes_away_takes_the_call_along(scenes):
+    async def story(process):
+        await process.start()
+        hanging = asyncio.create_task(process.evaluate(episodes("hang")))
+        await asyncio.sleep(0)  # the call is on its way
+        hanging.cancel()
+        assert await process.evaluate(episodes("a")) == [Verdict(reward=1.0)]
+        assert process.starts == 2
+
+    run(scenes, story)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "cannot be made"}, "cannot be made: RuntimeError: no such table"),
+        ({"mood": "fine"}, "has no option 'mood'. Did you mean 'mode'? Its options: mode='fine'"),
+        ({"mode": "dies"}, "task 'play': the environment cannot be started: environment of task 'play' died"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_fatal(scenes, tmp_path, options, message):
+    async def story(process):
+        with pytest.raises(PluginError) as caught:
+            await process.start()
+        assert message in str(caught.value)
+        if "dies" in options.values():
+            assert "about to leave" in str(caught.value), "what it printed last is shown"
+
+    run(scenes, story, log=tmp_path / "play.log", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["local class", "lambda"])
+def test_prompts_that_cannot_leave_their_process_are_an_error(scenes, mode):
+    async def story(process):
+        with pytest.raises(PluginError, match="put plain data into answer and info"):
+            await process.prompts("train")
+
+    run(scenes, story, mode=mode)
+
+
+@pytest.mark.slow
+def test_a_solution_that_raises_is_an_error(scenes):
+    async def story(process):
+        with pytest.raises(PluginError, match="solve raised KeyError: '1'"):
+            await process.solve((await process.prompts("train"))[1:])
+
+    run(scenes, story, mode="cannot solve")
+
+
+# ---------------------------------------------------------------------------------- the budget of errors
+
+GOOD = Verdict(reward=0.0)
+BAD = Verdict(error="judge away")
+
+
+def observed(budget, told):
+    """How many verdicts were counted before the budget was spent, and what it said."""
+    for count, verdict in enumerate(told):
+        try:
+            budget.observe(verdict)
+        except PluginError as error:
+            return count + 1, str(error)
+    return None
+
+
+def test_too_many_errors_stop_the_run_with_the_first_of_them():
+    budget = ErrorBudget("play", 0.2)
+    first = attrs.evolve(BAD, error="first")
+    count, message = observed(budget, [first, *[GOOD] * 99, *[BAD, GOOD] * 40])
+    assert count == 163
+    assert message == (
+        "task 'play': 33 of the last 163 episodes had no verdict (1 in a row); "
+        "environment.max_error_rate is 0.2. The first of them:\nfirst"
+    )
+
+
+def test_a_rate_is_not_judged_by_the_first_few():
+    assert observed(ErrorBudget("play", 0.2), [BAD] * 4 + [GOOD] * 200) is None
+    assert observed(ErrorBudget("play", 0.2), [BAD] * 19) is None
+    assert observed(ErrorBudget("play", 0.2), [BAD] * 20)[0] == 20
+
+
+def test_only_the_last_episodes_count():
+    story = [*[GOOD] * 200, *[BAD] * 10, *[GOOD] * 190, *[BAD] * 10]
+    assert observed(ErrorBudget("play", 0.05, window=200), story * 3) is None
+
+
+def test_many_in_a_row_stop_the_run_at_any_rate_below_one():
+    story = [GOOD] * 1000 + [BAD] * 20
+    assert observed(ErrorBudget("play", 0.9), story)[0] == 1020
+    assert observed(ErrorBudget("play", 1.0), story * 3) is None
+
+
+def test_none_is_no_verdict_but_a_turn_in_between_is_not_counted():
+    assert observed(ErrorBudget("play", 0.2), [Verdict()] * 20)[0] == 20
+    assert observed(ErrorBudget("play", 0.2), [Verdict(done=False, messages="go on")] * 100) is None
+
+
+def test_the_traceback_is_shown_if_it_is_known():
+    budget = ErrorBudget("play", 0.0, in_a_row=2)
+    budget.observe(BAD, "Traceback: line 3")
+    with pytest.raises(PluginError, match="Traceback: line 3"):
+        budget.observe(BAD)

@@ -1,0 +1,219 @@
+"""One ``play`` for everything: turns, batches, masks, and what comes to no verdict."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.advantages import group as group_advantages
+from grpo_core.errors import EngineError, PluginError
+from grpo_core.records import Group, Prompt, Rollout, Verdict, Weights
+from grpo_core.rollout import Sampling, Start, play, seed_of
+from grpo_core.rows import check_staleness, make_batch
+from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, prompts, run
+from grpo_core.validation import Context, Greedy, run_strategy
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=8)
+VERSION_0 = Weights(version=0, location="", nbytes=0, tensors=())
+
+
+def played(starts, judges, engine=None, deadline=None):
+    async def story():
+        used = engine or FakeEngine()
+        await used.update_weights(VERSION_0)
+        return await play(
+            starts,
+            engine=used,
+            judges=judges,
+            renderer=FakeRenderer(),
+            sampling=SAMPLING,
+            deadline=deadline,
+        )
+
+    return run(story())
+
+
+def starts(n, task="task"):
+    return [Start(prompt=prompt, seed=i, group=prompt.id) for i, prompt in enumerate(prompts(n, task))]
+
+
+def test_one_engine_call_and_one_environment_call_a_turn():
+    judge = FakeJudge()
+    rollouts = played(starts(100), {"task": judge})
+    assert judge.calls == [100]
+    assert [rollout.messages[0]["content"] for rollout in rollouts] == [f"prompt {i}" for i in range(100)]
+
+
+def test_rewards_belong_to_their_rollouts_whatever_finishes_first():
+    def verdict(episode):
+        return Verdict(reward=float(episode.prompt.answer) + (episode.reply == "a") / 2)
+
+    judges = {"even": FakeJudge(verdict), "odd": FakeJudge(verdict)}
+    mixed = [
+        Start(prompt=prompts(20, "odd" if i % 2 else "even")[i], seed=i, group=str(i)) for i in range(20)
+    ]
+    for i, rollout in enumerate(played(mixed, judges)):
+        assert rollout.reward == i + (rollout.messages[-1]["content"] == "a") / 2
+    assert judges["even"].calls == judges["odd"].calls == [10]
+
+
+def guess(episode):
+    """Right after as many tries as the prompt's number says."""
+    if episode.turn == int(episode.prompt.id):
+        return Verdict(reward=1.0, metrics={"tries": episode.turn + 1.0})
+    return Verdict(reward=-0.25, done=False, messages="no")
+
+
+def test_turns_go_on_while_the_environment_says_so_and_rewards_are_summed():
+    judge = FakeJudge(guess, max_turns=3)
+    first, second, third, fourth = played(starts(4), {"task": judge})
+    assert [r.turns for r in (first, second, third, fourth)] == [1, 2, 3, 3]
+    assert [r.reward for r in (first, second, third, fourth)] == [1.0, 0.75, 0.5, -0.75]
+    assert judge.calls == [4, 3, 2], "what is live is judged together"
+    assert second.metrics == {"tries": 2.0}
+    assert [m["role"] for m in second.messages] == ["user", "assistant", "user", "assistant"]
+
+
+def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version():
+    (rollout,) = played(starts(2)[1:], {"task": FakeJudge(guess, max_turns=2)})
+    text = FakeRenderer().text(rollout.token_ids)
+    assert text[1:3] == "no"
+    assert rollout.sampled == (True, False, False, True)
+    assert rollout.logprobs == (-1.0, 0.0, 0.0, -1.0)
+    assert rollout.versions == (0, -1, -1, 0)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "error"),
+    [
+        (Verdict(), "the environment gave no verdict"),
+        (Verdict(error="KeyError: 'gold'"), "KeyError: 'gold'"),
+        (Verdict(reward=1.0, error="half"), "half"),
+    ],
+)
+def test_no_verdict_is_not_a_reward_of_zero(verdict, error):
+    (rollout,) = played(starts(1), {"task": FakeJudge(lambda episode: verdict)})
+    assert (rollout.reward, rollout.error) == (None, error)
+
+
+def test_what_is_not_finished_at_the_deadline_has_no_verdict():
+    engine = FakeEngine(latency=lambda rng: 100.0)
+    (rollout,) = played(starts(1), {"task": FakeJudge()}, engine, deadline=5.0)
+    assert (rollout.reward, rollout.error) == (None, "not finished within its deadline of 5 s")
+    assert engine.running == 0, "the request was given up"
+
+
+def test_what_the_engine_gives_up_has_no_verdict_and_bugs_are_not_hidden():
+    (rollout,) = played(
+        starts(1), {"task": FakeJudge()}, FakeEngine(fault=lambda request: EngineError("died"))
+    )
+    assert (rollout.reward, rollout.error) == (None, "died")
+    with pytest.raises(ZeroDivisionError):
+        played(starts(1), {"task": FakeJudge()}, FakeEngine(fault=lambda request: ZeroDivisionError()))
+
+
+def test_seeds_depend_on_all_their_parts_and_fit_63_bits():
+    seeds = {seed_of(0, slot, attempt, i) for slot in range(50) for attempt in range(3) for i in range(8)}
+    assert len(seeds) == 1200
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seed_of(1, "a") == seed_of(1, "a")
+
+
+# ---------------------------------------------------------------------------------- rows
+
+
+def a_group(rewards, versions=(3,)):
+    rollouts = tuple(
+        Rollout(
+            prompt_ids=(1,),
+            token_ids=(2,) * len(versions),
+            sampled=(True,) * len(versions),
+            logprobs=(-1.0,) * len(versions),
+            versions=tuple(versions),
+            reward=reward,
+        )
+        for reward in rewards
+    )
+    return Group(
+        prompt=Prompt(messages="x", id="p"), rollouts=rollouts, generation_version=3, target_version=4
+    )
+
+
+def test_groups_without_a_difference_teach_nothing_and_are_left_out():
+    batch = make_batch(
+        [a_group([1.0, 1.0]), a_group([0.0, 1.0, 1.0])], step=3, temperature=1.0, advantages=group_advantages
+    )
+    assert [row.group for row in batch.rows] == [1, 1, 1]
+    assert batch.rows[0].advantage < 0 < batch.rows[1].advantage
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_every_row_has_its_own_rollouts_advantage(rewards):
+    groups = [a_group(row) for row in rewards]
+    batch = make_batch(groups, step=3, temperature=1.0, advantages=group_advantages)
+    expected = [(i, a) for i, row in enumerate(group_advantages(rewards)) for a in row if a]
+    assert [(row.group, row.advantage) for row in batch.rows] == expected
+
+
+def test_advantages_of_another_shape_name_the_function():
+    def broken(rewards):
+        return [[0.0]]
+
+    with pytest.raises(PluginError, match=r"'broken': returned groups of sizes \[1\], expected \[2\]"):
+        make_batch([a_group([0.0, 1.0])], step=0, temperature=1.0, advantages=broken)
+
+
+@pytest.mark.parametrize(("versions", "fine"), [((3, 4), True), ((3, 5), False), ((2, 4), False)])
+def test_tokens_of_impossible_versions_stop_the_run(versions, fine):
+    groups = [a_group([0.0], versions)]
+    if fine:
+        check_staleness(groups, step=4, max_staleness=1)
+    else:
+        with pytest.raises(EngineError, match=r"prompt 'p' .* expected versions 3 to 4"):
+            check_staleness(groups, step=4, max_staleness=1)
+
+
+# ---------------------------------------------------------------------------------- validation
+
+
+def validated(strategy, judge, n=10):
+    async def story():
+        engine = FakeEngine(reply=lambda request, rng: "".join(map(chr, request.prompt_ids))[-1])
+        await engine.update_weights(VERSION_0)
+        context = Context(
+            version=0,
+            prompts={"task": prompts(n)},
+            engine=engine,
+            judges={"task": judge},
+            renderer=FakeRenderer(),
+            sampling=SAMPLING,
+        )
+        return await run_strategy("tested", strategy, context)
+
+    return run(story())
+
+
+def test_greedy_measures_every_prompt_once_with_one_environment_call():
+    judge = FakeJudge(lambda e: Verdict(reward=float(e.reply == e.prompt.answer)))
+    assert validated(Greedy(), judge) == {
+        "task": {"accuracy": 1.0, "reward": 1.0, "completion_tokens": 1.0, "prompts": 10.0, "errors": 0.0}
+    }
+    assert judge.calls == [10]
+
+
+def test_what_has_no_verdict_is_counted_and_is_no_wrong_answer():
+    judge = FakeJudge(
+        lambda e: Verdict() if e.prompt.id in "36" else Verdict(reward=float(e.prompt.id in "12"))
+    )
+    result = validated(Greedy(mode="pipelined"), judge)["task"]
+    assert (result["accuracy"], result["prompts"], result["errors"]) == (0.25, 8.0, 2.0)
+
+
+def test_a_strategy_that_returns_something_else_is_named():
+    class Wrong:
+        async def validate(self, context):
+            return [0.5]
+
+    with pytest.raises(PluginError, match=r"'tested': validate\(\) returned list, expected"):
+        validated(Wrong(), FakeJudge())
