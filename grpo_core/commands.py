@@ -135,8 +135,8 @@ def _checked_host(config: Config, block: Sequence[str]) -> PluginHost:
     if not config.tasks:
         offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
         raise ConfigError(
-            "no task to train on: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; installed: "
-            + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
+            "no task to train on: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
+            "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
         )
     wanted: list[tuple[Kind, str]] = [
         *(("environment", task.env) for task in config.tasks.values()),  # type: ignore[list-item]

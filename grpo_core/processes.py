@@ -14,6 +14,7 @@ dies with its parent, ignores ctrl-C (that is the parent's affair), and what it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import itertools
@@ -162,10 +163,8 @@ class Child:
         if self._writer is not None and self._death is None:
             self._death = errors.ChildDied(f"{self.name} is closed")
             self._writer.close()
-            loop = asyncio.get_running_loop()
-            end = loop.time() + seconds
-            while self._process.poll() is None and loop.time() < end:
-                await asyncio.sleep(0.01)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, seconds)
         self.kill()
         if self._reader is not None:
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -331,7 +330,7 @@ def _leave(status: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere the closed socket ends it)."""
+    """Let the kernel kill this process when its parent dies (Linux; elsewhere the closed socket ends it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -8,12 +8,12 @@ import inspect
 import signal
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from grpo_core import checkpoint
 from grpo_core.batcher import BatchedJudge
@@ -23,7 +23,8 @@ from grpo_core.environments import EnvironmentProcess, ErrorBudget
 from grpo_core.errors import CheckpointError, GrpoError
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
 from grpo_core.loaders import TaskLoader
-from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.models import local_directory
+from grpo_core.pipeline import Pipeline, Schedule, root_cause
 from grpo_core.plugins import PluginHost
 from grpo_core.protocols import Engine, Judge, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout, Verdict
@@ -32,6 +33,8 @@ from grpo_core.rollout import Sampling
 from grpo_core.samplers import checked_sample
 from grpo_core.tracking import Recorder, RunDirectory
 from grpo_core.validation import Context, run_strategy
+
+T = TypeVar("T")
 
 DEMONSTRATIONS = 5000
 """Prompts at most whose solutions a tiny model is warmed up with."""
@@ -156,14 +159,15 @@ async def _assemble(
     from grpo_core.trainer import ProcessTrainer, TrainerSetup, thread_count
 
     asynchronous = config.pipeline.max_staleness > 0
+    tiny = config.model.path == TINY
+    model = str(run.model) if tiny else await asyncio.to_thread(local_directory, config.model.path)
     prompts = await tasks.prompts("train")
     held_out = await tasks.prompts("validation") if config.validation.every else {}
-    tiny = config.model.path == TINY
     demonstrations = await _demonstrations(tasks, prompts) if tiny and not resume else ()
     status("making a tiny model and warming it up" if tiny and not resume else "loading the model")
     trainer = ProcessTrainer(
         TrainerSetup(
-            model=config.model,
+            model=config.model if tiny else evolve(config.model, path=model),
             trainer=config.trainer,
             loss=config.loss,
             seed=config.seed,
@@ -176,7 +180,6 @@ async def _assemble(
         log=run.logs / "trainer.log",
     )
     stack.push_async_callback(trainer.aclose)
-    model = str(run.model) if tiny else config.model.path
     engine = _engine(config, host, model, run.logs, threads=thread_count(config.engine.threads, asynchronous))
     stack.push_async_callback(engine.aclose)
     await trainer.started()
@@ -432,22 +435,15 @@ def _signals(pipeline: Pipeline, status: Callable[[str], None]) -> Any:
             loop.remove_signal_handler(each)
 
 
-async def _all(awaitables: Any) -> list[Any]:
+async def _all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all at once; the first that fails cancels the others and is raised as it is."""
-    async with _Flat(), asyncio.TaskGroup() as group:
-        started = [group.create_task(awaitable) for awaitable in awaitables]
+    try:
+        async with asyncio.TaskGroup() as group:
+            started = [group.create_task(awaitable) for awaitable in awaitables]
+    except BaseExceptionGroup as failed:
+        cause = root_cause(failed)
+        raise cause from cause.__cause__
     return [task.result() for task in started]
-
-
-class _Flat(contextlib.AbstractAsyncContextManager[None]):
-    """Raises the root cause of an exception group."""
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        from grpo_core.pipeline import root_cause
-
-        if isinstance(error, BaseExceptionGroup):
-            cause = root_cause(error)
-            raise cause from cause.__cause__
 
 
 def _message(error: BaseException) -> str:

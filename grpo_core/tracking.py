@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from attrs import asdict, fields
 
@@ -88,8 +88,8 @@ class Recorder:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         (run.path / "rollouts").mkdir(exist_ok=True)
-        self._metrics = open(run.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
-        self._events = open(run.path / "events.jsonl", "a", encoding="utf-8", buffering=1)
+        self._metrics = _appending(run.path / "metrics.jsonl")
+        self._events = _appending(run.path / "events.jsonl")
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -136,6 +136,10 @@ class Recorder:
     def _line(file: Any, value: Mapping[str, Any]) -> None:
         # one write for a line, so that a reader never sees half of it
         file.write(json.dumps(_finite(value), default=str, ensure_ascii=True) + "\n")
+
+
+def _appending(path: Path) -> TextIO:
+    return open(path, "a", encoding="utf-8", buffering=1)
 
 
 def _plain(event: Event) -> dict[str, Any]:

@@ -99,8 +99,8 @@ def read(weights: Weights) -> dict[str, torch.Tensor]:
         tensor = source[info.offset : info.offset + size].view(dtype).view(info.shape)
         if checksum(tensor) != info.checksum:
             raise WeightSyncError(
-                f"version {weights.version}: tensor {info.name!r} {tuple(info.shape)} is not what the trainer "
-                f"wrote (checksum {checksum(tensor):#x}, expected {info.checksum:#x})"
+                f"version {weights.version}: tensor {info.name!r} {tuple(info.shape)} is not what the "
+                f"trainer wrote (checksum {checksum(tensor):#x}, expected {info.checksum:#x})"
             )
         tensors[info.name] = tensor
     return tensors

@@ -1,0 +1,95 @@
+"""Every other architecture: transformers' own forward and cache.
+
+Requests that come while others are decoded become a batch of their own beside them: a cache of transformers
+takes no more rows once it has decoded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.engines.llama import copy_all
+from grpo_core.errors import ModelError
+
+
+class TransformersModel:
+    """See ``grpo_core.engines.decoder.Model``.  The weights come with the first ``load``."""
+
+    rows_join = False
+
+    def __init__(
+        self, model: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"engine local: {model!r} is not a causal language model of transformers: {error}"
+            ) from error
+        self.module = module.to(device).eval()
+        self.config = config
+        self.device = device
+        text = config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.max_positions = int(getattr(text, "max_position_embeddings", None) or 2**31)
+        self.description = f"transformers' forward ({config.model_type})"
+        self._arguments = set(inspect.signature(module.forward).parameters)
+        self._places = dict(module.named_parameters())
+        self._tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(self._places)
+        self._buffers = {name: value for name, value in module.named_buffers() if name in module.state_dict()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        named = dict(tensors)
+        for name, place in self._buffers.items():  # a trainer may send them or not
+            named.setdefault(name, place)
+        copy_all(named, {**self._places, **self._buffers}, tied=self._tied)
+
+    def new_cache(self) -> TransformersCache:
+        return TransformersCache(self)
+
+    def forward(self, ids: Tensor, mask: Tensor, past: Any) -> Tensor:
+        """Logits [B, V] float32 after ids [B, T] that continue ``past``; mask [B, past + T] is 0 at padding."""
+        optional = {
+            "position_ids": (mask.cumsum(-1) - 1).clamp_(min=0)[:, -ids.shape[1] :],
+            "logits_to_keep": 1,
+        }
+        known = {name: value for name, value in optional.items() if name in self._arguments}
+        output = self.module(ids, attention_mask=mask, past_key_values=past, use_cache=True, **known)
+        logits: Tensor = output.logits[:, -1]
+        return logits.float()
+
+
+class TransformersCache:
+    """A DynamicCache and the attention mask that goes with it."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        from transformers import DynamicCache
+
+        self._model = model
+        self._past = DynamicCache(config=model.config)
+        self._mask = torch.empty(0, 0, dtype=torch.int64, device=model.device)
+
+    def prefill(self, ids: Tensor, lengths: Tensor, of: Tensor) -> Tensor:
+        longest = ids.shape[1]
+        at = torch.arange(longest, device=ids.device)
+        mask = (at >= longest - lengths[:, None]).to(torch.int64)
+        logits = self._model.forward(ids, mask, self._past)
+        self._past.batch_select_indices(of)
+        self._mask = mask[of]
+        return logits[of]
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
+        return self._model.forward(tokens[:, None], self._mask, self._past)
+
+    def select(self, order: Tensor) -> None:
+        self._past.batch_select_indices(order)
+        self._mask = self._mask[order]

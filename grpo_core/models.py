@@ -1,0 +1,46 @@
+"""Where a model lies: a directory, or a hub id that is brought to one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grpo_core.errors import ModelError
+
+_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+
+
+def local_directory(path: str) -> str:
+    """The directory of a model; a hub id is downloaded (once: the hub's cache is used).
+
+    Raises ModelError if there is no model at ``path``, before anything costly is started.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        missing = [
+            name for name in ("config.json", "tokenizer_config.json") if not (directory / name).exists()
+        ]
+        if not any(directory.glob("*.safetensors")):
+            missing.append("*.safetensors")
+        if missing:
+            raise ModelError(
+                f"model {path!r}: this directory holds no transformers model: there is no {', no '.join(missing)}"
+            )
+        return str(directory)
+    if directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(
+            f"model {path!r}: there is no such directory; expected a transformers model directory, a hub id "
+            'like "Qwen/Qwen3-0.6B", or "tiny"'
+        )
+    return _download(path)
+
+
+def _download(repository: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(repository, allow_patterns=list(_PATTERNS)))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"model {repository!r}: there is no such directory here, and the hub did not give it: {reason}"
+        ) from error

@@ -1,0 +1,141 @@
+"""Which answers count, and which must not."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from grpo_plugin_math.answers import equal, extract, normalised
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("so \\boxed{18}.", "18"),
+        ("\\boxed{17}, no: \\boxed{ 18 }", "18"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{18} and \\boxed{unclosed", "18"),
+        ("reasons\n#### 18", "18"),
+        ("#### 17\n#### 18\nthe end", "18"),
+        ("#### 17 \\boxed{18}", "18"),
+        ("\\boxed{", None),
+        ("the answer is 18", None),
+        ("", None),
+    ],
+)
+def test_an_answer_is_in_the_last_box_or_behind_the_last_mark(reply, answer):
+    assert extract(reply) == answer
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        ("18", "18"),
+        ("$18.00", "18"),
+        ("\\$18", "18"),
+        ("1,250", "1250"),
+        ("1250", "1,250"),
+        ("18.", "18"),
+        ("+18", "18"),
+        ("0018", "18"),
+        (".5", "0.50"),
+        ("-0", "0"),
+        ("\u22125", "-5"),
+        ("50%", "50"),
+        ("18\\text{ dollars}", "18"),
+        ("3\\,000", "3000"),
+        ("x = 18", "18"),
+        ("\\frac{1}{2}", "0.5"),
+        ("1/2", "0.5"),
+        ("\\frac{2}{4}", "\\frac{1}{2}"),
+        ("2x", "x \\cdot 2"),
+    ],
+)
+def test_the_same_answer_in_other_clothes_counts(given, reference):
+    assert equal(given, reference)
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        ("", ""),
+        ("", "18"),
+        ("5", "-5"),
+        ("1,8", "18"),
+        ("17 18", "18"),
+        ("17, 18", "18"),
+        ("17 or 18", "18"),
+        ("18\\text{ thousand}", "18"),
+        ("2 9", "18"),
+        ("1e1000", "18"),
+        ("nan", "18"),
+    ],
+)
+def test_another_answer_does_not_count(given, reference):
+    assert not equal(given, reference)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["9+9", "2(9)", "(2)(9)", "36/2", "\\frac{36}{2}", "\\sqrt{324}", "sqrt(324)", "3!*3", "324**0.5"],
+)
+def test_an_answer_has_to_be_worked_out(given):
+    assert not equal(given, "18")
+
+
+HOSTILE = [
+    "9^{9^{9^9}}",
+    "(99999999)!",
+    "9" * 20_000,
+    "9" * 199,
+    "\ud800",
+    "\x00",
+    "{" * 5000,
+    "(" * 150 + "18" + ")" * 40,
+    "\\frac{" * 60 + "1" + "}{1}" * 60,
+    "\\left(" * 30,
+    "18" + "\\text{" * 100,
+    "__import__('os').abort()",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_answers_neither_crash_nor_earn_nor_take_long(text):
+    begin = time.monotonic()
+    for reference in ("18", "x^2+1"):
+        assert not equal(text, reference)
+    assert extract(f"\\boxed{{{text}") is None
+    assert time.monotonic() - begin < 15, "each half of math-verify has 2 seconds"
+
+
+def test_a_hundred_thousand_open_boxes_are_no_reason_to_search_forever():
+    assert extract("\\boxed{" * 20_000) is None
+
+
+def test_the_alarm_of_others_keeps_its_handler():
+    before = signal.getsignal(signal.SIGALRM)
+    equal("x = 18", "18")
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_off_the_main_thread_it_refuses_instead_of_judging_otherwise():
+    told = []
+
+    def judge():
+        told.append(equal("18", "18"))
+        try:
+            equal("x = 18", "18")
+        except RuntimeError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=judge)
+    thread.start()
+    thread.join()
+    assert told == [True, "math-verify needs the main thread: its timeouts are signals"]
+
+
+def test_normalising_twice_changes_nothing():
+    for text in ("$1,250.50", "0.0", "-007", "\\text{a} b", "1.", "..", "%"):
+        assert normalised(normalised(text)) == normalised(text)
