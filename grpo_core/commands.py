@@ -139,7 +139,7 @@ def _checked_host(config: Config, block: Sequence[str]) -> PluginHost:
             "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
         )
     wanted: list[tuple[Kind, str]] = [
-        *(("environment", task.env) for task in config.tasks.values()),  # type: ignore[list-item]
+        *(("environment", task.env) for task in config.tasks.values()),
         ("sampler", config.sampler.name),
         ("engine", config.engine.name),
         ("loss", config.loss.name),

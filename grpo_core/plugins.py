@@ -398,7 +398,7 @@ def _check_known(names: Iterable[str], known: set[str], source: str) -> None:
 def _import(entry: EntryPoint) -> Any:
     """Check the requirement on grpo-core, which an installation may have ignored, and import the module."""
     for line in _distribution(entry).requires or ():
-        if re.match(r"grpo[-_.]core\b(?![-_.]?\w)", line, re.IGNORECASE):
+        if re.match(r"grpo[-_.]core\b(?![-_.]?\w)", line, re.IGNORECASE) and not _plainly_met(line):
             from packaging.requirements import Requirement
 
             requirement = Requirement(line)
@@ -408,6 +408,22 @@ def _import(entry: EntryPoint) -> Any:
                     f"it needs grpo-core{requirement.specifier}, this is {grpo_core.__version__}"
                 )
     return entry.load()
+
+
+def _plainly_met(requirement: str) -> bool:
+    """True for what needs no second look, as ``grpo-core<1,>=0.1``: importing packaging takes 15 ms."""
+
+    def numbers(version: str) -> tuple[int, ...]:
+        return tuple(map(int, re.sub(r"(\.0+)+$", "", version).split(".")))
+
+    bounds = re.findall(r"(>=|<)(\d+(?:\.\d+)*)(?:,|$)", requirement)
+    plain = "".join(re.split(r"[<>=]", requirement, maxsplit=1)[:1])
+    if not bounds or "," .join(map("".join, bounds)) != requirement.removeprefix(plain):
+        return False
+    if re.fullmatch(r"[\d.]+", grpo_core.__version__) is None:
+        return False
+    ours = numbers(grpo_core.__version__)
+    return all(ours >= numbers(v) if sign == ">=" else ours < numbers(v) for sign, v in bounds)
 
 
 def _import_file(path: Path) -> Any:

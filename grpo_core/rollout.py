@@ -7,6 +7,7 @@ time; what is played together is generated in one engine call and judged in one 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -14,10 +15,13 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
+from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError
 from grpo_core.protocols import Engine, Judge
 from grpo_core.records import Completion, Episode, GenerationRequest, Message, Prompt, Rollout, Verdict
 from grpo_core.rendering import Renderer
+
+LOGPROB_SLACK = 1e-3
+"""A logprob may exceed 0 by rounding."""
 
 
 @frozen(kw_only=True)
@@ -62,7 +66,9 @@ async def play(
     try:
         async with asyncio.timeout(deadline):
             while live:
-                completions = await engine.generate([p.request(sampling) for p in live])
+                requests = [p.request(sampling) for p in live]
+                completions = await engine.generate(requests)
+                check_completions(completions, requests)
                 for p, completion in zip(live, completions, strict=True):
                     p.take_completion(completion)
                 for p, reply in zip(live, renderer.texts([c.token_ids for c in completions]), strict=True):
@@ -75,6 +81,27 @@ async def play(
     except (EngineError, ChildDied, DeadlineExceeded) as error:
         _give_up(live, str(error))
     return [p.rollout for p in plays]
+
+
+def check_completions(completions: Sequence[Completion], requests: Sequence[GenerationRequest]) -> None:
+    """Raises PluginError if an engine's answer breaks its contract: nothing of it may reach the trainer."""
+    if len(completions) != len(requests):
+        raise PluginError(
+            f"engine: generate() returned {len(completions)} completions for {len(requests)} requests"
+        )
+    for completion, request in zip(completions, requests, strict=True):
+        lengths = len(completion.token_ids), len(completion.logprobs), len(completion.versions)
+        if len(set(lengths)) > 1 or lengths[0] > request.max_tokens:
+            raise PluginError(
+                f"engine: generate() returned {lengths[0]} token ids, {lengths[1]} logprobs and {lengths[2]} "
+                f"versions; expected as many of each, and at most max_tokens = {request.max_tokens}"
+            )
+        if not all(-math.inf < logprob <= LOGPROB_SLACK for logprob in completion.logprobs):
+            wrong = next(x for x in completion.logprobs if not -math.inf < x <= LOGPROB_SLACK)
+            raise PluginError(
+                f"engine: generate() returned the logprob {wrong} for a sampled token; expected a finite "
+                "number of at most 0"
+            )
 
 
 @define(eq=False)

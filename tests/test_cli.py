@@ -15,8 +15,7 @@ import pytest
 GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
     "--set", "trainer.steps=4", "--set", "trainer.prompts_per_step=4", "--set", "trainer.updates_per_step=1",
-    "--set", "rollout.group_size=4", "--set", "model.width=32", "--set", "model.layers=1",
-    "--set", "model.warm_start_steps=10", "--set", "validation.prompts=10", "--set", "validation.every=2",
+    "--set", "rollout.group_size=4", "--set", "validation.prompts=10", "--set", "validation.every=2",
     "--set", "checkpoint.every=2",
 ]  # fmt: skip
 SORT = ["--env", "math:sort", "--set", "tasks.sort.options.length=3"]
@@ -193,9 +192,9 @@ def test_a_run_trains_validates_saves_and_says_what_it_did(trained):
     assert "4 of 4 steps" in done.stdout.splitlines()[-1]
     assert "run: run" in done.stdout.splitlines()[-1]
     rows = metrics(run)
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3, 4]
     assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
-    steps = [row for row in rows if "loss" in row]
+    steps = [row for row in rows if "time/step" in row]
     assert all(row["staleness/max"] <= 1 for row in steps)
     assert steps[0]["logprob_diff/mean"] < 1e-4, "the engine's logprobs are the trainer's"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
@@ -258,7 +257,7 @@ def wait_for(condition, process, seconds=90):
 
 def steps_done(run):
     path = run / "metrics.jsonl"
-    return sum('"loss"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+    return sum('"time/step"' in line for line in path.read_text().splitlines()) if path.exists() else 0
 
 
 def trained_prompts(run, steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,29 @@ def test_what_the_engine_gives_up_has_no_verdict_and_bugs_are_not_hidden():
     assert (rollout.reward, rollout.error) == (None, "died")
     with pytest.raises(ZeroDivisionError):
         played(starts(1), {"task": FakeJudge()}, FakeEngine(fault=lambda request: ZeroDivisionError()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": ()}, "returned 1 token ids, 0 logprobs and 1 versions"),
+        (
+            {"versions": (0, 0)},
+            "1 logprobs and 2 versions; expected as many of each",
+        ),
+        ({"logprobs": (float("nan"),)}, "returned the logprob nan for a sampled token"),
+        ({"logprobs": (0.5,)}, "returned the logprob 0.5 for a sampled token"),
+        (None, "returned 0 completions for 1 requests"),
+    ],
+)
+def test_an_engine_that_breaks_its_contract_is_told_how(changes, message):
+    class Broken(FakeEngine):
+        async def generate(self, requests):
+            completions = await super().generate(requests)
+            return [evolve(completion, **changes) for completion in completions if changes]
+
+    with pytest.raises(PluginError, match=message):
+        played(starts(1), {"task": FakeJudge()}, Broken())
 
 
 def test_seeds_depend_on_all_their_parts_and_fit_63_bits():

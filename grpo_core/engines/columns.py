@@ -7,23 +7,33 @@ since the beginning: it does not change when the content is moved to other colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-
 
 class Columns:
-    """The columns ``start`` to ``end`` of the first ``rows`` rows of each of ``tensors`` are in use."""
+    """The columns ``start`` to ``end`` of the first ``rows`` rows of each of ``tensors`` are in use.
 
-    def __init__(self, middle: Sequence[tuple[tuple[int, ...], torch.dtype]], allocate: Allocate) -> None:
-        """``middle``: the dimensions between column and row of each tensor, and its dtype."""
-        self._middle = middle
-        self._allocate = allocate
+    Args:
+        middle: the dimensions between column and row of each tensor, and its dtype.
+        rows_first: lay the memory out as [row, middle[0], column, middle[1]]; else as it is indexed.
+    """
+
+    def __init__(
+        self,
+        middle: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device,
+        *,
+        rows_first: bool = False,
+    ) -> None:
+        self._middle = [shape for shape, _ in middle]
+        self._rows_first = rows_first
+        self._memory = [torch.empty(0, dtype=dtype, device=device) for _, dtype in middle]
         self._capacity = (0, 0)
-        self.tensors: list[Tensor] = [allocate((0, *shape, 0), dtype) for shape, dtype in middle]
+        self.tensors: list[Tensor] = [self._lay_out(i, 0, 0) for i in range(len(middle))]
         self.start = self.end = self.rows = 0
         self.offset = 0
         """Time of column 0."""
@@ -63,7 +73,7 @@ class Columns:
                 used.index_copy_(-1, to, used.index_select(-1, source))
         self.rows = n
         columns, wide = self._capacity
-        if 0 < 2 * n <= wide:  # narrow rows lie closer together
+        if 0 < 4 * n <= wide:  # few rows should lie close together
             self._repack(columns, n, end=self.end)
         if n == 0:
             self.start = self.end = self.offset = 0
@@ -71,12 +81,21 @@ class Columns:
     def _repack(self, columns: int, wide: int, end: int) -> None:
         start = end - (self.end - self.start)
         rows = min(self.rows, wide)
-        for i, (shape, dtype) in enumerate(self._middle):
-            old = self.tensors[i][self.start : self.end, ..., :rows]
-            if (columns, wide) == self._capacity:
-                old = old.clone()
-            else:
-                self.tensors[i] = self._allocate((columns, *shape, wide), dtype)
-            self.tensors[i][start:end, ..., :rows] = old
+        for i, tensor in enumerate(self.tensors):
+            used = tensor[self.start : self.end, ..., :rows].clone()
+            self.tensors[i] = self._lay_out(i, columns, wide)
+            self.tensors[i][start:end, ..., :rows] = used
         self.offset += self.start - start
         self.start, self.end, self._capacity = start, end, (columns, wide)
+
+    def _lay_out(self, i: int, columns: int, wide: int) -> Tensor:
+        """Tensor ``i`` in its memory, which only ever grows: fresh memory is slow to touch."""
+        shape = self._middle[i]
+        size = columns * wide * prod(shape)
+        if size > len(self._memory[i]):
+            # zeros, because attention multiplies what it must not see by 0, and that must be 0
+            self._memory[i] = self._memory[i].new_zeros(size)
+        memory = self._memory[i][:size]
+        if self._rows_first:
+            return memory.view(wide, shape[0], columns, shape[1]).permute(2, 1, 3, 0)
+        return memory.view(columns, *shape, wide)

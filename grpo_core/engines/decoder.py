@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import isnan
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ from grpo_core.engines import sampling
 from grpo_core.engines.columns import Columns
 from grpo_core.engines.stopping import StopStrings
 from grpo_core.errors import EngineError
-from grpo_core.records import Completion, GenerationRequest
+from grpo_core.records import Completion, FinishReason, GenerationRequest
 
 PREFILL_TOKENS = 16384
 """Prompt tokens, padding included, that one step prefills at most (a longer prompt comes alone)."""
@@ -89,7 +90,7 @@ class Decoder:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._batches or self._refused)
+        return bool(self._waiting or self._refused or any(batch.alive for batch in self._batches))
 
     def add(self, entries: Iterable[Entry]) -> None:
         for key, request in entries:
@@ -107,7 +108,7 @@ class Decoder:
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in keys)
         for batch in self._batches:
             batch.cancel(keys)
-        self._batches = [batch for batch in self._batches if batch.alive]
+        self._drop_empty()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -120,13 +121,18 @@ class Decoder:
         """One more token for every row; returns what finished."""
         finished, self._refused = self._refused, []
         entries = self._admitted()
-        joinable = self._model.rows_join and self._batches
-        if entries and not joinable:
+        if entries and not (self._model.rows_join and self._batches):
             self._batches.append(Batch(self._model, self._stops))
         for batch in self._batches:
-            finished += batch.step(entries if batch is self._batches[-1] else [], self.version)
-        self._batches = [batch for batch in self._batches if batch.alive]
+            joining = entries if batch is self._batches[-1] else []
+            if joining or batch.alive:
+                finished += batch.step(joining, self.version)
+        self._drop_empty()
         return finished
+
+    def _drop_empty(self) -> None:
+        if not self._model.rows_join:  # else there is one, and its memory serves again
+            self._batches = [batch for batch in self._batches if batch.alive]
 
     def _admitted(self) -> list[Entry]:
         """The longest-waiting requests that there is room for now."""
@@ -136,10 +142,10 @@ class Decoder:
         longest = 0
         while self._waiting and len(entries) < room:
             prompt = self._waiting[0][1].prompt_ids
-            longest = max(longest, len(prompt))
-            if entries and longest * len(prompts | {prompt}) > PREFILL_TOKENS:
-                break
             prompts.add(prompt)
+            longest = max(longest, len(prompt))
+            if entries and longest * len(prompts) > PREFILL_TOKENS:
+                break
             entries.append(self._waiting.popleft())
         return entries
 
@@ -155,7 +161,9 @@ class Decoder:
                 f"{limit} positions; shorten the prompts or lower rollout.max_tokens"
             )
         if request.max_tokens < 0 or request.temperature < 0:
-            return f"engine local: max_tokens={request.max_tokens}, temperature={request.temperature}: below 0"
+            return (
+                f"engine local: max_tokens={request.max_tokens}, temperature={request.temperature}: below 0"
+            )
         return None
 
 
@@ -167,10 +175,9 @@ class Batch:
         self._cache = model.new_cache()
         self._stop_strings = stops
         self._entries: list[Entry | None] = []
-        self._history = Columns(
-            [((), torch.int64), ((), torch.float32)],
-            lambda shape, dtype: torch.empty(shape, dtype=dtype, device=self._device),
-        )
+        """None where a row is dead."""
+        self._n_alive = 0
+        self._history = Columns([((), torch.int64), ((), torch.float32)], model.device)
         self._versions: list[int] = []
         """Of the history's columns, from time ``_versions_from`` on."""
         self._versions_from = 0
@@ -191,7 +198,7 @@ class Batch:
     @property
     def alive(self) -> int:
         """Rows that are not finished."""
-        return len(self._entries) - self._entries.count(None)
+        return self._n_alive
 
     def cancel(self, keys: set[Hashable]) -> None:
         dead = [i for i, entry in enumerate(self._entries) if entry is not None and entry[0] in keys]
@@ -207,7 +214,7 @@ class Batch:
         if entries:
             logits = self._join(entries)
             sampled.append(self._sample(logits, slice(n, None)))
-        tokens, logprobs = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*sampled, strict=True))
+        tokens, logprobs = (torch.cat(parts) for parts in zip(*sampled, strict=True))
         return self._record(tokens, logprobs, version)
 
     # ------------------------------------------------------------------------------ joining
@@ -221,6 +228,7 @@ class Batch:
         lengths = torch.tensor([len(prompt) for prompt in index])
         now = self._history.time
         self._entries.extend(entries)
+        self._n_alive += len(entries)
         self._births = self._joined(self._births, [now] * len(requests))
         self._ends = self._joined(self._ends, [now + request.max_tokens - 1 for request in requests])
         self._counters = self._joined(self._counters, sampling.counters([r.seed for r in requests]))
@@ -291,7 +299,7 @@ class Batch:
             if entry is None or not (stop := entry[1].stop):
                 continue
             if self._stop_strings.may_end(stop, sampled[row]):
-                length = min(now + 1 - births[row], self._stop_strings.tail(stop))
+                length = min(now + 1 - births[row], self._stop_strings.window(stop))
                 tail = self._history.tensors[0][self._history.end - length : self._history.end, row]
                 hit[row] = self._stop_strings.ended(stop, tail.tolist())
         return hit.to(self._device)
@@ -312,13 +320,27 @@ class Batch:
             assert entry is not None
             key, request = entry
             skip = births[i] - begin
-            finished.append((key, _outcome(request, tokens[i][skip:], logprobs[i][skip:], versions[skip:], self._stop_strings)))
+            completion = self._outcome(request, tokens[i][skip:], logprobs[i][skip:], versions[skip:])
+            finished.append((key, completion))
         self._bury(rows)
         return finished
+
+    def _outcome(
+        self, request: GenerationRequest, tokens: list[int], logprobs: list[float], versions: list[int]
+    ) -> Completion | EngineError:
+        if isnan(logprobs[-1]):
+            return EngineError(
+                f"engine local: the logits of version {versions[-1]} are not finite: training has diverged"
+            )
+        stopped = tokens[-1] in request.stop_token_ids or (
+            bool(request.stop) and self._stop_strings.ended(request.stop, tokens)
+        )
+        return _completion(tokens, logprobs, versions, "stop" if stopped else "length")
 
     def _bury(self, rows: list[int]) -> None:
         for row in rows:
             self._entries[row] = None
+        self._n_alive -= len(rows)
         self._alive[torch.tensor(rows, dtype=torch.int64, device=self._device)] = False
 
     def _compact(self) -> None:
@@ -330,36 +352,32 @@ class Batch:
         order = torch.arange(n, device=self._device)
         order[~self._alive[:n]] = keep[keep >= n]
         self._entries = [self._entries[i] for i in order.tolist()]
-        for name in ("_tokens", "_counters", "_births", "_ends", "_alive", "_greedy", "_inverse_temperatures"):
+        for name in (
+            "_tokens",
+            "_counters",
+            "_births",
+            "_ends",
+            "_alive",
+            "_greedy",
+            "_inverse_temperatures",
+        ):
             setattr(self, name, getattr(self, name)[order])
         self._stops = self._stops[:, order]
         self._cache.select(order)
         self._history.select(order)
-        if n:
-            first = int(self._births.min())
-            self._history.forget_before(first)
-            del self._versions[: first - self._versions_from]
-            self._versions_from = first
+        first = int(self._births.min()) if n else 0  # time begins again with the next row
+        self._history.forget_before(first)
+        del self._versions[: first - self._versions_from if n else None]
+        self._versions_from = first
         self._summarise()
 
 
-def _outcome(
-    request: GenerationRequest, tokens: list[int], logprobs: list[float], versions: list[int], stops: StopStrings
-) -> Completion | EngineError:
-    if any(logprob != logprob for logprob in logprobs):
-        return EngineError(
-            f"engine local: the logits of version {versions[-1]} are not finite; the training has diverged"
-        )
-    stopped = tokens[-1] in request.stop_token_ids or (
-        bool(request.stop) and stops.ended(request.stop, tokens[-stops.tail(request.stop) :])
-    )
-    return _completion(tokens, logprobs, versions, "stop" if stopped else "length")
-
-
-def _completion(tokens: list[int], logprobs: list[float], versions: list[int], reason: str) -> Completion:
+def _completion(
+    tokens: list[int], logprobs: list[float], versions: list[int], finish_reason: FinishReason
+) -> Completion:
     return Completion(
         token_ids=tuple(tokens),
         logprobs=tuple(logprobs),
         versions=tuple(versions),
-        finish_reason="stop" if reason == "stop" else "length",
+        finish_reason=finish_reason,
     )

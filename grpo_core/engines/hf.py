@@ -29,7 +29,9 @@ class TransformersModel:
 
         try:
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"engine local: {model!r} is not a causal language model of transformers: {error}"

@@ -137,8 +137,10 @@ class Llama:
 
     def _fused(self, prefix: str, suffix: str, *rows: tuple[str, int], inner: tuple[int, ...]) -> Tensor:
         tensor = torch.zeros(sum(n for _, n in rows), *inner, dtype=self.dtype, device=self.device)
-        parts = tensor.split([n for _, n in rows])
-        self.places.update((f"{prefix}{name}.{suffix}", part) for (name, _), part in zip(rows, parts, strict=True))
+        parts = torch.split(tensor, [n for _, n in rows])
+        self.places.update(
+            (f"{prefix}{name}.{suffix}", part) for (name, _), part in zip(rows, parts, strict=True)
+        )
         return tensor
 
     def _layer(self, prefix: str) -> _Layer:
@@ -228,19 +230,16 @@ class LlamaCache:
         s = model.shape
         self._model = model
         self._rows_first = model.device.type != "cpu" or model.dtype != torch.float32
-        self._columns = Columns([((s.kv_heads, s.head_dim), model.dtype)] * (2 * s.layers), self._allocate)
+        self._columns = Columns(
+            [((s.kv_heads, s.head_dim), model.dtype)] * (2 * s.layers),
+            model.device,
+            rows_first=self._rows_first,
+        )
         self._starts = torch.empty(0, dtype=torch.int64, device=model.device)
         """[R] time of each row's first token."""
         self._ragged = False
         self._turns = (0, torch.empty(0), torch.empty(0))
         """Rotary angles of the next columns, from a time on."""
-
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        # zeros: a column before a row's first token has weight 0, and 0 times what was there must be 0
-        columns, kv, d, rows = shape
-        if self._rows_first:  # as torch's fused kernels want it
-            return torch.zeros(rows, kv, columns, d, dtype=dtype, device=self._model.device).permute(2, 1, 3, 0)
-        return torch.zeros(shape, dtype=dtype, device=self._model.device)
 
     def prefill(self, ids: Tensor, lengths: Tensor, of: Tensor) -> Tensor:
         (prompts, longest), model, columns = ids.shape, self._model, self._columns
@@ -253,15 +252,17 @@ class LlamaCache:
         mask = _prompt_mask(longest, lengths) if padded else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (tensor.unflatten(2, (prompts, longest)) for tensor in (q, k, v))
+            q, k, v = (tensor.view(*tensor.shape[:2], prompts, longest) for tensor in (q, k, v))
             keys, values = (tensor.permute(3, 0, 1, 2).contiguous() for tensor in (k, v))
             for tensor, new in zip(columns.tensors[2 * layer : 2 * layer + 2], (keys, values), strict=True):
-                tensor[here, ..., rows] = new.index_select(-1, of) if shared else new
+                tensor[here, ..., rows] = _fan_out(new, of) if shared else new
             if layer == model.shape.layers - 1:  # only the next token is asked for
                 return self._attend(q[..., -1], keys, values, starts if padded else None)
             q, k, v = (tensor.permute(2, 0, 3, 1).contiguous() for tensor in (q, k, v))
             gqa = k.shape[1] != q.shape[1]
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=1.0, enable_gqa=gqa)
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=1.0, enable_gqa=gqa
+            )
             return out.permute(1, 3, 0, 2).flatten(2).flatten(0, 1)
 
         cos, sin = model.angles(columns.time - longest, columns.time)
@@ -316,7 +317,7 @@ class LlamaCache:
             mask = torch.zeros(len(keys), len(starts), dtype=q.dtype, device=q.device)
             mask = mask.masked_fill_(times[:, None] < starts, float("-inf"))[:, None, None]
         kernel = _attend_rows_first if self._rows_first else _attend_columns
-        return kernel(q.unflatten(0, (keys.shape[1], -1)), keys, values, mask).flatten(0, 2)
+        return kernel(q.view(keys.shape[1], -1, *q.shape[1:]), keys, values, mask).flatten(0, 2)
 
 
 def _attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -357,6 +358,15 @@ def _attend_rows_first(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
     return out.permute(1, 2, 3, 0)
 
 
+def _fan_out(x: Tensor, of: Tensor) -> Tensor:
+    """x [..., P] -> [..., len(of)]: the columns ``of``."""
+    prompts = x.shape[-1]
+    copies = len(of) // prompts
+    if torch.equal(of, torch.arange(prompts, device=of.device).repeat_interleave(copies)):
+        return x.unsqueeze(-1).expand(*x.shape, copies).flatten(-2)  # whole groups: no gather is needed
+    return x.flatten(0, -2).t().index_select(0, of).t().reshape(*x.shape[:-1], len(of))
+
+
 def _columns(weight: Tensor, h: Tensor, bias: Tensor | None) -> Tensor:
     """``weight`` [O, I] applied to the rows of ``h`` [N, I], as [O, N]."""
     return torch.mm(weight, h.t()) if bias is None else torch.addmm(bias[:, None], weight, h.t())
@@ -390,7 +400,9 @@ def copy_all(tensors: Mapping[str, Tensor], places: Mapping[str, Tensor], tied: 
 
     ``tied`` names may be among ``tensors``: they are another's second name.
     """
-    problems = [f"missing: {', '.join(sorted(missing))}"] if (missing := places.keys() - tensors.keys()) else []
+    problems = (
+        [f"missing: {', '.join(sorted(missing))}"] if (missing := places.keys() - tensors.keys()) else []
+    )
     if unknown := tensors.keys() - places.keys() - tied:
         problems.append(f"unknown: {', '.join(sorted(unknown))}")
     problems += [

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_core.engines import wire
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
 from grpo_core.processes import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
@@ -62,15 +63,15 @@ class LocalEngine:
             raise EngineError(f"engine local could not be started again: {error}") from error
         ticket = next(self._tickets)
         try:
-            completions: list[Completion] = await child.call("generate", ticket, list(requests), seconds=None)
+            answer = await child.call("generate", ticket, wire.pack_requests(requests), seconds=None)
         except asyncio.CancelledError:
             self._cancel(child, ticket)
             raise
         except ChildDied as error:
             self._died(child, error)
-            raise EngineError(f"engine local died while it generated; the requests can be asked again: {error}") from error
+            raise EngineError(f"engine local died while it generated; ask again: {error}") from error
         self._deaths = 0
-        return completions
+        return wire.unpack_completions(answer)
 
     async def update_weights(self, weights: Weights) -> None:
         """Returns when every later token is sampled from ``weights``.
@@ -95,7 +96,11 @@ class LocalEngine:
             "grpo_core.engines.server:Server",
             {"setup": self._setup, **self._options},
             name="engine local",
-            environ={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+            environ={
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "TOKENIZERS_PARALLELISM": "false",
+            },
             log=self._log,
         )
 

@@ -47,7 +47,9 @@ def next_uniforms(counters: Tensor) -> Tensor:
     return (bits >> 11).bitwise_and_(2**53 - 1).to(torch.float64).mul_(2.0**-53)
 
 
-def sample(logits: Tensor, uniforms: Tensor, inverse_temperatures: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, uniforms: Tensor, inverse_temperatures: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample one token of each row.
 
     Args:
@@ -93,7 +95,7 @@ def _sample_two_level(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """First the block of ``_BLOCK`` tokens, then the token in it: the long row is summed once, not scanned."""
     rows, vocabulary = probabilities.shape
     whole = vocabulary // _BLOCK
-    sums = probabilities[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(-1)
+    sums = probabilities[:, : whole * _BLOCK].view(rows, whole, _BLOCK).sum(-1)
     if whole * _BLOCK < vocabulary:
         sums = torch.cat([sums, probabilities[:, whole * _BLOCK :].sum(-1, keepdim=True)], 1)
     sums = sums.to(torch.float64)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define, field
 
 from grpo_core import weights as shared_weights
+from grpo_core.engines import wire
 from grpo_core.engines.decoder import Decoder, Model
 from grpo_core.engines.llama import Llama, Shape
 from grpo_core.engines.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError
 from grpo_core.processes import Call, Connection
-from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core.records import Completion, EngineSetup, Weights
 
 
 @define
@@ -61,9 +61,7 @@ class Server:
             connection.answer(call, self)
 
     def _generate(self, connection: Connection, call: Call) -> None:
-        ticket: int
-        requests: Sequence[GenerationRequest]
-        ticket, requests = call.args
+        ticket, requests = int(call.args[0]), wire.unpack_requests(call.args[1])
         if self._decoder is None:
             connection.fail(call.id, EngineError("engine local: generate before the first update_weights"))
         elif not requests:
@@ -83,7 +81,7 @@ class Server:
             self._open.clear()
             return
         for key, result in finished:
-            ticket, index = key  # type: ignore[misc]
+            ticket, index = cast("tuple[int, int]", key)
             open_ = self._open[ticket]
             open_.results[index] = result
             open_.missing -= 1
@@ -93,7 +91,8 @@ class Server:
                 if problem is not None:
                     connection.fail(open_.call, problem)
                 else:
-                    connection.reply(open_.call, open_.results)
+                    completions = cast("list[Completion]", open_.results)
+                    connection.reply(open_.call, wire.pack_completions(completions))
 
     # ------------------------------------------------------------------------------ calls
 
@@ -152,14 +151,16 @@ def _read_config(model: str, trust_remote_code: bool) -> dict[str, Any]:
             config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ModelError(
-                f"engine local: {directory / 'config.json'} cannot be read ({error}); expected the configuration "
-                f"of a transformers causal language model"
+                f"engine local: {directory / 'config.json'} cannot be read ({error}); expected the "
+                f"configuration of a transformers causal language model"
             ) from None
         return config
     from transformers import AutoConfig
 
     try:
-        remote: dict[str, Any] = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).to_dict()
+        remote = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"engine local: model {model!r} is neither a directory nor a hub id ({error})") from None
-    return remote
+        raise ModelError(
+            f"engine local: model {model!r} is neither a directory nor a hub id ({error})"
+        ) from None
+    return dict(remote.to_dict())

@@ -21,13 +21,13 @@ class StopStrings:
         self._tokenizer: Tokenizer | None = None
         self._may_end: dict[tuple[str, ...], list[bool]] = {}
 
-    def tail(self, stop: tuple[str, ...]) -> int:
+    def window(self, stop: tuple[str, ...]) -> int:
         """How many of the last tokens hold any of the strings whole: each character may be several bytes."""
         return max(len(string.encode()) for string in stop) + _SLACK
 
-    def ended(self, stop: tuple[str, ...], tail: Sequence[int]) -> bool:
-        """Whether the text of these tokens holds one of the strings."""
-        text = self._text([list(tail)])[0]
+    def ended(self, stop: tuple[str, ...], tokens: Sequence[int]) -> bool:
+        """Whether the text of the last ``window`` of these tokens holds one of the strings."""
+        text = self._text([list(tokens[-self.window(stop) :])])[0]
         return any(string in text for string in stop)
 
     def may_end(self, stop: tuple[str, ...], token: int) -> bool:
@@ -60,8 +60,8 @@ class StopStrings:
             path = Path(self._directory or "") / "tokenizer.json"
             if self._directory is None or not path.is_file():
                 raise EngineError(
-                    f"engine local: stop strings need a tokenizer.json in the model's directory, and there is none "
-                    f"({path}); save a fast tokenizer there, or use stop token ids"
+                    f"engine local: stop strings need a tokenizer.json in the model's directory, and there is "
+                    f"none ({path}); save a fast tokenizer there, or use stop token ids"
                 )
             self._tokenizer = Tokenizer.from_file(str(path))
         return self._tokenizer

@@ -6,6 +6,7 @@ numbers, so that training and validation share no prompt and prompts are made wh
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -54,7 +55,7 @@ class Exercises(grpo.Environment):
         return [float(episode.reply.strip() == episode.prompt.answer) for episode in episodes]
 
 
-class _Prompts(Sequence):
+class _Prompts(Sequence[grpo.Prompt]):
     """Prompts that are made when they are read."""
 
     def __init__(self, exercise: Callable[[int], tuple[str, str]], numbers: list[int]) -> None:
@@ -126,68 +127,70 @@ def sort(
 
 
 def _numbers(
-    digits: int,
-    count: int,
-    exercise: Callable[[Sequence[int]], tuple[str, str]],
+    operands: Sequence[range],
+    exercise: Callable[..., tuple[str, str]],
+    *,
     train: int,
     validation: int,
     seed: int,
 ) -> Exercises:
-    """``count`` numbers of exactly ``digits`` digits each; with one digit, 0 is one of them."""
-    _at_least(1, digits=digits, count=count)
-    smallest = 0 if digits == 1 else 10 ** (digits - 1)
-    choices = 10**digits - smallest
+    """``exercise`` of one number from each range."""
+    sizes = [operand.stop - operand.start for operand in operands]
 
     def numbered(number: int) -> tuple[str, str]:
-        operands = []
-        for _ in range(count):
-            number, offset = divmod(number, choices)
-            operands.append(smallest + offset)
-        return exercise(operands)
+        chosen = []
+        for operand, size in zip(operands, sizes, strict=True):
+            number, offset = divmod(number, size)
+            chosen.append(operand.start + offset)
+        return exercise(*chosen)
 
-    return Exercises(choices**count, numbered, train=train, validation=validation, seed=seed)
+    return Exercises(math.prod(sizes), numbered, train=train, validation=validation, seed=seed)
+
+
+def _of(digits: int) -> range:
+    """The numbers of exactly so many digits; 0 is one of those with one."""
+    _at_least(1, digits=digits)
+    return range(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
 
 
 def maximum(
     digits: int = 2, count: int = 3, *, train: int = 20_000, validation: int = 500, seed: int = 0
 ) -> Exercises:
     """``max 31,75,42=`` is ``75``."""
+    _at_least(1, count=count)
 
-    def exercise(operands: Sequence[int]) -> tuple[str, str]:
-        return f"max {','.join(map(str, operands))}=", str(max(operands))
+    def exercise(*numbers: int) -> tuple[str, str]:
+        return f"max {','.join(map(str, numbers))}=", str(max(numbers))
 
-    return _numbers(digits, count, exercise, train, validation, seed)
+    return _numbers([_of(digits)] * count, exercise, train=train, validation=validation, seed=seed)
 
 
 def addition(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
     """``23+45=`` is ``68``."""
 
-    def exercise(operands: Sequence[int]) -> tuple[str, str]:
-        a, b = operands
+    def exercise(a: int, b: int) -> tuple[str, str]:
         return f"{a}+{b}=", str(a + b)
 
-    return _numbers(digits, 2, exercise, train, validation, seed)
+    return _numbers([_of(digits)] * 2, exercise, train=train, validation=validation, seed=seed)
 
 
 def subtraction(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
     """``23-45=`` is ``-22``."""
 
-    def exercise(operands: Sequence[int]) -> tuple[str, str]:
-        a, b = operands
+    def exercise(a: int, b: int) -> tuple[str, str]:
         return f"{a}-{b}=", str(a - b)
 
-    return _numbers(digits, 2, exercise, train, validation, seed)
+    return _numbers([_of(digits)] * 2, exercise, train=train, validation=validation, seed=seed)
 
 
 def modulo(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
-    """``731%45=`` is ``11``: a number of up to ``digits + 1`` digits modulo one of ``digits`` digits."""
+    """``731%45=`` is ``11``: a number of ``digits + 1`` digits, divided by one of ``digits`` digits."""
 
-    def exercise(operands: Sequence[int]) -> tuple[str, str]:
-        a, b, tens = operands
-        dividend = 10 * a + tens
-        return f"{dividend}%{b}=", str(dividend % b)
+    def exercise(a: int, b: int) -> tuple[str, str]:
+        return f"{a}%{b}=", str(a % b)
 
-    return _numbers(digits, 3, exercise, train, validation, seed)
+    divisors = range(max(2, _of(digits).start), 10**digits)
+    return _numbers([_of(digits + 1), divisors], exercise, train=train, validation=validation, seed=seed)
 
 
 def _at_least(smallest: int, **options: int) -> None:

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 
 import pytest
 
@@ -20,6 +19,8 @@ from grpo_plugin_math.answers import equal, extract, normalised
         ("reasons\n#### 18", "18"),
         ("#### 17\n#### 18\nthe end", "18"),
         ("#### 17 \\boxed{18}", "18"),
+        ("a set } and { \\boxed{18}", "18"),
+        ("\\boxed{1\\boxed{8}}", "8"),
         ("\\boxed{", None),
         ("the answer is 18", None),
         ("", None),
@@ -71,6 +72,7 @@ def test_the_same_answer_in_other_clothes_counts(given, reference):
         ("2 9", "18"),
         ("1e1000", "18"),
         ("nan", "18"),
+        ("18 million", "18"),
     ],
 )
 def test_another_answer_does_not_count(given, reference):
@@ -90,6 +92,7 @@ HOSTILE = [
     "(99999999)!",
     "9" * 20_000,
     "9" * 199,
+    "0" * 100_000 + "x",
     "\ud800",
     "\x00",
     "{" * 5000,
@@ -101,17 +104,18 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.timeout(30, method="thread")  # math-verify takes the alarm for itself
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_neither_crash_nor_earn_nor_take_long(text):
-    begin = time.monotonic()
     for reference in ("18", "x^2+1"):
         assert not equal(text, reference)
     assert extract(f"\\boxed{{{text}") is None
-    assert time.monotonic() - begin < 15, "each half of math-verify has 2 seconds"
 
 
-def test_a_hundred_thousand_open_boxes_are_no_reason_to_search_forever():
+@pytest.mark.timeout(10)
+def test_twenty_thousand_open_boxes_are_searched_once():
     assert extract("\\boxed{" * 20_000) is None
+    assert extract("\\boxed{" * 20_000 + "18" + "}" * 20_000) == "18"
 
 
 def test_the_alarm_of_others_keeps_its_handler():

@@ -88,6 +88,15 @@ def test_few_exercises_are_shared_out():
     assert (len(environment.prompts("train")), len(environment.prompts("validation"))) == (90, 10)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_smallest_and_the_largest_size_work(name):
+    sized = {"copy": "length", "reverse": "length", "sort": "length"}.get(name, "digits")
+    for size in (1, 6):
+        environment = getattr(exercises, name)(**{sized: size}, train=5, validation=2)
+        assert [len(environment.prompts(split)) for split in ("train", "validation")] == [5, 2]
+        assert all(prompt.answer for prompt in environment.prompts("train"))
+
+
 def test_the_order_of_the_alphabet_counts():
     prompt = exercises.sort(length=3, alphabet="zyx").prompts("train")[0]
     assert prompt.answer == "".join(sorted(content(prompt)[:-1], reverse=True))
@@ -102,6 +111,7 @@ def test_the_order_of_the_alphabet_counts():
             lambda: exercises.sort(length=40),
             "these options make 1e+40 different exercises, expected 2 to 4.6",
         ),
+        (lambda: exercises.addition(digits=30), "these options make 8.1e+59 different exercises"),
         (lambda: exercises.sort(alphabet="aab"), "alphabet is 'aab', expected at least two different char"),
         (lambda: exercises.sort(alphabet="a b"), "alphabet is 'a b', expected no white space and no '='"),
         (lambda: exercises.addition(digits=True), "digits is True, expected a whole number of at least 1"),

@@ -1,0 +1,39 @@
+"""Requests and completions as tuples: they pickle several times faster than records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from grpo_core.records import Completion, GenerationRequest
+
+Packed = list[tuple[Any, ...]]
+
+
+def pack_requests(requests: Iterable[GenerationRequest]) -> Packed:
+    return [(r.prompt_ids, r.max_tokens, r.temperature, r.stop_token_ids, r.stop, r.seed) for r in requests]
+
+
+def unpack_requests(packed: Packed) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            prompt_ids=prompt_ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+            stop=stop,
+            seed=seed,
+        )
+        for prompt_ids, max_tokens, temperature, stop_token_ids, stop, seed in packed
+    ]
+
+
+def pack_completions(completions: Sequence[Completion]) -> Packed:
+    return [(c.token_ids, c.logprobs, c.versions, c.finish_reason) for c in completions]
+
+
+def unpack_completions(packed: Packed) -> list[Completion]:
+    return [
+        Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=finish_reason)
+        for token_ids, logprobs, versions, finish_reason in packed
+    ]
