@@ -118,7 +118,7 @@ class MicroBatcher(Generic[T, R]):
         room = self._max_batch
         while self._queue and room > 0:
             submission = self._queue[0]
-            if submission.answer.done():  # its caller was cancelled a moment ago
+            if submission.answer.done():  # it failed, or its caller was cancelled, a moment ago
                 self._withdraw(submission)
                 continue
             if self._together and parts and submission.left > room:
@@ -162,7 +162,7 @@ class MicroBatcher(Generic[T, R]):
                 submission.answer.set_result(submission.results)
 
     def _fail(self, submission: _Submission[T, R], error: Exception) -> None:
-        self._withdraw(submission)
+        """What is left of it in the queue is passed over: its caller has an answer."""
         if not submission.answer.done():
             submission.answer.set_exception(error)
 

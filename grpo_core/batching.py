@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from grpo_core.records import Row
 
-OVERHEAD = 64
-"""What a further micro-batch costs besides its tokens, in tokens: padding is cut where that is cheaper."""
-
 
 def split_updates(rows: Sequence[Row], n: int) -> list[list[Row]]:
     """Whole groups, dealt in turn to ``n`` updates (fewer if there are fewer groups; never an empty one).
@@ -24,7 +21,7 @@ def split_updates(rows: Sequence[Row], n: int) -> list[list[Row]]:
     return updates
 
 
-def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = OVERHEAD) -> list[list[int]]:
+def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> list[list[int]]:
     """Indices of rows, grouped into micro-batches that are padded to their longest row.
 
     Every micro-batch holds (number of rows) x (longest length) <= ``budget`` tokens; a row that is longer

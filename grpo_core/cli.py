@@ -153,6 +153,9 @@ def main() -> None:
     except GrpoError as error:
         print(f"grpo-core: {error}", file=sys.stderr)
         status = error.exit_status
+    except OSError as error:  # a full disk, a directory without permission: not ours to mend
+        print(f"grpo-core: {error}", file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:
         status = 130
     sys.exit(status)

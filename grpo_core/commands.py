@@ -41,7 +41,7 @@ def train(
             )
         directory, config, found = _resumed(resume, changes)
         host = _checked_host(config, block)
-        directory.forget_after(found.step if found else 0)
+        directory.forget_after(found.step if found else -1)
     else:
         config = configure([read_toml(config_file)] if config_file else [], changes)
         host = _checked_host(config, block)
@@ -49,9 +49,11 @@ def train(
     terminal = Terminal(config.trainer.steps)
     with terminal:
         if found is not None:
-            terminal.say(f"continuing {directory.path} after step {found.step}")
             for reason in found.passed_over:
                 terminal.say(f"passed over {reason}")
+            terminal.say(f"continuing {directory.path} after step {found.step}")
+        elif resume is not None:
+            terminal.say(f"{directory.path} has no checkpoint yet: starting from the beginning")
         outcome = _run(
             run.train(
                 config,

@@ -124,6 +124,9 @@ async def train(
             with _signals(pipeline, status):
                 reason = await pipeline.run()
             step = pipeline.buffer.step
+    except asyncio.CancelledError:
+        emit(RunEnded(step=step, reason="interrupted"))
+        raise
     except BaseException as error:
         emit(
             ErrorRaised(

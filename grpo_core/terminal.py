@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from grpo_core.events import (
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
+_RECENT = 10
+"""Steps that shown rates are averaged over: groups are finished in bursts."""
 
 
 def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
@@ -43,7 +46,7 @@ class Terminal:
         self._started = time.monotonic()
         self._first_step = 0
         self._status = "starting"
-        self._metrics: Mapping[str, float] = {}
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._validation: dict[str, list[float]] = {}
         self._step = 0
@@ -65,13 +68,13 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """A line above the live view."""
-        self.console.print(Text(text))
+        self.console.print(Text(text), soft_wrap=True)
 
     def status(self, text: str) -> None:
         """What is going on before the first step."""
         self._status = text
         if not self._live:
-            self.console.print(Text(text))
+            self.say(text)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -86,10 +89,11 @@ class Terminal:
                 self._sample = (prompt, reply, best.reward or 0.0)
             case StepEnded():
                 self._status = ""
-                self._step, self._metrics = event.step, event.metrics
+                self._step = event.step
+                self._recent.append(event.metrics)
                 self._rewards.append(_mean_of(event.metrics, "reward/"))
                 if not self._live:
-                    self.console.print(Text(self._line()), soft_wrap=True)
+                    self.say(self._line())
             case Validated():
                 for task, metrics in event.results.items():
                     for metric in ("accuracy", *metrics):
@@ -98,7 +102,7 @@ class Terminal:
                             break
                     if not self._live:
                         shown = ", ".join(f"{name} {value:.3g}" for name, value in metrics.items())
-                        self.console.print(Text(f"validation of version {event.version}: {task}: {shown}"))
+                        self.say(f"validation of version {event.version}: {task}: {shown}")
             case PromptSkipped():
                 self.say(f"skipped prompt {event.prompt!r} of task {event.task!r}: {event.error}")
             case Saved():
@@ -109,14 +113,19 @@ class Terminal:
 
     # ------------------------------------------------------------------------------ drawing
 
+    def _mean(self, name: str) -> float:
+        """Over the last steps, each weighed with the time it took."""
+        times = [m.get("time/step", 0.0) for m in self._recent]
+        weighed = sum(time * m.get(name, 0.0) for time, m in zip(times, self._recent, strict=True))
+        return weighed / (sum(times) or 1.0)
+
     def _line(self) -> str:
-        m = self._metrics
         return (
             f"step {self._step}/{self._steps}  reward {self._rewards[-1]:.3f}  "
-            f"staleness {m.get('staleness/mean', 0):.2f}  "
-            f"{m.get('tokens_per_second/generation', 0):,.0f} tok/s generated, "
-            f"{m.get('tokens_per_second/training', 0):,.0f} trained  "
-            f"overlap {m.get('overlap', 0):.0%}  {m.get('time/step', 0):.2f} s"
+            f"staleness {self._recent[-1].get('staleness/mean', 0):.2f}  "
+            f"{self._mean('tokens_per_second/generation'):,.0f} tok/s generated, "
+            f"{self._mean('tokens_per_second/training'):,.0f} trained  "
+            f"{self._recent[-1].get('time/step', 0):.2f} s"
         )
 
     def _draw(self) -> RenderableType:
@@ -137,7 +146,6 @@ class Terminal:
         return Group(head, rows)
 
     def _rows(self) -> list[tuple[str, str, RenderableType]]:
-        m = self._metrics
         rows: list[tuple[str, str, RenderableType]] = []
         if self._status:
             rows.append(("now", self._status, ""))
@@ -149,24 +157,24 @@ class Terminal:
             rows.append(
                 (
                     "staleness",
-                    f"{m.get('staleness/mean', 0):.2f}",
-                    Text(f"at most {m.get('staleness/max', 0):.0f} steps", style="dim"),
+                    f"{self._recent[-1].get('staleness/mean', 0):.2f}",
+                    Text(f"steps, at most {self._recent[-1].get('staleness/max', 0):.0f}", style="dim"),
                 )
             )
             rows.append(
                 (
                     "tokens/s",
-                    f"{m.get('tokens_per_second/generation', 0):,.0f}",
+                    f"{self._mean('tokens_per_second/generation'):,.0f}",
                     Text(
-                        f"generated, {m.get('tokens_per_second/training', 0):,.0f} trained; "
-                        f"the busier side works {m.get('overlap', 0):.0%} of the time",
+                        f"generated, {self._mean('tokens_per_second/training'):,.0f} trained; "
+                        f"the busier side works {self._mean('overlap'):.0%} of the time",
                         style="dim",
                     ),
                 )
             )
         if self._sample:
             prompt, reply, reward = self._sample
-            rows.append(("sample", _short(f"{prompt} → {reply}"), Text(f"reward {reward:g}", style="dim")))
+            rows.append(("sample", f"{reward:g}", Text(_short(f"{prompt} → {reply}"))))
         return rows
 
 

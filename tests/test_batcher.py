@@ -161,6 +161,29 @@ def test_a_caller_that_is_cancelled_disturbs_nobody():
     tell(story)
 
 
+def test_who_was_cancelled_at_that_very_moment_is_not_in_the_call():
+    async def story(batcher, calls):
+        caller = asyncio.create_task(batcher.submit([1, 2, 3]))
+        await asyncio.sleep(0.1)
+        caller.cancel()
+        await batcher.submit([4, 5, 6, 7])
+        assert calls.batches == [[4, 5, 6, 7]]
+
+    tell(story)
+
+
+def test_who_was_cancelled_makes_no_batch_full():
+    async def story(batcher, calls):
+        caller = asyncio.create_task(batcher.submit([1, 2, 3]))
+        await asyncio.sleep(0.1)
+        caller.cancel()
+        await asyncio.sleep(0)
+        await batcher.submit([4])
+        assert calls.times == [0.5]
+
+    tell(story)
+
+
 def test_if_all_who_wait_are_cancelled_there_is_no_call():
     async def story(batcher, calls):
         caller = asyncio.create_task(batcher.submit([1]))

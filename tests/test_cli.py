@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core import checkpoint
+
 GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
     "--set", "trainer.steps=4", "--set", "trainer.prompts_per_step=4", "--set", "trainer.updates_per_step=1",
@@ -295,6 +297,18 @@ def test_a_run_that_is_ended_continues_where_it_was(here, how):
 
 
 @pytest.mark.slow
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(here):
+    process = start(here, *FORTY, *LONG, "--output", "run")
+    wait_for(lambda: (here / "run" / "model").exists(), process)
+    process.kill()
+    process.communicate()
+    again = grpo(here, "train", "--resume", "run", "--set", "trainer.steps=2")
+    assert again.returncode == 0, again.stderr
+    assert "run has no checkpoint yet: starting from the beginning" in again.stdout
+    assert steps_done(here / "run") == 2
+
+
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_it_at_once(here):
     process = start(here, *FORTY, *LONG, "--set", "trainer.steps=100000", "--output", "run")
     wait_for(lambda: steps_done(here / "run") >= 1, process)
@@ -329,6 +343,32 @@ def test_a_checkpoint_with_one_byte_changed_is_passed_over(trained, here):
     assert done.returncode == 0, done.stderr
     assert "passed over step-000004: trainer/model.safetensors is not what was written" in done.stdout
     assert "continuing run after step 2" in done.stdout
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3.2 megabytes: room for a tiny model and two checkpoints of it, not for three."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3200k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("this user may not mount a file system")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(here, small_disk):
+    run = small_disk / "run"
+    text = refused(here, "train", *SORT, *SMALL, "--set", "checkpoint.every=1", "--output", run)
+    assert "step-000003: cannot be written: No space left on device" in text
+    assert "make room and --resume; the checkpoints before it are untouched" in text
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+    assert checkpoint.newest(run / "checkpoints").step == 2
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    again = grpo(here, "train", "--resume", run)
+    assert again.returncode == 0, again.stderr
+    assert "after step 2" in again.stdout
 
 
 # ---------------------------------------------------------------------------------- what plugins do wrong

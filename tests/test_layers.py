@@ -16,6 +16,7 @@ LAYERS = [
     {"buffer", "advantages", "batching", "loss", "rows"},
     {"protocols", "hookspecs"},
     {"rollout", "config", "plugins", "builtins", "checkpoint", "tracking", "metrics", "rendering"}
+    | {"offers", "installed"}
     | {"processes", "models", "weights", "logprobs", "samplers", "loaders", "batcher", "terminal"},
     {"pipeline", "validation", "policy", "tiny", "trainer", "environments", "engines", "testing"},
     {"run", "cli", "commands"},

@@ -14,6 +14,8 @@ from grpo_core.errors import ConfigError, PluginError
 from grpo_core.events import RunStarted, StepEnded
 from grpo_core.plugins import HOOKS, PluginHost, listing
 
+VERSION = grpo_core.__version__
+
 WORDS = """
     import grpo_core as grpo
 
@@ -193,10 +195,14 @@ def test_a_broken_plugin_is_listed_as_broken_and_fatal_only_if_selected(install,
     ("requires", "error"),
     [
         ("grpo-core>=0.1,<1", ""),
+        ("grpo-core>=0.1.0.0,<1", ""),
+        ("grpo-core>=7", f"it needs grpo-core>=7, this is {VERSION}"),
+        ("grpo-core<0.0.5", f"it needs grpo-core<0.0.5, this is {VERSION}"),
+        (f"grpo-core<{VERSION}.0", f"it needs grpo-core<{VERSION}.0, this is {VERSION}"),
         ("grpo_core ; python_version < '3'", ""),
         ("grpo-core-extras>=7", ""),
         ("grpo-core>=7 ; extra == 'future'", ""),
-        ("Grpo.Core[ray]>=7", f"it needs grpo-core>=7, this is {grpo_core.__version__}"),
+        ("Grpo.Core[ray]>=7", f"it needs grpo-core>=7, this is {VERSION}"),
     ],
 )
 def test_the_requirement_on_grpo_core_is_checked_again(install, requires, error):
@@ -242,6 +248,7 @@ def test_a_prefix_receives_the_rest_of_the_name(install):
         def grpo_environments():
             return {
                 "*": lambda rest, size=1: (rest, size),
+                "s*": list,
                 "set/*": lambda rest: {rest},
                 "set/x": lambda: "x",
             }

@@ -180,12 +180,12 @@ def test_bfloat16_products_keep_float32_weights_and_nearly_the_logprobs(model: s
 
 def test_the_metrics_of_a_step_have_the_names_that_everything_else_reads(model: str) -> None:
     metrics = TorchTrainer(setup(model, updates_per_step=2)).step(batch(ragged())).metrics
-    names = """
-        loss kl entropy clip_fraction/low clip_fraction/high grad_norm lr logprob_diff/mean time/train
-        tokens_per_second/training tokens/trained tokens/padding importance_weight/mean importance_weight/max
-        importance_ratio/mean importance_ratio/max importance_ratio/effective_sample_size
-    """.split()
-    assert set(names) == metrics.keys()
+    assert metrics.keys() == {
+        "loss", "kl", "entropy", "grad_norm", "lr", "time/train", "tokens_per_second/training",
+        "clip_fraction/low", "clip_fraction/high", "logprob_diff/mean", "tokens/trained", "tokens/padding",
+        "importance_weight/mean", "importance_weight/max",
+        "importance_ratio/mean", "importance_ratio/max", "importance_ratio/effective_sample_size",
+    }  # fmt: skip
     assert all(math.isfinite(value) for value in metrics.values())
     assert 3 < metrics["entropy"] < math.log(99)
     assert 0 < metrics["importance_ratio/effective_sample_size"] <= 1

@@ -116,6 +116,8 @@ class Llama:
         self.vocabulary = shape.vocabulary
         self.max_positions = shape.max_positions
         self.description = f"fast path ({shape.kind})"
+        self.rows_first = device.type != "cpu" or dtype != torch.float32
+        """Attention by torch's fused kernels; else by elementwise operations with the rows innermost."""
         self.places: dict[str, Tensor] = {}
         """Where each of the trainer's tensors goes: views into the fused ones."""
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
@@ -229,7 +231,7 @@ class LlamaCache:
     def __init__(self, model: Llama) -> None:
         s = model.shape
         self._model = model
-        self._rows_first = model.device.type != "cpu" or model.dtype != torch.float32
+        self._rows_first = model.rows_first
         self._columns = Columns(
             [((s.kv_heads, s.head_dim), model.dtype)] * (2 * s.layers),
             model.device,

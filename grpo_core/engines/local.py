@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +147,14 @@ class LocalEngine:
         if self._deaths >= MAX_DEATHS:
             where = f"see {self._log}" if self._log else "its output is above"
             raise EngineError(
-                f"engine local died {self._deaths} times without finishing a request in between ({where}); the "
-                f"last time: {why}"
+                f"engine local died {self._deaths} times without finishing a request in between ({where}); "
+                f"the last time: {why}"
             ) from why
 
     def _cancel(self, child: Child, ticket: int) -> None:
         async def cancel() -> None:
-            try:
+            with suppress(GrpoError):  # a dead child decodes nothing
                 await child.call("cancel", ticket, seconds=self._setup.deadline)
-            except GrpoError:
-                pass  # a dead child decodes nothing
 
         task = asyncio.get_running_loop().create_task(cancel(), name="engine local: cancel")
         self._cancelling.add(task)

@@ -92,7 +92,7 @@ def _cross(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_two_level(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """First the block of ``_BLOCK`` tokens, then the token in it: the long row is summed once, not scanned."""
+    """First the block of ``_BLOCK`` tokens, then the token in it: a long row is summed, not scanned."""
     rows, vocabulary = probabilities.shape
     whole = vocabulary // _BLOCK
     sums = probabilities[:, : whole * _BLOCK].view(rows, whole, _BLOCK).sum(-1)

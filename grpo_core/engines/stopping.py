@@ -60,7 +60,7 @@ class StopStrings:
             path = Path(self._directory or "") / "tokenizer.json"
             if self._directory is None or not path.is_file():
                 raise EngineError(
-                    f"engine local: stop strings need a tokenizer.json in the model's directory, and there is "
+                    f"engine local: stop strings need a tokenizer.json in the model's directory; there is "
                     f"none ({path}); save a fast tokenizer there, or use stop token ids"
                 )
             self._tokenizer = Tokenizer.from_file(str(path))

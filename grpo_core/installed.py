@@ -1,0 +1,101 @@
+"""Plugins that are installed as distributions, or lie in a file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import grpo_core
+from grpo_core import hookspecs
+from grpo_core.errors import PluginError
+from grpo_core.offers import Plugin
+
+
+def installed(reserved: Iterable[str]) -> list[tuple[Plugin, EntryPoint]]:
+    """Every entry point of the group; those of one name are told apart by their distribution.
+
+    ``reserved`` names are in use already.
+    """
+    entries = [(entry, _distribution(entry)) for entry in entry_points(group=hookspecs.PROJECT)]
+    uses = Counter([*reserved, *(entry.name for entry, _ in entries)])
+    found = []
+    for entry, distribution in sorted(entries, key=lambda pair: (pair[0].name, pair[1].name)):
+        plugin = Plugin(
+            name=entry.name,
+            distribution=distribution.name,
+            version=distribution.version,
+            module=entry.value,
+        )
+        if uses[entry.name] > 1:
+            plugin.name = f"{distribution.name}/{entry.name}"
+            plugin.note = f"another distribution has a plugin {entry.name!r} too, so this is {plugin.name!r}"
+        found.append((plugin, entry))
+    return found
+
+
+def _distribution(entry: EntryPoint) -> Distribution:
+    assert entry.dist is not None, "entry_points() tells the distribution of each"
+    return entry.dist
+
+
+def names_of(plugin: Plugin, entry: EntryPoint) -> set[str]:
+    """What a plugin may be called in a list of plugins."""
+    return {plugin.name, entry.name, plugin.distribution}
+
+
+def import_plugin(entry: EntryPoint) -> Any:
+    """Check the requirement on grpo-core, which an installation may have ignored, and import the module."""
+    for line in _distribution(entry).requires or ():
+        if re.match(r"grpo[-_.]core\b(?![-_.]?\w)", line, re.IGNORECASE) and not _plainly_met(line):
+            from packaging.requirements import Requirement
+
+            requirement = Requirement(line)
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if applies and not requirement.specifier.contains(grpo_core.__version__, prereleases=True):
+                raise PluginError(
+                    f"it needs grpo-core{requirement.specifier}, this is {grpo_core.__version__}"
+                )
+    return entry.load()
+
+
+_BOUND = re.compile(r"(>=|<)(\d+(?:\.\d+)*)")
+
+
+def _plainly_met(requirement: str) -> bool:
+    """True for what needs no second look, as ``grpo-core<1,>=0.1``: importing packaging takes 15 ms."""
+    specifier = re.sub(r"^[\w.-]+", "", requirement)
+    bounds = [_BOUND.fullmatch(bound) for bound in specifier.split(",")]
+    if re.fullmatch(r"\d+(\.\d+)*", grpo_core.__version__) is None:
+        return False  # a pre-release has an order of its own
+    ours = _numbers(grpo_core.__version__)
+    return all(
+        bound is not None and (ours < _numbers(bound[2]) if bound[1] == "<" else ours >= _numbers(bound[2]))
+        for bound in bounds
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Without zeros at the end, so that 1.0 is 1."""
+    return tuple(map(int, re.sub(r"(\.0+)+$", "", version).split(".")))
+
+
+def import_file(path: Path) -> Any:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    if not path.is_file():
+        raise PluginError(f"there is no file {path}")
+    spec = spec_from_file_location(module_name(path), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def module_name(path: Path) -> str:
+    return "grpo_file_" + re.sub(r"\W", "_", str(path.with_suffix("")))

@@ -1,0 +1,495 @@
+"""The engine `local`: exact to its logprobs, whatever joins, leaves or changes on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_core.engines.decoder import Decoder, Model
+from grpo_core.engines.hf import TransformersModel
+from grpo_core.engines.llama import Llama, Shape
+from grpo_core.engines.local import MAX_DEATHS, LocalEngine
+from grpo_core.engines.stopping import StopStrings
+from grpo_core.errors import EngineError, ModelError, WeightSyncError
+from grpo_core.records import Completion, EngineSetup, GenerationRequest
+from grpo_core.weights import WeightsWriter
+
+VOCABULARY = 60
+STOP = 3
+FAST = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
+OTHER = ("gpt2", "gemma2")
+
+
+def reference(kind: str) -> Any:
+    """A random tiny model of transformers, with weights large enough for peaked distributions."""
+    import transformers as t
+
+    dims: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": kind in ("llama", "qwen3"),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = {
+        "llama": lambda: t.LlamaConfig(**dims),
+        "llama-bias": lambda: t.LlamaConfig(**dims, attention_bias=True, mlp_bias=True),
+        "mistral": lambda: t.MistralConfig(**dims, sliding_window=None),
+        "qwen2": lambda: t.Qwen2Config(**dims),
+        "qwen3": lambda: t.Qwen3Config(**dims),
+        "gpt2": lambda: t.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=256,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+        "gemma2": lambda: t.Gemma2Config(**dims, sliding_window=16, query_pre_attn_scalar=8),
+    }[kind]()
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.25)
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def references() -> Any:
+    return functools.cache(reference)
+
+
+def engine_model(kind: str, hf: Any, directory: Path) -> Model:
+    text = hf.config.to_json_string()
+    shape = Shape.of(json.loads(text))
+    assert (shape is not None) == (kind in FAST)
+    if shape is not None:
+        return Llama(shape, device=torch.device("cpu"), dtype=torch.float32)
+    (directory / "config.json").write_text(text)
+    return TransformersModel(str(directory), device=torch.device("cpu"), dtype=torch.float32)
+
+
+def tensors(hf: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in hf.named_parameters()}
+
+
+def decoder_of(kind: str, hf: Any, directory: Path, *, max_rows: int = 512) -> Decoder:
+    decoder = Decoder(engine_model(kind, hf, directory), max_rows=max_rows)
+    decoder.load(tensors(hf), 0)
+    return decoder
+
+
+def run(decoder: Decoder, requests: list[GenerationRequest], *, at_once: int = 10**9) -> list[Completion]:
+    """Decode all; ``at_once`` new requests come before every third step."""
+    results: dict[Any, Any] = {}
+    coming = list(enumerate(requests))
+    step = 0
+    while coming or decoder.busy:
+        if step % 3 == 0:
+            decoder.add(coming[:at_once])
+            coming = coming[at_once:]
+        finished = decoder.step()
+        assert not results.keys() & {key for key, _ in finished}
+        results.update(finished)
+        step += 1
+    return [results[i] for i in range(len(requests))]
+
+
+def logprobs_by(hf: Any, request: GenerationRequest, completion: Completion) -> Tensor:
+    ids = torch.tensor([request.prompt_ids + completion.token_ids])
+    with torch.no_grad():
+        logits = hf(ids).logits[0, len(request.prompt_ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits / (request.temperature or 1), -1)
+    return logprobs[torch.arange(len(completion.token_ids)), list(completion.token_ids)]
+
+
+def mixed_requests(n: int = 60) -> list[GenerationRequest]:
+    """Groups of ragged prompts, with different lengths and temperatures."""
+    rng = random.Random(7)
+    requests = []
+    for i in range(n):
+        if i % 4 == 0:
+            prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 5, 9, 40])))
+        requests.append(
+            GenerationRequest(
+                prompt_ids=prompt,
+                max_tokens=rng.choice([1, 4, 10, 90]),
+                temperature=rng.choice([0.0, 0.6, 1.0, 1.4]),
+                stop_token_ids=(STOP, 11) if i % 2 else (STOP,),
+                seed=i,
+            )
+        )
+    return requests
+
+
+# ---------------------------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("kind", FAST + OTHER)
+def test_logprobs_are_those_of_transformers_while_rows_join_and_leave(
+    kind: str, references: Any, tmp_path: Path
+) -> None:
+    hf, requests = references(kind), mixed_requests(60 if kind in FAST else 24)
+    completions = run(decoder_of(kind, hf, tmp_path, max_rows=20), requests, at_once=7)
+    for request, completion in zip(requests, completions, strict=True):
+        expected = logprobs_by(hf, request, completion)
+        assert (expected - torch.tensor(completion.logprobs)).abs().max() <= 1e-4
+        assert completion.versions == (0,) * len(completion.token_ids)
+        stopped = completion.token_ids[-1] in request.stop_token_ids
+        assert not set(completion.token_ids[:-1]) & set(request.stop_token_ids)
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(completion.token_ids) == request.max_tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_tokens_do_not_depend_on_what_else_is_in_the_batch(
+    kind: str, references: Any, tmp_path: Path
+) -> None:
+    requests = mixed_requests(24)
+    crowd = run(decoder_of(kind, references(kind), tmp_path), requests)
+    late = run(decoder_of(kind, references(kind), tmp_path, max_rows=5), requests, at_once=3)
+    decoder = decoder_of(kind, references(kind), tmp_path)
+    alone = [run(decoder, [request])[0] for request in requests]
+    assert [c.token_ids for c in crowd] == [c.token_ids for c in late] == [c.token_ids for c in alone]
+
+
+def test_other_seeds_give_other_tokens_and_greedy_ignores_the_seed(references: Any, tmp_path: Path) -> None:
+    decoder = decoder_of("llama", references("llama"), tmp_path)
+    request = GenerationRequest(prompt_ids=(5, 6), max_tokens=12)
+    sampled = run(decoder, [attrs.evolve(request, seed=seed) for seed in range(6)])
+    assert len({c.token_ids for c in sampled}) == 6
+    greedy = run(decoder, [attrs.evolve(request, seed=seed, temperature=0.0) for seed in range(6)])
+    assert len({c.token_ids for c in greedy}) == 1
+
+
+def test_first_tokens_are_distributed_as_the_model_says(references: Any, tmp_path: Path) -> None:
+    n, request = 4000, GenerationRequest(prompt_ids=(9, 9, 1), max_tokens=1)
+    completions = run(
+        decoder_of("llama", references("llama"), tmp_path), [attrs.evolve(request, seed=s) for s in range(n)]
+    )
+    with torch.no_grad():
+        expected = references("llama")(torch.tensor([request.prompt_ids])).logits[0, -1].softmax(-1)
+    counts = torch.tensor([c.token_ids[0] for c in completions]).bincount(minlength=VOCABULARY)
+    sigma = (n * expected * (1 - expected)).sqrt() + 1
+    assert ((counts - n * expected).abs() < 5 * sigma).all()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_running_requests_continue_on_new_weights(kind: str, references: Any, tmp_path: Path) -> None:
+    hf = references(kind)
+    decoder = decoder_of(kind, hf, tmp_path)
+    decoder.add([(0, GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=10))])
+    for _ in range(4):
+        assert decoder.step() == []
+    decoder.load({name: tensor * 1.5 for name, tensor in tensors(hf).items()}, 5)
+    finished: list[Any] = []
+    while decoder.busy:
+        finished += decoder.step()
+    ((_, completion),) = finished
+    assert completion.versions == (0,) * 4 + (5,) * 6
+    before = run(decoder_of(kind, hf, tmp_path), [GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=10)])[0]
+    assert completion.token_ids[:4] == before.token_ids[:4]
+    assert completion.logprobs[4] != before.logprobs[4]
+
+
+def test_fused_kernels_of_torch_give_the_same(references: Any, tmp_path: Path) -> None:
+    hf, requests = references("qwen3"), mixed_requests(30)
+    model = engine_model("qwen3", hf, tmp_path)
+    assert isinstance(model, Llama)
+    model.rows_first = True
+    decoder = Decoder(model, max_rows=12)
+    decoder.load(tensors(hf), 0)
+    completions = run(decoder, requests, at_once=5)
+    for request, completion in zip(requests, completions, strict=True):
+        assert (logprobs_by(hf, request, completion) - torch.tensor(completion.logprobs)).abs().max() <= 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_decodes_what_a_cpu_does(dtype: torch.dtype, references: Any) -> None:
+    hf, requests = references("qwen3"), mixed_requests(30)
+    shape = Shape.of(json.loads(hf.config.to_json_string()))
+    assert shape is not None
+    decoder = Decoder(Llama(shape, device=torch.device("cuda"), dtype=dtype), max_rows=12)
+    decoder.load(tensors(hf), 0)
+    for request, completion in zip(requests, run(decoder, requests, at_once=5), strict=True):
+        error = (logprobs_by(hf, request, completion) - torch.tensor(completion.logprobs)).abs()
+        assert error.mean() <= (1e-3 if dtype == torch.float32 else 0.3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gpt_neox"},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": None},
+        {"sliding_window": 64},
+        {"hidden_act": "gelu"},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_what_the_fast_path_does_not_compute_goes_the_other_way(
+    change: dict[str, Any], references: Any
+) -> None:
+    config = json.loads(references("llama").config.to_json_string())
+    assert Shape.of(config) is not None
+    assert Shape.of(config | change) is None
+
+
+# ---------------------------------------------------------------------------------- requests
+
+
+def test_more_requests_than_rows_wait_in_order(references: Any, tmp_path: Path) -> None:
+    decoder = decoder_of("llama", references("llama"), tmp_path, max_rows=2)
+    decoder.add((i, GenerationRequest(prompt_ids=(1,), max_tokens=2, seed=i)) for i in range(6))
+    order: list[Any] = []
+    while decoder.busy:
+        order.append({key for key, _ in decoder.step()})
+    assert [keys for keys in order if keys] == [{0, 1}, {2, 3}, {4, 5}]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_cancelled_requests_free_their_rows(kind: str, references: Any, tmp_path: Path) -> None:
+    decoder = decoder_of(kind, references(kind), tmp_path, max_rows=3)
+    decoder.add((i, GenerationRequest(prompt_ids=(1,), max_tokens=50, seed=i)) for i in range(6))
+    decoder.step()
+    decoder.cancel({0, 1, 4, 5})
+    decoder.step()
+    assert {key for _ in range(60) for key, _ in decoder.step()} == {2, 3}
+    assert not decoder.busy
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": ()}, "at least one"),
+        ({"prompt_ids": (VOCABULARY,)}, "the model has 60 tokens"),
+        ({"max_tokens": 256}, "256 positions"),
+        ({"temperature": -1.0}, "below 0"),
+    ],
+)
+def test_a_request_that_cannot_be_decoded_fails_alone(
+    change: dict[str, Any], message: str, references: Any, tmp_path: Path
+) -> None:
+    good = GenerationRequest(prompt_ids=(1, 2), max_tokens=3)
+    refused, fine = run(
+        decoder_of("llama", references("llama"), tmp_path), [attrs.evolve(good, **change), good]
+    )
+    assert isinstance(refused, EngineError)
+    assert message in str(refused)
+    assert len(fine.token_ids) == 3
+
+
+def test_weights_that_are_not_finite_fail_the_request(references: Any, tmp_path: Path) -> None:
+    decoder = decoder_of("llama", references("llama"), tmp_path)
+    decoder.load({name: tensor * float("nan") for name, tensor in tensors(references("llama")).items()}, 7)
+    (result,) = run(decoder, [GenerationRequest(prompt_ids=(1, 2), max_tokens=9)])
+    assert "version 7 are not finite" in str(result)
+    decoder.load(tensors(references("llama")), 8)
+    assert isinstance(run(decoder, [GenerationRequest(prompt_ids=(1,), max_tokens=9)])[0], Completion)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_of_another_model_are_refused_and_change_nothing(
+    kind: str, references: Any, tmp_path: Path
+) -> None:
+    decoder = decoder_of(kind, references(kind), tmp_path)
+    requests = mixed_requests(4)
+    before = run(decoder, requests)
+    wrong = {name: tensor * 2 for name, tensor in tensors(references(kind)).items()}
+    (first, *_, last) = wrong
+    wrong["extra.weight"] = wrong.pop(first)
+    wrong[last] = torch.zeros(1, 2, 3)
+    with pytest.raises(WeightSyncError) as caught:
+        decoder.load(wrong, 1)
+    assert f"missing: {first}" in str(caught.value)
+    assert "unknown: extra.weight" in str(caught.value)
+    assert f"{last} is (1, 2, 3)" in str(caught.value)
+    assert decoder.version == 0
+    assert run(decoder, requests) == before
+
+
+def character_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    characters = {chr(ord("A") + i): i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(vocab=characters, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def test_a_stop_string_ends_a_completion_and_stays_in_it(references: Any, tmp_path: Path) -> None:
+    character_tokenizer(tmp_path)
+    model = engine_model("llama", references("llama"), tmp_path)
+    decoder = Decoder(model, stops=StopStrings(str(tmp_path)))
+    decoder.load(tensors(references("llama")), 0)
+    request = GenerationRequest(prompt_ids=(1, 2), max_tokens=40, seed=4)
+    (free,) = run(decoder, [request])
+    text = "".join(chr(ord("A") + token) for token in free.token_ids)
+    stop = text[20:22]
+    end = text.index(stop) + 2
+    stopped, other = run(decoder, [attrs.evolve(request, stop=(stop, "never")), request])
+    assert stopped.token_ids == free.token_ids[:end]
+    assert stopped.finish_reason == "stop"
+    assert other == free
+
+
+def test_stop_strings_without_a_tokenizer_say_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"tokenizer\.json"):
+        StopStrings(str(tmp_path)).may_end(("x",), 1)
+
+
+# ---------------------------------------------------------------------------------- the child process
+
+
+@pytest.fixture
+def setup(references: Any, tmp_path: Path) -> EngineSetup:
+    (tmp_path / "config.json").write_text(references("llama").config.to_json_string())
+    return EngineSetup(model=str(tmp_path), log_directory=str(tmp_path), deadline=60)
+
+
+async def killed(engine: LocalEngine) -> None:
+    child = engine._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_child_generates_and_changes_its_weights(setup: EngineSetup, references: Any) -> None:
+    async def story() -> None:
+        engine = LocalEngine(setup)
+        with pytest.raises(EngineError, match="before the first update_weights"):
+            await engine.generate([GenerationRequest(prompt_ids=(1,), max_tokens=1)])
+        writer = WeightsWriter()
+        await engine.update_weights(writer.write(4, references("llama").named_parameters()))
+        requests = mixed_requests(24)
+        halves = await asyncio.gather(engine.generate(requests[:9]), engine.generate(requests[9:]))
+        here = run(decoder_of("llama", references("llama"), Path(setup.model)), requests)
+        assert [c.token_ids for c in halves[0] + halves[1]] == [c.token_ids for c in here]
+        assert {version for half in halves for c in half for version in c.versions} == {4}
+        assert await engine.generate([]) == []
+
+        long = asyncio.ensure_future(engine.generate([GenerationRequest(prompt_ids=(1,), max_tokens=250)]))
+        await engine.update_weights(writer.write(5, references("llama").named_parameters()))
+        (completion,) = await long
+        assert completion.versions[-1] == 5
+        assert "fast path (llama)" in engine.description
+
+        weights = writer.write(6, [("model.norm.weight", torch.zeros(3))])
+        with pytest.raises(WeightSyncError, match="missing"):
+            await engine.update_weights(weights)
+        damaged = attrs.evolve(weights.tensors[0], checksum=1)
+        with pytest.raises(WeightSyncError, match="checksum"):
+            await engine.update_weights(attrs.evolve(weights, tensors=(damaged,)))
+        (after,) = await engine.generate(requests[:1])
+        assert set(after.versions) == {5}
+        await engine.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(requests)
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_dead_child_is_replaced_and_holds_the_last_weights(setup: EngineSetup, references: Any) -> None:
+    request = GenerationRequest(prompt_ids=(1, 2), max_tokens=3)
+
+    async def story() -> None:
+        engine = LocalEngine(setup)
+        writer = WeightsWriter()
+        await engine.update_weights(writer.write(1, references("llama").named_parameters()))
+        before = await engine.generate([request])
+        endless = [attrs.evolve(request, max_tokens=250, seed=i) for i in range(400)]
+        running = [asyncio.ensure_future(engine.generate(endless)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await killed(engine)
+        for outcome in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(outcome, EngineError)
+            assert "ask again" in str(outcome)
+        assert await engine.generate([request]) == before
+        await killed(engine)
+        await engine.update_weights(writer.write(2, references("llama").named_parameters()))
+        assert set((await engine.generate([request]))[0].versions) == {2}
+        await engine.aclose()
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_an_engine_whose_child_keeps_dying_gives_up(setup: EngineSetup, references: Any) -> None:
+    request = GenerationRequest(prompt_ids=(1, 2), max_tokens=3)
+
+    async def story() -> None:
+        engine = LocalEngine(setup)
+        await engine.update_weights(WeightsWriter().write(1, references("llama").named_parameters()))
+        for _ in range(MAX_DEATHS):
+            engine._living_child()
+            await killed(engine)
+            with pytest.raises(EngineError):
+                await engine.generate([request])
+        with pytest.raises(EngineError, match=r"died 3 times.*engine-local\.log"):
+            await engine.generate([request])
+        await engine.aclose()
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_cancelled_generate_frees_its_rows(setup: EngineSetup, references: Any) -> None:
+    async def story() -> None:
+        engine = LocalEngine(setup, max_rows=1)
+        writer = WeightsWriter()
+        await engine.update_weights(writer.write(1, references("llama").named_parameters()))
+        endless = [GenerationRequest(prompt_ids=(1,), max_tokens=255, seed=i) for i in range(10**4)]
+        task = asyncio.ensure_future(engine.generate(endless))
+        await engine.update_weights(writer.write(2, references("llama").named_parameters()))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # with one row, this is answered only if the ten thousand before it are gone
+        async with asyncio.timeout(20):
+            await engine.generate([GenerationRequest(prompt_ids=(1,), max_tokens=1)])
+        await engine.aclose()
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_directory_without_a_configuration_is_named(tmp_path: Path, references: Any) -> None:
+    async def story() -> None:
+        engine = LocalEngine(EngineSetup(model=str(tmp_path), log_directory=str(tmp_path)))
+        with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+            await engine.update_weights(WeightsWriter().write(1, references("llama").named_parameters()))
+        await engine.aclose()
+
+    asyncio.run(story())
