@@ -1,6 +1,5 @@
-"""The smallest environment, in a file that need not be installed.
+"""The smallest plugin: an environment in a file, which need not be installed.
 
-grpo-core check ./examples/reverse.py:Reverse
 grpo-core train --env ./examples/reverse.py:Reverse
 """
 
@@ -14,3 +13,8 @@ class Reverse(grpo.Environment):
 
     def evaluate(self, episodes):
         return [float(e.reply.strip() == e.prompt.answer) for e in episodes]
+
+
+@grpo.hookimpl
+def grpo_environments():
+    return {"reverse": Reverse}

@@ -58,6 +58,7 @@ class EnvironmentHost:
         for method in ("prompts", "evaluate"):
             if not callable(getattr(self._environment, method, None)):
                 raise PluginError(f"{self._who}: {type(self._environment).__name__} has no method {method!r}")
+        self._refuse_what_is_not_called()
 
     def description(self) -> dict[str, Any]:
         turns = getattr(self._environment, "max_turns", Environment.max_turns)
@@ -107,6 +108,21 @@ class EnvironmentHost:
             return [solve(prompt) for prompt in prompts] if solve else [None] * len(prompts)
         except Exception as error:
             raise PluginError(f"{self._who}: solve raised {_named(error)}") from error
+
+    def _refuse_what_is_not_called(self) -> None:
+        """An environment that counts on sessions or tools would run without them and learn nonsense."""
+        kind = type(self._environment)
+        wanted = [
+            name
+            for name in ("open", "close")
+            if getattr(kind, name, None) not in (None, getattr(Environment, name))
+        ]
+        wanted += ["tools"] if getattr(self._environment, "tools", ()) else []
+        if wanted:
+            raise PluginError(
+                f"{self._who}: {kind.__name__} defines {' and '.join(wanted)}, but sessions and tools are "
+                "not supported yet; keep what a rollout needs in its messages"
+            )
 
     def _wait_for(self, results: Awaitable[Any]) -> Any:
         try:

@@ -147,9 +147,7 @@ class TaskLoader:
         self._taken = state["taken"]
         self._restored = state["dataloader"]
         self._dataloader = None
-        self._indices.load_state_dict(
-            {"epoch": 0, "position": 0}
-        )  # where a stream begins that was not drawn from
+        self._indices.load_state_dict({"epoch": 0, "position": 0})  # if nothing had been drawn yet
 
     def _open(self) -> StatefulDataLoader:
         import torch

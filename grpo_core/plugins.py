@@ -183,9 +183,7 @@ class PluginHost:
             self._register(plugin, module)
         except KeyboardInterrupt:
             raise
-        except (
-            BaseException
-        ) as error:  # whatever a foreign module does, SystemExit included, is its own fault
+        except BaseException as error:  # SystemExit, too, is no reason to end
             if module is not None and self._manager.get_name(module) == plugin.name:
                 self._manager.unregister(module)
             plugin.fault, plugin.offers, plugin.listeners = error, {}, []

@@ -133,6 +133,14 @@ def test_an_exception_reaches_those_in_the_call_and_nobody_else():
     tell(story)
 
 
+def test_what_is_left_of_a_failed_submission_is_in_no_later_call():
+    async def story(batcher, calls):
+        await asyncio.gather(batcher.submit([-1] * 6), batcher.submit([7] * 4), return_exceptions=True)
+        assert calls.batches == [[-1] * 4, [7] * 4]
+
+    tell(story)
+
+
 def test_a_wrong_number_of_results_is_an_error():
     async def one(items):
         return [1]

@@ -36,6 +36,10 @@ class Words(grpo.Environment):
     def judge(self, e):
         return float(e.reply == e.prompt.answer)
 
+class Digits(Words):
+    def judge(self, e):
+        return sum(c.isdigit() for c in e.reply) / 8
+
 class Raises(Words):
     def judge(self, e):
         return {}["gold"]
@@ -234,6 +238,35 @@ def test_the_weights_of_a_trained_directory_are_trained_further(trained, here):
     done = grpo(here, "train", *SORT, *SMALL, "--set", f"model.path={directory}", "--set", "trainer.lr=1e-3",
                 "--set", "rollout.max_tokens=8", "--output", "more")  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_any_architecture_with_a_chat_template_is_trained(here):
+    """GPT-2 has neither rotary positions nor gated layers: transformers' own forward decodes it."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    from grpo_core.tiny import write_tokenizer
+
+    model = here / "gpt2"
+    model.mkdir()
+    write_tokenizer(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=128,
+                   bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    ).save_pretrained(model)  # fmt: skip
+    done = grpo(here, "train", "--env", "./envs.py:Digits", *SMALL, "--set", "model.path=gpt2",
+                "--set", "rollout.max_tokens=8", "--set", "trainer.lr=1e-3", "--output", "run")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = [row for row in metrics(here / "run") if "loss" in row]
+    assert steps[0]["logprob_diff/mean"] < 1e-4
+    (line, *_) = (here / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    assert [m["role"] for m in json.loads(line)["messages"]] == ["user", "assistant"]
 
 
 # ---------------------------------------------------------------------------------- ends of all kinds

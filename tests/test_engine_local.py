@@ -20,9 +20,10 @@ from torch import Tensor
 from grpo_core.engines.decoder import Decoder, Model
 from grpo_core.engines.hf import TransformersModel
 from grpo_core.engines.llama import Llama, Shape
-from grpo_core.engines.local import MAX_DEATHS, LocalEngine
+from grpo_core.engines.local import LocalEngine
 from grpo_core.engines.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError, WeightSyncError
+from grpo_core.processes import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest
 from grpo_core.weights import WeightsWriter
 
@@ -361,7 +362,7 @@ def test_a_stop_string_ends_a_completion_and_stays_in_it(references: Any, tmp_pa
     stopped, other = run(decoder, [attrs.evolve(request, stop=(stop, "never")), request])
     assert stopped.token_ids == free.token_ids[:end]
     assert stopped.finish_reason == "stop"
-    assert other == free
+    assert other.token_ids == free.token_ids
 
 
 def test_stop_strings_without_a_tokenizer_say_what_is_missing(tmp_path: Path) -> None:
@@ -445,20 +446,21 @@ def test_a_dead_child_is_replaced_and_holds_the_last_weights(setup: EngineSetup,
     asyncio.run(story())
 
 
+class Doomed(LocalEngine):
+    """Its children abort as soon as they run."""
+
+    def _start(self) -> Child:
+        return Child("os:abort", name="engine local", log=self._log)
+
+
 @pytest.mark.slow
 def test_an_engine_whose_child_keeps_dying_gives_up(setup: EngineSetup, references: Any) -> None:
-    request = GenerationRequest(prompt_ids=(1, 2), max_tokens=3)
-
     async def story() -> None:
-        engine = LocalEngine(setup)
-        await engine.update_weights(WeightsWriter().write(1, references("llama").named_parameters()))
-        for _ in range(MAX_DEATHS):
-            engine._living_child()
-            await killed(engine)
-            with pytest.raises(EngineError):
-                await engine.generate([request])
-        with pytest.raises(EngineError, match=r"died 3 times.*engine-local\.log"):
-            await engine.generate([request])
+        engine = Doomed(setup)
+        weights = WeightsWriter().write(1, references("llama").named_parameters())
+        with pytest.raises(WeightSyncError, match=r"died 3 times.*engine-local\.log.*SIGABRT") as caught:
+            await engine.update_weights(weights)
+        assert "does not hold version 1" in str(caught.value)
         await engine.aclose()
 
     asyncio.run(story())

@@ -92,6 +92,12 @@ SCENES = """
                 await asyncio.sleep(0)
                 return self.one(episode.reply)
 
+    class Stateful(Scenes):
+        tools = [print]
+
+        def open(self, prompt):
+            return []
+
     class Bare:
         def prompts(self, split):
             return [grpo.Prompt(messages="1+1=", answer="2")]
@@ -228,6 +234,11 @@ def test_bad_prompts_are_errors_that_name_task_plugin_and_prompt(scenes, mode, m
 def test_an_environment_without_a_method_is_refused(scenes):
     with pytest.raises(PluginError, match=r"Bare has no method 'evaluate'"):
         EnvironmentHost("play", f"{scenes}:Bare", {}, allow=[])
+
+
+def test_an_environment_that_counts_on_sessions_or_tools_is_refused(scenes):
+    with pytest.raises(PluginError, match="Stateful defines open and tools, but sessions and tools are not"):
+        EnvironmentHost("play", f"{scenes}:Stateful", {}, allow=[])
 
 
 # ---------------------------------------------------------------------------------- in a process

@@ -157,8 +157,8 @@ class Decoder:
             return f"engine local: a prompt has token {max(request.prompt_ids)}; the model has {size} tokens"
         if n + request.max_tokens > limit:
             return (
-                f"engine local: a prompt of {n} tokens and max_tokens={request.max_tokens} exceed the model's "
-                f"{limit} positions; shorten the prompts or lower rollout.max_tokens"
+                f"engine local: a prompt of {n} tokens and max_tokens={request.max_tokens} exceed the "
+                f"model's {limit} positions; shorten the prompts or lower rollout.max_tokens"
             )
         if request.max_tokens < 0 or request.temperature < 0:
             return (

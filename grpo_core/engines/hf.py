@@ -58,7 +58,7 @@ class TransformersModel:
         return TransformersCache(self)
 
     def forward(self, ids: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """Logits [B, V] float32 after ids [B, T] that continue ``past``; mask [B, past + T] is 0 at padding."""
+        """Logits [B, V] float32 after ids [B, T] that continue ``past``; mask [B, all] is 0 at padding."""
         optional = {
             "position_ids": (mask.cumsum(-1) - 1).clamp_(min=0)[:, -ids.shape[1] :],
             "logits_to_keep": 1,

@@ -60,7 +60,7 @@ class LocalEngine:
         """
         try:
             child = await self._ready_child()
-        except (ChildDied, DeadlineExceeded, WeightSyncError) as error:
+        except WeightSyncError as error:
             raise EngineError(f"engine local could not be started again: {error}") from error
         ticket = next(self._tickets)
         try:
@@ -81,7 +81,12 @@ class LocalEngine:
         answer within the setup's deadline; ModelError if the model's configuration cannot be used.
         """
         async with self._starting:
-            await self._give(weights)
+            try:
+                await self._give(weights)
+            except EngineError as error:
+                raise WeightSyncError(
+                    f"engine local does not hold version {weights.version}: {error}"
+                ) from error
 
     async def aclose(self) -> None:
         self._closed = True
@@ -117,16 +122,24 @@ class LocalEngine:
             return child
 
     async def _give(self, weights: Weights) -> None:
-        child = self._living_child()
+        """Let a child hold them, a new one if need be."""
         seconds = self._setup.deadline
-        try:
-            await child.started(seconds=seconds)
-            told = await child.call("update_weights", weights, seconds=seconds)
-        except (ChildDied, DeadlineExceeded) as error:
-            self._died(child, error)
-            raise WeightSyncError(f"engine local does not hold version {weights.version}: {error}") from error
-        self.description = told["description"]
-        self._weights, self._ready = weights, True
+        while True:
+            child = self._living_child()
+            try:
+                await child.started(seconds=seconds)
+                told = await child.call("update_weights", weights, seconds=seconds)
+            except ChildDied as error:
+                self._died(child, error)
+                continue  # at most MAX_DEATHS times
+            except DeadlineExceeded as error:
+                self._died(child, error)
+                raise WeightSyncError(
+                    f"engine local does not hold version {weights.version}: {error}"
+                ) from error
+            self.description = told["description"]
+            self._weights, self._ready = weights, True
+            return
 
     def _living_child(self) -> Child:
         """The child, or a new one in its place; EngineError if there is no use in that."""
