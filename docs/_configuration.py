@@ -31,7 +31,7 @@ def page() -> str:
         "# Configuration",
         "",
         "A run is configured by a TOML file, `--set section.key=value`, and the options of `grpo-core train`;",
-        "later ones win. Unknown keys are errors. With `model.path = \"tiny\"` (the default) the values of",
+        'later ones win. Unknown keys are errors. With `model.path = "tiny"` (the default) the values of',
         "`grpo_core/presets/tiny.toml` lie beneath. The resolved configuration is `config.toml` of the run.",
         "",
         "(Written by `python docs/_configuration.py`.)",
@@ -47,7 +47,9 @@ def page() -> str:
 
 def _table(title: str, kind: type, texts: dict[str, dict[str, str]]) -> list[str]:
     lines = [f"## {title}", "", texts[kind.__name__][""], "", "| key | default | |", "|---|---|---|"]
-    inherited = {key: text for base in reversed(kind.__mro__) for key, text in texts.get(base.__name__, {}).items()}
+    inherited: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        inherited |= texts.get(base.__name__, {})
     for field in attrs.fields(attrs.resolve_types(kind)):
         if attrs.has(field.type) or field.name == "tasks":
             continue
@@ -57,8 +59,8 @@ def _table(title: str, kind: type, texts: dict[str, dict[str, str]]) -> list[str
         shown = "required" if default is attrs.NOTHING else f"`{config._toml_value(default)}`"
         shown = "all installed" if default is None else shown
         choice = getattr(field.type, "__args__", ()) if "Literal" in str(field.type) else ()
-        text = " ".join(filter(None, [inherited.get(field.name, ""), " or ".join(f"`{c!r}`" for c in choice)]))
-        lines.append(f"| `{field.name}` | {shown} | {text} |")
+        choices = " or ".join(f"`{c!r}`" for c in choice)
+        lines.append(f"| `{field.name}` | {shown} | {inherited.get(field.name, '')} {choices} |")
     return [*lines, ""]
 
 

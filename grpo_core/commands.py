@@ -105,8 +105,17 @@ def configure(layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]) -
         table = merge(table, layer)
     model = table.get("model")
     path = model.get("path", TINY) if isinstance(model, Mapping) else TINY
-    preset = read_toml(Path(str(files("grpo_core") / "presets" / "tiny.toml"))) if path == TINY else {}
-    return build([preset, table])
+    return build([_tiny_preset(table), table] if path == TINY else [table])
+
+
+def _tiny_preset(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults for "tiny", without the options of what the user replaced by something else."""
+    preset = read_toml(Path(str(files("grpo_core") / "presets" / "tiny.toml")))
+    for section, below in preset.items():
+        above = table.get(section)
+        if isinstance(above, Mapping) and "name" in above:
+            below.pop("options", None)
+    return preset
 
 
 def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[str]) -> dict[str, Any]:

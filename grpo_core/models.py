@@ -23,7 +23,8 @@ def local_directory(path: str) -> str:
             missing.append("*.safetensors")
         if missing:
             raise ModelError(
-                f"model {path!r}: this directory holds no transformers model: there is no {', no '.join(missing)}"
+                f"model {path!r}: this directory holds no transformers model: there is no "
+                + ", no ".join(missing)
             )
         return str(directory)
     if directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:

@@ -150,7 +150,9 @@ def load(
                 setattr(module, name, 0.0)
     model.train(checkpointing)  # transformers checkpoints activations only in training mode
     if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
     typed: nn.Module = model
     return typed

@@ -111,4 +111,6 @@ def test_a_tiny_model_brings_defaults_that_the_user_may_change():
     assert tiny.model.path == TINY
     assert tiny.trainer.lr > Config().trainer.lr
     assert commands.configure([{"trainer": {"lr": 0.5}}], {}).trainer.lr == 0.5
+    assert tiny.validation.options == {"temperature": 1.0}
+    assert commands.configure([], {"validation": {"name": "other"}}).validation.options == {}
     assert commands.configure([], {"model": {"path": "some/model"}}).trainer == Config().trainer

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.engines.decoder import Decoder, Model
+from grpo_core.engines.batch import Model
+from grpo_core.engines.decoder import Decoder
 from grpo_core.engines.hf import TransformersModel
 from grpo_core.engines.llama import Llama, Shape
 from grpo_core.engines.local import LocalEngine

@@ -18,7 +18,7 @@ from grpo_core.errors import ModelError
 
 
 class TransformersModel:
-    """See ``grpo_core.engines.decoder.Model``.  The weights come with the first ``load``."""
+    """See ``grpo_core.engines.batch.Model``.  The weights come with the first ``load``."""
 
     rows_join = False
 

@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from attrs import define, frozen
 from torch import Tensor
 
+from grpo_core.engines import attention
 from grpo_core.engines.columns import Columns
 from grpo_core.errors import WeightSyncError
-
-_TILE = 1 << 18
-"""Elements of a product that attention holds at once: about what a core's cache takes."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [H, D, N], keys [KV, D, N], values [KV, D, N]) -> [H * D, N]; queries are scaled."""
@@ -105,7 +103,7 @@ class _Layer:
 
 
 class Llama:
-    """The fast path of the engine; see ``grpo_core.engines.decoder.Model``."""
+    """The fast path of the engine; see ``grpo_core.engines.batch.Model``."""
 
     rows_join = True
 
@@ -130,6 +128,7 @@ class Llama:
         powers = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
         self._frequencies = (shape.theta**-powers).to(device)
         self._mean = torch.full((shape.width,), 1 / shape.width, device=device)
+        self._logits = torch.empty(0, dtype=dtype, device=device)
         self._eps = torch.full((1,), shape.eps, device=device)
 
     def _place(self, *dims: int, name: str) -> Tensor:
@@ -205,9 +204,9 @@ class Llama:
             h = self._normed(x)
             qkv = _columns(w.qkv, h, w.qkv_bias).view(q_k + s.kv_heads, s.head_dim, -1)
             if w.q_norm is not None and w.k_norm is not None:
-                _norm_heads_(qkv[: s.heads], w.q_norm, s.eps)
-                _norm_heads_(qkv[s.heads : q_k], w.k_norm, s.eps)
-            rotated = _rotate(qkv[:q_k], *angles)
+                attention.norm_heads_(qkv[: s.heads], w.q_norm, s.eps)
+                attention.norm_heads_(qkv[s.heads : q_k], w.k_norm, s.eps)
+            rotated = attention.rotate(qkv[:q_k], *angles)
             attended = attend(i, rotated[: s.heads], rotated[s.heads :], qkv[q_k:])
             x = torch.addmm(x.view(attended.shape[1], -1, s.width)[:, -1], attended.t(), w.o.t())
             if w.o_bias is not None:
@@ -216,7 +215,16 @@ class Llama:
             x = torch.addmm(x, F.silu(gate, inplace=True).mul_(up).t(), w.down.t())
             if w.down_bias is not None:
                 x += w.down_bias
-        return F.linear(self._normed(x), self.head).float()
+        return self._project(self._normed(x))
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Logits in memory that serves every step: at a large vocabulary, fresh memory costs more than the
+        product."""
+        size = len(x) * self.vocabulary
+        if size > len(self._logits):
+            self._logits = torch.empty(size, dtype=self.dtype, device=self.device)
+        out = self._logits[:size].view(len(x), self.vocabulary)
+        return torch.mm(x, self.head.t(), out=out).float()
 
     def _normed(self, x: Tensor) -> Tensor:
         """RMS norm of [N, width] without its weight."""
@@ -251,13 +259,13 @@ class LlamaCache:
         here = slice(columns.end - longest, columns.end)
         starts = columns.time - lengths
         padded, shared = bool((lengths != longest).any()), len(of) != prompts
-        mask = _prompt_mask(longest, lengths) if padded else None
+        mask = attention.prompt_mask(longest, lengths) if padded else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (tensor.view(*tensor.shape[:2], prompts, longest) for tensor in (q, k, v))
             keys, values = (tensor.permute(3, 0, 1, 2).contiguous() for tensor in (k, v))
             for tensor, new in zip(columns.tensors[2 * layer : 2 * layer + 2], (keys, values), strict=True):
-                tensor[here, ..., rows] = _fan_out(new, of) if shared else new
+                tensor[here, ..., rows] = attention.fan_out(new, of) if shared else new
             if layer == model.shape.layers - 1:  # only the next token is asked for
                 return self._attend(q[..., -1], keys, values, starts if padded else None)
             q, k, v = (tensor.permute(2, 0, 3, 1).contiguous() for tensor in (q, k, v))
@@ -318,83 +326,13 @@ class LlamaCache:
             times = torch.arange(self._columns.time - len(keys), self._columns.time, device=q.device)
             mask = torch.zeros(len(keys), len(starts), dtype=q.dtype, device=q.device)
             mask = mask.masked_fill_(times[:, None] < starts, float("-inf"))[:, None, None]
-        kernel = _attend_rows_first if self._rows_first else _attend_columns
+        kernel = attention.attend_rows_first if self._rows_first else attention.attend_columns
         return kernel(q.view(keys.shape[1], -1, *q.shape[1:]), keys, values, mask).flatten(0, 2)
-
-
-def _attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of one query of each row, with the rows innermost, in tiles of columns.
-
-    Args: q [KV, G, D, R]; keys, values [S, KV, D, R]; mask [S, 1, 1, R].  Returns [KV, G, D, R].
-    """
-    kv, g, d, r = q.shape
-    s = len(keys)
-    tile = min(s, max(1, _TILE // (kv * g * d * r)))
-    product = torch.empty(tile, kv, g, d, r)
-    scores = torch.empty(s, kv, g, r)
-    for a in range(0, s, tile):
-        b = min(a + tile, s)
-        torch.mul(keys[a:b].unsqueeze(2), q, out=product[: b - a])
-        torch.sum(product[: b - a], 3, out=scores[a:b])
-    if mask is not None:
-        scores += mask
-    weights = torch.softmax(scores, 0).unsqueeze(3)
-    out = torch.zeros(kv, g, d, r) if s > tile else torch.empty(0)
-    for a in range(0, s, tile):
-        b = min(a + tile, s)
-        torch.mul(values[a:b].unsqueeze(2), weights[a:b], out=product[: b - a])
-        part = product[: b - a].sum(0)
-        out = out.add_(part) if s > tile else part
-    return out
-
-
-def _attend_rows_first(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """The same by torch's fused kernels, for keys and values that lie as [R, KV, S, D]."""
-    out = F.scaled_dot_product_attention(
-        q.permute(3, 0, 1, 2),  # the G heads of a KV head are G queries: keys need not be repeated
-        keys.permute(3, 1, 0, 2),
-        values.permute(3, 1, 0, 2),
-        attn_mask=None if mask is None else mask.permute(3, 1, 2, 0),
-        scale=1.0,
-    )
-    return out.permute(1, 2, 3, 0)
-
-
-def _fan_out(x: Tensor, of: Tensor) -> Tensor:
-    """x [..., P] -> [..., len(of)]: the columns ``of``."""
-    prompts = x.shape[-1]
-    copies = len(of) // prompts
-    if torch.equal(of, torch.arange(prompts, device=of.device).repeat_interleave(copies)):
-        return x.unsqueeze(-1).expand(*x.shape, copies).flatten(-2)  # whole groups: no gather is needed
-    return x.flatten(0, -2).t().index_select(0, of).t().reshape(*x.shape[:-1], len(of))
 
 
 def _columns(weight: Tensor, h: Tensor, bias: Tensor | None) -> Tensor:
     """``weight`` [O, I] applied to the rows of ``h`` [N, I], as [O, N]."""
     return torch.mm(weight, h.t()) if bias is None else torch.addmm(bias[:, None], weight, h.t())
-
-
-def _norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
-    """RMS norm over the D of [H, D, N], in place."""
-    scale = x.float().square().mean(1, keepdim=True).add_(eps).rsqrt_().to(x.dtype)
-    x.mul_(scale).mul_(weight[:, None])
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [H, D, N], whose features j and j + D / 2 are turned by one angle; cos, sin [D, N or 1]."""
-    half = x.shape[1] // 2
-    out = x * cos
-    out[:, :half].addcmul_(x[:, half:], sin[:half], value=-1)
-    out[:, half:].addcmul_(x[:, :half], sin[half:])
-    return out
-
-
-def _prompt_mask(longest: int, lengths: Tensor) -> Tensor:
-    """[P, 1, T, T] True where a token may look: not ahead, and not at padding on the left."""
-    at = torch.arange(longest, device=lengths.device)
-    seen = (at <= at[:, None]) & (at >= longest - lengths[:, None, None])
-    # a padding token sees itself: softmax over nothing is NaN
-    return (seen | torch.eye(longest, dtype=torch.bool, device=lengths.device))[:, None]
 
 
 def copy_all(tensors: Mapping[str, Tensor], places: Mapping[str, Tensor], tied: set[str]) -> None:

@@ -11,7 +11,8 @@ from attrs import define, field
 
 from grpo_core import weights as shared_weights
 from grpo_core.engines import wire
-from grpo_core.engines.decoder import Decoder, Model
+from grpo_core.engines.batch import Model
+from grpo_core.engines.decoder import Decoder
 from grpo_core.engines.llama import Llama, Shape
 from grpo_core.engines.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError

@@ -1,0 +1,83 @@
+"""Steps of TRL's GRPOTrainer on the work that its arguments describe; prints JSON.  Run by bench_peers.py.
+
+Settings are the fastest that were found for it on a CPU: float32 or bfloat16 autocast, fused AdamW, no
+gradient checkpointing, no reference model, one optimizer step for each batch of rollouts.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class StepTimes(TrainerCallback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.seconds.append(time.perf_counter() - self.begun)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    for name in ("prompts", "group-size", "prompt-tokens", "max-tokens", "microbatch", "threads", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--bf16", action="store_true")
+    work = parser.parse_args()
+    torch.set_num_threads(work.threads)
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    chance = random.Random(0)
+    words = [token for token in tokenizer.get_vocab() if not token.startswith("<")]
+    prompts = [
+        " ".join(chance.choices(words, k=work.prompt_tokens)) for _ in range(work.prompts * work.steps)
+    ]
+    rollouts = work.prompts * work.group_size
+    times = StepTimes()
+    tokens: list[int] = []
+
+    def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
+        tokens.append(sum(map(len, completion_ids)))
+        return [chance.random() for _ in completion_ids]
+
+    with tempfile.TemporaryDirectory() as directory:
+        GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32),
+            processing_class=tokenizer,
+            reward_funcs=reward,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            callbacks=[times],
+            args=GRPOConfig(
+                output_dir=directory,
+                max_steps=work.steps,
+                per_device_train_batch_size=min(work.microbatch, rollouts),
+                gradient_accumulation_steps=max(1, rollouts // work.microbatch),
+                num_generations=work.group_size,
+                max_completion_length=work.max_tokens,
+                temperature=1.0,
+                beta=0.0,
+                learning_rate=1e-6,
+                optim="adamw_torch_fused",
+                gradient_checkpointing=False,
+                use_cpu=True,
+                bf16=work.bf16,
+                report_to="none",
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+            ),
+        ).train()
+    print(json.dumps({"seconds": times.seconds, "tokens": tokens}))
+
+
+if __name__ == "__main__":
+    main()
