@@ -64,10 +64,12 @@ class RunDirectory:
 
     @classmethod
     def latest(cls, parent: Path) -> Path:
-        """The run in ``parent`` that was changed last.  Raises ConfigError if there is none."""
-        runs = [path.parent for path in parent.glob(f"*/{CONFIG}")]
+        """The run in ``parent`` with a checkpoint that was changed last.  Raises ConfigError if there is none."""
+        runs = {path.parent.parent for path in parent.glob("*/checkpoints/step-*")}
         if not runs:
-            raise ConfigError(f"--resume: there is no run in {parent}/; give the run's directory")
+            raise ConfigError(
+                f"--resume: there is no run with a checkpoint in {parent}/; give the run's directory"
+            )
         return max(runs, key=lambda run: max(p.stat().st_mtime for p in run.iterdir()))
 
     def forget_after(self, step: int) -> None:

@@ -126,7 +126,7 @@ def metrics(run):
         (["--env", "./nowhere.py:X"], "nowhere.py"),
         (["--env", "./envs.py:Wrods"], "Did you mean 'Words'?"),
         (["--resume", "nowhere"], "nowhere: holds no run"),
-        (["--resume"], "there is no run in runs/"),
+        (["--resume"], "there is no run with a checkpoint in runs/"),
     ],
     ids=str,
 )  # fmt: skip

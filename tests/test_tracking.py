@@ -102,7 +102,7 @@ def test_a_directory_that_holds_another_run_is_refused(tmp_path):
 def test_a_directory_without_a_run(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no run \(there is no config\.toml in it\)"):
         RunDirectory.open(tmp_path)
-    with pytest.raises(ConfigError, match="there is no run in"):
+    with pytest.raises(ConfigError, match="there is no run with a checkpoint in"):
         RunDirectory.latest(tmp_path)
 
 
