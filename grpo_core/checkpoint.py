@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import cattrs
@@ -40,6 +40,35 @@ _NAME = re.compile(r"step-(\d{6,})")
 # ---------------------------------------------------------------------------------- writing
 
 
+class Storage(Protocol):
+    """Where checkpoints are written.  What a method did survives a power cut when it has returned."""
+
+    async def write(self, path: Path, data: bytes) -> None:
+        """A new file, with the directories above it."""
+        ...
+
+    async def fingerprints(self, directory: Path) -> dict[str, dict[str, Any]]:
+        """sha256 and size of each file below, by relative name; whoever wrote them need not have synced."""
+        ...
+
+    async def rename(self, partial: Path, final: Path) -> None:
+        """Replaces ``final``."""
+        ...
+
+
+class Disk:
+    """The file system, in threads."""
+
+    async def write(self, path: Path, data: bytes) -> None:
+        await asyncio.to_thread(write_file, path, data)
+
+    async def fingerprints(self, directory: Path) -> dict[str, dict[str, Any]]:
+        return await asyncio.to_thread(fingerprints, directory)
+
+    async def rename(self, partial: Path, final: Path) -> None:
+        await asyncio.to_thread(rename, partial, final)
+
+
 async def write(
     parent: Path,
     *,
@@ -48,20 +77,26 @@ async def write(
     loaders: Mapping[str, Mapping[str, Any]],
     save_trainer: Callable[[Path], Awaitable[None]],
     keep: int,
+    storage: Storage | None = None,
 ) -> Path:
     """Write ``parent/step-NNNNNN`` completely or not at all, then remove all but the newest ``keep``.
 
     ``pipeline`` and ``loaders`` are the state at the cut; they are on the way before the first await.
     Raises CheckpointError; what was there before is then untouched.
     """
+    storage = storage or Disk()
     final = parent / f"step-{step:06d}"
     partial = final.with_name(final.name + ".partial")
-    states = {"pipeline.json": {"format": FORMAT, "step": step, **pipeline}}
-    states |= {_loader_file(task): dict(state) for task, state in loaders.items()}
+    states = {"pipeline.json": _json({"format": FORMAT, "step": step, **pipeline})}
+    states |= {_loader_file(task): _json(dict(state)) for task, state in loaders.items()}
     try:
-        await asyncio.to_thread(_begin, partial, states)
+        shutil.rmtree(partial, ignore_errors=True)
+        for name, state in states.items():
+            await storage.write(partial / name, state)
         await save_trainer(partial)
-        await asyncio.to_thread(_finish, partial, final, step)
+        manifest = {"format": FORMAT, "step": step, "files": await storage.fingerprints(partial)}
+        await storage.write(partial / _MANIFEST, _json(manifest))
+        await storage.rename(partial, final)
     except BaseException as error:
         written = sum(path.stat().st_size for path in _files(partial))
         shutil.rmtree(partial, ignore_errors=True)
@@ -73,16 +108,19 @@ async def write(
     return final
 
 
-def _begin(partial: Path, states: Mapping[str, Any]) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, state in states.items():
-        _write_json(partial / name, state)
+def write_file(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _finish(partial: Path, final: Path, step: int) -> None:
-    files = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
-    _write_json(partial / _MANIFEST, {"format": FORMAT, "step": step, "files": files})
+def fingerprints(directory: Path) -> dict[str, dict[str, Any]]:
+    return {str(path.relative_to(directory)): _fingerprint(path) for path in _files(directory)}
+
+
+def rename(partial: Path, final: Path) -> None:
     _sync_directory(partial)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
@@ -97,11 +135,8 @@ def _explain(error: OSError, final: Path, written: int) -> str:
     return text + "; the checkpoints before it are untouched"
 
 
-def _write_json(path: Path, value: Any) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, allow_nan=False, separators=(",", ":"))
-        file.flush()
-        os.fsync(file.fileno())
+def _json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -225,6 +260,7 @@ def load_buffer(
             rollouts=tuple(_converter().structure(rollout, Rollout) for rollout in rollouts),
             generation_version=full.generation_version,
             target_version=full.target_version,
+            slot=full.id,
         )
         ready.append((full, group))
     buffer.load_state_dict({**state, "again": [slot(dumped) for dumped in state["again"]], "ready": ready})

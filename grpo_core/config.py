@@ -17,7 +17,7 @@ from typing import Any, Literal
 import attrs
 import cattrs
 from attrs import field, frozen
-from attrs.validators import ge, gt, le
+from attrs.validators import deep_iterable, ge, gt, le
 
 from grpo_core.errors import ConfigError, did_you_mean
 
@@ -173,6 +173,30 @@ class CheckpointConfig:
     """Newest complete ones that stay on disk."""
 
 
+_LIMITS: Any = deep_iterable(ge(0))
+
+
+@frozen(kw_only=True)
+class HealthConfig:
+    """What the run watches.  Two numbers are [a warning, the end of the run], of the median of the last five
+    steps; 0 is never."""
+
+    canary_tolerance: float = field(default=0.0, validator=ge(0))
+    """Difference of logprobs between engine and trainer after a weight sync, at most; 0: 0.001, or 0.1 where
+    one of them computes in bfloat16."""
+    logprob_diff: tuple[float, float] = field(default=(0.5, 2.0), validator=_LIMITS)
+    """Of the sampled tokens, between the engine and the trainer at the start of a step."""
+    kl: tuple[float, float] = field(default=(0.5, 4.0), validator=_LIMITS)
+    """From the policy that generated to the one that a step starts from."""
+    effective_sample_size: tuple[float, float] = field(default=(0.3, 0.01), validator=_LIMITS)
+    """Share of the tokens, by their importance ratios; smaller is worse."""
+    clip_fraction: tuple[float, float] = field(default=(0.3, 0.9), validator=_LIMITS)
+    """Share of the tokens, on either side."""
+    max_non_finite: float = field(default=0.1, validator=[ge(0), le(1)])
+    """The run stops when the loss of more than this share of an update's rows is not finite; up to it they
+    are left out and counted."""
+
+
 @frozen(kw_only=True)
 class Config:
     """The whole of it."""
@@ -192,6 +216,7 @@ class Config:
     pipeline: PipelineConfig = field(factory=PipelineConfig)
     validation: ValidationConfig = field(factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
+    health: HealthConfig = field(factory=HealthConfig)
 
 
 # ---------------------------------------------------------------------------------- reading

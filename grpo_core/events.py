@@ -23,6 +23,22 @@ class RunStarted(Event):
 
 
 @frozen(kw_only=True)
+class Dispatched(Event):
+    """Slots whose prompts go to the engine, for the first time or, with ``attempts``, again."""
+
+    slots: tuple[Any, ...]
+
+
+@frozen(kw_only=True)
+class GroupFinished(Event):
+    """All rollouts of a prompt have a reward; the group waits to be trained."""
+
+    slot: int
+    task: str
+    prompt: str
+
+
+@frozen(kw_only=True)
 class GroupsReady(Event):
     """The groups that the next step trains, in the order in which they were dispatched."""
 
@@ -36,6 +52,7 @@ class PromptSkipped(Event):
     task: str
     prompt: str
     error: str
+    slot: int = -1
 
 
 @frozen(kw_only=True)
@@ -46,14 +63,33 @@ class StepEnded(Event):
 
 
 @frozen(kw_only=True)
+class Synced(Event):
+    """The engine holds the weights of version ``step``."""
+
+
+@frozen(kw_only=True)
 class Validated(Event):
     version: int
     results: Mapping[str, Mapping[str, float]]
 
 
 @frozen(kw_only=True)
+class Saving(Event):
+    """The cut that the checkpoint of ``step`` holds is made here; ``Saved`` follows when it is complete."""
+
+
+@frozen(kw_only=True)
 class Saved(Event):
     directory: str
+
+
+@frozen(kw_only=True)
+class WarningRaised(Event):
+    """A number is beyond its soft limit; raised again with each step for which that is true."""
+
+    cause: str
+    """The metric."""
+    message: str
 
 
 @frozen(kw_only=True)

@@ -91,7 +91,9 @@ class Meter:
             "tokens_per_second/generation": self._tokens / elapsed,
             "overlap": min(max(self._busy, training) / elapsed, 1.0),
             "buffer/in_flight": float(buffer.in_flight),
+            "buffer/again": float(buffer.again),
             "buffer/ready": float(buffer.ready),
+            "buffer/dispatched": float(buffer.dispatched),
             "buffer/skipped": float(buffer.skipped),
             **{f"errors/{task}": float(count) for task, count in sorted(self._errors.items())},
         }

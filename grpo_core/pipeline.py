@@ -18,15 +18,29 @@ caught and only logged.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from attrs import define, field, frozen
 
+from grpo_core import canary, health
 from grpo_core.buffer import Buffer, Slot
-from grpo_core.errors import DeadlineExceeded, GrpoError
-from grpo_core.events import Event, GroupsReady, PromptSkipped, Saved, StepEnded, Validated
+from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError
+from grpo_core.events import (
+    Dispatched,
+    Event,
+    GroupFinished,
+    GroupsReady,
+    PromptSkipped,
+    Saved,
+    Saving,
+    StepEnded,
+    Synced,
+    Validated,
+    WarningRaised,
+)
 from grpo_core.metrics import Meter, task_metrics
 from grpo_core.protocols import AdvantageFunction, Engine, Judge, Loader, Sampler, Trainer
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
@@ -78,12 +92,19 @@ class Pipeline:
     """Counts rollouts without a verdict; raises when there are too many."""
     validate: Validate | None = None
     save: Save | None = None
+    canary_tolerance: float = 1e-3
+    """Difference of logprobs between engine and trainer after a weight sync, at most."""
+    limits: Mapping[str, health.Limits] = field(factory=dict)
+    """By metric."""
+    watch: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    """Each raises when something that the run cannot do without has died, whoever waits for it."""
 
     _changed: asyncio.Condition = field(init=False, factory=asyncio.Condition)
     _published: Weights | None = field(init=False, default=None)
     _trained: int = field(init=False, default=0)
     _stopping: bool = field(init=False, default=False)
     _meter: Meter = field(init=False, factory=Meter)
+    _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
 
     # ------------------------------------------------------------------------------ the outside
 
@@ -93,7 +114,7 @@ class Pipeline:
         Raises the first error of any task; the tasks of the others are cancelled and awaited before.
         """
         self._trained = self.buffer.step
-        await self.engine.update_weights(await self.trainer.publish())
+        await self._update_engine(await self.trainer.publish())
         if self._trained == 0:
             await self._validate(0)
         try:
@@ -101,6 +122,7 @@ class Pipeline:
                 background = [
                     tasks.create_task(self._collect(), name="collect"),
                     tasks.create_task(self._sync(), name="sync"),
+                    *(tasks.create_task(died(), name="watch") for died in self.watch),
                 ]
                 await self._train()
                 for task in background:
@@ -127,15 +149,18 @@ class Pipeline:
     def _reserve(self) -> list[Slot[Prompt]] | None:
         """Reserve first, draw second; nothing awaits in between, so every cut is consistent."""
         slots = self.buffer.reserve()
-        if slots is None or slots[0].prompt is not None:
-            return slots
-        request = SampleRequest(
-            generation_version=slots[0].generation_version,
-            target_version=slots[0].target_version,
-            current_version=self._trained,
-            expected_prompts=len(slots),
-        )
-        return self.buffer.fill(slots, self.sample(self.sampler, self.loaders, request))
+        if slots is None:
+            return None
+        if slots[0].prompt is None:
+            request = SampleRequest(
+                generation_version=slots[0].generation_version,
+                target_version=slots[0].target_version,
+                current_version=self._trained,
+                expected_prompts=len(slots),
+            )
+            slots = self.buffer.fill(slots, self.sample(self.sampler, self.loaders, request))
+        self.emit(Dispatched(step=self._trained, slots=tuple(slots)))
+        return slots
 
     async def _play_group(self, slot: Slot[Prompt]) -> None:
         prompt = slot.prompt
@@ -163,12 +188,24 @@ class Pipeline:
                 rollouts=finished,
                 generation_version=slot.generation_version,
                 target_version=slot.target_version,
+                slot=slot.id,
             )
             await self._apply(lambda: self.buffer.complete(slot, group))
+            self.emit(
+                GroupFinished(
+                    step=self._trained, slot=slot.id, task=prompt.environment, prompt=prompt.id
+                )
+            )
         elif not await self._apply(lambda: self.buffer.fail(slot, finished)):
             error = next(rollout.error for rollout in rollouts if rollout.error is not None)
             self.emit(
-                PromptSkipped(step=self._trained, task=prompt.environment, prompt=prompt.id, error=error)
+                PromptSkipped(
+                    step=self._trained,
+                    slot=slot.id,
+                    task=prompt.environment,
+                    prompt=prompt.id,
+                    error=error,
+                )
             )
 
     # ------------------------------------------------------------------------------ train
@@ -207,9 +244,18 @@ class Pipeline:
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
         self.emit(StepEnded(step=self._trained, metrics=metrics))
+        self._check_health(metrics)
         if self._save_is_due():
             await self._synced()
             await self._save(self._trained)
+
+    def _check_health(self, metrics: Mapping[str, float]) -> None:
+        """Raises TrainerError if a metric of the last steps is beyond its hard limit."""
+        self._recent.append(metrics)
+        for finding in health.judge(self._recent, self.limits):
+            if finding.fatal:
+                raise TrainerError(f"step {self._trained}: {finding.message}")
+            self.emit(WarningRaised(step=self._trained, cause=finding.metric, message=finding.message))
 
     async def _synced(self) -> None:
         await self._when(lambda: True if self._published is None else None, "the weight sync", patience=None)
@@ -221,6 +267,7 @@ class Pipeline:
 
     async def _save(self, version: int) -> None:
         if self.save is not None:
+            self.emit(Saving(step=version))
             directory = await self.save(version)
             self.emit(Saved(step=version, directory=str(directory)))
 
@@ -235,10 +282,21 @@ class Pipeline:
                     "running rollouts to end",
                     patience=self.schedule.stall,
                 )
-            await self.engine.update_weights(weights)
+            await self._update_engine(weights)
             await self._apply(self.buffer.advance)
+            self.emit(Synced(step=weights.version))
             await self._validate(weights.version)
             await self._apply(lambda: setattr(self, "_published", None))
+
+    async def _update_engine(self, weights: Weights) -> None:
+        """Returns when the engine holds the weights and generates with them."""
+        await self.engine.update_weights(weights)
+        await canary.verify(
+            self.engine,
+            weights,
+            tolerance=self.canary_tolerance,
+            deadline=self.schedule.rollout_deadline,
+        )
 
     async def _validate(self, version: int) -> None:
         """On one fixed version: the next update waits until this returns; training goes on meanwhile."""

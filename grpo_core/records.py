@@ -132,6 +132,17 @@ class TensorInfo:
 
 
 @frozen(kw_only=True)
+class Canary:
+    """A prompt whose next token is known: what the trainer's own forward pass says of it."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """The likeliest next tokens, in falling order."""
+    logprobs: tuple[float, ...]
+    """Of these tokens, at temperature 1."""
+
+
+@frozen(kw_only=True)
 class Weights:
     """A version of the weights, ready to be read by an engine."""
 
@@ -140,6 +151,8 @@ class Weights:
     """A path that can be memory-mapped by any process of this machine while the trainer lives."""
     nbytes: int
     tensors: tuple[TensorInfo, ...]
+    canary: tuple[Canary, ...] = ()
+    """What an engine that holds these weights must say; see ``grpo_core.canary``."""
 
 
 @frozen(kw_only=True)
@@ -190,6 +203,8 @@ class Group:
     rollouts: tuple[Rollout, ...]
     generation_version: int
     target_version: int
+    slot: int = -1
+    """Place of the prompt in the stream, from 0."""
 
     @property
     def rewards(self) -> list[float | None]:

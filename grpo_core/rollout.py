@@ -13,11 +13,20 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError
 from grpo_core.protocols import Engine, Judge
-from grpo_core.records import Completion, Episode, GenerationRequest, Message, Prompt, Rollout, Verdict
+from grpo_core.records import (
+    Completion,
+    Episode,
+    FinishReason,
+    GenerationRequest,
+    Message,
+    Prompt,
+    Rollout,
+    Verdict,
+)
 from grpo_core.rendering import Renderer
 
 LOGPROB_SLACK = 1e-3
@@ -61,26 +70,27 @@ async def play(
     A rollout that comes to no verdict (its environment failed, the engine gave it up, or ``deadline``
     seconds have passed) has ``reward=None`` and says why in ``error``.
     """
-    plays = [_Play(start, judges[start.prompt.environment], renderer) for start in starts]
+    distinct = {id(start.prompt): start.prompt for start in starts}
+    ids = {key: renderer.prompt_ids(prompt.messages) for key, prompt in distinct.items()}
+    plays = [_Play(start, judges[start.prompt.environment], ids[id(start.prompt)]) for start in starts]
     live = plays
     try:
         async with asyncio.timeout(deadline):
             while live:
-                requests = [p.request(sampling) for p in live]
+                requests = [p.request(sampling, renderer.stop_token_ids) for p in live]
                 completions = await engine.generate(requests)
                 check_completions(completions, requests)
-                for p, completion in zip(live, completions, strict=True):
-                    p.take_completion(completion)
-                for p, reply in zip(live, renderer.texts([c.token_ids for c in completions]), strict=True):
-                    p.messages.append({"role": "assistant", "content": reply})
+                replies = renderer.texts([completion.token_ids for completion in completions])
+                for p, completion, reply in zip(live, completions, replies, strict=True):
+                    p.take_completion(completion, reply)
                 for p, verdict in zip(live, await _evaluate(live), strict=True):
-                    p.take_verdict(verdict)
+                    p.take_verdict(verdict, renderer)
                 live = [p for p in live if not p.done]
     except TimeoutError:
         _give_up(live, f"not finished within its deadline of {deadline:g} s")
     except (EngineError, ChildDied, DeadlineExceeded) as error:
         _give_up(live, str(error))
-    return [p.rollout for p in plays]
+    return [p.rollout() for p in plays]
 
 
 def check_completions(completions: Sequence[Completion], requests: Sequence[GenerationRequest]) -> None:
@@ -110,72 +120,90 @@ class _Play:
 
     start: Start
     judge: Judge
-    renderer: Renderer
-    rollout: Rollout = field(init=False)
-    messages: list[Message] = field(init=False)
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    sampled: tuple[bool, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = field(init=False)
+    reward: float | None = None
+    metrics: dict[str, float] = field(factory=dict)
+    turns: int = 0
+    finish_reason: FinishReason = "stop"
+    error: str | None = None
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
-        prompt = self.start.prompt
-        self.messages = list(prompt.messages)
-        self.rollout = Rollout(prompt_ids=self.renderer.prompt_ids(prompt.messages))
+        self.messages = self.start.prompt.messages
 
-    def request(self, sampling: Sampling) -> GenerationRequest:
-        seed = self.start.seed if self.rollout.turns == 0 else seed_of(self.start.seed, self.rollout.turns)
+    def request(self, sampling: Sampling, stop_token_ids: tuple[int, ...]) -> GenerationRequest:
         return GenerationRequest(
-            prompt_ids=self.rollout.prompt_ids + self.rollout.token_ids,
+            prompt_ids=self.prompt_ids + self.token_ids,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            stop_token_ids=self.renderer.stop_token_ids,
+            stop_token_ids=stop_token_ids,
             stop=sampling.stop,
-            seed=seed,
+            seed=self.start.seed if self.turns == 0 else seed_of(self.start.seed, self.turns),
         )
 
-    def take_completion(self, completion: Completion) -> None:
-        self.rollout = evolve(
-            self.rollout,
-            token_ids=self.rollout.token_ids + completion.token_ids,
-            sampled=self.rollout.sampled + (True,) * len(completion.token_ids),
-            logprobs=self.rollout.logprobs + completion.logprobs,
-            versions=self.rollout.versions + completion.versions,
-            turns=self.rollout.turns + 1,
-            finish_reason=completion.finish_reason,
-        )
+    def take_completion(self, completion: Completion, reply: str) -> None:
+        n = len(completion.token_ids)
+        self._append(completion.token_ids, (True,) * n, completion.logprobs, completion.versions)
+        self.messages = (*self.messages, {"role": "assistant", "content": reply})
+        self.turns += 1
+        self.finish_reason = completion.finish_reason
 
     def episode(self) -> Episode:
         return Episode(
             prompt=self.start.prompt,
-            messages=tuple(self.messages),
-            turn=self.rollout.turns - 1,
+            messages=self.messages,
+            turn=self.turns - 1,
             group=self.start.group,
-            finish_reason=self.rollout.finish_reason,  # type: ignore[arg-type]
+            finish_reason=self.finish_reason,
         )
 
-    def take_verdict(self, verdict: Verdict) -> None:
+    def take_verdict(self, verdict: Verdict, renderer: Renderer) -> None:
         if verdict.error is not None or (verdict.done and verdict.reward is None):
-            self.end(verdict.error or "the environment gave no verdict")
+            self.give_up(verdict.error or "the environment gave no verdict")
             return
-        reward = (self.rollout.reward or 0.0) + (verdict.reward or 0.0)
-        metrics = {**self.rollout.metrics, **verdict.metrics}
-        self.rollout = evolve(self.rollout, reward=reward, metrics=metrics)
-        last = self.rollout.turns >= self.judge.max_turns or self.rollout.finish_reason != "stop"
-        if verdict.done or last:
-            self.end()
-            return
-        self.messages += verdict.messages
-        new = self.renderer.continuation_ids(verdict.messages)
-        self.rollout = evolve(
-            self.rollout,
-            token_ids=self.rollout.token_ids + new,
-            sampled=self.rollout.sampled + (False,) * len(new),
-            logprobs=self.rollout.logprobs + (0.0,) * len(new),
-            versions=self.rollout.versions + (-1,) * len(new),
+        self.reward = (self.reward or 0.0) + (verdict.reward or 0.0)
+        self.metrics |= verdict.metrics
+        self.done = verdict.done or self.turns >= self.judge.max_turns or self.finish_reason != "stop"
+        if not self.done:
+            self.messages += verdict.messages
+            new = renderer.continuation_ids(verdict.messages)
+            n = len(new)
+            self._append(new, (False,) * n, (0.0,) * n, (-1,) * n)
+
+    def give_up(self, error: str) -> None:
+        self.done, self.reward, self.error = True, None, error
+
+    def rollout(self) -> Rollout:
+        return Rollout(
+            prompt_ids=self.prompt_ids,
+            token_ids=self.token_ids,
+            sampled=self.sampled,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            messages=self.messages,
+            reward=self.reward,
+            metrics=self.metrics,
+            turns=self.turns,
+            finish_reason=self.finish_reason,
+            error=self.error,
         )
 
-    def end(self, error: str | None = None) -> None:
-        self.done = True
-        reward = None if error is not None else self.rollout.reward
-        self.rollout = evolve(self.rollout, reward=reward, error=error, messages=tuple(self.messages))
+    def _append(
+        self,
+        token_ids: tuple[int, ...],
+        sampled: tuple[bool, ...],
+        logprobs: tuple[float, ...],
+        versions: tuple[int, ...],
+    ) -> None:
+        self.token_ids += token_ids
+        self.sampled += sampled
+        self.logprobs += logprobs
+        self.versions += versions
 
 
 async def _evaluate(plays: Sequence[_Play]) -> list[Verdict]:
@@ -196,4 +224,4 @@ async def _evaluate(plays: Sequence[_Play]) -> list[Verdict]:
 def _give_up(plays: Sequence[_Play], error: str) -> None:
     for p in plays:
         if not p.done:
-            p.end(error)
+            p.give_up(error)

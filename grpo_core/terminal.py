@@ -22,6 +22,7 @@ from grpo_core.events import (
     Saved,
     StepEnded,
     Validated,
+    WarningRaised,
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -50,6 +51,7 @@ class Terminal:
         self._rewards: list[float] = []
         self._validation: dict[str, list[float]] = {}
         self._step = 0
+        self._warned: set[str] = set()
         self._sample: tuple[str, str, float] | None = None
         self._live = (
             Live(get_renderable=self._draw, console=self.console, refresh_per_second=8, transient=False)
@@ -108,6 +110,9 @@ class Terminal:
             case Saved():
                 if not self._live:
                     self.say(f"saved {event.directory}")
+            case WarningRaised() if event.cause not in self._warned:
+                self._warned.add(event.cause)
+                self.say(f"warning, step {event.step}: {event.message}")
             case ErrorRaised():
                 self._status = "failed"
 

@@ -18,12 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from attrs import asdict, fields
+from attrs import asdict
 
+from grpo_core.buffer import Slot
 from grpo_core.config import Config, as_toml, build, read_toml
 from grpo_core.errors import ConfigError
-from grpo_core.events import Event, GroupsReady, StepEnded, Validated
-from grpo_core.records import Group
+from grpo_core.events import Dispatched, Event, GroupsReady, StepEnded, Validated
+from grpo_core.records import Group, Prompt
 
 CONFIG = "config.toml"
 
@@ -64,7 +65,7 @@ class RunDirectory:
 
     @classmethod
     def latest(cls, parent: Path) -> Path:
-        """The run in ``parent`` with a checkpoint that was changed last.  Raises ConfigError if there is none."""
+        """The run in ``parent`` with a checkpoint that was changed last; ConfigError if there is none."""
         runs = {path.parent.parent for path in parent.glob("*/checkpoints/step-*")}
         if not runs:
             raise ConfigError(
@@ -106,7 +107,7 @@ class Recorder:
                     for metric, value in metrics.items()
                 }
                 self._line(self._metrics, {"step": event.step, "time": time.time(), **flat})
-        self._line(self._events, {"event": type(event).__name__, "time": time.time(), **_plain(event)})
+        self._line(self._events, {"time": time.time(), **plain(event)})
 
     def close(self) -> None:
         self._metrics.close()
@@ -136,31 +137,55 @@ class Recorder:
 
     @staticmethod
     def _line(file: Any, value: Mapping[str, Any]) -> None:
-        # one write for a line, so that a reader never sees half of it
-        file.write(json.dumps(_finite(value), default=str, ensure_ascii=True) + "\n")
+        try:
+            line = json.dumps(value, default=str, allow_nan=False)
+        except ValueError:
+            line = json.dumps(_finite(value), default=str)
+        file.write(line + "\n")  # one write for a line, so that a reader never sees half of it
 
 
 def _appending(path: Path) -> TextIO:
-    return open(path, "a", encoding="utf-8", buffering=1)
+    """Open for whole lines; what a process that died left of its last one stays a line of its own."""
+    file = open(path, "a", encoding="utf-8", buffering=1)
+    if file.tell() and not path.read_bytes().endswith(b"\n"):
+        file.write("\n")
+    return file
 
 
-def _plain(event: Event) -> dict[str, Any]:
-    """An event as it stands in events.jsonl: groups by what identifies them."""
-    if not isinstance(event, GroupsReady):
-        return asdict(event)
-    plain: dict[str, Any] = {
-        f.name: getattr(event, f.name) for f in fields(type(event)) if f.name != "groups"
-    }
-    plain["groups"] = [_identity(group) for group in event.groups]
-    return plain
+def plain(event: Event) -> dict[str, Any]:
+    """An event as it stands in events.jsonl: slots and groups by what identifies them."""
+    name = type(event).__name__
+    match event:
+        case Dispatched():
+            return {"event": name, "step": event.step, "slots": [_slot(slot) for slot in event.slots]}
+        case GroupsReady():
+            return {"event": name, "step": event.step, "groups": [_group(group) for group in event.groups]}
+    return {"event": name, **asdict(event)}
 
 
-def _identity(group: Group) -> dict[str, Any]:
+def _slot(slot: Slot[Prompt]) -> dict[str, Any]:
+    prompt = slot.prompt
     return {
+        "slot": slot.id,
+        "task": prompt and prompt.environment,
+        "prompt": prompt and prompt.id,
+        "attempt": slot.attempts,
+        "kept": len(slot.kept),
+        "generation_version": slot.generation_version,
+        "target_version": slot.target_version,
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    versions = {v for r in group.rollouts for v in r.versions} - {-1}
+    return {
+        "slot": group.slot,
         "task": group.prompt.environment,
         "prompt": group.prompt.id,
         "generation_version": group.generation_version,
         "target_version": group.target_version,
+        "token_versions": [min(versions), max(versions)] if versions else [],
+        "rewards": group.rewards,
     }
 
 

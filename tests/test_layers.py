@@ -13,11 +13,11 @@ PACKAGE = Path(grpo_core.__file__).parent
 
 LAYERS = [
     {"records", "versions", "errors", "events"},
-    {"buffer", "advantages", "batching", "loss", "rows"},
+    {"buffer", "advantages", "batching", "loss", "rows", "health"},
     {"protocols", "hookspecs"},
     {"rollout", "config", "plugins", "builtins", "checkpoint", "tracking", "metrics", "rendering"}
     | {"offers", "installed"}
-    | {"processes", "models", "weights", "logprobs", "samplers", "loaders", "batcher", "terminal"},
+    | {"processes", "canary", "models", "weights", "logprobs", "samplers", "loaders", "batcher", "terminal"},
     {"pipeline", "validation", "policy", "tiny", "trainer", "environments", "engines", "testing"},
     {"run", "cli", "commands"},
 ]

@@ -29,7 +29,8 @@ def groups():
         turns=1,
         finish_reason="stop",
     )
-    return (Group(prompt=prompts(1)[0], rollouts=(rollout,) * 2, generation_version=0, target_version=1),)
+    prompt = prompts(1)[0]
+    return (Group(prompt=prompt, rollouts=(rollout,) * 2, generation_version=0, target_version=1, slot=0),)
 
 
 EVENTS = [
@@ -73,7 +74,15 @@ def test_everything_that_happens_is_on_disk(tmp_path):
     events = lines(run.path / "events.jsonl")
     assert [event["event"] for event in events] == [type(event).__name__ for event in EVENTS]
     assert events[2]["groups"] == [
-        {"task": "task", "prompt": "0", "generation_version": 0, "target_version": 1}
+        {
+            "slot": 0,
+            "task": "task",
+            "prompt": "0",
+            "generation_version": 0,
+            "target_version": 1,
+            "token_versions": [0, 0],
+            "rewards": [1.0, 1.0],
+        }
     ]
 
 

@@ -49,6 +49,8 @@ class Decoder:
                 self._refused.append((key, EngineError(problem)))
             elif request.max_tokens == 0:
                 self._refused.append((key, completion([], [], [], "length")))
+            elif request.max_tokens == 1:  # needs no row beyond the step that it joins: it holds up nobody
+                self._waiting.appendleft((key, request))
             else:
                 self._waiting.append((key, request))
 

@@ -27,7 +27,7 @@ class LocalEngine:
     Args:
         device: "cpu", "cuda", or "auto".
         dtype: of weights and keys in the engine ("float32", "bfloat16"); "auto": as the trainer sends them.
-        max_rows: requests decoded at once; the others wait in order.
+        max_rows: requests decoded at once; the others wait in order (those for a single token go first).
 
     If the child dies, running ``generate`` calls raise EngineError, and the next call starts another
     child and gives it the last weights before anything else.

@@ -1,0 +1,75 @@
+"""The canary: after each weight sync the engine is asked what the trainer knows already.
+
+Checksums tell that the bytes arrived.  Whether they are *used* (no tensor under another name, no keys and
+values of older weights from a prefix cache, no copy that rolled back) only a forward pass tells.  The trainer
+publishes with each version what it says of a few prompts; the engine completes them greedily by one token, and
+its logprob must be the trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from grpo_core.errors import ChildDied, EngineError, WeightSyncError
+from grpo_core.protocols import Engine
+from grpo_core.records import Canary, Completion, GenerationRequest, Weights
+from grpo_core.rollout import check_completions
+
+ATTEMPTS = 3
+"""An engine may die while it is asked, and hold the weights again when it is asked again."""
+
+
+async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline: float | None) -> float:
+    """The largest difference between the engine's logprobs and the trainer's; 0 without a canary.
+
+    Raises WeightSyncError if it is above ``tolerance``, if the engine answered with another version, or not
+    within ``deadline`` seconds; EngineError if the engine cannot be asked.
+    """
+    if not weights.canary:
+        return 0.0
+    requests = [
+        GenerationRequest(prompt_ids=canary.prompt_ids, max_tokens=1, temperature=0.0)
+        for canary in weights.canary
+    ]
+    try:
+        async with asyncio.timeout(deadline):
+            completions = await _ask(engine, requests)
+    except TimeoutError:
+        raise WeightSyncError(
+            f"engine: no answer to the canary of version {weights.version} within {deadline:g} s"
+        ) from None
+    check_completions(completions, requests)
+    pairs = zip(weights.canary, completions, strict=True)
+    differences = [_difference(weights.version, *pair, tolerance) for pair in pairs]
+    return max(differences)
+
+
+async def _ask(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await engine.generate(requests)
+        except (EngineError, ChildDied):
+            continue
+    return await engine.generate(requests)
+
+
+def _difference(version: int, canary: Canary, completion: Completion, tolerance: float) -> float:
+    if completion.versions != (version,):
+        raise WeightSyncError(
+            f"engine: after the sync of version {version} it completed the canary with versions "
+            f"{completion.versions}; expected ({version},)"
+        )
+    (token,), (engine,) = completion.token_ids, completion.logprobs
+    known = dict(zip(canary.token_ids, canary.logprobs, strict=True))
+    trainer = known.get(token)
+    difference = abs(engine - trainer) if trainer is not None else float("inf")
+    if difference <= tolerance:
+        return difference
+    said = f"{trainer:.6f}" if trainer is not None else "less than to its likeliest tokens"
+    raise WeightSyncError(
+        f"engine: it does not use the weights of version {version}: to token {token} after a canary prompt of "
+        f"{len(canary.prompt_ids)} tokens it gives the logprob {engine:.6f}, the trainer {said} (tolerance "
+        f"{tolerance:g}). The tensors are those that the trainer wrote, so look at what the engine does with "
+        "them: a cache of older weights, tensors under other names, another dtype (health.canary_tolerance)"
+    )
