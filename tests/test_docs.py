@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from grpo_core import events, hookspecs
+from grpo_core import commands, events, hookspecs
+from grpo_core.config import read_toml
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,6 +46,16 @@ def test_the_configuration_page_is_what_the_code_says():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "configuration.md").read_text() == module.page()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_example_configurations_are_valid(path):
+    assert commands.configure([read_toml(path)], {}).tasks
+
+
+def test_the_configuration_in_the_readme_is_valid():
+    shown = re.search(r"```toml\n(# gsm8k.toml.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    assert commands.configure([tomllib.loads(shown)], {}).model.path == "Qwen/Qwen3-0.6B"
 
 
 def test_the_readme_shows_the_example_as_it_is():
