@@ -39,6 +39,7 @@ def page() -> str:
     ]
     lines += _table("top level", config.Config, texts)
     lines += _table("[tasks.NAME]", config.TaskConfig, texts)
+    lines += _table("[tasks.NAME.source]", config.SourceConfig, texts)
     for field in attrs.fields(attrs.resolve_types(config.Config)):
         if attrs.has(field.type):
             lines += _table(f"[{field.name}]", field.type, texts)

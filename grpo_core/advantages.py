@@ -41,11 +41,16 @@ def group(
     return [_one_group(list(each), i, scale == "group", leave_one_out) for i, each in enumerate(rewards)]
 
 
+def equal(rewards: Sequence[float], tolerance: float = 0.0) -> bool:
+    """Whether a group's rewards differ by no more than ``tolerance``, or than float noise (``EQUAL``)."""
+    return max(rewards) - min(rewards) <= max(tolerance, EQUAL * max(map(abs, rewards)))
+
+
 def _one_group(rewards: list[float], place: int, scaled: bool, leave_one_out: bool) -> list[float]:
     if not all(isfinite(reward) for reward in rewards):
         raise ValueError(f"advantage 'group': the rewards of group {place} are not finite: {rewards}")
     n = len(rewards)
-    if n < 2 or max(rewards) - min(rewards) <= EQUAL * max(map(abs, rewards)):
+    if n < 2 or equal(rewards):
         return [0.0] * n
     mean = fsum(rewards) / n
     centred = [reward - mean for reward in rewards]

@@ -14,6 +14,9 @@ A slot is one prompt's way to the trainer.  Its ``id`` is the place of the promp
                                     ↓  │
                                    again ──(max_retries used up)──> skipped
 
+A group in flight may also be *filtered*: it is finished, and will not be trained.  Its slot is free at once,
+and the next ``reserve`` offers a new one in its place.
+
 A slot is stamped when it is reserved, before its prompt is drawn: with the version that the engine holds
 (``generation_version``) and the last step that may train on it (``target_version``, at most
 ``max_staleness`` later).  ``advance`` says that the engine holds the weights of the next step, and only
@@ -38,7 +41,9 @@ Finished work is never discarded, and no staleness bound has to be checked after
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from typing import Any, Generic, Literal, TypeVar
 
 from attrs import evolve, frozen
@@ -78,9 +83,10 @@ class Statistics:
     """Slots that failed and wait to be reserved again."""
     ready: int
     dispatched: int
-    """Prompts that were ever put into a slot: trained + skipped + in flight + again + ready."""
+    """Prompts that were ever put into a slot: trained + skipped + filtered + in flight + again + ready."""
     trained: int
     skipped: int
+    filtered: int = 0
 
 
 class Buffer(Generic[PromptT, GroupT]):
@@ -121,13 +127,22 @@ class Buffer(Generic[PromptT, GroupT]):
         """The weights that the engine holds."""
         self._dispatched = 0
         self._skipped = 0
+        self._filtered = 0
         self._next_id = 0
         self._reserved: dict[int, Slot[PromptT]] = {}
         self._in_flight: dict[int, Slot[PromptT]] = {}
         self._again: dict[int, Slot[PromptT]] = {}
         self._ready: dict[int, tuple[Slot[PromptT], GroupT]] = {}
+        # so that no method looks at every slot: there may be a hundred thousand
+        self._again_first: list[tuple[int, int]] = []
+        """Heap of the target versions and ids of ``_again``."""
+        self._ready_first: list[tuple[int, int]] = []
+        """The same of ``_ready``."""
+        self._due: Counter[int] = Counter()
+        """By target version, slots with stamps that hold; what comes again with nothing kept has none."""
+        self._ready_due: Counter[int] = Counter()
 
-    # ------------------------------------------------------------------------------ the six methods
+    # ------------------------------------------------------------------------------ the seven methods
 
     def reserve(self) -> list[Slot[PromptT]] | None:
         """Slots to generate next, all with the same stamps; None if there is nothing to do now.
@@ -136,8 +151,8 @@ class Buffer(Generic[PromptT, GroupT]):
         none, and must be given theirs with ``fill``.
         """
         if self._again:
-            slot = self._again.pop(min(self._again, key=lambda id: (self._again[id].target_version, id)))
-            slot = self._stamp_again(slot)
+            _, id = heappop(self._again_first)
+            slot = self._stamp_again(self._again.pop(id))
             self._in_flight[slot.id] = slot
             return [slot]
         target, count = self._room()
@@ -148,6 +163,7 @@ class Buffer(Generic[PromptT, GroupT]):
             for i in range(count)
         ]
         self._next_id += count
+        self._due[target] += count
         self._reserved.update((slot.id, slot) for slot in slots)
         return slots
 
@@ -165,7 +181,7 @@ class Buffer(Generic[PromptT, GroupT]):
 
     def complete(self, slot: Slot[PromptT], group: GroupT) -> None:
         """The slot's group is ready to be trained."""
-        self._ready[slot.id] = (self._leave(self._in_flight, slot, "in flight"), group)
+        self._make_ready(self._leave(self._in_flight, slot, "in flight"), group)
 
     def fail(self, slot: Slot[PromptT], kept: Iterable[Any] = ()) -> bool:
         """An attempt failed.  True: the slot is offered again; False: its prompt is skipped for good.
@@ -175,22 +191,34 @@ class Buffer(Generic[PromptT, GroupT]):
         """
         slot = self._leave(self._in_flight, slot, "in flight")
         if slot.attempts >= self.max_retries:
+            self._due[slot.target_version] -= 1
             self._skipped += 1
             return False
-        self._again[slot.id] = evolve(slot, attempts=slot.attempts + 1, kept=tuple(kept))
+        self._offer_again(evolve(slot, attempts=slot.attempts + 1, kept=tuple(kept)))
+        if not self._again[slot.id].kept:
+            self._due[slot.target_version] -= 1
         return True
+
+    def filter(self, slot: Slot[PromptT]) -> None:
+        """The slot's group is finished and will not be trained."""
+        slot = self._leave(self._in_flight, slot, "in flight")
+        self._due[slot.target_version] -= 1
+        self._filtered += 1
 
     def take(self) -> list[GroupT] | None:
         """The groups of the next step, the oldest first; None while they are not ready."""
         if self.step >= self.num_steps:
             return None
-        due = sorted((s.target_version, s.id) for s, _ in self._ready.values())[: self.prompts_per_step]
-        if self.policy == "in_order":
-            due = [(target, id) for target, id in due if target == self.step]
-        if len(due) < self.prompts_per_step or not self._feasible_without({id for _, id in due}):
+        ready = self._ready_due[self.step] if self.policy == "in_order" else len(self._ready)
+        if ready < self.prompts_per_step or not self._feasible():
             return None
+        taken = [heappop(self._ready_first) for _ in range(self.prompts_per_step)]
+        for target, _ in taken:
+            self._due[target] -= 1
+            self._ready_due[target] -= 1
+        self._due, self._ready_due = +self._due, +self._ready_due  # without what is 0
         self.step += 1
-        return [self._ready.pop(id)[1] for _, id in due]
+        return [self._ready.pop(id)[1] for _, id in taken]
 
     def advance(self) -> None:
         """The engine holds the weights of the next version: the permits of a step are free."""
@@ -209,6 +237,7 @@ class Buffer(Generic[PromptT, GroupT]):
             dispatched=self._dispatched,
             trained=self.step * self.prompts_per_step,
             skipped=self._skipped,
+            filtered=self._filtered,
         )
 
     @property
@@ -234,27 +263,30 @@ class Buffer(Generic[PromptT, GroupT]):
             "step": self.step,
             "dispatched": self._dispatched,
             "skipped": self._skipped,
+            "filtered": self._filtered,
             "again": [evolve(unfinished[id], kept=()) for id in sorted(unfinished)],
             "ready": [self._ready[id] for id in sorted(self._ready)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``; nothing that was ready is generated again."""
+        """A new buffer continues from ``state_dict()``; nothing that was ready is generated again."""
         self.step = self.version = state["step"]
         self._dispatched, self._skipped = state["dispatched"], state["skipped"]
+        self._filtered = state.get("filtered", 0)  # older checkpoints know nothing of it
         self._next_id = self._dispatched
-        self._reserved, self._in_flight = {}, {}
-        self._again = {slot.id: slot for slot in state["again"]}
-        self._ready = {slot.id: (slot, group) for slot, group in state["ready"]}
+        for slot in state["again"]:
+            self._offer_again(slot)
+        for slot, group in state["ready"]:
+            self._due[slot.target_version] += 1
+            self._make_ready(slot, group)
 
     # ------------------------------------------------------------------------------ the policies
 
     def _room(self) -> tuple[int, int]:
         """Target version and number of the new slots that may be reserved now."""
         if self.policy == "in_order":
-            held = [slot.target_version for slot in self._slots()]
             for target in range(self.step, min(self._farthest() + 1, self.num_steps)):
-                if missing := self.prompts_per_step - held.count(target):
+                if missing := self.prompts_per_step - self._due[target]:
                     return target, missing
             return self._farthest(), 0
         taken = (self.step - self.version) * self.prompts_per_step
@@ -266,29 +298,37 @@ class Buffer(Generic[PromptT, GroupT]):
         if slot.kept:
             return slot
         target = slot.target_version if self.policy == "in_order" else self._farthest()
+        self._due[target] += 1
         return evolve(slot, generation_version=self.version, target_version=target)
 
-    def _feasible_without(self, taken: set[int]) -> bool:
-        """Whether all that stays behind can be trained in time; always so for ``in_order``."""
+    def _feasible(self) -> bool:
+        """Whether all that stays behind a step can be trained in time; always so for ``in_order``."""
         if self.policy == "in_order":
             return True
-        left = [slot.target_version for slot in self._slots() if slot.id not in taken]
-        return all(
-            sum(target <= self.step + j for target in left) <= j * self.prompts_per_step
-            for j in range(self.max_staleness)  # beyond, the number of permits implies it
-        )
+        for j in range(self.max_staleness):  # beyond, the number of permits implies it
+            taken = min(_until(self._ready_due, self.step + j), self.prompts_per_step)
+            if _until(self._due, self.step + j) - taken > j * self.prompts_per_step:
+                return False
+        return True
 
     def _farthest(self) -> int:
         return versions.deadline(generated_by=self.version, max_staleness=self.max_staleness)
 
-    def _slots(self) -> Iterable[Slot[PromptT]]:
-        """All slots whose stamps hold: one that comes again with nothing kept will get new ones."""
-        yield from self._reserved.values()
-        yield from self._in_flight.values()
-        yield from (slot for slot in self._again.values() if slot.kept)
-        yield from (slot for slot, _ in self._ready.values())
+    def _offer_again(self, slot: Slot[PromptT]) -> None:
+        self._again[slot.id] = slot
+        heappush(self._again_first, (slot.target_version, slot.id))
+
+    def _make_ready(self, slot: Slot[PromptT], group: GroupT) -> None:
+        self._ready[slot.id] = (slot, group)
+        self._ready_due[slot.target_version] += 1
+        heappush(self._ready_first, (slot.target_version, slot.id))
 
     def _leave(self, state: dict[int, Slot[PromptT]], slot: Slot[PromptT], name: str) -> Slot[PromptT]:
         if slot.id not in state or state[slot.id].attempts != slot.attempts:
             raise SlotError(f"slot {slot.id} (attempt {slot.attempts}) is not {name}")
         return state.pop(slot.id)
+
+
+def _until(due: Counter[int], target: int) -> int:
+    """How many are due at ``target`` at the latest."""
+    return sum(count for at, count in due.items() if at <= target)

@@ -9,7 +9,13 @@ from grpo_core.hookspecs import hookimpl
 
 @hookimpl
 def grpo_samplers() -> Mapping[str, str]:
-    return {"mix": "grpo_core.samplers:Mix", "round_robin": "grpo_core.samplers:RoundRobin"}
+    return {
+        "mix": "grpo_core.samplers:Mix",
+        "round_robin": "grpo_core.samplers:RoundRobin",
+        "chosen": "grpo_core.samplers:Chosen",
+        "schedule": "grpo_core.curriculum:Schedule",
+        "curriculum": "grpo_core.curriculum:Curriculum",
+    }
 
 
 @hookimpl

@@ -1,9 +1,9 @@
 """The canary: after each weight sync the engine is asked what the trainer knows already.
 
 Checksums tell that the bytes arrived.  Whether they are *used* (no tensor under another name, no keys and
-values of older weights from a prefix cache, no copy that rolled back) only a forward pass tells.  The trainer
-publishes with each version what it says of a few prompts; the engine completes them greedily by one token, and
-its logprob must be the trainer's.
+values of older weights from a prefix cache, no copy that rolled back) only a forward pass tells.  The
+trainer publishes with each version what it says of a few prompts; the engine completes them greedily by one
+token, and its logprob must be the trainer's.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def _difference(version: int, canary: Canary, completion: Completion, tolerance:
         return difference
     said = f"{trainer:.6f}" if trainer is not None else "less than to its likeliest tokens"
     raise WeightSyncError(
-        f"engine: it does not use the weights of version {version}: to token {token} after a canary prompt of "
-        f"{len(canary.prompt_ids)} tokens it gives the logprob {engine:.6f}, the trainer {said} (tolerance "
-        f"{tolerance:g}). The tensors are those that the trainer wrote, so look at what the engine does with "
-        "them: a cache of older weights, tensors under other names, another dtype (health.canary_tolerance)"
+        f"engine: it does not use the weights of version {version}: to token {token} after a canary prompt "
+        f"of {len(canary.prompt_ids)} tokens it gives the logprob {engine:.6f}, the trainer {said} "
+        f"(tolerance {tolerance:g}). The tensors arrived as the trainer wrote them, so look at what the "
+        "engine does with them: a cache of older weights, tensors under other names, another dtype "
+        "(health.canary_tolerance)"
     )

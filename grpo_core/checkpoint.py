@@ -19,22 +19,25 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import cattrs
 from attrs import asdict, frozen
 
 from grpo_core.buffer import Buffer, Slot
 from grpo_core.errors import CheckpointError
+from grpo_core.loaders import TaskLoader
+from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{6,})")
+_REPLACED = ".replaced"
+_NAME = re.compile(rf"step-(\d{{6,}})({_REPLACED})?")
 
 
 # ---------------------------------------------------------------------------------- writing
@@ -122,9 +125,13 @@ def fingerprints(directory: Path) -> dict[str, dict[str, Any]]:
 
 def rename(partial: Path, final: Path) -> None:
     _sync_directory(partial)
-    shutil.rmtree(final, ignore_errors=True)
+    replaced = final.with_name(final.name + _REPLACED)
+    if final.exists():  # saved again, by a run that was stopped before its next step
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
     partial.rename(final)
     _sync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _explain(error: OSError, final: Path, written: int) -> str:
@@ -158,8 +165,8 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _loader_file(task: str) -> str:
-    return f"train_dataloader_{quote(task, safe='')}.json"
+def _loader_file(task: str, *, safe: str = "") -> str:
+    return f"train_dataloader_{quote(task, safe=safe)}.json"
 
 
 # ---------------------------------------------------------------------------------- reading
@@ -177,7 +184,8 @@ class Found:
 def complete_names(parent: Path) -> list[tuple[int, Path]]:
     """Steps and directories of the checkpoints that were finished, oldest first; not verified."""
     found = [(_NAME.fullmatch(path.name), path) for path in parent.glob("step-*") if path.is_dir()]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    complete = [(int(match[1]), path) for match, path in found if match]
+    return sorted(complete, key=lambda item: (item[0], not item[1].name.endswith(_REPLACED)))
 
 
 def newest(parent: Path) -> Found | None:
@@ -224,6 +232,58 @@ def read_loader(directory: Path, task: str) -> dict[str, Any] | None:
         return None
     state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return state
+
+
+# ---------------------------------------------------------------------------------- a cut, and back
+
+
+def cut(buffer: Buffer[Prompt, Group], sampler: Sampler) -> dict[str, Any]:
+    """What ``pipeline.json`` holds, as of now."""
+    state = sampler.state_dict() if hasattr(sampler, "state_dict") else None
+    return {"buffer": dump_buffer(buffer), "sampler": state}
+
+
+def restore(
+    directory: Path, buffer: Buffer[Prompt, Group], loaders: Mapping[str, TaskLoader], sampler: Sampler
+) -> list[str]:
+    """Continue from a checkpoint; returns what the user should know of tasks that came or went.
+
+    A task that is new begins at its beginning.  One that is gone takes its stream along, unless prompts of it
+    are unfinished.  Raises CheckpointError then, and if a task's prompts are not those of the checkpoint.
+    """
+    state = read_pipeline(directory)
+    told = _compare_tasks(directory, loaders, state["buffer"])
+    for task, loader in loaders.items():
+        saved = read_loader(directory, task)
+        if saved is not None:
+            loader.load_state_dict(saved)
+    if state["sampler"] is not None and hasattr(sampler, "load_state_dict"):
+        sampler.load_state_dict(state["sampler"])
+
+    load_buffer(buffer, state["buffer"], lambda task, id: loaders[task].prompt(id))
+    return told
+
+
+def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, Any]) -> list[str]:
+    """What to say of tasks that came or went.  Raises CheckpointError if one left prompts behind."""
+    tasks, names = set(tasks), (file.name for file in directory.glob(_loader_file("*", safe="*")))
+    saved = {unquote(name.removeprefix("train_dataloader_").removesuffix(".json")) for name in names}
+    slots = [*buffer["again"], *(slot for slot, _ in buffer["ready"])]
+    for gone in sorted({slot["prompt"][0] for slot in slots} - tasks):
+        ids = [repr(slot["prompt"][1]) for slot in slots if slot["prompt"][0] == gone]
+        more = ", ..." if len(ids) > 10 else ""
+        raise CheckpointError(
+            f"{directory}: task {gone!r} is no longer part of the run, but {len(ids)} of its prompts are in "
+            f"flight or wait to be trained: {', '.join(ids[:10])}{more}; keep the task with weight = 0 until "
+            "they are trained, or start a new run"
+        )
+    return [
+        *(
+            f"task {new!r} is new since the checkpoint; it starts at its beginning"
+            for new in sorted(tasks - saved)
+        ),
+        *(f"task {gone!r} of the checkpoint is no longer part of the run" for gone in sorted(saved - tasks)),
+    ]
 
 
 # ---------------------------------------------------------------------------------- the buffer as JSON

@@ -1,4 +1,4 @@
-"""The command line: ``grpo-core train``, ``validate``, ``plugins``.
+"""The command line: ``grpo-core train``, ``validate``, ``verify``, ``plugins``.
 
 Imports are inside the commands: ``--help`` and ``plugins`` load neither torch nor transformers.
 """
@@ -109,6 +109,20 @@ def validate(
         settings=set_ or [],
         block=no_plugin or [],
     )
+
+
+@app.command
+def verify(run: Path) -> int:
+    """Check over everything that happened in a run that nothing was lost, doubled or too stale.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    """
+    from grpo_core import commands
+
+    return commands.verify(directory=run)
 
 
 @app.command

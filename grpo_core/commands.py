@@ -15,6 +15,7 @@ from grpo_core import checkpoint, run
 from grpo_core.cli import LATEST, RUNS
 from grpo_core.config import TINY, Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.laws import Laws, summary
 from grpo_core.plugins import Kind, PluginHost
 from grpo_core.terminal import Terminal
 from grpo_core.tracking import RunDirectory
@@ -96,6 +97,15 @@ def validate(
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         print(f"{task}  version {found.step}  {shown}")
     return 0
+
+
+def verify(*, directory: Path) -> int:
+    """``grpo-core verify``; returns the exit status."""
+    laws = Laws()
+    for event in RunDirectory.open(directory)[0].events():
+        laws.observe(event)
+    print(summary(laws))
+    return 1 if laws.violations else 0
 
 
 def configure(layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]) -> Config:

@@ -44,6 +44,35 @@ class ModelConfig:
 
 
 @frozen(kw_only=True)
+class SourceConfig:
+    """Where a task's prompts come from, if not from its environment."""
+
+    path: str = ""
+    """Of the training prompts: a .jsonl or .parquet file, or a data set (a directory or a hub id).  Empty:
+    the environment has them."""
+    validation_path: str = ""
+    """Of held-out prompts; empty: `path` if it is a data set and `validation_split` is given, else the
+    environment has them."""
+    subset: str = ""
+    """Of a data set that has several."""
+    split: str = "train"
+    """Of a data set."""
+    validation_split: str = ""
+    """Of a data set."""
+    prompt: str = ""
+    """Field of a row that holds the prompt, as text or messages.  Empty: the first of `prompt`, `messages`
+    and `question` that there is."""
+    answer: str = "answer"
+    """Field of the answer."""
+    id: str = "id"
+    """Field of the id; a row without one has its number as id.  All other fields are the prompt's `info`."""
+    system: str = ""
+    """A system message before each prompt."""
+    workers: int = field(default=0, validator=ge(0))
+    """Processes that read rows ahead; worth while only for rows that are slow to read."""
+
+
+@frozen(kw_only=True)
 class TaskConfig:
     """A named source of prompts: an environment with its options."""
 
@@ -51,6 +80,7 @@ class TaskConfig:
     options: dict[str, Any] = field(factory=dict)
     weight: float = field(default=1.0, validator=ge(0))
     """Share of the prompts, for samplers that weigh tasks."""
+    source: SourceConfig = field(factory=SourceConfig)
 
 
 @frozen(kw_only=True)
@@ -64,6 +94,19 @@ class PluginChoice:
 @frozen(kw_only=True)
 class SamplerConfig(PluginChoice):
     name: str = "mix"
+
+
+@frozen(kw_only=True)
+class SamplingConfig:
+    """Dynamic sampling: groups whose rewards are all equal teach nothing, and are replaced."""
+
+    dynamic: bool = False
+    """Train only groups whose rewards differ; generate others in the place of the rest."""
+    tolerance: float = field(default=0.0, validator=ge(0))
+    """Rewards of a group that differ by no more than this are equal."""
+    max_extra_groups: int = field(default=0, validator=ge(0))
+    """Groups filtered between two steps, at most; then the run ends with an error that says how many passed.
+    0: 20 for each group of a step."""
 
 
 @frozen(kw_only=True)
@@ -188,7 +231,7 @@ class HealthConfig:
     """Of the sampled tokens, between the engine and the trainer at the start of a step."""
     kl: tuple[float, float] = field(default=(0.5, 4.0), validator=_LIMITS)
     """From the policy that generated to the one that a step starts from."""
-    effective_sample_size: tuple[float, float] = field(default=(0.3, 0.01), validator=_LIMITS)
+    effective_sample_size: tuple[float, float] = field(default=(0.1, 0.01), validator=_LIMITS)
     """Share of the tokens, by their importance ratios; smaller is worse."""
     clip_fraction: tuple[float, float] = field(default=(0.3, 0.9), validator=_LIMITS)
     """Share of the tokens, on either side."""
@@ -207,6 +250,7 @@ class Config:
     tasks: dict[str, TaskConfig] = field(factory=dict)
     model: ModelConfig = field(factory=ModelConfig)
     sampler: SamplerConfig = field(factory=SamplerConfig)
+    sampling: SamplingConfig = field(factory=SamplingConfig)
     engine: EngineConfig = field(factory=EngineConfig)
     environment: EnvironmentConfig = field(factory=EnvironmentConfig)
     rollout: RolloutConfig = field(factory=RolloutConfig)

@@ -33,6 +33,9 @@ from grpo_core.records import Episode, Prompt, Verdict
 LARGEST_REWARD = 1e300
 """A reward of this magnitude or more is refused: squared in an advantage it would overflow."""
 
+MOST_PROMPTS = 100_000
+"""Of an environment that yields its prompts: they are all drawn once, since an epoch has to have a length."""
+
 GIVE_UP_AFTER = 20
 """Failures in a row after which the environment, not an episode, is to blame."""
 
@@ -74,10 +77,19 @@ class EnvironmentHost:
         """The prompts of a split, complete and checked; pickled here, so that an error has a name."""
         try:
             given = self._environment.prompts(split)
-            prompts = [given[index] for index in range(len(given))]
+            prompts = (
+                [given[index] for index in range(len(given))]
+                if hasattr(given, "__len__")
+                else list(itertools.islice(given, MOST_PROMPTS + 1))
+            )
         except Exception as error:
             raise PluginError(f"{self._who}: prompts({split!r}) raised {_named(error)}") from error
         where = f"{self._who}: prompts({split!r})"
+        if not hasattr(given, "__len__") and len(prompts) > MOST_PROMPTS:
+            raise PluginError(
+                f"{where}: yields more than {MOST_PROMPTS:,} prompts; return a sequence, which may be longer "
+                "and compute its items on access, or end the iteration"
+            )
         complete = [self._complete(prompt, index, where) for index, prompt in enumerate(prompts)]
         seen: set[str] = set()
         for prompt in complete:

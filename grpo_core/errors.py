@@ -8,6 +8,7 @@
     ├── EngineError          an engine cannot generate; the rollouts it held are played again
     ├── WeightSyncError      an engine does not hold the weights that it was sent
     ├── TrainerError         a training step failed
+    ├── SamplingError        too few of the groups that were generated have anything to teach
     ├── DeadlineExceeded     something took longer than it may
     ├── ChildDied            a child process ended before it answered
     └── SlotError            the buffer was asked for a transition that its state does not allow
@@ -48,6 +49,10 @@ class WeightSyncError(GrpoError):
 
 
 class TrainerError(GrpoError):
+    pass
+
+
+class SamplingError(GrpoError):
     pass
 
 

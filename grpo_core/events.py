@@ -20,6 +20,8 @@ class RunStarted(Event):
     directory: str
     config: Mapping[str, Any]
     resumed: bool = False
+    buffer: Mapping[str, int] = field(factory=dict)
+    """Its statistics: what a resumed run found in its checkpoint."""
 
 
 @frozen(kw_only=True)
@@ -36,6 +38,17 @@ class GroupFinished(Event):
     slot: int
     task: str
     prompt: str
+
+
+@frozen(kw_only=True)
+class GroupFiltered(Event):
+    """All rollouts of a prompt have an equal reward: the group is not trained (``sampling.dynamic``)."""
+
+    slot: int
+    task: str
+    prompt: str
+    reward: float
+    """Mean of its rollouts."""
 
 
 @frozen(kw_only=True)

@@ -26,7 +26,7 @@ LAWS = {
     "stamps": "a slot is stamped with the version that the engine holds and its farthest deadline",
     "stream": "the places of the stream are filled one after the other, and each keeps its prompt",
     "retries": "a prompt is skipped after max_retries further attempts, not sooner and not later",
-    "conservation": "dispatched = trained + skipped + in flight + again + ready",
+    "conservation": "dispatched = trained + skipped + filtered + in flight + again + ready",
     "memory": "at most (max_staleness + 1) * prompts_per_step slots are outstanding",
     "sync": "the engine gets each version once, in order, after the step that made it",
     "validation": "validation measures the version that the engine holds",
@@ -77,7 +77,7 @@ class Terms:
 
 @frozen(kw_only=True)
 class _Open:
-    """A slot that is neither trained nor skipped."""
+    """A slot that is neither trained nor skipped nor filtered."""
 
     task: str
     prompt: str
@@ -100,6 +100,8 @@ class _Account:
     dispatched: int = 0
     trained: int = 0
     skipped: int = 0
+    filtered: int = 0
+    ready: int = 0
     open: dict[int, _Open] = field(factory=dict)
     drawn: dict[str, int] = field(factory=lambda: defaultdict(int))
     """Prompts of each task."""
@@ -121,7 +123,8 @@ class Laws:
         """Steps that were checked, those of lives that were cut off included."""
         self.terms: Terms | None = None
         self._now = _Account()
-        self._cuts: dict[int, _Account] = {}
+        self._cuts: dict[int, list[_Account]] = defaultdict(list)
+        """By step; a step may be saved again, and either cut be what is found."""
         self._stream: dict[str, list[str]] = defaultdict(list)
 
     def observe(self, event: Mapping[str, Any]) -> None:
@@ -133,9 +136,10 @@ class Laws:
     def check(self, now: Statistics) -> None:
         """Compare the buffer's own account with this one."""
         mine = self._now
-        ready = sum(slot.ready for slot in mine.open.values())
-        expected = (mine.dispatched, mine.trained, mine.skipped, ready, len(mine.open) - ready)
-        counted = (now.dispatched, now.trained, now.skipped, now.ready, now.in_flight + now.again)
+        done = (mine.dispatched, mine.trained, mine.skipped, mine.filtered)
+        expected = (*done, mine.ready, len(mine.open) - mine.ready)
+        done = (now.dispatched, now.trained, now.skipped, now.filtered)
+        counted = (*done, now.ready, now.in_flight + now.again)
         if now.reserved or expected != counted:
             self._broken("conservation", f"the events give {expected}, the buffer says {now}")
 
@@ -150,14 +154,15 @@ class Laws:
 
     def _on_RunStarted(self, event: Mapping[str, Any]) -> None:  # noqa: N802 - named as the event
         self.terms = Terms.of(event["config"])
-        step = event["step"]
-        cut = self._cuts.get(step, _Account()) if event["resumed"] else _Account()
-        self._law(
-            "resume",
-            cut.step == cut.version == step,
-            f"continues from step {step}; saved were {sorted(self._cuts)}",
-        )
-        self._cuts = {at: account for at, account in self._cuts.items() if at <= step}
+        step, found = event["step"], event["buffer"]
+        cuts = self._cuts[step] if event["resumed"] else [_Account()]
+        cut = next((cut for cut in cuts if all(getattr(cut, n) == found[n] for n in _RESTORED)), None)
+        if cut is None:
+            saved = [{n: getattr(cut, n) for n in _RESTORED} for cut in cuts]
+            self._broken("resume", f"continues at step {step} with {found}; saved were {saved}")
+            cut = _Account(step=step, version=step)
+        self._cuts = defaultdict(list, {at: cuts for at, cuts in self._cuts.items() if at < step})
+        self._cuts[step] = [cut]
         self._now = cut.copy()
         self._now.open = {
             id: slot if slot.ready else evolve(slot, resumed=True) for id, slot in cut.open.items()
@@ -170,7 +175,7 @@ class Laws:
             event["step"] == now.step == now.version,
             f"a cut of step {event['step']} after {now.step} steps, with the engine at {now.version}",
         )
-        self._cuts[event["step"]] = now.copy()
+        self._cuts[event["step"]].append(now.copy())
 
     def _on_RunEnded(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         if event["reason"] != "finished":
@@ -191,9 +196,7 @@ class Laws:
         assert self.terms is not None
         terms, now = self.terms, self._now
         held = len(now.open) + (now.step - now.version) * terms.prompts_per_step
-        bound = versions.capacity(
-            prompts_per_step=terms.prompts_per_step, max_staleness=terms.max_staleness
-        )
+        bound = versions.capacity(prompts_per_step=terms.prompts_per_step, max_staleness=terms.max_staleness)
         self._law("memory", held <= bound, f"{held} slots are held")
 
     def _dispatch(self, given: Mapping[str, Any]) -> None:
@@ -249,6 +252,13 @@ class Laws:
             self._broken("once", f"slot {event['slot']} is finished and was not in flight")
         else:
             self._now.open[event["slot"]] = evolve(slot, ready=True)
+            self._now.ready += 1
+
+    def _on_GroupFiltered(self, event: Mapping[str, Any]) -> None:  # noqa: N802
+        slot = self._now.open.pop(event["slot"], None)
+        self._now.filtered += 1
+        flying = slot is not None and not slot.ready and not slot.resumed
+        self._law("once", flying, f"slot {event['slot']} is filtered as {slot}")
 
     def _on_PromptSkipped(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         assert self.terms is not None
@@ -269,6 +279,7 @@ class Laws:
             self._train(group)
         now.step += 1
         now.trained += count
+        now.ready -= count
         self.steps += 1
 
     def _train(self, group: Mapping[str, Any]) -> None:
@@ -304,7 +315,7 @@ class Laws:
         self._law(
             "sync",
             event["step"] == now.version <= now.step,
-            f"the engine got version {event['step']} after {now.version - 1}, and {now.step} steps were taken",
+            f"the engine got version {event['step']} after {now.version - 1}; {now.step} steps were taken",
         )
 
     def _on_Validated(self, event: Mapping[str, Any]) -> None:  # noqa: N802
@@ -313,7 +324,8 @@ class Laws:
 
 
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
-_COUNTED = ("in_flight", "again", "ready", "dispatched", "skipped")
+_RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready")
+_COUNTED = ("in_flight", "again", "ready", "dispatched", "skipped", "filtered")
 
 
 def summary(laws: Laws) -> str:
@@ -323,5 +335,5 @@ def summary(laws: Laws) -> str:
     now = laws._now
     return (
         f"{len(LAWS)} laws hold over {laws.steps} steps: {now.dispatched} prompts dispatched, {now.trained} "
-        f"trained, {now.skipped} skipped, {len(now.open)} unfinished"
+        f"trained, {now.skipped} skipped, {now.filtered} filtered, {len(now.open)} unfinished"
     )

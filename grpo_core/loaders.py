@@ -2,8 +2,8 @@
 
 The order of an epoch is a function of (seed, task, epoch), so that the state is two numbers and a resumed
 run draws what the uninterrupted run would have drawn.  The loader is torchdata's with an explicit stateful
-sampler, which hands out as many indices at once as are asked for.  (With ``shuffle=True`` and no workers
-the same loader continues with another order after a resume.)
+sampler, which hands out as many indices at once as are asked for; to workers, which read ahead, one by one.
+(With ``shuffle=True`` and no workers the same loader continues with another order after a resume.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import CheckpointError, PluginError
@@ -76,32 +76,37 @@ class _Rows:
 class TaskLoader:
     """A ``Loader`` for the prompts of one task.
 
+    The prompts are not looked at before the first of them is taken.
+
     Args:
         task: its name; part of the shuffling, so that tasks of one length differ in order.
         prompts: with unique ids.
         seed: of the shuffling.
+        workers: processes that read prompts ahead; 0 reads them where they are taken.
 
     Raises:
         PluginError: there are no prompts.
     """
 
-    def __init__(self, task: str, prompts: Sequence[Prompt], *, seed: int) -> None:
-        if not len(prompts):
-            raise PluginError(
-                f"task {task!r}: its environment has no training prompts; expected at least one"
-            )
+    def __init__(self, task: str, prompts: Sequence[Prompt], *, seed: int, workers: int = 0) -> None:
         self.task = task
         self._prompts = prompts
         self._seed = seed
+        self._workers = workers
         self._taken = 0
         self._restored: dict[str, Any] | None = None
-        self._indices = ShuffledIndices(len(prompts), seed=seed, task=task)
         self._dataloader: StatefulDataLoader | None = None
         self._stream: Iterator[list[Prompt]] = iter(())
 
     def __len__(self) -> int:
         """Prompts in an epoch."""
         return len(self._prompts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled loader goes on where this one is, with workers of its own."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_indices"}
+        restored = self._restored if self._dataloader is None else self._dataloader.state_dict()
+        return {**state, "_restored": restored, "_dataloader": None, "_stream": None}
 
     @property
     def epoch(self) -> float:
@@ -115,8 +120,10 @@ class TaskLoader:
         if self._dataloader is None:
             self._dataloader = self._open()
             self._stream = iter(self._dataloader)
-        self._indices.want = n
         self._taken += n
+        if self._workers:
+            return [prompt for _ in range(n) for prompt in next(self._stream)]
+        self._indices.want = n
         return next(self._stream)
 
     def prompt(self, id: str) -> Prompt:
@@ -146,7 +153,7 @@ class TaskLoader:
                 )
         self._taken = state["taken"]
         self._restored = state["dataloader"]
-        self._dataloader = None
+        self._dataloader, self._stream = None, iter(())
         self._indices.load_state_dict({"epoch": 0, "position": 0})  # if nothing had been drawn yet
 
     def _open(self) -> StatefulDataLoader:
@@ -161,10 +168,20 @@ class TaskLoader:
                 sampler=self._indices,
                 collate_fn=_as_it_is,
                 generator=torch.Generator(),  # else it draws from torch's global one
+                num_workers=self._workers,
+                multiprocessing_context=_context() if self._workers else None,
             )
         if self._restored is not None:
             loader.load_state_dict(self._restored)
         return loader
+
+    @functools.cached_property
+    def _indices(self) -> ShuffledIndices:
+        if not len(self):
+            raise PluginError(
+                f"task {self.task!r}: its environment has no training prompts; expected at least one"
+            )
+        return ShuffledIndices(len(self), seed=self._seed, task=self.task)
 
     @functools.cached_property
     def _index_of(self) -> dict[str, int]:
@@ -173,11 +190,27 @@ class TaskLoader:
     @functools.cached_property
     def _source(self) -> dict[str, Any]:
         """What the stream is made from.  Answers may be corrected, so they are no part of it."""
-        digest = hashlib.sha256()
-        for prompt in self._prompts:
-            line = json.dumps([prompt.id, prompt.messages], default=lambda value: type(value).__name__)
-            digest.update(line.encode())
-        return {"prompts": len(self), "fingerprint": digest.hexdigest()[:16], "seed": self._seed}
+        prompts = len(self)
+        known = getattr(self._prompts, "fingerprint", "")
+        return {"prompts": prompts, "fingerprint": known or fingerprint(self._prompts), "seed": self._seed}
+
+
+def fingerprint(prompts: Iterable[Prompt]) -> str:
+    """Of ids and messages, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        line = json.dumps([prompt.id, prompt.messages], default=lambda value: type(value).__name__)
+        digest.update(line.encode())
+    return digest.hexdigest()[:16]
+
+
+def _context() -> Any:
+    """Workers are forked from a server without threads, which has imported what they need."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchdata.stateful_dataloader", __name__])
+    return context
 
 
 def _as_it_is(rows: list[Prompt]) -> list[Prompt]:

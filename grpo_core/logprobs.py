@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 32 << 20
 """Size of the buffer for a chunk's logits."""
-KEEP_BYTES = 64 << 20
+KEEP_BYTES = 128 << 20
 """Probabilities up to this size are kept for the backward pass instead of computed again."""
 
 
@@ -64,22 +64,28 @@ class _TokenLogprobs(torch.autograd.Function):
         product_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
         n, vocabulary = hidden.shape[0], weight.shape[0]
+        dtype = product_dtype or hidden.dtype
         needed = any(ctx.needs_input_grad)
-        keep = needed and n * vocabulary * weight.element_size() <= KEEP_BYTES
+        keep = needed and n * vocabulary * dtype.itemsize <= KEEP_BYTES
         logprobs, entropy = hidden.new_empty(n), hidden.new_empty(n)
-        kept = hidden.new_empty(n, vocabulary) if keep else None
+        kept = hidden.new_empty(n, vocabulary, dtype=dtype) if keep else None
         logits = hidden.new_empty(min(chunk, n), vocabulary)
-        probabilities = torch.empty_like(logits) if kept is None else logits
+        direct = kept if dtype is hidden.dtype else None
+        probabilities = torch.empty_like(logits) if direct is None else logits
         for begin in range(0, n, chunk):
             part = slice(begin, min(begin + chunk, n))
             rows = part.stop - begin
-            log_p = _log_softmax(hidden[part], weight, bias, temperature, logits[:rows])
-            p = torch.exp(log_p, out=probabilities[:rows] if kept is None else kept[part])
+            log_p = _logits(hidden[part], weight, bias, temperature, logits[:rows])
+            torch.log_softmax(log_p, dim=1, out=log_p)
+            p = torch.exp(log_p, out=probabilities[:rows] if direct is None else direct[part])
             logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
             entropy[part] = -torch.linalg.vecdot(p, log_p)
+            if kept is not None and direct is None:
+                kept[part] = p
         if needed:
             ctx.save_for_backward(hidden, weight, bias, targets, kept)
-            ctx.temperature, ctx.chunk, ctx.product_dtype = temperature, chunk, product_dtype
+            ctx.temperature, ctx.dtype = temperature, dtype
+            ctx.chunk = chunk * hidden.element_size() // dtype.itemsize
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -91,25 +97,21 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
         grad_weight = torch.zeros_like(weight) if to_weight else None
         grad_bias = torch.zeros_like(bias) if to_bias else None
-        dtype = ctx.product_dtype or hidden.dtype
-        product_weight = weight.to(dtype)
+        product_hidden, product_weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         n = hidden.shape[0]
-        buffer = None if kept is not None else hidden.new_empty(min(ctx.chunk, n), weight.shape[0])
-        grad = (grad / ctx.temperature)[:, None]
+        buffer = product_hidden.new_empty(min(ctx.chunk, n), weight.shape[0])
+        grad = (grad / ctx.temperature).to(ctx.dtype)[:, None]
         for begin in range(0, n, ctx.chunk):
             part = slice(begin, min(begin + ctx.chunk, n))
-            some_hidden = hidden[part].to(dtype)
-            if buffer is None:
-                d_logits = kept[part] * -grad[part]
+            some_hidden, d_logits = product_hidden[part], buffer[: part.stop - begin]
+            if kept is not None:
+                torch.mul(kept[part], -grad[part], out=d_logits)
             else:
-                d_logits = buffer[: part.stop - begin]
-                _log_softmax(some_hidden, product_weight, bias, ctx.temperature, d_logits).exp_().mul_(
-                    -grad[part]
-                )
+                _logits(some_hidden, product_weight, bias, ctx.temperature, d_logits)
+                torch.softmax(d_logits, dim=1, out=d_logits).mul_(-grad[part])
             d_logits.scatter_add_(1, targets[part, None], grad[part])  # of a logprob: onehot(target) - p
             if grad_bias is not None:
                 grad_bias += d_logits.sum(0)
-            d_logits = d_logits.to(dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = d_logits @ product_weight
             if grad_weight is not None:
@@ -117,19 +119,14 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, out: Tensor
-) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, out: Tensor) -> Tensor:
     """[n, D] -> [n, V] in ``out``."""
-    if hidden.dtype == out.dtype:
-        torch.mm(hidden, weight.T, out=out)
-    else:
-        out.copy_(hidden @ weight.T)
-    if bias is not None:
-        out += bias
     if temperature != 1.0:
-        out /= temperature
-    return torch.log_softmax(out, dim=1, out=out)
+        hidden = hidden / temperature  # D numbers to divide for each token, not V
+    torch.mm(hidden, weight.T, out=out)
+    if bias is not None:
+        out += bias / temperature
+    return out
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

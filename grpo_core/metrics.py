@@ -27,6 +27,8 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         metrics[f"reward/{task}"] = fmean(rewards)
         metrics[f"accuracy/{task}"] = fmean(float(reward >= FULL_MARKS) for reward in rewards)
         metrics[f"equal_rewards/{task}"] = fmean(float(len(set(g.rewards)) == 1) for g in members)
+        metrics[f"groups/{task}"] = float(len(members))
+        metrics[f"staleness/{task}/mean"] = fmean(_staleness(members, step) or [0])
         metrics[f"completion_tokens/{task}"] = fmean(sum(r.sampled) for r in rollouts)
         metrics[f"truncated/{task}"] = fmean(float(r.finish_reason == "length") for r in rollouts)
         parts: dict[str, list[float]] = defaultdict(list)
@@ -34,16 +36,21 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
             for name, value in rollout.metrics.items():
                 parts[name].append(float(value))
         metrics |= {f"reward/{task}/{name}": fmean(values) for name, values in sorted(parts.items())}
-    stale = [
+    stale = _staleness(groups, step)
+    metrics["staleness/mean"] = fmean(stale) if stale else 0.0
+    metrics["staleness/max"] = float(max(stale, default=0))
+    return metrics
+
+
+def _staleness(groups: Sequence[Group], step: int) -> list[int]:
+    """Of each sampled token."""
+    return [
         step - version
         for group in groups
         for rollout in group.rollouts
         for version, sampled in zip(rollout.versions, rollout.sampled, strict=True)
         if sampled
     ]
-    metrics["staleness/mean"] = fmean(stale) if stale else 0.0
-    metrics["staleness/max"] = float(max(stale, default=0))
-    return metrics
 
 
 class Meter:
@@ -95,6 +102,7 @@ class Meter:
             "buffer/ready": float(buffer.ready),
             "buffer/dispatched": float(buffer.dispatched),
             "buffer/skipped": float(buffer.skipped),
+            "buffer/filtered": float(buffer.filtered),
             **{f"errors/{task}": float(count) for task, count in sorted(self._errors.items())},
         }
         self._last, self._busy, self._tokens = now, 0.0, 0

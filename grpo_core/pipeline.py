@@ -7,7 +7,7 @@
               does        advantages, one trainer step, publish
               unblocks    sync
     sync      waits for   published weights
-              does        update the engine, advance the buffer, validate when it is due
+              does        update the engine and ask its canary, advance the buffer, validate when it is due
               unblocks    collect (its permits), train
 
 All waiting is on one Condition: ``_when`` asks again after every change that ``_apply`` makes.  The
@@ -21,16 +21,19 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from attrs import define, field, frozen
 
 from grpo_core import canary, health
 from grpo_core.buffer import Buffer, Slot
+from grpo_core.dynamic import DynamicSampling
 from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError
 from grpo_core.events import (
     Dispatched,
     Event,
+    GroupFiltered,
     GroupFinished,
     GroupsReady,
     PromptSkipped,
@@ -85,6 +88,8 @@ class Pipeline:
     sampling: Sampling
     group_size: int
     advantages: AdvantageFunction
+    dynamic: DynamicSampling | None = None
+    """Filters groups that teach nothing; None trains all."""
     seed: int = 0
     schedule: Schedule = field(factory=Schedule)
     emit: Callable[[Event], None] = lambda event: None
@@ -190,12 +195,7 @@ class Pipeline:
                 target_version=slot.target_version,
                 slot=slot.id,
             )
-            await self._apply(lambda: self.buffer.complete(slot, group))
-            self.emit(
-                GroupFinished(
-                    step=self._trained, slot=slot.id, task=prompt.environment, prompt=prompt.id
-                )
-            )
+            await self._finish_group(slot, group)
         elif not await self._apply(lambda: self.buffer.fail(slot, finished)):
             error = next(rollout.error for rollout in rollouts if rollout.error is not None)
             self.emit(
@@ -207,6 +207,22 @@ class Pipeline:
                     error=error,
                 )
             )
+
+    async def _finish_group(self, slot: Slot[Prompt], group: Group) -> None:
+        """All its rollouts have a verdict: it waits to be trained, or is filtered."""
+        step, task, prompt = self._trained, group.prompt.environment, group.prompt.id
+        if self.dynamic is None or self.dynamic.keeps(group):
+            await self._apply(lambda: self.buffer.complete(slot, group))
+            self.emit(GroupFinished(step=step, slot=slot.id, task=task, prompt=prompt))
+            return
+        await self._apply(lambda: self.buffer.filter(slot))
+        self._observe([group])
+        reward = fmean(reward or 0.0 for reward in group.rewards)
+        self.emit(GroupFiltered(step=step, slot=slot.id, task=task, prompt=prompt, reward=reward))
+
+    def _observe(self, groups: Sequence[Group]) -> None:
+        if hasattr(self.sampler, "observe"):
+            self.sampler.observe(groups)
 
     # ------------------------------------------------------------------------------ train
 
@@ -238,9 +254,9 @@ class Pipeline:
         if weights.version != step + 1:
             raise GrpoError(f"the trainer published version {weights.version} after step {step}")
         await self._apply(lambda: setattr(self, "_published", weights))
-        if hasattr(self.sampler, "observe"):
-            self.sampler.observe(groups)
+        self._observe(groups)
         metrics = task_metrics(groups, step=step)
+        metrics |= self.dynamic.read() if self.dynamic is not None else {}
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
         self.emit(StepEnded(step=self._trained, metrics=metrics))

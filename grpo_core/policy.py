@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import ModelError, TrainerError
 from grpo_core.logprobs import token_logprobs
-from grpo_core.records import Row
+from grpo_core.records import Canary, Row
 
 
 @frozen(kw_only=True, eq=False)
@@ -111,6 +111,37 @@ class Policy:
             temperature=temperature,
             product_dtype=self._compute_dtype if self._mixed else None,
         )
+
+    @torch.no_grad()
+    def next_tokens(self, prompts: Sequence[tuple[int, ...]], k: int = 16) -> tuple[Canary, ...]:
+        """The ``k`` likeliest tokens after each prompt with their logprobs."""
+        if not prompts:
+            return ()
+        ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.int64)
+        for b, prompt in enumerate(prompts):
+            ids[b, : len(prompt)] = torch.tensor(prompt)
+        last = torch.arange(len(prompts)), torch.tensor([len(prompt) - 1 for prompt in prompts])
+        with self._precision():
+            if self._plain_head:
+                hidden = self.model.base_model(input_ids=ids.to(self.device), use_cache=False)[0]  # type: ignore[operator]
+            else:
+                logits = self.model(input_ids=ids.to(self.device), use_cache=False).logits[last]
+        if self._plain_head:
+            head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+            logits = head(hidden[last].to(head.weight.dtype))
+        log_p = torch.log_softmax(logits.float(), dim=-1)
+        best = log_p.topk(min(k, log_p.shape[-1]))
+        return tuple(
+            Canary(prompt_ids=prompt, token_ids=tuple(tokens), logprobs=tuple(logprobs))
+            for prompt, tokens, logprobs in zip(
+                prompts, best.indices.tolist(), best.values.tolist(), strict=True
+            )
+        )
+
+    @property
+    def vocabulary(self) -> int:
+        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        return int(embedding.weight.shape[0])
 
     @property
     def _mixed(self) -> bool:

@@ -142,6 +142,14 @@ class Child:
         self._writer.write(_frame(Call(id, method, args)))
         return await self._answer(id, method, seconds)
 
+    async def died(self) -> errors.GrpoError:
+        """Wait until the child has ended, however that comes about, and tell why."""
+        await self._connect()
+        if self._reader is not None:
+            await asyncio.shield(self._reader)
+        assert self._death is not None
+        return self._death
+
     def kill(self, why: errors.GrpoError | None = None) -> None:
         """End the child and its own children now; calls that wait raise ``why`` or ChildDied."""
         if self._death is None:

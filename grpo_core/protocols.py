@@ -35,7 +35,10 @@ class Environment:
     tools: Sequence[Callable[..., Any]] = ()
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The prompts of ``"train"`` or ``"validation"``: a sequence, computed on access if it is long."""
+        """The prompts of ``"train"`` or ``"validation"``: a sequence, computed on access if it is long.
+
+        A generator is drawn to its end once, and may yield 100,000 prompts at most.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define prompts(split)")
 
     def evaluate(
@@ -73,8 +76,9 @@ class Loader(Protocol):
 class Sampler(Protocol):
     """Chooses the next prompts.
 
-    Optional: ``observe(groups: Sequence[Group]) -> None``, called with what was trained (late, out of
-    order, or never); ``state_dict() -> dict`` of JSON values and ``load_state_dict(state)``.
+    Optional: ``observe(groups: Sequence[Group]) -> None``, called with what was finished, whether it was
+    trained or filtered (late, out of order, or never); ``state_dict() -> dict`` of JSON values and
+    ``load_state_dict(state)``.
     """
 
     def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]: ...

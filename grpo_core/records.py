@@ -193,6 +193,8 @@ class Rollout:
     finish_reason: str = ""
     error: str | None = None
     """Why there is no verdict."""
+    lost: bool = False
+    """Without a verdict because the engine gave it up or its deadline passed: no fault of the environment."""
 
 
 @frozen(kw_only=True)

@@ -131,6 +131,7 @@ class _Play:
     turns: int = 0
     finish_reason: FinishReason = "stop"
     error: str | None = None
+    lost: bool = False
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -175,8 +176,8 @@ class _Play:
             n = len(new)
             self._append(new, (False,) * n, (0.0,) * n, (-1,) * n)
 
-    def give_up(self, error: str) -> None:
-        self.done, self.reward, self.error = True, None, error
+    def give_up(self, error: str, *, lost: bool = False) -> None:
+        self.done, self.reward, self.error, self.lost = True, None, error, lost
 
     def rollout(self) -> Rollout:
         return Rollout(
@@ -191,6 +192,7 @@ class _Play:
             turns=self.turns,
             finish_reason=self.finish_reason,
             error=self.error,
+            lost=self.lost,
         )
 
     def _append(
@@ -224,4 +226,21 @@ async def _evaluate(plays: Sequence[_Play]) -> list[Verdict]:
 def _give_up(plays: Sequence[_Play], error: str) -> None:
     for p in plays:
         if not p.done:
-            p.give_up(error)
+            p.give_up(error, lost=True)
+
+
+class EngineBudget:
+    """Tells when an engine gives up all that it is asked: ``in_a_row`` rollouts with none between them."""
+
+    def __init__(self, in_a_row: int) -> None:
+        self._in_a_row = in_a_row
+        self._streak = 0
+
+    def observe(self, rollout: Rollout) -> None:
+        """Raises EngineError if this rollout is one too many."""
+        self._streak = self._streak + 1 if rollout.lost else 0
+        if self._streak >= self._in_a_row:
+            raise EngineError(
+                f"engine: the last {self._streak} rollouts were lost, as many as all that may be in flight "
+                f"with all their retries; the last one: {rollout.error}"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import signal
 import time
@@ -13,15 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attrs import define, evolve, frozen
+from attrs import asdict, define, evolve, frozen
 
 from grpo_core import checkpoint
 from grpo_core.batcher import BatchedJudge
 from grpo_core.buffer import Buffer
 from grpo_core.config import TINY, Config, as_table
+from grpo_core.dynamic import DynamicSampling
 from grpo_core.environments import EnvironmentProcess, ErrorBudget
-from grpo_core.errors import CheckpointError, GrpoError
+from grpo_core.errors import GrpoError
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
+from grpo_core.health import Limits
 from grpo_core.loaders import TaskLoader
 from grpo_core.models import local_directory
 from grpo_core.pipeline import Pipeline, Schedule, root_cause
@@ -29,8 +32,9 @@ from grpo_core.plugins import PluginHost
 from grpo_core.protocols import Engine, Judge, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout, Verdict
 from grpo_core.rendering import Renderer
-from grpo_core.rollout import Sampling
+from grpo_core.rollout import EngineBudget, Sampling
 from grpo_core.samplers import checked_sample
+from grpo_core.sources import find_source
 from grpo_core.tracking import Recorder, RunDirectory
 from grpo_core.validation import Context, run_strategy
 
@@ -38,6 +42,14 @@ T = TypeVar("T")
 
 DEMONSTRATIONS = 5000
 """Prompts at most whose solutions a tiny model is warmed up with."""
+
+EXTRA_GROUPS = 20
+"""Filtered for each group of a step, at most, unless the configuration says how many."""
+
+CANARY = 4
+"""Prompts that the engine is asked after each weight sync."""
+CANARY_TOKENS = 64
+"""Of each at most: enough for a prefix cache to notice them."""
 
 
 @frozen(kw_only=True)
@@ -86,9 +98,17 @@ class Tasks:
                 await judge.aclose()
             await asyncio.gather(*(process.aclose() for process in processes.values()))
 
-    async def prompts(self, split: str) -> dict[str, list[Prompt]]:
-        """By task.  Raises PluginError if a task has none."""
-        found = await _all(process.prompts(split) for process in self.processes.values())
+    async def prompts(self, config: Config, split: str) -> dict[str, Sequence[Prompt]]:
+        """By task, of its source or else of its environment.  Raises PluginError, ConfigError."""
+
+        async def of(name: str, process: EnvironmentProcess) -> Sequence[Prompt]:
+            source = find_source(name, config.tasks[name].source, split)
+            if source is None:
+                return await process.prompts(split)
+            await asyncio.to_thread(source.open)
+            return source
+
+        found = await _all(of(name, process) for name, process in self.processes.items())
         return dict(zip(self.processes, found, strict=True))
 
 
@@ -119,7 +139,13 @@ async def train(
             tasks = await stack.enter_async_context(Tasks.start(config, block, run.logs))
             pipeline = await _assemble(config, run, host, tasks, resume, emit, status, stack)
             emit(
-                RunStarted(step=step, directory=str(run.path), config=as_table(config), resumed=bool(resume))
+                RunStarted(
+                    step=step,
+                    directory=str(run.path),
+                    config=as_table(config),
+                    resumed=bool(resume),
+                    buffer=asdict(pipeline.buffer.statistics()),
+                )
             )
             with _signals(pipeline, status):
                 reason = await pipeline.run()
@@ -164,8 +190,8 @@ async def _assemble(
     asynchronous = config.pipeline.max_staleness > 0
     tiny = config.model.path == TINY
     model = str(run.model) if tiny else await asyncio.to_thread(local_directory, config.model.path)
-    prompts = await tasks.prompts("train")
-    held_out = await tasks.prompts("validation") if config.validation.every else {}
+    prompts = await tasks.prompts(config, "train")
+    held_out = await tasks.prompts(config, "validation") if config.validation.every else {}
     demonstrations = await _demonstrations(tasks, prompts) if tiny and not resume else ()
     status("making a tiny model and warming it up" if tiny and not resume else "loading the model")
     trainer = ProcessTrainer(
@@ -178,6 +204,7 @@ async def _assemble(
             model_directory=str(run.model),
             demonstrations=demonstrations,
             resume_from=str(resume.directory) if resume else None,
+            max_non_finite=config.health.max_non_finite,
             plugins=None if config.plugins is None else tuple(config.plugins),
         ),
         log=run.logs / "trainer.log",
@@ -185,10 +212,14 @@ async def _assemble(
     stack.push_async_callback(trainer.aclose)
     engine = _engine(config, host, model, run.logs, threads=thread_count(config.engine.threads, asynchronous))
     stack.push_async_callback(engine.aclose)
-    await trainer.started()
+    await asyncio.gather(trainer.started(), asyncio.to_thread(_import_what_is_needed_soon))
     renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
+    await trainer.set_canary(_canary(prompts, renderer))
     sampling = _sampling(config)
-    loaders = {task: TaskLoader(task, part, seed=config.seed) for task, part in prompts.items()}
+    loaders = {
+        task: TaskLoader(task, part, seed=config.seed, workers=config.tasks[task].source.workers)
+        for task, part in prompts.items()
+    }
     sampler = _sampler(config, host)
     buffer: Buffer[Prompt, Group] = Buffer(
         prompts_per_step=config.trainer.prompts_per_step,
@@ -198,17 +229,14 @@ async def _assemble(
         max_retries=config.rollout.max_retries,
     )
     if resume:
-        _restore(resume, buffer, loaders, sampler)
+        for told in checkpoint.restore(resume.directory, buffer, loaders, sampler):
+            status(f"resuming: {told}")
 
     async def save(step: int) -> Path:
-        state = {
-            "buffer": checkpoint.dump_buffer(buffer),
-            "sampler": sampler.state_dict() if hasattr(sampler, "state_dict") else None,
-        }
         return await checkpoint.write(
             run.checkpoints,
             step=step,
-            pipeline=state,
+            pipeline=checkpoint.cut(buffer, sampler),
             loaders={task: loader.state_dict() for task, loader in loaders.items()},
             save_trainer=trainer.save,
             keep=config.checkpoint.keep,
@@ -228,13 +256,23 @@ async def _assemble(
         sampling=sampling,
         group_size=config.rollout.group_size,
         advantages=host.function("advantage", config.advantage.name, **config.advantage.options),
+        dynamic=_dynamic(config),
         seed=config.seed,
         schedule=_schedule(config),
         emit=emit,
         observe_verdict=_budgets(config, tasks),
         validate=_validation(config, host, engine, tasks, renderer, held_out),
         save=save,
+        canary_tolerance=_tolerance(config),
+        limits=_limits(config),
+        watch=(trainer.watch,),
     )
+
+
+def _import_what_is_needed_soon() -> None:
+    """Takes a second, which is free while the trainer starts."""
+    for module in ("transformers.tokenization_utils_tokenizers", "torchdata.stateful_dataloader"):
+        importlib.import_module(module)
 
 
 # ---------------------------------------------------------------------------------- the parts
@@ -268,6 +306,14 @@ def _sampling(config: Config) -> Sampling:
     return Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens, stop=tuple(rollout.stop))
 
 
+def _dynamic(config: Config) -> DynamicSampling | None:
+    sampling = config.sampling
+    if not sampling.dynamic:
+        return None
+    extra = sampling.max_extra_groups or EXTRA_GROUPS * config.trainer.prompts_per_step
+    return DynamicSampling(tolerance=sampling.tolerance, max_extra_groups=extra)
+
+
 def _schedule(config: Config) -> Schedule:
     attempts = config.rollout.max_retries + 2
     return Schedule(
@@ -279,10 +325,39 @@ def _schedule(config: Config) -> Schedule:
     )
 
 
+def _canary(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
+    """The beginnings of some prompts of all tasks, in tokens."""
+    some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]
+    return [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
+
+
+def _tolerance(config: Config) -> float:
+    """Of the canary: rounding in float32, or in bfloat16 where the trainer or the engine computes in it."""
+    coarse = "bfloat16" in (config.model.dtype, config.engine.options.get("dtype"))
+    return config.health.canary_tolerance or (0.1 if coarse else 1e-3)
+
+
+def _limits(config: Config) -> dict[str, Limits]:
+    health = config.health
+    return {
+        "logprob_diff/mean": Limits(*health.logprob_diff),
+        "kl": Limits(*health.kl),
+        "importance_ratio/effective_sample_size": Limits(*health.effective_sample_size),
+        "clip_fraction/low": Limits(*health.clip_fraction),
+        "clip_fraction/high": Limits(*health.clip_fraction),
+    }
+
+
 def _budgets(config: Config, tasks: Tasks) -> Callable[[str, Rollout], None]:
+    """Faults of environments by task, those of the engine together."""
     budgets = {task: ErrorBudget(task, config.environment.max_error_rate) for task in tasks.processes}
+    outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+    engine = EngineBudget(outstanding * config.rollout.group_size * (config.rollout.max_retries + 1))
 
     def observe(task: str, rollout: Rollout) -> None:
+        engine.observe(rollout)
+        if rollout.lost:
+            return
         verdict = Verdict(reward=rollout.reward, error=rollout.error)
         budgets[task].observe(verdict, tasks.processes[task].first_traceback)
 
@@ -331,30 +406,6 @@ async def _demonstrations(
     return tuple(pairs)
 
 
-def _restore(
-    found: checkpoint.Found,
-    buffer: Buffer[Prompt, Group],
-    loaders: Mapping[str, TaskLoader],
-    sampler: Sampler,
-) -> None:
-    state = checkpoint.read_pipeline(found.directory)
-    for task, loader in loaders.items():
-        saved = checkpoint.read_loader(found.directory, task)
-        if saved is not None:
-            loader.load_state_dict(saved)
-    if state["sampler"] is not None and hasattr(sampler, "load_state_dict"):
-        sampler.load_state_dict(state["sampler"])
-
-    def prompt(task: str, id: str) -> Prompt:
-        if task not in loaders:
-            raise CheckpointError(
-                f"{found.directory}: has prompts of task {task!r}, which the run has no more"
-            )
-        return loaders[task].prompt(id)
-
-    checkpoint.load_buffer(buffer, state["buffer"], prompt)
-
-
 # ---------------------------------------------------------------------------------- validating a run
 
 
@@ -374,7 +425,7 @@ async def validate(
     async with contextlib.AsyncExitStack() as stack:
         status("starting the environments")
         tasks = await stack.enter_async_context(Tasks.start(config, block, None))
-        held_out = await tasks.prompts("validation")
+        held_out = await tasks.prompts(config, "validation")
         engine = _engine(config, host, str(model), None, threads=thread_count(config.engine.threads, False))
         stack.push_async_callback(engine.aclose)
         status("loading the model")

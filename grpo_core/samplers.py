@@ -1,4 +1,8 @@
-"""Samplers that come with the core, and the check that each sampler's draw passes."""
+"""Samplers that come with the core, and the check that each sampler's draw passes.
+
+``mix``, ``round_robin`` and ``chosen`` are here; ``schedule`` and ``curriculum``, whose weights change while
+the run goes on, are in ``grpo_core.curriculum``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_core.errors import ConfigError, GrpoError, PluginError, did_you_mean
@@ -14,7 +18,83 @@ from grpo_core.protocols import Loader, Sampler
 from grpo_core.records import Prompt, SampleRequest
 
 
-class Mix:
+class Drawing:
+    """Base of samplers that choose tasks and remember no more than how many prompts were drawn.
+
+    A subclass says which tasks; ``self.drawn`` is the place in the stream of the first prompt asked for.
+    """
+
+    name = "drawing"
+    """For messages."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def choose(self, tasks: Sequence[str], request: SampleRequest) -> Sequence[str]:
+        """``request.expected_prompts`` of the tasks, which are in the order of their names."""
+        raise NotImplementedError(f"{type(self).__name__} does not define choose(tasks, request)")
+
+    def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]:
+        chosen = self.choose(sorted(loaders), request)
+        self.drawn += len(chosen)
+        return draw(loaders, chosen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+    def known(self, given: Iterable[str], tasks: Sequence[str], to_do: str) -> None:
+        """Raises ConfigError for a task that there is not."""
+        for task in given:
+            if task not in tasks:
+                near = did_you_mean(task, set(tasks))
+                raise ConfigError(
+                    f"sampler {self.name}: there is no task {task!r} to {to_do}.{near} "
+                    f"Tasks: {', '.join(tasks)}"
+                )
+
+
+class Weighted(Drawing):
+    """Base of samplers that draw each prompt's task at random, in proportion to weights.
+
+    Args:
+        seed: of the draws.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def weights(self, tasks: Sequence[str], request: SampleRequest) -> Sequence[float]:
+        """One for each task: finite, at least 0, and not all of them 0."""
+        raise NotImplementedError(f"{type(self).__name__} does not define weights(tasks, request)")
+
+    def choose(self, tasks: Sequence[str], request: SampleRequest) -> Sequence[str]:
+        weights = self.weights(tasks, request)
+        if not any(weights):
+            raise ConfigError(
+                f"sampler {self.name}: every task has weight 0 at step {request.target_version} "
+                f"({', '.join(tasks)}); give one of them more"
+            )
+        # The generator is made anew from the number of prompts drawn, so that this number is all its state.
+        return random.Random(f"{self._seed}/{self.drawn}").choices(tasks, weights, k=request.expected_prompts)
+
+    def checked(self, task: str, weight: Any) -> float:
+        """The weight.  Raises ConfigError if it is no finite number of at least 0."""
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            expected = "a number"
+        elif not 0 <= weight < math.inf:
+            expected = "a finite number >= 0"
+        else:
+            return float(weight)
+        raise ConfigError(
+            f"sampler {self.name}: the weight of task {task!r} is {weight!r}, expected {expected}"
+        )
+
+
+class Mix(Weighted):
     """Draws each prompt's task at random, in proportion to the tasks' weights.
 
     Args:
@@ -25,66 +105,59 @@ class Mix:
         ConfigError: a weight is no finite number of at least 0, or names a task that there is not.
     """
 
+    name = "mix"
+
     def __init__(self, weights: Mapping[str, float] | None = None, seed: int = 0) -> None:
-        self._weights = dict(weights or {})
-        self._seed = seed
-        self._drawn = 0
-        for task, weight in self._weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float):
-                raise ConfigError(
-                    f"sampler mix: the weight of task {task!r} is {weight!r}, expected a number"
-                )
-            if not 0 <= weight < math.inf:
-                raise ConfigError(
-                    f"sampler mix: the weight of task {task!r} is {weight}, expected a finite number >= 0"
-                )
+        super().__init__(seed)
+        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
 
-    def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]:
-        tasks = sorted(loaders)
-        for task in self._weights:
-            if task not in loaders:
-                raise ConfigError(
-                    f"sampler mix: there is no task {task!r} to weigh.{did_you_mean(task, set(tasks))} "
-                    f"Tasks: {', '.join(tasks)}"
-                )
-        weights = [self._weights.get(task, 1.0) for task in tasks]
-        if not any(weights):
-            raise ConfigError(
-                f"sampler mix: every task has weight 0 ({', '.join(tasks)}); give one of them more"
-            )
-        # The generator is made anew from the number of prompts drawn, so that this number is all its state.
-        generator = random.Random(f"{self._seed}/{self._drawn}")
-        chosen = generator.choices(tasks, weights, k=request.expected_prompts)
-        self._drawn += request.expected_prompts
-        return _draw(loaders, chosen)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._drawn = state["drawn"]
+    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
+        self.known(self._weights, tasks, "weigh")
+        return [self._weights.get(task, 1.0) for task in tasks]
 
 
-class RoundRobin:
+class RoundRobin(Drawing):
     """Draws from the tasks in turn, in the order of their names."""
 
-    def __init__(self) -> None:
-        self._drawn = 0
+    name = "round_robin"
 
-    def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]:
-        turns = itertools.islice(itertools.cycle(sorted(loaders)), self._drawn % len(loaders), None)
-        chosen = list(itertools.islice(turns, request.expected_prompts))
-        self._drawn += request.expected_prompts
-        return _draw(loaders, chosen)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._drawn = state["drawn"]
+    def choose(self, tasks: Sequence[str], request: SampleRequest) -> list[str]:
+        return _in_turn(tasks, self.drawn, request.expected_prompts)
 
 
-def _draw(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
+class Chosen(Drawing):
+    """Draws for each step from the tasks that a list names for it.
+
+    Args:
+        order: for step 0, 1, ... a task, or several that take turns; after the last it starts over.  The
+            step is the ``target_version``: the last that may train the prompt, and with ``policy =
+            "in_order"`` the one that does.
+
+    Raises:
+        ConfigError: the list is empty, or names a task that there is not.
+    """
+
+    name = "chosen"
+
+    def __init__(self, order: Sequence[str | Sequence[str]]) -> None:
+        super().__init__()
+        self._order = [[tasks] if isinstance(tasks, str) else list(tasks) for tasks in order]
+        if isinstance(order, str) or not self._order or not all(self._order):
+            raise ConfigError(
+                f"sampler chosen: order is {order!r}, expected for each step a task, or a list of tasks"
+            )
+
+    def choose(self, tasks: Sequence[str], request: SampleRequest) -> list[str]:
+        self.known(itertools.chain.from_iterable(self._order), tasks, "choose")
+        due = self._order[request.target_version % len(self._order)]
+        return _in_turn(due, self.drawn, request.expected_prompts)
+
+
+def _in_turn(tasks: Sequence[str], start: int, count: int) -> list[str]:
+    return [tasks[place % len(tasks)] for place in range(start, start + count)]
+
+
+def draw(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
     """One prompt of each chosen task, in that order; each loader is asked once."""
     chosen = list(chosen)
     taken = {task: iter(loaders[task].take(count)) for task, count in Counter(chosen).items()}

@@ -159,6 +159,7 @@ class Terminal:
         if self._rewards:
             low, high = min(0.0, *self._rewards), max(1.0, *self._rewards)
             rows.append(("reward", f"{self._rewards[-1]:.3f}", Text(sparkline(self._rewards, low, high))))
+            rows += self._tasks()
             rows.append(
                 (
                     "staleness",
@@ -181,6 +182,28 @@ class Terminal:
             prompt, reply, reward = self._sample
             rows.append(("sample", f"{reward:g}", Text(_short(f"{prompt} → {reply}"))))
         return rows
+
+    def _tasks(self) -> list[tuple[str, str, RenderableType]]:
+        """A line for each task, if there are several."""
+        tasks = sorted({task for metrics in self._recent for task in _tasks_of(metrics)})
+        rows: list[tuple[str, str, RenderableType]] = []
+        for task in tasks if len(tasks) > 1 else ():
+            last = next(metrics for metrics in reversed(self._recent) if f"reward/{task}" in metrics)
+            told = [
+                f"accuracy {last[f'accuracy/{task}']:.0%}",
+                f"{last[f'groups/{task}']:.0f} groups",
+                f"{last[f'completion_tokens/{task}']:.0f} tokens",
+                f"staleness {last[f'staleness/{task}/mean']:.2f}",
+            ]
+            if f"filtered_share/{task}" in last:
+                told.append(f"{last[f'filtered_share/{task}']:.0%} filtered")
+            rows.append((task, f"{last[f'reward/{task}']:.3f}", Text(", ".join(told), style="dim")))
+        return rows
+
+
+def _tasks_of(metrics: Mapping[str, Any]) -> list[str]:
+    """Those that were trained."""
+    return [name.removeprefix("groups/") for name in metrics if name.startswith("groups/")]
 
 
 def _mean_of(metrics: Mapping[str, float], prefix: str) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -72,6 +72,30 @@ class RunDirectory:
                 f"--resume: there is no run with a checkpoint in {parent}/; give the run's directory"
             )
         return max(runs, key=lambda run: max(p.stat().st_mtime for p in run.iterdir()))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What ``events.jsonl`` holds.  Raises ConfigError if there is none, or a line that is no event.
+
+        Half a line is what a process was writing when it was killed: it stands before the start of the
+        next, or at the end.
+        """
+        path = self.path / "events.jsonl"
+        if not path.is_file():
+            raise ConfigError(f"{self.path}: has no {path.name} yet")
+        half = 0
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                half = half or number
+                continue
+            if half and event["event"] != "RunStarted":
+                break
+            half = 0
+            yield event
+        else:
+            return
+        raise ConfigError(f"{path}, line {half}: is no event; somebody has changed this file")
 
     def forget_after(self, step: int) -> None:
         """Remove what was recorded after the step that a run continues from; events are kept."""
@@ -146,7 +170,7 @@ class Recorder:
 
 def _appending(path: Path) -> TextIO:
     """Open for whole lines; what a process that died left of its last one stays a line of its own."""
-    file = open(path, "a", encoding="utf-8", buffering=1)
+    file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed with the recorder
     if file.tell() and not path.read_bytes().endswith(b"\n"):
         file.write("\n")
     return file

@@ -15,25 +15,37 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo_core import cpu, policy
 from grpo_core import loss as losses
-from grpo_core import policy
 from grpo_core.batching import microbatches, split_updates
 from grpo_core.config import TINY, LossConfig, ModelConfig, TrainerConfig
-from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.errors import (
+    CheckpointError,
+    ChildDied,
+    GrpoError,
+    ModelError,
+    PluginError,
+    TrainerError,
+)
+from grpo_core.logprobs import KEEP_BYTES
 from grpo_core.plugins import PluginHost
 from grpo_core.policy import MicroBatch, Policy
 from grpo_core.processes import Child
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.weights import WeightsWriter
+
+MAX_LOST_UPDATES = 3
+"""Updates in a row without a finite gradient after which the trainer gives up."""
 
 
 @frozen(kw_only=True)
@@ -52,13 +64,15 @@ class TrainerSetup:
     """Prompts and replies worth full marks, for the warm start of "tiny"."""
     resume_from: str | None = None
     """A directory that ``save`` wrote."""
+    max_non_finite: float = 0.1
+    """See ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None
     """Allow-list of the plugins that a loss may come from; None: all."""
 
 
 def create(setup: TrainerSetup) -> TorchTrainer:
     """Factory for the child process."""
-    torch.set_num_threads(thread_count(setup.trainer.threads, setup.generates_beside))
+    cpu.prepare(thread_count(setup.trainer.threads, setup.generates_beside))
     return TorchTrainer(setup)
 
 
@@ -82,6 +96,18 @@ def learning_rate(config: TrainerConfig, update: int) -> float:
     return config.lr * scheduled * warm
 
 
+def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -> int:
+    """Tokens of a micro-batch, padding included, at most.
+
+    On a CPU it is small enough that the head keeps its probabilities for the backward pass (with a large
+    vocabulary a fifth of the work) and that activations stay near the cache; products of fewer than 1024
+    tokens would be inefficient.
+    """
+    if device.type != "cpu":
+        return config.tokens_per_microbatch
+    return min(config.tokens_per_microbatch, max(1024, KEEP_BYTES // (torch.float32.itemsize * vocabulary)))
+
+
 class TorchTrainer:
     """Trains a transformers causal language model with AdamW on one device.
 
@@ -103,8 +129,11 @@ class TorchTrainer:
         self._named = list(self._policy.model.named_parameters())  # tied tensors once
         self._parameters = [parameter for _, parameter in self._named]
         self._overhead = _overhead(sum(p.numel() for p in self._parameters), self._device)
+        self._budget = token_budget(self._config, self._policy.vocabulary, self._device)
         self._optimizer = _adamw(self._parameters, self._config)
         self._writer = WeightsWriter()
+        self._canary: tuple[tuple[int, ...], ...] = ()
+        self._lost_updates = 0
         self.version = 0
         torch.manual_seed(setup.seed)
         if resume:
@@ -127,7 +156,8 @@ class TorchTrainer:
     def step(self, batch: Batch) -> StepResult:
         """Train version ``batch.step`` into the next; a batch without rows only raises the version.
 
-        Raises TrainerError if the batch is another version's, or if a loss or gradient is not finite.
+        Rows whose loss is not finite are left out, and so is an update whose gradient is not; both are
+        counted.  Raises TrainerError if they are many, or if the batch is another version's.
         """
         if batch.step != self.version:
             raise TrainerError(f"step {batch.step} was asked of a trainer that holds version {self.version}")
@@ -154,7 +184,7 @@ class TorchTrainer:
 
     def _microbatches(self, rows: Sequence[Row]) -> list[MicroBatch]:
         lengths = [policy.length(row) for row in rows]
-        parts = microbatches(lengths, self._config.tokens_per_microbatch, overhead=self._overhead)
+        parts = microbatches(lengths, self._budget, overhead=self._overhead)
         return [policy.collate([rows[i] for i in part], self._device) for part in parts]
 
     @torch.no_grad()
@@ -172,23 +202,67 @@ class TorchTrainer:
 
     def _update(self, batch: Batch, number: int, update: Sequence[MicroBatch], totals: Totals) -> None:
         tokens = sum(micro.targets.numel() for micro in update)
-        finite = []
-        for micro in update:
-            per_token = self._token_losses(batch, number, micro, totals)
-            finite.append(per_token.detach().isfinite())
-            (per_token.sum() / tokens).backward()  # type: ignore[no-untyped-call]
+        bad = [self._backward(batch, number, micro, tokens, totals) for micro in update]
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
-        if not (all(map(torch.all, finite)) and norm.isfinite()):
-            raise TrainerError(_not_finite(batch, number, update, finite))
-        lr = learning_rate(self._config, batch.step * self._config.updates_per_step + number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        self._check_rows(batch, number, update, bad, totals)
+        if self._gradient_is_finite(batch, number, norm, totals):
+            lr = learning_rate(self._config, batch.step * self._config.updates_per_step + number)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([lr])})
         self._optimizer.zero_grad()
-        totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([lr])})
 
-    def _token_losses(self, batch: Batch, number: int, micro: MicroBatch, totals: Totals) -> Tensor:
+    def _backward(self, batch: Batch, number: int, micro: MicroBatch, tokens: int, totals: Totals) -> Tensor:
+        """Add the gradient of one micro-batch, without the rows whose loss is not finite: these are returned.
+
+        The gradient is stopped at the logprobs, so that what is not finite in one row reaches no parameter.
+        """
         logprobs, entropy = self._policy.score(micro, batch.temperature)
+        leaf = logprobs.detach().requires_grad_()
+        per_token, metrics = self._token_losses(batch, number, micro, leaf)
+        (gradient,) = torch.autograd.grad(per_token.sum() / tokens, leaf)
+        wrong = ~(per_token.detach().isfinite() & gradient.isfinite())
+        bad = torch.zeros(len(micro.rows), device=wrong.device).index_add_(0, micro.row_of, wrong.float()) > 0
+        kept = ~bad[micro.row_of]
+        logprobs.backward(gradient.where(kept, 0.0))  # type: ignore[no-untyped-call]
+        metrics = {"loss": per_token, "entropy": entropy, **metrics}
+        totals.add({name: values.detach().where(kept, 0.0) for name, values in metrics.items()})
+        return bad
+
+    def _check_rows(
+        self, batch: Batch, number: int, update: Sequence[MicroBatch], bad: Sequence[Tensor], totals: Totals
+    ) -> None:
+        """Count the rows that were left out; raises TrainerError if they are too many."""
+        rows = [row for micro in update for row in micro.rows]
+        wrong = [row for row, is_bad in zip(rows, torch.cat(list(bad)).tolist(), strict=True) if is_bad]
+        totals.count("errors/non_finite", len(wrong))
+        if len(wrong) > self._setup.max_non_finite * len(rows):
+            raise TrainerError(
+                f"step {batch.step}, update {number}: the loss of {len(wrong)} of {len(rows)} rows, in "
+                f"groups {sorted({row.group for row in wrong})}, is not finite (health.max_non_finite = "
+                f"{self._setup.max_non_finite:g}); the weights are unchanged by it. Look at the rewards, "
+                "advantages and logprobs of these rows, or lower trainer.lr"
+            )
+
+    def _gradient_is_finite(self, batch: Batch, number: int, norm: Tensor, totals: Totals) -> bool:
+        """Whether the update can be made; raises TrainerError if several in a row could not."""
+        if norm.isfinite():
+            self._lost_updates = 0
+            return True
+        self._lost_updates += 1
+        totals.count("errors/non_finite_gradient", 1)
+        if self._lost_updates >= MAX_LOST_UPDATES:
+            raise TrainerError(
+                f"step {batch.step}, update {number}: the gradient is not finite, with finite losses, "
+                f"{self._lost_updates} times in a row; these updates were left out. Lower trainer.lr, or "
+                'train in model.dtype = "float32"'
+            )
+        return False
+
+    def _token_losses(
+        self, batch: Batch, number: int, micro: MicroBatch, logprobs: Tensor
+    ) -> losses.LossOutput:
         generation, now = micro.generation_logprobs, logprobs.detach()
         proximal = generation if self._config.proximal == "generation" else micro.before.get("proximal", now)
         inputs = losses.LossInputs(
@@ -207,16 +281,20 @@ class TorchTrainer:
                 f"loss {self._setup.loss.name!r} returned shape {tuple(per_token.shape)}; expected "
                 f"one loss for each of the {len(logprobs)} sampled tokens"
             )
-        totals.add({"loss": per_token, "entropy": entropy, **metrics})
         if number == 0 or "proximal" in micro.before:  # both are by the weights that the step starts from
-            totals.add(_off_policy(micro.before.get("proximal", now), generation))
-        return per_token
+            metrics = {**metrics, **_off_policy(micro.before.get("proximal", now), generation)}
+        return per_token, metrics
 
     # ------------------------------------------------------------------------------ weights and files
 
     def publish(self) -> Weights:
         """The current weights in shared memory; what was published before is overwritten."""
-        return self._writer.write(self.version, self._named)
+        weights = self._writer.write(self.version, self._named)
+        return evolve(weights, canary=self._policy.next_tokens(self._canary))
+
+    def set_canary(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Publish with each version what it says of these prompts."""
+        self._canary = tuple(prompts)
 
     def save(self, directory: Path) -> None:
         """Write ``trainer/`` (a transformers directory) and ``optimizer/``; no pickles.
@@ -231,7 +309,7 @@ class TorchTrainer:
         state["rng"] = torch.get_rng_state()
         try:
             self._policy.model.save_pretrained(directory / "trainer")  # type: ignore[operator]
-            self._save_tokenizer(directory / "trainer")
+            self._tokenizer.save_pretrained(directory / "trainer")
             (directory / "optimizer").mkdir(parents=True, exist_ok=True)
             save_file(state, directory / "optimizer" / "state.safetensors")
             about = {"version": self.version, "optimizer": "AdamW"}
@@ -255,12 +333,12 @@ class TorchTrainer:
                 "from another checkpoint, or start anew with model.path set to its trainer/ directory"
             ) from error
 
-    def _save_tokenizer(self, directory: Path) -> None:
+    @cached_property
+    def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
         source = self._setup.model_directory if self._setup.model.path == TINY else self._setup.model.path
-        trusted = self._setup.model.trust_remote_code
-        AutoTokenizer.from_pretrained(source, trust_remote_code=trusted).save_pretrained(directory)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=self._setup.model.trust_remote_code)
 
     def _start_model(self) -> str:
         """Path of the model that the run starts from; "tiny" is made unless it is there already."""
@@ -299,6 +377,7 @@ class Totals:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
+        self._events: dict[str, int] = {}
 
     def add(self, metrics: dict[str, Tensor]) -> None:
         """Tensors [N] each; a name that ends in ``/max`` is a maximum, all others are means."""
@@ -313,12 +392,17 @@ class Totals:
                 self._sums[name] = self._sums[name] + here
             self._counts[name] += values.numel()
 
+    def count(self, name: str, n: int) -> None:
+        """Something that should not happen; without a metric if it did not."""
+        if n:
+            self._events[name] = self._events.get(name, 0) + n
+
     def metrics(self) -> dict[str, float]:
         read = {name: float(total) for name, total in self._sums.items()}
         means = {n: v if n.endswith("/max") else v / self._counts[n] for n, v in read.items()}
         if (square := means.pop(_SQUARE, None)) is not None:
             means["importance_ratio/effective_sample_size"] = means["importance_ratio/mean"] ** 2 / square
-        return means
+        return means | {name: float(n) for name, n in self._events.items()}
 
 
 _SQUARE = "importance_ratio/square"
@@ -339,19 +423,6 @@ def _off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
         "importance_ratio/max": ratio,
         _SQUARE: ratio.square(),
     }
-
-
-def _not_finite(batch: Batch, number: int, update: Sequence[MicroBatch], finite: Sequence[Tensor]) -> str:
-    bad = {
-        micro.rows[int(row)].group
-        for micro, good in zip(update, finite, strict=True)
-        for row in micro.row_of[~good]
-    }
-    where = f"the loss of rows in groups {sorted(bad)}" if bad else "the gradient, with finite losses,"
-    return (
-        f"step {batch.step}, update {number}: {where} is not finite; the weights are unchanged by it. "
-        "Lower trainer.lr, or look at the rewards and logprobs of these rows"
-    )
 
 
 def _os_error(error: SafetensorError) -> OSError:
@@ -408,16 +479,40 @@ class ProcessTrainer:
         description: dict[str, Any] = await self._child.started(seconds=self._deadline)
         return description
 
+    async def set_canary(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Prompts that every published version comes with the next tokens of; see ``grpo_core.canary``."""
+        await self._call("set_canary", list(prompts))
+
     async def step(self, batch: Batch) -> StepResult:
-        result: StepResult = await self._child.call("step", batch, seconds=self._deadline)
+        result: StepResult = await self._call("step", batch)
         return result
 
     async def publish(self) -> Weights:
-        weights: Weights = await self._child.call("publish", seconds=self._deadline)
+        weights: Weights = await self._call("publish")
         return weights
 
     async def save(self, directory: Path) -> None:
-        await self._child.call("save", directory, seconds=self._deadline)
+        await self._call("save", directory)
+
+    async def watch(self) -> None:
+        """Raises TrainerError when the child dies, though nobody waits for an answer of it."""
+        raise _gone(await self._child.died())
 
     async def aclose(self) -> None:
         await self._child.aclose()
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await self._child.call(method, *args, seconds=self._deadline)
+        except ChildDied as error:
+            raise _gone(error) from error
+
+
+def _gone(error: GrpoError) -> GrpoError:
+    if not isinstance(error, ChildDied):
+        return error
+    return TrainerError(
+        f"{error}\nThe steps since the newest checkpoint are lost; continue from there with "
+        "grpo-core train --resume RUN. If nobody killed it, look for a lack of memory: lower "
+        "trainer.tokens_per_microbatch"
+    )

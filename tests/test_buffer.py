@@ -98,6 +98,42 @@ def test_a_failed_prompt_comes_again_with_fresh_stamps_and_is_skipped_in_the_end
     assert [slot.id for slot in buffer.reserve()] == [4, 5, 6], "the skipped prompt's place is offered too"
 
 
+@pytest.mark.parametrize("policy", ["deadline", "in_order"])
+def test_a_filtered_group_frees_its_slot_for_a_new_prompt_of_the_same_step(policy):
+    buffer = a_buffer(policy=policy, max_staleness=0)
+    first, second = fill(buffer)
+    buffer.filter(first)
+    buffer.complete(second, second.id)
+    assert buffer.take() is None
+    (refill,) = buffer.reserve()
+    assert (refill.id, refill.prompt, refill.generation_version, refill.target_version) == (2, None, 0, 0)
+    buffer.complete(*buffer.fill([refill], [2]), 2)
+    assert buffer.take() == [1, 2]
+    assert (buffer.statistics().filtered, buffer.statistics().dispatched) == (1, 3)
+
+
+def test_a_filtered_group_is_refilled_with_the_newest_weights():
+    buffer = a_buffer(max_staleness=2)
+    first, *others = fill(buffer)
+    for slot in others[:2]:
+        buffer.complete(slot, slot.id)
+    buffer.take()
+    buffer.advance()
+    fill(buffer)
+    buffer.filter(first)
+    (refill,) = buffer.reserve()
+    assert (refill.generation_version, refill.target_version) == (1, 3)
+
+
+def test_a_group_is_filtered_or_complete_and_not_both():
+    buffer = a_buffer()
+    slot = fill(buffer)[0]
+    buffer.filter(slot)
+    for method in (buffer.filter, buffer.fail, lambda slot: buffer.complete(slot, "group")):
+        with pytest.raises(SlotError, match=r"slot 0 \(attempt 0\) is not in flight"):
+            method(slot)
+
+
 def test_rollouts_that_are_kept_keep_the_stamps_that_hold_for_them():
     buffer = a_buffer()
     first, *others = fill(buffer)
@@ -183,6 +219,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.ready: set[int] = set()
         self.trained: list[int] = []
         self.skipped: set[int] = set()
+        self.filtered: set[int] = set()
         self.drawn = 0
         self.steps = 0
         self.engine = 0
@@ -215,6 +252,13 @@ class BufferMachine(RuleBasedStateMachine):
         slot = self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1)))
         self.ready.add(slot.prompt)
         self.buffer.complete(slot, slot)
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def filter(self, data):
+        slot = self.flying.pop(data.draw(st.integers(0, len(self.flying) - 1)))
+        self.filtered.add(slot.prompt)
+        self.buffer.filter(slot)
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data(), keep=st.booleans())
@@ -272,9 +316,13 @@ class BufferMachine(RuleBasedStateMachine):
             return
         now = self.buffer.statistics()
         assert now.dispatched == self.drawn
-        assert now.dispatched == now.trained + now.skipped + now.in_flight + now.again + now.ready
+        gone = now.trained + now.skipped + now.filtered
+        assert now.dispatched == gone + now.in_flight + now.again + now.ready
         assert (now.in_flight, now.again, now.ready) == (len(self.flying), len(self.failed), len(self.ready))
-        assert (now.trained, now.skipped) == (len(self.trained), len(self.skipped))
+        assert (now.trained, now.skipped, now.filtered) == tuple(
+            map(len, (self.trained, self.skipped, self.filtered))
+        )
+        assert not {*self.trained} & self.filtered, "what is filtered is not trained"
 
     @invariant()
     def memory_is_bounded(self):

@@ -12,7 +12,9 @@ import pytest
 from grpo_core import checkpoint
 from grpo_core.buffer import Buffer
 from grpo_core.errors import CheckpointError
+from grpo_core.loaders import TaskLoader
 from grpo_core.records import Group, Rollout
+from grpo_core.samplers import RoundRobin
 from grpo_core.testing import prompts
 
 
@@ -54,6 +56,29 @@ def test_the_newest_are_kept(tmp_path):
     for step in (1, 2, 10, 20):
         write(tmp_path, step)
     assert [step for step, _ in checkpoint.complete_names(tmp_path)] == [10, 20]
+
+
+def test_a_death_while_one_checkpoint_replaces_another_of_its_step_loses_neither(tmp_path, monkeypatch):
+    """A run that is stopped twice within a step saves that step twice; there may be no other checkpoint."""
+
+    class Crash(BaseException):
+        pass
+
+    def dies(self, target):
+        if self.name.endswith(".partial"):
+            raise Crash
+        rename(self, target)
+
+    write(tmp_path, 1, keep=1)
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", dies)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **kwargs: None)  # dead men tidy nothing
+    with pytest.raises(Crash):
+        write(tmp_path, 1, keep=1)
+    monkeypatch.undo()
+    assert checkpoint.newest(tmp_path).step == 1
+    write(tmp_path, 1, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 def test_there_is_none_yet(tmp_path):
@@ -152,3 +177,62 @@ def test_the_buffer_survives_json(tmp_path):
     offered = [again.reserve()[0] for _ in range(3)]
     assert sorted(slot.prompt.id for slot in offered) == ["0", "2", "3"]
     assert {slot.prompt.id: slot.attempts for slot in offered} == {"0": 0, "2": 1, "3": 0}
+
+
+# ---------------------------------------------------------------------------------- tasks that come and go
+
+
+def tasks(*names):
+    return {task: TaskLoader(task, prompts(20, task), seed=0) for task in names}
+
+
+def a_cut(tmp_path, *names, unfinished=()):
+    """A checkpoint of a run with these tasks, and what was in flight."""
+    loaders, sampler = tasks(*names), RoundRobin()
+    buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
+    buffer.fill(buffer.reserve(), [loaders[task].take(1)[0] for task in unfinished])
+    save = checkpoint.write(
+        tmp_path,
+        step=0,
+        pipeline=checkpoint.cut(buffer, sampler),
+        loaders={task: loader.state_dict() for task, loader in loaders.items()},
+        save_trainer=save_trainer,
+        keep=1,
+    )
+    return asyncio.run(save), loaders
+
+
+def restore(directory, loaders):
+    buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
+    return checkpoint.restore(directory, buffer, loaders, RoundRobin())
+
+
+def test_a_task_that_is_new_starts_at_its_beginning_and_that_is_said(tmp_path):
+    directory, before = a_cut(tmp_path, "old", unfinished=["old"] * 4)
+    loaders = tasks("old", "n/e w")
+    assert restore(directory, loaders) == [
+        "task 'n/e w' is new since the checkpoint; it starts at its beginning"
+    ]
+    assert loaders["old"].take(3) == before["old"].take(3)
+    assert loaders["n/e w"].take(3) == tasks("n/e w")["n/e w"].take(3)
+
+
+def test_a_task_that_is_gone_is_mentioned_if_it_left_nothing_unfinished(tmp_path):
+    directory, _ = a_cut(tmp_path, "old", "n/e w", unfinished=["old"] * 4)
+    assert restore(directory, tasks("old")) == ["task 'n/e w' of the checkpoint is no longer part of the run"]
+
+
+def test_a_task_that_is_gone_and_left_prompts_unfinished_is_an_error_that_names_them(tmp_path):
+    directory, _ = a_cut(tmp_path, "old", "gone", unfinished=["old", "gone", "old", "gone"])
+    first, second = tasks("gone")["gone"].take(2)
+    with pytest.raises(CheckpointError) as caught:
+        restore(directory, tasks("old"))
+    assert "task 'gone' is no longer part of the run, but 2 of its prompts are in flight or wait to be " in (
+        str(caught.value)
+    )
+    assert f": {first.id!r}, {second.id!r}; keep the task with weight = 0" in str(caught.value)
+
+
+def test_the_same_tasks_are_not_mentioned(tmp_path):
+    directory, _ = a_cut(tmp_path, "a", "b", unfinished=["a", "b", "a", "b"])
+    assert restore(directory, tasks("b", "a")) == []

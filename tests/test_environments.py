@@ -38,6 +38,9 @@ SCENES = """
             prompts = [grpo.Prompt(messages=f"{split} {i}", answer=str(i)) for i in range(3)]
             match self.mode:
                 case "raises": raise OSError("the disk is gone")
+                case "yields": return iter(prompts)
+                case "yields without end":
+                    return (grpo.Prompt(messages="x", id=str(i)) for i in iter(int, 1))
                 case "no prompt": prompts[1] = "text"
                 case "no message": prompts[1] = grpo.Prompt(messages=[])
                 case "bad message": prompts[1] = grpo.Prompt(messages=["hello"])
@@ -212,6 +215,11 @@ def test_prompts_are_completed(scenes):
     assert host.solve([first, second]) == ["0", "1"]
 
 
+def test_prompts_may_be_yielded(scenes):
+    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": "yields"}, allow=[])
+    assert [prompt.id for prompt in pickle.loads(host.prompts("train"))] == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
@@ -219,6 +227,7 @@ def test_prompts_are_completed(scenes):
         ("no prompt", "prompts('train')[1] is str, expected grpo_core.Prompt"),
         ("no message", "prompts('train')[1]: messages is (), expected text or at least one message"),
         ("bad message", "prompts('train')[1]: messages is ('hello',), expected text or at least one message"),
+        ("yields without end", "prompts('train'): yields more than 100,000 prompts; return a sequence"),
         ("same ids", "prompts('train'): two prompts have the id 'a'; ids are unique in a task"),
         ("lambda", "prompts('train'): a prompt cannot be sent to the trainer's process; put plain data"),
     ],

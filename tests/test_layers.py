@@ -13,11 +13,12 @@ PACKAGE = Path(grpo_core.__file__).parent
 
 LAYERS = [
     {"records", "versions", "errors", "events"},
-    {"buffer", "advantages", "batching", "loss", "rows", "health"},
+    {"buffer", "advantages", "batching", "dynamic", "laws", "loss", "rows", "health"},
     {"protocols", "hookspecs"},
     {"rollout", "config", "plugins", "builtins", "checkpoint", "tracking", "metrics", "rendering"}
     | {"offers", "installed"}
-    | {"processes", "canary", "models", "weights", "logprobs", "samplers", "loaders", "batcher", "terminal"},
+    | {"processes", "canary", "models", "weights", "samplers", "curriculum", "loaders", "sources"}
+    | {"batcher", "terminal", "cpu", "logprobs"},
     {"pipeline", "validation", "policy", "tiny", "trainer", "environments", "engines", "testing"},
     {"run", "cli", "commands"},
 ]

@@ -1,6 +1,7 @@
 """The stream of a task's prompts is endless, reshuffled each epoch, and resumed exactly."""
 
 import json
+import pickle
 import subprocess
 import sys
 
@@ -112,7 +113,7 @@ def test_a_corrected_answer_is_no_reason_not_to_resume():
 
 def test_a_task_without_prompts_is_an_error():
     with pytest.raises(PluginError, match="task 'a': its environment has no training prompts"):
-        TaskLoader("a", [], seed=0)
+        TaskLoader("a", [], seed=0).take(1)
 
 
 def test_torch_is_not_imported_before_the_first_draw():
@@ -126,3 +127,65 @@ def test_torch_is_not_imported_before_the_first_draw():
     """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == "False\n"
+
+
+# ---------------------------------------------------------------------------------- lazy, with workers
+
+
+class Watched(list):
+    """Prompts that say when they are looked at."""
+
+    def __len__(self):
+        raise AssertionError("somebody looked at the prompts")
+
+
+def test_nothing_is_looked_at_before_the_first_prompt_is_taken():
+    loader = TaskLoader("a", Watched(prompts(5)), seed=0)
+    loader.take(0)
+    with pytest.raises(AssertionError, match="somebody looked"):
+        loader.take(1)
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_a_pickled_loader_goes_on_where_it_was(taken):
+    loader = TaskLoader("a", prompts(3), seed=0)
+    loader.take(taken)
+    there = pickle.loads(pickle.dumps(loader))
+    assert there.state_dict() == loader.state_dict()
+    assert there.take(5) == loader.take(5)
+
+
+def resumed(state, n, workers):
+    loader = TaskLoader("a", prompts(n), seed=5, workers=workers)
+    loader.load_state_dict(through_json(state))
+    return loader
+
+
+def check_every_position(n, workers, positions):
+    """Cut there, resume, cut again at once and after one more prompt: it goes on as if nothing had been."""
+    stream = ids(TaskLoader("a", prompts(n), seed=5).take(max(positions) + 6))
+    loader = TaskLoader("a", prompts(n), seed=5, workers=workers)
+    for position in positions:
+        once = resumed(loader.state_dict(), n, workers)
+        twice = resumed(once.state_dict(), n, workers)
+        assert ids(twice.take(1)) == stream[position : position + 1]
+        thrice = resumed(twice.state_dict(), n, workers)
+        assert ids(thrice.take(4)) == stream[position + 1 : position + 5]
+        assert thrice.epoch == (position + 5) / n
+        assert ids(loader.take(1)) == stream[position : position + 1]
+
+
+def test_a_stream_is_resumed_at_every_position_of_two_epochs():
+    check_every_position(5, 0, range(11))
+
+
+@pytest.mark.slow
+def test_a_stream_with_workers_is_resumed_at_every_position_of_two_epochs():
+    check_every_position(3, 2, range(7))
+
+
+@pytest.mark.slow
+def test_workers_read_ahead_and_change_nothing():
+    alone, helped = (TaskLoader("a", prompts(7), seed=0, workers=workers) for workers in (0, 2))
+    assert [ids(helped.take(n)) for n in (1, 9, 4)] == [ids(alone.take(n)) for n in (1, 9, 4)]
+    assert {**helped.state_dict(), "dataloader": None} == {**alone.state_dict(), "dataloader": None}

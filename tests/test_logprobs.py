@@ -84,7 +84,11 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
     assert hidden.grad is not None
 
 
-def test_bfloat16_products_change_the_gradient_a_little_and_the_logprobs_not_at_all() -> None:
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30], ids=["computed again", "kept"])
+def test_bfloat16_products_change_the_gradient_a_little_and_the_logprobs_not_at_all(
+    keep_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "KEEP_BYTES", keep_bytes)
     hidden, weight, targets, _ = make(200, 32, 50, torch.float32)
     exact, _ = token_logprobs(hidden, weight, targets)
     fast, _ = token_logprobs(hidden, weight, targets, product_dtype=torch.bfloat16)

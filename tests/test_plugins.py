@@ -67,7 +67,7 @@ def test_an_installed_plugin_is_listed_with_what_it_offers(install):
     core, words = listing(host)
     assert core["name"] == "core"
     assert core["distribution"] == "grpo-core"
-    assert core["offers"]["sampler"] == ["mix", "round_robin"]
+    assert core["offers"]["sampler"] == ["chosen", "curriculum", "mix", "round_robin", "schedule"]
     assert words["seconds"] > 0
     assert {**words, "seconds": 0} == {
         "name": "words",

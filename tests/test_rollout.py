@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grpo_core.advantages import group as group_advantages
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.records import Group, Prompt, Rollout, Verdict, Weights
-from grpo_core.rollout import Sampling, Start, play, seed_of
+from grpo_core.rollout import EngineBudget, Sampling, Start, play, seed_of
 from grpo_core.rows import check_staleness, make_batch
 from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, prompts, run
 from grpo_core.validation import Context, Greedy, run_strategy
@@ -103,6 +103,28 @@ def test_what_is_not_finished_at_the_deadline_has_no_verdict():
     (rollout,) = played(starts(1), {"task": FakeJudge()}, engine, deadline=5.0)
     assert (rollout.reward, rollout.error) == (None, "not finished within its deadline of 5 s")
     assert engine.running == 0, "the request was given up"
+
+
+def test_what_the_engine_loses_is_no_fault_of_the_environment():
+    lose = FakeEngine(fault=lambda request: EngineError("died"))
+    (lost,) = played(starts(1), {"task": FakeJudge()}, lose)
+    (late,) = played(starts(1), {"task": FakeJudge()}, FakeEngine(latency=lambda rng: 99), deadline=9)
+    (failed,) = played(starts(1), {"task": FakeJudge(lambda e: Verdict(error="KeyError"))})
+    (fine,) = played(starts(1), {"task": FakeJudge()})
+    assert [r.lost for r in (lost, late, failed, fine)] == [True, True, False, False]
+
+
+def test_an_engine_that_loses_everything_in_flight_with_all_retries_ends_the_run():
+    lost = Rollout(prompt_ids=(1,), error="engine: died", lost=True)
+    fine = Rollout(prompt_ids=(1,), reward=0.0)
+    budget = EngineBudget(8)
+    for _ in range(3):
+        for rollout in (*[lost] * 7, fine):
+            budget.observe(rollout)
+    for _ in range(7):
+        budget.observe(lost)
+    with pytest.raises(EngineError, match=r"the last 8 rollouts were lost.*engine: died"):
+        budget.observe(lost)
 
 
 def test_what_the_engine_gives_up_has_no_verdict_and_bugs_are_not_hidden():

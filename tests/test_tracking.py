@@ -146,7 +146,35 @@ def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
         assert part in text, part
 
 
+def test_with_several_tasks_each_has_a_line_in_the_view():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, color_system=None, _environ={})
+    one = {"reward": 0.25, "accuracy": 0.2, "groups": 12.0, "completion_tokens": 6.0, "filtered_share": 0.25}
+    metrics = {f"{name}/{task}": value for name, value in one.items() for task in ("sort", "tool")}
+    metrics |= {"staleness/sort/mean": 0.5, "staleness/tool/mean": 0.75, "time/step": 1.0}
+    with Terminal(10, console) as view:
+        view(StepEnded(step=1, metrics=metrics))
+    text = " ".join(out.getvalue().split())
+    assert "sort 0.250 accuracy 20%, 12 groups, 6 tokens, staleness 0.50, 25% filtered" in text
+    assert "tool 0.250 accuracy 20%, 12 groups, 6 tokens, staleness 0.75, 25% filtered" in text
+
+
 def test_a_sparkline_shows_the_last_values_between_its_bounds():
     assert sparkline([0.0, 0.5, 1.0, 2.0]) == "▁▅██"
     assert len(sparkline([0.5] * 100)) == 32
     assert sparkline([]) == ""
+
+
+def test_half_a_line_is_what_a_killed_process_leaves_and_anything_else_is_a_fault(tmp_path):
+    run = recorded(tmp_path)
+    with open(run.path / "events.jsonl", "a") as file:
+        file.write('{"event": "StepEn')
+    assert len(list(run.events())) == len(EVENTS)
+    recorder = Recorder(run)
+    recorder(EVENTS[0])
+    assert [event["event"] for event in run.events()][-1] == "RunStarted"
+    recorder.close()
+    path = run.path / "events.jsonl"
+    path.write_text(path.read_text().replace('"event": "GroupsReady"', "GroupsReady"))
+    with pytest.raises(ConfigError, match=r"events\.jsonl, line 3: is no event"):
+        list(run.events())

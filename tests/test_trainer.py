@@ -14,8 +14,17 @@ import transformers
 from grpo_core import policy, tiny
 from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.logprobs import KEEP_BYTES
 from grpo_core.records import Batch, Row
-from grpo_core.trainer import ProcessTrainer, TorchTrainer, TrainerSetup, create, learning_rate, thread_count
+from grpo_core.trainer import (
+    ProcessTrainer,
+    TorchTrainer,
+    TrainerSetup,
+    create,
+    learning_rate,
+    thread_count,
+    token_budget,
+)
 from grpo_core.weights import read
 
 
@@ -244,10 +253,54 @@ def test_a_loss_that_is_not_finite_stops_the_step_and_names_its_rows(model: str,
     before = weights(trainer)
     rows = [row("a", "b", 1.0, 0), row("a", "c", bad, 5)]
     with pytest.raises(
-        TrainerError, match=r"step 0, update 0: the loss of rows in groups \[5\] is not finite"
+        TrainerError, match=r"step 0, update 0: the loss of 1 of 2 rows, in groups \[5\], is not finite"
     ):
         trainer.step(batch(rows))
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+
+
+@pytest.mark.parametrize(
+    ("where", "bad"), [("advantage", math.nan), ("advantage", math.inf), ("logprobs", math.nan)]
+)
+def test_a_row_whose_loss_is_not_finite_is_left_out_and_counted(model: str, where: str, bad: float) -> None:
+    rows = ragged(groups=6)
+    value = bad if where == "advantage" else (bad,) * len(rows[3].token_ids)
+    broken = [*rows[:3], attrs.evolve(rows[3], **{where: value}), *rows[4:]]
+    teaches_nothing = [*rows[:3], attrs.evolve(rows[3], advantage=0.0), *rows[4:]]
+    trainers = [TorchTrainer(attrs.evolve(setup(model), max_non_finite=0.1)) for _ in range(2)]
+    found = trainers[0].step(batch(broken)).metrics
+    trainers[1].step(batch(teaches_nothing))
+    assert found["errors/non_finite"] == 1
+    assert all(math.isfinite(v) for v in found.values())
+    mine, theirs = map(weights, trainers)
+    assert all(torch.allclose(mine[name], theirs[name], atol=1e-7) for name in mine)
+
+
+def not_finite_backward(trainer: TorchTrainer, steps: set[int]) -> None:
+    """From now on the gradient of these steps is not a number, though the loss is."""
+    hidden = trainer._named[0][1]
+    hidden.register_hook(lambda gradient: gradient * math.nan if trainer.version in steps else gradient)
+
+
+def test_an_update_whose_gradient_is_not_finite_is_left_out_and_counted(model: str) -> None:
+    trainer = TorchTrainer(setup(model))
+    not_finite_backward(trainer, {0, 2})
+    before = weights(trainer)
+    metrics = [trainer.step(batch(ragged(), step)).metrics for step in range(1)]
+    assert metrics[0]["errors/non_finite_gradient"] == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+    assert "errors/non_finite_gradient" not in trainer.step(batch(ragged(), 1)).metrics
+    assert not all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+    assert trainer.step(batch(ragged(), 2)).metrics["errors/non_finite_gradient"] == 1
+
+
+def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(model: str) -> None:
+    trainer = TorchTrainer(setup(model))
+    not_finite_backward(trainer, {0, 1, 3, 4, 5})
+    for step in range(5):
+        trainer.step(batch(ragged(), step))
+    with pytest.raises(TrainerError, match=r"step 5, update 0: the gradient is not finite.* 3 times"):
+        trainer.step(batch(ragged(), 5))
 
 
 def test_a_first_token_without_a_prompt_is_refused(model: str) -> None:
@@ -387,6 +440,15 @@ def test_the_learning_rate_warms_up_and_ends_where_it_should(schedule: str) -> N
     assert rates[40] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     assert rates[22] == pytest.approx(1.0 if schedule == "constant" else 0.55)
     assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_on_a_cpu_a_microbatch_is_small_enough_for_the_head_to_keep_its_probabilities() -> None:
+    config, cpu = TrainerConfig(), torch.device("cpu")
+    assert token_budget(config, 100, cpu) == config.tokens_per_microbatch
+    assert 1024 <= token_budget(config, 32_000, cpu) <= KEEP_BYTES / (4 * 32_000)
+    assert token_budget(config, 150_000, cpu) == 1024
+    assert token_budget(TrainerConfig(tokens_per_microbatch=64), 150_000, cpu) == 64
+    assert token_budget(config, 32_000, torch.device("cuda")) == config.tokens_per_microbatch
 
 
 def test_beside_a_generator_the_trainer_takes_half_of_the_cores() -> None:

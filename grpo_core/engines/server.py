@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from attrs import define, field
 
+from grpo_core import cpu
 from grpo_core import weights as shared_weights
 from grpo_core.engines import wire
 from grpo_core.engines.batch import Model
@@ -33,7 +34,7 @@ class Server:
     """Consumes calls, produces answers; blocks only while it has nothing to decode."""
 
     def __init__(self, setup: EngineSetup, *, device: str, dtype: str, max_rows: int) -> None:
-        torch.set_num_threads(setup.threads)
+        cpu.prepare(setup.threads)
         self._setup = setup
         self._device = device
         self._dtype = dtype

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import random
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -48,19 +48,30 @@ class _Selector(selectors.BaseSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Asyncio on virtual time.  With a seed, tasks that can run are run in a shuffled order."""
+    """Asyncio on virtual time.  With a seed, tasks that can run are run in a shuffled order.
 
-    def __init__(self, seed: int | None = None, horizon: float = 1e7) -> None:
+    ``watch`` is called before each step of the loop; what it raises ends the story.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = None,
+        horizon: float = 1e7,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)
         self._virtual.waiting = self._waiting_tasks
         self._random = random.Random(seed) if seed is not None else None
         self._horizon = horizon
+        self.watch = watch
 
     def time(self) -> float:
         return self._virtual.now
 
     def _run_once(self) -> None:
+        if self.watch is not None:
+            self.watch()
         if self.time() > self._horizon:
             raise Deadlock(
                 f"still running at {self._horizon:g} virtual seconds:\n" + "\n".join(self._waiting_tasks())
@@ -91,12 +102,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return sorted(lines)
 
 
-def run(story: Coroutine[Any, Any, T], *, seed: int | None = None, horizon: float = 1e7) -> T:
-    """Run a coroutine to its end on virtual time.  Raises Deadlock, or what the coroutine raises."""
-    loop = VirtualLoop(seed, horizon)
+def run(
+    story: Coroutine[Any, Any, T],
+    *,
+    seed: int | None = None,
+    horizon: float = 1e7,
+    watch: Callable[[], None] | None = None,
+) -> T:
+    """Run a coroutine to its end on virtual time.  Raises Deadlock, or what the story or ``watch`` raises."""
+    loop = VirtualLoop(seed, horizon, watch)
     try:
         return loop.run_until_complete(story)
     finally:
+        loop.watch = None
         tasks = asyncio.all_tasks(loop)
         for task in tasks:
             task.cancel()

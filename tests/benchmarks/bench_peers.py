@@ -1,10 +1,11 @@
 """A step of grpo-core next to one of TRL's GRPOTrainer: generation and training on the same work.
 
     make bench-peers        (installs the peer into .venv-peers)
-    python tests/benchmarks/bench_peers.py [--work tiny larger] [--threads 2] [--scale 1]
+    python tests/benchmarks/bench_peers.py [--work demo tiny larger] [--dtype float32 bfloat16] [--threads 2]
 
-The runs alternate.  Here generation and training take turns (max_staleness 0), so nothing is gained by
-running them beside each other; both sides have the same weights, threads and numbers of tokens.
+The runs alternate, each in processes of its own.  Here generation and training take turns (max_staleness 0),
+so nothing is gained by running them beside each other; both sides have the same weights, threads and numbers
+of tokens.  Memory is that of all processes of a side together, where a page that several share counts once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,44 +32,38 @@ from grpo_core.trainer import ProcessTrainer, TrainerSetup
 
 HERE = Path(__file__).parent
 PEER = HERE.parent.parent / ".venv-peers" / "bin" / "python"
-PROMPT_TOKENS = 8
+
+Told = dict[str, list[float]]
+"""What a side says of its steps: seconds and tokens of each."""
 
 
 @frozen(kw_only=True)
 class Work:
-    name: str
     prompts: int
-    group_size: int
+    group_size: int = 8
+    prompt_tokens: int = 8
     max_tokens: int
+    updates: int = 1
     vocabulary: int
     width: int
+    heads: int
     layers: int
     microbatch: int
     """Rows of the peer's micro-batch, the fastest that was found."""
 
 
 WORKS = {
-    "tiny": Work(
-        name="tiny",
-        prompts=16,
-        group_size=8,
-        max_tokens=16,
-        vocabulary=100,
-        width=256,
-        layers=4,
+    "demo": Work(
+        prompts=64, prompt_tokens=7, max_tokens=6, updates=4, vocabulary=98, width=64, heads=4, layers=2,
         microbatch=128,
     ),
-    "larger": Work(
-        name="larger",
-        prompts=64,
-        group_size=8,
-        max_tokens=64,
-        vocabulary=32000,
-        width=384,
-        layers=4,
-        microbatch=64,
+    "tiny": Work(
+        prompts=16, max_tokens=16, vocabulary=100, width=256, heads=4, layers=4, microbatch=128
     ),
-}
+    "larger": Work(
+        prompts=64, max_tokens=64, vocabulary=32000, width=384, heads=6, layers=4, microbatch=64
+    ),
+}  # fmt: skip
 
 
 def make_model(directory: Path, work: Work) -> None:
@@ -85,27 +81,25 @@ def make_model(directory: Path, work: Work) -> None:
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=work.vocabulary, hidden_size=work.width, intermediate_size=8 * work.width // 3,
-            num_hidden_layers=work.layers, num_attention_heads=work.width // 64,
-            num_key_value_heads=work.width // 64, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+            num_hidden_layers=work.layers, num_attention_heads=work.heads,
+            num_key_value_heads=work.heads, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
         )
     ).save_pretrained(directory)  # fmt: skip
 
 
-async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: int) -> tuple[float, float]:
-    """Seconds of the best step, and its tokens per second."""
-    config = TrainerConfig(threads=threads, device="cpu", lr=1e-6)
-    trainer = ProcessTrainer(
-        TrainerSetup(model=ModelConfig(path=str(directory), dtype=dtype), trainer=config)
-    )  # type: ignore[arg-type]
+async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: int) -> Told:
+    config = TrainerConfig(threads=threads, device="cpu", lr=1e-6, updates_per_step=work.updates)
+    model = ModelConfig(path=str(directory), dtype=dtype)  # type: ignore[arg-type]
+    trainer = ProcessTrainer(TrainerSetup(model=model, trainer=config))
     engine = LocalEngine(EngineSetup(model=str(directory), threads=threads))
     chance = random.Random(0)
-    best, rate = float("inf"), 0.0
+    told: Told = {"seconds": [], "tokens": []}
     try:
         await trainer.started()
         await engine.update_weights(await trainer.publish())
         for step in range(steps):
             known = range(3, work.vocabulary)
-            prompts = [tuple(chance.choices(known, k=PROMPT_TOKENS)) for _ in range(work.prompts)]
+            prompts = [tuple(chance.choices(known, k=work.prompt_tokens)) for _ in range(work.prompts)]
             begun = time.perf_counter()
             requests = [
                 GenerationRequest(
@@ -136,61 +130,120 @@ async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: 
             )
             await trainer.step(Batch(step=step, rows=rows, temperature=1.0))
             await engine.update_weights(await trainer.publish())
-            seconds = time.perf_counter() - begun
-            if step and seconds < best:  # the first is a warm-up
-                best, rate = seconds, sum(len(c.token_ids) for c in completions) / seconds
+            told["seconds"].append(time.perf_counter() - begun)
+            told["tokens"].append(sum(len(completion.token_ids) for completion in completions))
     finally:
         await engine.aclose()
         await trainer.aclose()
-    return best, rate
+    return told
 
 
-def theirs(directory: Path, work: Work, *, dtype: str, threads: int, steps: int) -> tuple[float, float]:
-    arguments = {
-        "prompts": work.prompts, "group-size": work.group_size, "prompt-tokens": PROMPT_TOKENS,
-        "max-tokens": work.max_tokens, "microbatch": work.microbatch, "threads": threads, "steps": steps,
-    }  # fmt: skip
-    command = [str(PEER), str(HERE / "peer_trl.py"), str(directory)]
-    command += [f"--{name}={value}" for name, value in arguments.items()]
-    command += ["--bf16"] if dtype == "bfloat16" else []
+@frozen(kw_only=True)
+class Cost:
+    seconds: float
+    """Of the best step after the first, which warms up (of the first if there is no other)."""
+    tokens_per_second: float
+    mebibytes: float
+    """At the peak."""
+
+
+def run(side: str, directory: Path, name: str, work: Work, *, dtype: str, threads: int, steps: int) -> Cost:
+    if side == "ours":
+        arguments = {"side": directory, "work": name, "dtype": dtype, "threads": threads, "steps": steps}
+        command = [sys.executable, __file__, f"--prompts={work.prompts}"]
+    else:
+        arguments = {
+            "prompts": work.prompts, "group-size": work.group_size, "prompt-tokens": work.prompt_tokens,
+            "max-tokens": work.max_tokens, "microbatch": work.microbatch, "updates": work.updates,
+            "threads": threads, "steps": steps,
+        }  # fmt: skip
+        command = [str(PEER), str(HERE / "peer_trl.py"), str(directory)]
+        command += ["--bf16"] if dtype == "bfloat16" else []
+    command += [f"--{key}={value}" for key, value in arguments.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SystemExit(f"peer_trl.py failed:\n{done.stderr[-2000:]}")
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    return min((s, t / s) for s, t in list(zip(told["seconds"], told["tokens"], strict=True))[1:])
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        most = 0
+        while process.poll() is None:
+            most = max(most, resident(process.pid))
+            time.sleep(0.5)  # reading the memory map slows what is measured
+        output = process.stdout.read() if process.stdout else ""
+        if process.returncode:
+            errors.seek(0)
+            raise SystemExit(f"{command[1]} failed:\n{errors.read()[-2000:]}")
+    told: Told = json.loads(output.strip().splitlines()[-1])
+    pairs = list(zip(told["seconds"], told["tokens"], strict=True))
+    seconds, tokens = min(pairs[1:] or pairs)
+    return Cost(seconds=seconds, tokens_per_second=tokens / seconds, mebibytes=most / 2**20)
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process and all below it; what is shared by several is divided among them."""
+    total = 0
+    try:
+        below = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total = sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    except OSError:
+        return 0  # it has just ended
+    return total + sum(resident(int(child)) for children in below for child in children)
+
+
+def cheapest(costs: list[Cost]) -> Cost:
+    return evolve(min(costs, key=lambda cost: cost.seconds), mebibytes=min(cost.mebibytes for cost in costs))
+
+
+def compare(name: str, work: Work, dtypes: list[str], rounds: int, *, threads: int, steps: int) -> None:
+    costs: dict[tuple[str, str], list[Cost]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory), work)
+        for _ in range(rounds):
+            for dtype in dtypes:
+                for side in ("ours", "TRL"):
+                    cost = run(side, Path(directory), name, work, dtype=dtype, threads=threads, steps=steps)
+                    costs.setdefault((side, dtype), []).append(cost)
+                    print(
+                        f"# {name} {dtype} {side}: {cost.seconds:.3f} s a step, "
+                        f"{cost.tokens_per_second:.0f} tokens/s, {cost.mebibytes:.0f} MiB",
+                        flush=True,
+                    )
+    best = {key: cheapest(each) for key, each in costs.items()}
+    for dtype in dtypes:
+        mine, peer = best["ours", dtype], best["TRL", dtype]
+        report(f"{name}, {dtype}: seconds of a step / TRL's", mine.seconds / peer.seconds, 1 / 2)
+        report(f"{name}, {dtype}: memory / TRL's", mine.mebibytes / peer.mebibytes, 1 / 4)
+    if len(dtypes) > 1:
+        ratio = best["ours", "bfloat16"].seconds / best["TRL", "float32"].seconds
+        report(f"{name}: seconds of a step in bfloat16 / TRL's in float32", ratio, 1 / 6)
+
+
+def report(name: str, value: float, most: float) -> None:
+    print(f"{name:<66} {value:>8.3f}  <= {most:.3f}  {'ok' if value <= most else 'short'}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted")
-    parser.add_argument("--rounds", type=int, default=2, help="how often both are run in turn")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--scale", type=int, default=1, help="divides the number of prompts")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--steps", type=int, default=3, help="of each run; the first of several is not counted"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="how often all are run in turn")
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
+    parser.add_argument("--prompts", type=int, help="in a step, instead of the work's own number")
+    parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    works = {n: evolve(WORKS[n], prompts=given.prompts or WORKS[n].prompts) for n in given.work}
+    options = {"threads": given.threads, "steps": given.steps}
+    if given.side:
+        print(
+            json.dumps(asyncio.run(ours(given.side, works[given.work[0]], dtype=given.dtype[0], **options)))
+        )
+        return
     if not PEER.exists():
         raise SystemExit("the peer is not installed: run `make bench-peers`")
-    for name in arguments.work:
-        work = evolve(WORKS[name], prompts=WORKS[name].prompts // arguments.scale)
-        options = {"dtype": arguments.dtype, "threads": arguments.threads, "steps": arguments.steps}
-        with tempfile.TemporaryDirectory() as directory:
-            make_model(Path(directory), work)
-            pairs = [
-                (
-                    asyncio.run(ours(Path(directory), work, **options)),
-                    theirs(Path(directory), work, **options),
-                )
-                for _ in range(arguments.rounds)
-            ]
-        mine, peer = min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
-        ratio = mine[0] / peer[0]
-        print(f"{work.name}: grpo-core, one step{mine[0]:>42.3f} s   {mine[1]:.0f} tokens/s")
-        print(f"{work.name}: TRL, one step{peer[0]:>48.3f} s   {peer[1]:.0f} tokens/s")
-        print(
-            f"{work.name}: grpo-core / TRL, seconds{ratio:>37.3f}     <= 1  {'ok' if ratio <= 1 else 'short'}"
-        )
+    for name, work in works.items():
+        compare(name, work, given.dtype, given.rounds, **options)
 
 
 if __name__ == "__main__":

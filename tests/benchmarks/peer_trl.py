@@ -1,7 +1,7 @@
 """Steps of TRL's GRPOTrainer on the work that its arguments describe; prints JSON.  Run by bench_peers.py.
 
 Settings are the fastest that were found for it on a CPU: float32 or bfloat16 autocast, fused AdamW, no
-gradient checkpointing, no reference model, one optimizer step for each batch of rollouts.
+gradient checkpointing, no reference model, and as many optimizer steps for each batch of rollouts as asked.
 """
 
 import argparse
@@ -30,7 +30,16 @@ class StepTimes(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    for name in ("prompts", "group-size", "prompt-tokens", "max-tokens", "microbatch", "threads", "steps"):
+    for name in (
+        "prompts",
+        "group-size",
+        "prompt-tokens",
+        "max-tokens",
+        "microbatch",
+        "updates",
+        "threads",
+        "steps",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--bf16", action="store_true")
     work = parser.parse_args()
@@ -42,6 +51,7 @@ def main() -> None:
         " ".join(chance.choices(words, k=work.prompt_tokens)) for _ in range(work.prompts * work.steps)
     ]
     rollouts = work.prompts * work.group_size
+    microbatch = min(work.microbatch, rollouts // work.updates)
     times = StepTimes()
     tokens: list[int] = []
 
@@ -58,9 +68,10 @@ def main() -> None:
             callbacks=[times],
             args=GRPOConfig(
                 output_dir=directory,
-                max_steps=work.steps,
-                per_device_train_batch_size=min(work.microbatch, rollouts),
-                gradient_accumulation_steps=max(1, rollouts // work.microbatch),
+                max_steps=work.steps * work.updates,
+                per_device_train_batch_size=microbatch,
+                gradient_accumulation_steps=rollouts // work.updates // microbatch,
+                steps_per_generation=rollouts // microbatch,
                 num_generations=work.group_size,
                 max_completion_length=work.max_tokens,
                 temperature=1.0,
@@ -76,7 +87,8 @@ def main() -> None:
                 disable_tqdm=True,
             ),
         ).train()
-    print(json.dumps({"seconds": times.seconds, "tokens": tokens}))
+    updates = [times.seconds[i : i + work.updates] for i in range(0, len(times.seconds), work.updates)]
+    print(json.dumps({"seconds": [sum(each) for each in updates], "tokens": tokens}))
 
 
 if __name__ == "__main__":

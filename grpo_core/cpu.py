@@ -1,0 +1,58 @@
+"""What makes torch fast on a CPU and is set once for each process that computes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_KEPT_FREE = 256 << 20
+
+
+def prepare(threads: int) -> None:
+    """Settings of this process; none of them changes the precision of a result."""
+    torch.set_num_threads(threads)
+    _keep_freed_memory()
+    _choose_float32_products()
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc reuse activations: given back to the system, each page of them is zeroed at its next use."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return  # not the GNU C library
+    mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_FREE)
+
+
+def _choose_float32_products() -> None:
+    """Take oneDNN's matrix products where they are float32 and MKL's are slow: not on Intel's processors.
+
+    torch hands float32 products to oneDNN only where bfloat16 is allowed in them.  oneDNN uses that
+    permission where the processor has matrix tiles (AMX) and computes in float32 elsewhere; whether it does
+    is not taken on trust.
+    """
+    onednn: Any = torch.backends.mkldnn
+    if not onednn.is_available() or torch.cpu.get_capabilities().get("amx_bf16", True):
+        return
+    matmul = onednn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    if not products_are_float32():
+        matmul.fp32_precision = before
+
+
+def products_are_float32() -> bool:
+    """Whether products of all layouts and some sizes are closer to the exact ones than bfloat16 allows."""
+    chance = torch.Generator().manual_seed(0)
+    for m, k, n in ((4, 64, 64), (512, 64, 128), (256, 512, 1024)):
+        a, b = torch.rand(m, k, generator=chance), torch.rand(k, n, generator=chance)
+        exact = a.double() @ b.double()
+        for left in (a, a.T.contiguous().T):
+            for right in (b, b.T.contiguous().T):
+                if ((left @ right - exact).abs() > 1e-5 * exact).any():
+                    return False
+    return True

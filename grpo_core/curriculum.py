@@ -1,0 +1,157 @@
+"""Samplers whose weights change while the run goes on: with the step, or with what was learnt."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from grpo_core.errors import ConfigError
+from grpo_core.records import Group, SampleRequest
+from grpo_core.samplers import Weighted
+
+
+class Schedule(Weighted):
+    """Weights that are piecewise-linear functions of the step that a prompt is drawn for.
+
+    Args:
+        points: for each task ``[[step, weight], ...]`` with rising steps: between two of them the weight
+            goes in a straight line, before the first and after the last it stays.  The step is the request's
+            ``target_version``, so that a longer pipeline does not shift the schedule.
+        weights: of tasks without points; 1 if it is not given.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: points are not pairs of a rising step and a weight of at least 0, or belong to a task
+            that there is not.
+    """
+
+    name = "schedule"
+
+    def __init__(
+        self,
+        points: Mapping[str, Sequence[Sequence[float]]],
+        weights: Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed)
+        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
+        self._points = {task: self._checked_points(task, given) for task, given in points.items()}
+
+    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
+        self.known(self._points, tasks, "schedule")
+        return [
+            interpolate(self._points[task], request.target_version)
+            if task in self._points
+            else self._weights.get(task, 1.0)
+            for task in tasks
+        ]
+
+    def _checked_points(self, task: str, given: Any) -> list[tuple[float, float]]:
+        pairs = isinstance(given, list | tuple) and all(
+            isinstance(point, list | tuple) and len(point) == 2 for point in given
+        )
+        steps = [point[0] for point in given] if pairs else []
+        numbers = all(isinstance(step, int | float) and math.isfinite(step) for step in steps)
+        if not steps or not numbers or sorted(set(steps)) != steps:
+            raise ConfigError(
+                f"sampler schedule: the points of task {task!r} are {given!r}, expected "
+                "[[step, weight], ...] with rising steps, as in [[0, 1.0], [50, 0.2]]"
+            )
+        return [(float(step), self.checked(task, weight)) for step, weight in given]
+
+
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at ``x`` of the line through the points, which stays level beyond its ends."""
+    after = bisect.bisect_right(points, x, key=lambda point: point[0])
+    if after in (0, len(points)):
+        return points[min(after, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[after - 1], points[after]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+class Curriculum(Weighted):
+    """Draws mostly from tasks that are neither too hard nor too easy yet.
+
+    A group says most when about half of its rollouts succeed, and nothing when all do or none.  A task's
+    success rate is the mean over its newest ``window`` groups.  While that lies in the band, or is not known
+    yet, the task has its weight; outside of the band it has a small share of it, so that it is still
+    measured and comes back when that changes.
+
+    Which groups are the newest is decided by their place in the stream: in which order they are observed,
+    and how late, makes no difference, and a group that is observed twice counts once.
+
+    Args:
+        low: rates below are too hard.
+        high: rates above are too easy.
+        window: groups of a task that its rate is the mean of.
+        known_after: groups of a task before its rate is known.
+        rest: share of its weight that a task outside of the band keeps.
+        success: a rollout with this reward or more has succeeded.
+        weights: of tasks inside the band; a task without one has weight 1.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: a number is out of range, or a weight names a task that there is not.
+    """
+
+    name = "curriculum"
+
+    def __init__(
+        self,
+        low: float = 0.1,
+        high: float = 0.9,
+        window: int = 32,
+        known_after: int = 8,
+        rest: float = 0.1,
+        success: float = 1.0,
+        weights: Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed)
+        if not (0 <= low < high <= 1 and 0 < rest <= 1 and 1 <= known_after <= window):
+            raise ConfigError(
+                "sampler curriculum: expected 0 <= low < high <= 1, 0 < rest <= 1 and 1 <= known_after <= "
+                f"window, got low = {low}, high = {high}, rest = {rest}, known_after = {known_after}, "
+                f"window = {window}"
+            )
+        self._band = (low, high)
+        self._window, self._known_after, self._rest, self._success = window, known_after, rest, success
+        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
+        self._rates: dict[str, dict[int, float]] = {}
+        """Of each task: success rate of its newest groups, by their place in the stream."""
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take note of the groups' rewards."""
+        for group in groups:
+            rewards = [reward for reward in group.rewards if reward is not None]
+            if not rewards:
+                continue
+            rates = self._rates.setdefault(group.prompt.environment, {})
+            rates[group.slot] = round(fmean(reward >= self._success for reward in rewards), 6)
+            if len(rates) > self._window:
+                del rates[min(rates)]
+
+    def rate(self, task: str) -> float | None:
+        """The task's success rate, or None while it is not known."""
+        rates = self._rates.get(task, {})
+        return fmean(rates.values()) if len(rates) >= self._known_after else None
+
+    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
+        self.known(self._weights, tasks, "weigh")
+        low, high = self._band
+        return [
+            self._weights.get(task, 1.0)
+            * (1.0 if (rate := self.rate(task)) is None or low <= rate <= high else self._rest)
+            for task in tasks
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = {task: sorted(rates.items()) for task, rates in self._rates.items()}
+        return {**super().state_dict(), "rates": rates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rates = {task: dict(map(tuple, rates)) for task, rates in state["rates"].items()}

@@ -1,0 +1,208 @@
+"""The contracts of plugins as tests that their authors run.
+
+    from grpo_core.testing.contracts import check_sampler
+
+    def test_mine_keeps_the_contract():
+        check_sampler(Mine)
+
+Needs hypothesis (``pip install grpo-core[dev]``).  What breaks a contract is shown as the shortest sequence
+of calls that was found.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from grpo_core.loaders import ShuffledIndices
+from grpo_core.protocols import Sampler
+from grpo_core.records import Group, Prompt, Rollout, SampleRequest
+from grpo_core.samplers import checked_sample
+
+SMALL = 100_000
+"""Bytes of JSON that a sampler's state has at most: it is part of each checkpoint."""
+
+
+class MemoryLoader:
+    """A loader in memory that remembers what it gave away."""
+
+    def __init__(self, task: str, n: int) -> None:
+        self.given: list[Prompt] = []
+        self._indices = ShuffledIndices(n, seed=0, task=task)
+        self._prompts = [Prompt(messages=f"{task} {i}", id=str(i), environment=task) for i in range(n)]
+
+    def take(self, n: int) -> list[Prompt]:
+        self._indices.want = n
+        prompts = [self._prompts[index] for index in (next(self._indices) if n else ())]
+        self.given += prompts
+        return prompts
+
+    def copy(self) -> MemoryLoader:
+        """One that goes on by itself from here."""
+        other = copy.copy(self)
+        other.given, other._indices = [], copy.copy(self._indices)
+        return other
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def epoch(self) -> float:
+        return self._indices.epoch + self._indices.position / len(self)
+
+
+class SamplerContract(RuleBasedStateMachine):
+    """A run as a sampler sees it: asked for any number of prompts at any version, told of groups late, out of
+    order, twice or never, saved and resumed at any moment.
+
+    It holds that
+
+    * exactly as many prompts are returned as were asked for;
+    * they are those that it took from the loaders just now: none is made up, thrown away, or returned twice;
+    * the state is JSON, and small;
+    * a resumed sampler draws what the uninterrupted one draws, and two that are resumed from one state agree.
+
+    ``make`` and ``tasks`` are set by ``check_sampler``.
+    """
+
+    make: Callable[[], Sampler]
+    tasks: Mapping[str, int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampler = self.make()
+        self.uninterrupted = self.make()
+        assert isinstance(self.sampler, Sampler), f"{self.sampler!r} has no method sample(loaders, request)"
+        self.loaders = {task: MemoryLoader(task, n) for task, n in self.tasks.items()}
+        self.version = 0
+        self.returned: list[Prompt] = []
+
+    @rule(n=st.integers(1, 40), staleness=st.integers(0, 3), behind=st.integers(0, 3))
+    def draw(self, n: int, staleness: int, behind: int) -> None:
+        generation = max(0, self.version - behind)
+        request = SampleRequest(
+            generation_version=generation,
+            target_version=max(self.version, generation + staleness),
+            current_version=self.version,
+            expected_prompts=n,
+        )
+        expected = _draw(self.uninterrupted, self.loaders_copied(), request)
+        prompts = _draw(self.sampler, self.loaders, request)
+        self.returned += prompts
+        assert prompts == expected, "a resumed sampler goes another way than one that was not interrupted"
+
+    @rule(by=st.integers(1, 3))
+    def train(self, by: int) -> None:
+        self.version += by
+
+    @precondition(lambda self: self.returned)
+    @rule(
+        places=st.lists(st.integers(0, 39), min_size=1, max_size=20),
+        rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=4),
+    )
+    def hear_of_groups(self, places: list[int], rewards: list[float]) -> None:
+        slots = [place % len(self.returned) for place in places]
+        groups = [
+            Group(
+                prompt=self.returned[slot],
+                rollouts=tuple(Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
+                generation_version=self.version,
+                target_version=self.version,
+                slot=slot,
+            )
+            for slot in slots
+        ]
+        for sampler in (self.sampler, self.uninterrupted):
+            if hasattr(sampler, "observe"):
+                sampler.observe(groups)
+
+    @rule()
+    def save_and_resume(self) -> None:
+        state = _state_of(self.sampler)
+        self.sampler, other = self._resumed(state), self._resumed(state)
+        request = SampleRequest(
+            generation_version=self.version,
+            target_version=self.version,
+            current_version=self.version,
+            expected_prompts=23,
+        )
+        futures = [
+            _draw(sampler, self.loaders_copied(), request)
+            for sampler in (other, self._resumed(_state_of(self.sampler)))
+        ]
+        assert futures[0] == futures[1], "a resumed sampler goes another way than one resumed beside it"
+
+    def loaders_copied(self) -> dict[str, MemoryLoader]:
+        return {task: loader.copy() for task, loader in self.loaders.items()}
+
+    def _resumed(self, state: Any) -> Sampler:
+        sampler = self.make()
+        if state is not None and hasattr(sampler, "load_state_dict"):
+            sampler.load_state_dict(json.loads(state))
+        return sampler
+
+
+def _draw(sampler: Sampler, loaders: Mapping[str, MemoryLoader], request: SampleRequest) -> list[Prompt]:
+    """What the sampler draws, which is what it took."""
+    before = {task: len(loader.given) for task, loader in loaders.items()}
+    prompts = checked_sample(sampler, type(sampler).__name__, loaders, request)
+    taken = _ids(prompt for task, loader in loaders.items() for prompt in loader.given[before[task] :])
+    returned = _ids(prompts)
+    assert taken == returned, (
+        f"taken from the loaders and not returned: {sorted(taken - returned)}; "
+        f"returned and not taken: {sorted(returned - taken)}"
+    )
+    return prompts
+
+
+def _ids(prompts: Iterable[Prompt]) -> Counter[tuple[str, str]]:
+    return Counter((prompt.environment, prompt.id) for prompt in prompts)
+
+
+def _state_of(sampler: Sampler) -> str | None:
+    """As it stands in a checkpoint."""
+    if not hasattr(sampler, "state_dict"):
+        return None
+    state = json.dumps(sampler.state_dict(), allow_nan=False)
+    assert len(state) <= SMALL, f"the state has {len(state):,} bytes, expected at most {SMALL:,}"
+    return state
+
+
+def check_sampler(
+    make: Callable[[], Sampler], *, tasks: Mapping[str, int] | None = None, examples: int = 100
+) -> None:
+    """Runs ``SamplerContract``; the test fails where the contract is broken.
+
+    Args:
+        make: a new sampler, the same each time; a class will do.
+        tasks: number of prompts of each task that the sampler is to work with.
+        examples: runs that are tried.
+    """
+    machine = type(
+        "Contract",
+        (SamplerContract,),
+        {"make": staticmethod(make), "tasks": dict(tasks or {"c": 50, "a": 3, "b": 7})},
+    )
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=30,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        run_state_machine_as_test(machine, settings=chosen)
+    except Flaky as error:
+        raise AssertionError(
+            "the sampler is not determined by its options and what it was told: the same calls, made again, "
+            "gave other prompts"
+        ) from error

@@ -1,0 +1,154 @@
+"""The pipeline by itself: how fast it is simulated, what a rollout costs it, and whether its memory grows.
+
+    python tests/benchmarks/bench_simulation.py [SEEDS]
+
+Costs are of one core.  The engine and the environment answer in virtual time, so that what is left is the
+pipeline: tasks, buffer, rollouts, batches.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from grpo_core.advantages import group as group_advantages
+from grpo_core.buffer import Buffer
+from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.records import Completion, StepResult, Verdict
+from grpo_core.rollout import Sampling
+from grpo_core.testing import FakeJudge, FakeRenderer, FakeTrainer, clock, prompts
+from grpo_core.testing.simulation import simulate
+
+SEEDS = 10_000
+GROUP = 8
+
+
+class Engine:
+    """Answers a whole call after one sleep."""
+
+    def __init__(self):
+        self.random, self.version = random.Random(0), 0
+
+    async def generate(self, requests):
+        import asyncio
+
+        await asyncio.sleep(self.random.expovariate(1.0))
+        tokens = (97, 98, 99, 100)
+        versions = (self.version,) * 4
+        done = Completion(token_ids=tokens, logprobs=(-1.0,) * 4, versions=versions, finish_reason="stop")
+        return [done] * len(requests)
+
+    async def update_weights(self, weights):
+        self.version = weights.version
+
+
+class Trainer(FakeTrainer):
+    """Keeps no batches."""
+
+    async def step(self, batch):
+        self.version += 1
+        return StepResult(version=self.version, metrics={})
+
+
+class Endless:
+    def __init__(self):
+        self.prompts = prompts(1000)
+
+    def take(self, n):
+        return [self.prompts[i % 1000] for i in range(n)]
+
+
+def pipeline(*, prompts_per_step: int, steps: int, judge: FakeJudge) -> Pipeline:
+    return Pipeline(
+        buffer=Buffer(prompts_per_step=prompts_per_step, max_staleness=1, num_steps=steps),
+        loaders={"task": Endless()},
+        sampler=None,
+        sample=lambda sampler, loaders, request: loaders["task"].take(request.expected_prompts),
+        engine=Engine(),
+        trainer=Trainer(),
+        judges={"task": judge},
+        renderer=FakeRenderer(),
+        sampling=Sampling(temperature=1.0, max_tokens=8),
+        group_size=GROUP,
+        advantages=group_advantages,
+        schedule=Schedule(rollout_deadline=600.0),
+    )
+
+
+class Judge(FakeJudge):
+    """Keeps no account of its calls."""
+
+    async def evaluate(self, episodes):
+        return [Verdict(reward=float(i % 2)) for i in range(len(episodes))]
+
+
+def cost(in_flight: int) -> float:
+    """Microseconds of CPU for each rollout, with so many of them outstanding."""
+    per_step = in_flight // GROUP // 2
+    steps = max(4, 20_000 // (per_step * GROUP))
+    main = pipeline(prompts_per_step=per_step, steps=steps, judge=Judge()).run()
+    began = time.process_time()
+    clock.run(main)
+    return (time.process_time() - began) / (steps * per_step * GROUP) * 1e6
+
+
+def resident() -> int:
+    """KB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def growth(steps: int = 6000) -> float:
+    """KB of memory for each step, over the second half of many."""
+    half: list[int] = []
+
+    def emit(event):
+        if type(event).__name__ == "StepEnded" and event.step == steps // 2:
+            half.append(resident())
+
+    main = pipeline(prompts_per_step=4, steps=steps, judge=Judge())
+    main.emit = emit
+    clock.run(main.run())
+    return (resident() - half[0]) / (steps / 2)
+
+
+def violations(seeds: range) -> list[str]:
+    found = []
+    for seed in seeds:
+        policy, max_staleness = ("deadline", "in_order")[seed % 2], seed // 2 % 5
+        outcome = simulate(seed, policy=policy, max_staleness=max_staleness)
+        if outcome.violations:
+            found.append(f"seed {seed}, {policy}, max_staleness {max_staleness}: {outcome.violations[0]}")
+    return found
+
+
+def show(name: str, value: float, limit: float | None = None, *, below: bool = False) -> None:
+    verdict = ""
+    if limit is not None:
+        good = value <= limit if below else value >= limit
+        verdict = f"{'<=' if below else '>='} {limit:g}  {'ok' if good else 'short'}"
+    print(f"{name:60} {value:10.3f}  {verdict}", flush=True)
+
+
+def main(total: int) -> None:
+    for in_flight, limit in ((1_000, 30.0), (10_000, 40.0), (100_000, 80.0)):
+        show(
+            f"us of orchestration for a rollout, {in_flight:,} in flight", cost(in_flight), limit, below=True
+        )
+    show("growth of memory (KB for a step)", growth(), 1.0, below=True)
+    cores = os.cpu_count() or 1
+    chunks = [range(begin, min(begin + 50, total)) for begin in range(0, total, 50)]
+    began = time.perf_counter()
+    with ProcessPoolExecutor(cores) as pool:
+        broken = [line for found in pool.map(violations, chunks) for line in found]
+    seconds = time.perf_counter() - began
+    print("\n".join(broken[:10]), end="\n" if broken else "")
+    show("simulations a second and core (each 2.5 lives of a run)", total / seconds / cores, 10.0)
+    show(f"of {total:,} simulations, those that break a law", len(broken), 0, below=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1].isdigit() else SEEDS)

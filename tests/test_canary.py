@@ -1,0 +1,127 @@
+"""After each weight sync the engine says of a few prompts what the trainer says, or the run stops."""
+
+from __future__ import annotations
+
+import asyncio
+
+import attrs
+import pytest
+from test_pipeline import Run
+
+from grpo_core import canary
+from grpo_core.errors import EngineError, WeightSyncError
+from grpo_core.events import Dispatched, GroupsReady
+from grpo_core.records import Canary, Completion, Weights
+from grpo_core.testing import FakeEngine, FakeTrainer, run
+
+PROMPT = (7, 8, 9)
+
+
+class Singer(FakeTrainer):
+    """A trainer whose canary's next token has the logprob -1 - version / 10."""
+
+    async def publish(self):
+        sung = Canary(
+            prompt_ids=PROMPT, token_ids=(1, 2), logprobs=(-1 - self.version / 10, -5.0 - self.version)
+        )
+        return attrs.evolve(await super().publish(), canary=(sung,))
+
+
+class Listener(FakeEngine):
+    """An engine that answers the canary from the weights of ``used(version)``; and what it was asked."""
+
+    def __init__(self, used=lambda version: version, **changes):
+        super().__init__(**{"latency": lambda rng: 0.5, **changes})
+        self.used, self.asked, self.deaths = used, [], 0
+
+    async def generate(self, requests):
+        if requests[0].prompt_ids != PROMPT:
+            return await super().generate(requests)
+        await asyncio.sleep(0.01)
+        if self.deaths:
+            self.deaths -= 1
+            raise EngineError("engine: died")
+        self.asked.append(self.version)
+        assert [(r.max_tokens, r.temperature) for r in requests] == [(1, 0.0)]
+        return [self.completion(logprob=-1 - self.used(self.version) / 10)]
+
+    def completion(self, token=1, logprob=-1.0):
+        return Completion(
+            token_ids=(token,), logprobs=(logprob,), versions=(self.version,), finish_reason="length"
+        )
+
+
+def test_every_version_is_asked_about_before_it_is_used():
+    done = Run(engine=Listener(), trainer=Singer(), steps=6)()
+    assert done.result == "finished"
+    assert done.engine.asked == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_an_engine_that_still_uses_older_weights_stops_the_run_before_the_next_rollout():
+    """What a prefix cache that survives an update does, or a wake-up that rolls weights back."""
+    stuck = Run(engine=Listener(used=lambda version: min(version, 2)), trainer=Singer(), max_staleness=0)
+    with pytest.raises(
+        WeightSyncError,
+        match=r"does not use the weights of version 3: to token 1 .* the logprob -1\.2.* the trainer -1\.3",
+    ):
+        stuck()
+    dispatched = [slot.generation_version for event in stuck.of(Dispatched) for slot in event.slots]
+    assert max(dispatched) == 2, "nothing was dispatched for the version that the engine does not use"
+    assert max(event.step for event in stuck.of(GroupsReady)) == 2
+
+
+def verify(engine, *, tolerance=1e-3, deadline=60.0, version=4):
+    async def story():
+        trainer = Singer(version=version)
+        weights = await trainer.publish()
+        await engine.update_weights(weights)
+        return await canary.verify(engine, weights, tolerance=tolerance, deadline=deadline)
+
+    return run(story())
+
+
+def test_what_the_engine_and_the_trainer_differ_by_is_told():
+    assert verify(Listener(used=lambda version: version + 0.005)) == pytest.approx(5e-4)
+    assert verify(Listener(used=lambda version: version + 0.5), tolerance=0.1) == pytest.approx(0.05)
+
+
+def test_a_token_that_the_trainer_finds_unlikely_is_a_mismatch():
+    engine = Listener()
+    engine.completion = lambda logprob: Listener.completion(engine, token=3, logprob=logprob)
+    with pytest.raises(WeightSyncError, match="less than to its likeliest tokens"):
+        verify(engine)
+
+
+def test_another_version_on_the_answer_is_a_mismatch():
+    engine = Listener()
+    engine.completion = lambda logprob: attrs.evolve(
+        Listener.completion(engine, logprob=logprob), versions=(3,)
+    )
+    with pytest.raises(WeightSyncError, match=r"with versions \(3,\); expected \(4,\)"):
+        verify(engine)
+
+
+def test_an_engine_that_dies_while_it_is_asked_is_asked_again_but_not_for_ever():
+    engine = Listener()
+    engine.deaths = 2
+    assert verify(engine) == pytest.approx(0)
+    engine.deaths = 3
+    with pytest.raises(EngineError, match="died"):
+        verify(engine)
+
+
+def test_an_engine_that_does_not_answer_is_an_error_at_the_deadline():
+    class Silent(Listener):
+        async def generate(self, requests):
+            await asyncio.sleep(1e6)
+
+    with pytest.raises(WeightSyncError, match="no answer to the canary of version 4 within 60 s"):
+        verify(Silent())
+
+
+def test_without_a_canary_nothing_is_asked():
+    async def story():
+        weights = Weights(version=0, location="", nbytes=0, tensors=())
+        return await canary.verify(FakeEngine(), weights, tolerance=0.0, deadline=None)
+
+    assert run(story()) == 0.0

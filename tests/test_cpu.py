@@ -1,0 +1,52 @@
+"""Settings for speed: none of them costs precision."""
+
+import pytest
+import torch
+
+from grpo_core import cpu
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    threads, precision = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+
+
+def test_float32_products_stay_float32() -> None:
+    cpu.prepare(1)
+    a, b = torch.rand(300, 200), torch.rand(200, 100)
+    exact = a.double() @ b.double()
+    assert ((a @ b - exact).abs() <= 1e-5 * exact).all()
+
+
+def test_products_that_were_rounded_to_bfloat16_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.products_are_float32()
+    product = torch.Tensor.__matmul__
+
+    def rounded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return product(a.bfloat16(), b.bfloat16()).to(a.dtype) if a.dtype is torch.float32 else product(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
+    assert not cpu.products_are_float32()
+
+
+def test_what_would_round_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    monkeypatch.setattr(cpu, "products_are_float32", lambda: False)
+    cpu.prepare(1)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_matrix_tiles_are_never_asked_to_compute_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN rounds to bfloat16 where it has tiles, whatever a probe of some sizes says."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    cpu.prepare(1)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_the_number_of_threads_is_what_was_asked_for() -> None:
+    cpu.prepare(2)
+    assert torch.get_num_threads() == 2

@@ -1,0 +1,284 @@
+"""Dynamic sampling: groups that teach nothing are replaced, counted, and never trained."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core import checkpoint
+from grpo_core.advantages import group as group_advantages
+from grpo_core.buffer import Buffer
+from grpo_core.curriculum import Curriculum, Schedule
+from grpo_core.dynamic import DynamicSampling
+from grpo_core.errors import SamplingError
+from grpo_core.events import Dispatched, GroupFiltered, GroupsReady, StepEnded
+from grpo_core.loaders import TaskLoader
+from grpo_core.pipeline import Pipeline
+from grpo_core.pipeline import Schedule as When
+from grpo_core.records import Group, Prompt, Rollout, Verdict
+from grpo_core.rollout import Sampling
+from grpo_core.samplers import Mix, RoundRobin, checked_sample
+from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer, prompts, run
+
+# ---------------------------------------------------------------------------------- which groups
+
+
+def group(*rewards, task="task"):
+    return Group(
+        prompt=Prompt(messages="x", environment=task),
+        rollouts=tuple(Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
+        generation_version=0,
+        target_version=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "tolerance", "kept"),
+    [
+        ((1, 0, 0, 0), 0.0, True),
+        ((0, 0, 0, 0), 0.0, False),
+        ((1, 1, 1, 1), 0.0, False),
+        ((0.3, 0.1 + 0.2, 0.3), 0.0, False),
+        ((1e-9, 2e-9), 0.0, True),
+        ((0.5, 0.55), 0.1, False),
+        ((0.5, 0.65), 0.1, True),
+        ((7.0,), 0.0, False),
+    ],
+)
+def test_a_group_trains_if_its_rewards_differ(rewards, tolerance, kept):
+    assert DynamicSampling(tolerance=tolerance, max_extra_groups=9).keeps(group(*rewards)) is kept
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8))
+def test_without_a_tolerance_exactly_the_groups_without_advantages_are_filtered(rewards):
+    kept = DynamicSampling(max_extra_groups=9).keeps(group(*rewards))
+    assert kept is any(group_advantages([rewards])[0])
+
+
+def test_filtered_groups_are_counted_by_task_until_the_step():
+    dynamic = DynamicSampling(max_extra_groups=9)
+    for one in (group(0, 0, task="a"), group(1, 1, task="a"), group(0, 1, task="a"), group(0, 1, task="b")):
+        dynamic.keeps(one)
+    assert dynamic.read() == {
+        "filtered/a": 2.0,
+        "filtered_share/a": 2 / 3,
+        "filtered_reward/a": 0.5,
+        "filtered/b": 0.0,
+        "filtered_share/b": 0.0,
+    }
+    assert dynamic.read() == {}
+
+
+def test_too_many_filtered_groups_are_an_error_with_the_pass_rate():
+    dynamic = DynamicSampling(max_extra_groups=2)
+    for one in (group(0, 1), group(0, 0), group(1, 1)):
+        dynamic.keeps(one)
+    with pytest.raises(SamplingError) as caught:
+        dynamic.keeps(group(1, 1, task="b"))
+    assert "1 of 4 groups passed (25.0%), the other 3 had equal rewards" in str(caught.value)
+    assert "max_extra_groups is 2 (b: 0 of 1 passed, mean reward of the others 1, task: 1 of 3 passed, " in (
+        str(caught.value)
+    )
+
+
+# ---------------------------------------------------------------------------------- in the pipeline
+
+
+TASKS = ("easy", "hard")
+
+
+def rewards_of(prompt: Prompt) -> str:
+    """A third of the prompts teaches nothing, and half of the hard ones."""
+    number = int(prompt.id)
+    return "same" if number % 3 == 0 or (prompt.environment == "hard" and number % 2) else "mixed"
+
+
+class Run:
+    """The real pipeline, buffer, loaders and samplers, with fakes around them."""
+
+    def __init__(self, sampler, *, policy="deadline", max_staleness=1, steps=10, judge=None, extra=50):
+        self.events, self.saved = [], []
+        self.loaders = {task: TaskLoader(task, prompts(200, task), seed=0) for task in TASKS}
+        self.sampler = sampler
+        self.buffer = Buffer(prompts_per_step=4, max_staleness=max_staleness, num_steps=steps, policy=policy)
+        self.trainer = FakeTrainer()
+        self.pipeline = Pipeline(
+            buffer=self.buffer,
+            loaders=self.loaders,
+            sampler=sampler,
+            sample=lambda sampler, loaders, request: checked_sample(sampler, "tested", loaders, request),
+            engine=FakeEngine(),
+            trainer=self.trainer,
+            judges=dict.fromkeys(TASKS, judge or FakeJudge(self.verdict)),
+            renderer=FakeRenderer(),
+            sampling=Sampling(temperature=1.0, max_tokens=8),
+            group_size=4,
+            advantages=group_advantages,
+            dynamic=DynamicSampling(max_extra_groups=extra),
+            emit=self.events.append,
+            schedule=When(rollout_deadline=60.0, stall=3600.0, save_every=1, in_flight_updates=False),
+            save=self.save,
+        )
+        self.asked = Counter()
+
+    def verdict(self, episode):
+        """Two of the four rollouts of a mixed prompt succeed."""
+        if rewards_of(episode.prompt) == "same":
+            return Verdict(reward=float(int(episode.prompt.id) % 2))
+        self.asked[episode.group] += 1
+        return Verdict(reward=float(self.asked[episode.group] % 2))
+
+    async def save(self, version):
+        """The cut as the checkpoint writes it, and the trainer's version."""
+        state = checkpoint.cut(self.buffer, self.sampler)
+        loaders = {task: loader.state_dict() for task, loader in self.loaders.items()}
+        self.saved.append(json.dumps([state, loaders, version, self.trainer.state]))
+
+    def resume(self, saved):
+        state, loaders, version, trained = json.loads(saved)
+        for task, loader in self.loaders.items():
+            loader.load_state_dict(loaders[task])
+        self.sampler.load_state_dict(state["sampler"])
+        checkpoint.load_buffer(self.buffer, state["buffer"], lambda task, id: self.loaders[task].prompt(id))
+        self.trainer.version, self.trainer.state = version, trained
+        return self
+
+    def __call__(self, seed=None):
+        self.result = run(self.pipeline.run(), seed=seed)
+        return self
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def trained(self):
+        return [name(group.prompt) for event in self.of(GroupsReady) for group in event.groups]
+
+    @property
+    def filtered(self):
+        return [(event.task, event.prompt) for event in self.of(GroupFiltered)]
+
+    @property
+    def stream(self):
+        """Prompts in the order in which they were drawn."""
+        slots = itertools.chain.from_iterable(event.slots for event in self.of(Dispatched))
+        return [name(prompt) for _, prompt in sorted({slot.id: slot.prompt for slot in slots}.items())]
+
+
+def name(prompt):
+    return prompt.environment, prompt.id
+
+
+SAMPLERS = {
+    "mix": Mix,
+    "round robin": RoundRobin,
+    "schedule": lambda: Schedule({"easy": [[0, 1], [10, 0.2]]}),
+    "curriculum": lambda: Curriculum(known_after=2, window=8),
+}
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("policy", ["deadline", "in_order"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_each_step_is_full_of_groups_that_teach(make, policy, max_staleness):
+    done = Run(make(), policy=policy, max_staleness=max_staleness)(seed=1)
+    assert done.result == "finished"
+    assert [len(event.groups) for event in done.of(GroupsReady)] == [4] * 10
+    assert all(len(batch.rows) == 4 * 4 for batch in done.trainer.batches), "no row without an advantage"
+    assert {rewards_of(g.prompt) for event in done.of(GroupsReady) for g in event.groups} == {"mixed"}
+    assert done.filtered, "there was something to filter"
+    assert sorted(done.trained + done.filtered) == sorted(done.stream), "none is lost, none is doubled"
+    now = done.buffer.statistics()
+    assert now.filtered == len(done.filtered)
+    assert now.dispatched == now.trained + now.filtered == len(done.stream)
+    for event in done.of(StepEnded):
+        assert event.metrics["staleness/max"] <= max_staleness
+
+
+def test_filtered_groups_are_in_the_metrics_of_their_task():
+    done = Run(Mix(), max_staleness=0)(seed=2)
+    counted = Counter()
+    for event in done.of(StepEnded):
+        for task in TASKS:
+            counted[task] += event.metrics.get(f"filtered/{task}", 0)
+    assert counted == Counter(task for task, _ in done.filtered)
+    assert done.of(StepEnded)[-1].metrics["buffer/filtered"] == len(done.filtered)
+
+
+def test_a_sampler_hears_of_every_group_that_is_finished():
+    class Listening(Mix):
+        def __init__(self):
+            super().__init__()
+            self.heard = []
+
+        def observe(self, groups):
+            self.heard += [name(group.prompt) for group in groups]
+
+    done = Run(Listening())(seed=3)
+    assert sorted(done.sampler.heard) == sorted(done.trained + done.filtered)
+
+
+def test_a_model_that_solves_nothing_ends_the_run_with_the_pass_rate():
+    with pytest.raises(SamplingError, match=r"0 of 8 groups passed \(0.0%\), the other 8 had equal rewards"):
+        Run(Mix(), judge=FakeJudge(lambda episode: Verdict(reward=0.0)), extra=7)()
+
+
+def test_the_limit_is_of_one_step():
+    done = Run(Mix(), extra=20, steps=30)(seed=4)
+    assert len(done.filtered) > 20
+
+
+# ---------------------------------------------------------------------------------- cut and resumed
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("policy", ["deadline", "in_order"])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_that_is_cut_anywhere_loses_nothing(make, policy, max_staleness):
+    options = {"policy": policy, "max_staleness": max_staleness}
+    first = Run(make(), **options)(seed=5)
+    for step in (1, 4, 9):
+        again = Run(make(), **options).resume(first.saved[step - 1])(seed=step)
+        before = [name(g.prompt) for event in first.of(GroupsReady)[:step] for g in event.groups]
+        state = json.loads(first.saved[step - 1])[0]["buffer"]
+        pending = [slot["id"] for slot in state["again"]] + [slot["id"] for slot, _ in state["ready"]]
+        filtered = [name for place, name in enumerate(first.stream) if place < state["dispatched"]]
+        gone = set(filtered) - set(before) - {first.stream[place] for place in pending}
+        assert len(gone) == state["filtered"], "filtered before the cut"
+        drawn = set(first.stream[: state["dispatched"]]) | set(again.stream)
+        trained = before + again.trained
+        assert len(trained) == len(set(trained)) == 40
+        assert set(trained) | gone | set(again.filtered) == drawn
+        assert not set(trained) & (gone | set(again.filtered))
+        assert again.buffer.statistics().filtered == len(gone) + len(again.filtered)
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(make):
+    """With one group at a time nothing depends on which rollout is first: also what a curriculum learnt."""
+    whole = Run(make(), policy="in_order", max_staleness=0)
+    whole.pipeline.engine.latency = lambda rng: 1.0
+    whole()
+    for step in (1, 3, 8):
+        again = Run(make(), policy="in_order", max_staleness=0).resume(whole.saved[step - 1])
+        again.pipeline.engine.latency = lambda rng: 1.0
+        again()
+        assert again.trained == whole.trained[step * 4 :]
+        assert again.sampler.state_dict() == whole.sampler.state_dict()
+        assert again.trainer.state == whole.trainer.state
+
+
+def test_prompts_in_flight_at_the_cut_come_again_in_their_order():
+    first = Run(Curriculum(known_after=2), max_staleness=3)(seed=6)
+    state = json.loads(first.saved[2])[0]["buffer"]
+    assert state["again"], "something was in flight"
+    again = Run(Curriculum(known_after=2), max_staleness=3).resume(first.saved[2])(seed=7)
+    offered = [slot.id for event in again.of(Dispatched) for slot in event.slots]
+    expected = [slot["id"] for slot in state["again"]]
+    assert offered[: len(expected)] == expected
+    assert offered[len(expected)] == state["dispatched"], "and only then the stream goes on"

@@ -1,0 +1,374 @@
+"""How asynchronous trainers fail, class by class: those that no other test tells about.
+
+The numbers are those of docs/reliability.md, which says for every class what is promised and which test shows
+it.  Stories without a process run on virtual time.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import functools
+import gc
+import json
+import os
+import re
+import signal
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_pipeline import Run, cut, resumed
+
+import grpo_core
+from grpo_core import policy, tiny
+from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
+from grpo_core.engines.local import LocalEngine
+from grpo_core.errors import WeightSyncError
+from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
+from grpo_core.loaders import TaskLoader
+from grpo_core.processes import Child
+from grpo_core.records import EngineSetup, GenerationRequest, Verdict
+from grpo_core.run import _schedule
+from grpo_core.testing import FakeEngine, FakeJudge, FakeTrainer, prompts
+from grpo_core.tracking import Recorder, RunDirectory
+from grpo_core.weights import WeightsWriter, read
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(Path(grpo_core.__file__).parent.rglob("*.py"))
+
+
+def names_used(path):
+    return {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+
+
+# ---------------------------------------------------------------------------------- on virtual time
+
+
+def test_01_a_prompt_that_is_never_answered_is_skipped_after_its_retries_and_no_step_waits_longer():
+    class Silent(FakeEngine):
+        async def _one(self, request):
+            if request.prompt_ids == tuple(map(ord, "prompt 5")):
+                await asyncio.sleep(1e9)
+            return await super()._one(request)
+
+    done = Run(engine=Silent(), max_retries=2)()
+    (skip,) = done.of(PromptSkipped)
+    assert skip.prompt == "5"
+    assert "not finished within its deadline of 60 s" in skip.error
+    assert sorted(map(int, done.trained)) == [i for i in range(49) if i != 5]
+    assert max(event.metrics["time/step"] for event in done.of(StepEnded)) < 3 * 60 + 10
+
+
+def test_16_from_whatever_was_saved_the_next_step_follows_at_once():
+    for max_staleness in range(4):
+        for policy_ in ("deadline", "in_order"):
+            saved = []
+            changes = {"max_staleness": max_staleness, "policy": policy_}
+            first = Run(schedule={"save_every": 1}, steps=6, **changes)
+            first.pipeline.save = cut(first, saved)
+            first()
+            for at in saved[:-1]:
+                again = resumed(at, engine=FakeEngine(latency=lambda rng: 2.0), steps=6, **changes)()
+                assert again.of(StepEnded)[0].metrics["time/step"] <= 2.0 + 0.1 + 1.0 + 0.2
+
+
+def test_22_slow_prompts_are_trained_like_all_others_and_nothing_finished_is_thrown_away():
+    """Every 20th prompt takes longer than max_staleness steps."""
+
+    class Slow(FakeEngine):
+        generated = 0
+
+        async def _one(self, request):
+            number = int("".join(map(chr, request.prompt_ids)).removeprefix("prompt "))
+            await asyncio.sleep(9.0 if number % 20 == 3 else 0.5)
+            self.generated += 1
+            return await super()._one(request)
+
+    done = Run(engine=Slow(latency=lambda rng: 0.0), steps=25)()
+    assert sorted(map(int, done.trained)) == list(range(100))
+    assert done.engine.generated == 100 * 4
+    assert not done.of(PromptSkipped)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 9])
+def test_24_a_small_dataset_begins_anew_and_never_ends_a_run(size):
+    loader = TaskLoader("task", prompts(size), seed=0)
+    small = Run(steps=6)
+    small.pipeline.loaders = {"task": loader}
+    small()
+    counts = Counter(small.trained)
+    assert counts.total() == 24
+    assert max(counts.values()) - min(counts.get(str(i), 0) for i in range(size)) <= 1
+
+
+def test_29_a_generator_that_is_ten_times_faster_waits_and_loses_nothing():
+    fast = Run(engine=FakeEngine(latency=lambda rng: 0.1), max_staleness=2, steps=20)
+    outstanding = []
+    emit = fast.pipeline.emit
+
+    def watch(event):
+        statistics = fast.buffer.statistics()
+        outstanding.append(statistics.dispatched - statistics.skipped - 4 * fast.buffer.step)
+        emit(event)
+
+    fast.pipeline.emit = watch
+    fast()
+    assert max(outstanding) == 3 * 4
+    assert fast.trained == [str(i) for i in range(80)]
+
+
+def test_37_rewards_that_are_all_equal_teach_nothing_and_end_nothing():
+    equal = Run(judge=FakeJudge(lambda episode: Verdict(reward=0.25)), steps=20)()
+    assert equal.result == "finished"
+    assert all(batch.rows == () for batch in equal.trainer.batches)
+    assert all(event.metrics["equal_rewards/task"] == 1.0 for event in equal.of(StepEnded))
+
+
+def test_50_after_a_weight_sync_generation_is_at_its_cap_within_no_time():
+    """With updates that wait until nothing runs, the hardest barrier there is."""
+    times = []
+    stopped = Run(max_staleness=2, schedule={"in_flight_updates": False}, engine=FakeEngine())
+    stopped.pipeline.emit = lambda event: times.append((asyncio.get_running_loop().time(), event))
+    stopped()
+    synced = [at for at, event in times if isinstance(event, Synced) and event.step <= 9]
+    dispatched = Counter()
+    for at, event in times:
+        if isinstance(event, Dispatched):
+            dispatched[at] += len(event.slots)
+    assert synced
+    assert all(dispatched[at] == 4 for at in synced), "a step was trained: as many permits are free"
+
+
+@pytest.mark.slow
+def test_28_a_long_run_needs_no_more_memory_than_a_short_one():
+    class Forgetful(FakeTrainer):
+        async def step(self, batch):
+            self.batches.clear()
+            return await super().step(batch)
+
+    used = []
+
+    def measure(event):
+        if isinstance(event, StepEnded) and event.step in (100, 500):
+            gc.collect()
+            used.append(tracemalloc.get_traced_memory()[0])
+
+    class Memory:  # the requests that the sampler of these stories would keep
+        append = staticmethod(lambda request: None)
+
+    long = Run(steps=510, trainer=Forgetful())
+    long.pipeline.emit, long.pipeline.sampler = measure, Memory()
+    tracemalloc.start()
+    try:
+        long()
+    finally:
+        tracemalloc.stop()
+    before, after = used
+    assert (after - before) / 400 < 1024, "bytes a step"
+
+
+# ---------------------------------------------------------------------------------- weights and engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "m"
+    tiny.make_tiny_model(directory, (), width=16, layers=1, warm_start_steps=0)
+    return directory
+
+
+@functools.cache
+def tensors(directory, factor=1.0):
+    module = policy.load(directory, device=torch.device("cpu"))
+    return [(name, parameter.detach() * factor) for name, parameter in module.named_parameters()]
+
+
+def test_03_a_single_wrong_byte_names_its_tensor(model):
+    named = tensors(model)
+    weights = WeightsWriter().write(7, named)
+    wrong = weights.tensors[len(named) // 2]
+    with open(weights.location, "r+b") as memory:
+        memory.seek(wrong.offset)
+        byte = memory.read(1)[0]
+        memory.seek(wrong.offset)
+        memory.write(bytes([byte ^ 1]))
+    with pytest.raises(WeightSyncError, match=rf"version 7: tensor '{re.escape(wrong.name)}' .* is not what"):
+        read(weights)
+
+
+REQUEST = GenerationRequest(prompt_ids=tuple(range(5, 45)), max_tokens=4, temperature=0.0)
+
+
+def with_engine(model, story, deadline=60.0):
+    async def main():
+        engine = LocalEngine(EngineSetup(model=str(model), deadline=deadline))
+        try:
+            return await story(engine)
+        finally:
+            await engine.aclose()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_09_the_same_prompt_after_an_update_is_answered_by_the_new_weights_alone(model):
+    """Three requests in a row would find keys and values of older weights, if anything kept them."""
+    old, new = WeightsWriter(), WeightsWriter()
+
+    async def logprobs(engine, weights):
+        await engine.update_weights(weights)
+        return [(await engine.generate([REQUEST]))[0].logprobs for _ in range(2)]
+
+    async def updated(engine):
+        await logprobs(engine, old.write(1, tensors(model)))
+        return await logprobs(engine, new.write(2, tensors(model, 1.5)))
+
+    async def fresh(engine):
+        return await logprobs(engine, new.write(2, tensors(model, 1.5)))
+
+    assert with_engine(model, updated) == with_engine(model, fresh)
+
+
+@pytest.mark.slow
+def test_06_an_engine_that_stops_answering_is_replaced_and_an_update_never_hangs(model):
+    writer = WeightsWriter()
+
+    async def story(engine):
+        loop = asyncio.get_running_loop()
+        await engine.update_weights(writer.write(1, tensors(model)))
+        os.kill(engine._child.pid, signal.SIGSTOP)
+        began = loop.time()
+        with pytest.raises(WeightSyncError, match=r"version 2: .*no answer to 'update_weights' within 10 s"):
+            await engine.update_weights(writer.write(2, tensors(model)))
+        assert loop.time() - began <= 10 + 1
+        await engine.update_weights(writer.write(3, tensors(model)))
+        (completion,) = await engine.generate([REQUEST])
+        return set(completion.versions)
+
+    assert with_engine(model, story, deadline=10.0) == {3}
+
+
+def test_47_code_that_comes_with_a_model_is_not_run(model, tmp_path):
+    trap = tmp_path / "model"
+    trap.mkdir()
+    for path in model.iterdir():
+        (trap / path.name).write_bytes(path.read_bytes())
+    described = json.loads((trap / "config.json").read_text())
+    described["auto_map"] = {"AutoConfig": "trap.C", "AutoModelForCausalLM": "trap.M"}
+    (trap / "config.json").write_text(json.dumps(described))
+    (trap / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
+    assert ModelConfig().trust_remote_code is False
+    policy.load(trap, device=torch.device("cpu"))
+    assert not (tmp_path / "sprung").exists()
+
+
+# ---------------------------------------------------------------------------------- processes
+
+
+def with_child(module, story):
+    async def main():
+        child = Child("importlib:import_module", {"name": module}, name=module)
+        try:
+            return await story(child)
+        finally:
+            await child.aclose()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_41_a_call_that_blocks_its_process_blocks_no_other(tmp_path):
+    async def story(child):
+        await child.started(seconds=30)
+        blocked = asyncio.create_task(child.call("sleep", 0.5, seconds=30))
+        ticks = 0
+        while not blocked.done():
+            await asyncio.sleep(0)
+            ticks += 1
+        return ticks
+
+    assert with_child("time", story) > 100
+
+
+@pytest.mark.slow
+def test_58_a_thousand_calls_at_once_are_all_answered_and_none_by_anothers_answer():
+    async def story(child):
+        return await asyncio.gather(*(child.call("mul", [i], i % 50, seconds=30) for i in range(1000)))
+
+    assert with_child("operator", story) == [[i] * (i % 50) for i in range(1000)]
+
+
+def test_40_no_port_is_ever_opened():
+    """Parent and child speak over a socket pair, which has neither a name nor a port."""
+    for path in MODULES:
+        assert not names_used(path) & {"bind", "listen", "start_server", "create_server"}, path
+
+
+def test_53_no_process_is_ever_forked():
+    """A fork copies locks that some thread holds; children are started anew."""
+    for path in MODULES:
+        assert not names_used(path) & {"fork", "forkpty", "multiprocessing", "ProcessPoolExecutor"}, path
+
+
+# ---------------------------------------------------------------------------------- configuration, files
+
+
+@given(
+    rollout=st.builds(RolloutConfig, deadline=st.floats(0.1, 1e5), max_retries=st.integers(0, 9)),
+    max_staleness=st.integers(0, 9),
+)
+def test_44_the_outer_deadline_is_longer_than_all_that_may_happen_within(rollout, max_staleness):
+    config = attrs.evolve(Config(), rollout=rollout, pipeline=PipelineConfig(max_staleness=max_staleness))
+    schedule = _schedule(config)
+    attempts = rollout.deadline * (rollout.max_retries + 1)
+    assert schedule.rollout_deadline == rollout.deadline
+    assert schedule.stall > attempts + config.engine.deadline
+    assert schedule.stall > attempts + config.trainer.deadline
+
+
+@given(st.text())
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\r", "\x0b", "\x1c"])
+def test_60_a_line_separator_in_a_text_breaks_no_line(separator, text):
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = build([{"tasks": {"a": {"env": "x"}}}])
+        directory = RunDirectory.create(Path(scratch) / "run", config)
+        recorder = Recorder(directory)
+        said = text + separator + text
+        recorder(PromptSkipped(step=1, task="a", prompt="p", error=said))
+        recorder.close()
+        (line,) = (directory.path / "events.jsonl").read_text().splitlines()
+        assert json.loads(line)["error"] == said
+
+
+# ---------------------------------------------------------------------------------- the table
+
+
+def rows_of_the_table():
+    """Number of the class, and its line, of docs/reliability.md."""
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    return [(int(n), line) for line in text.splitlines() for n in re.findall(r"^\| (\d+) \|", line)]
+
+
+def test_the_table_has_every_class_once():
+    assert sorted(n for n, _ in rows_of_the_table()) == list(range(1, 64))
+
+
+@pytest.mark.parametrize(("number", "line"), rows_of_the_table(), ids=lambda value: str(value)[:2])
+def test_every_promise_names_a_test_that_exists_or_says_not_yet(number, line):
+    tests = re.findall(r"`((?:tests|plugins)/[\w/-]+\.py)::(\w+)`", line)
+    assert tests or "not yet:" in line
+    for path, name in tests:
+        tree = ast.parse((ROOT / path).read_text())
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, name

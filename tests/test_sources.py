@@ -1,0 +1,179 @@
+"""Prompts from files and data sets: every row is a prompt, or an error that says where and why."""
+
+import json
+import pickle
+
+import pytest
+
+from grpo_core.config import SourceConfig, build
+from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.loaders import TaskLoader
+from grpo_core.sources import Source, find_source
+
+ROWS = [{"question": f"{i}+1=", "answer": str(i + 1), "level": i % 3} for i in range(7)]
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(rows, name="train.jsonl"):
+        path = tmp_path / name
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def source(path, **config):
+    return Source("sums", path, SourceConfig(**config))
+
+
+# ---------------------------------------------------------------------------------- rows are prompts
+
+
+def test_rows_become_prompts_with_everything_else_as_info(file):
+    prompts = source(file(ROWS))
+    assert len(prompts) == 7
+    third = prompts[2]
+    assert third.messages == ({"role": "user", "content": "2+1="},)
+    assert (third.answer, third.id, third.environment, third.info) == ("3", "2", "sums", {"level": 2})
+    assert prompts[-1].id == "6"
+    assert [prompt.id for prompt in prompts[1:3]] == ["1", "2"]
+
+
+def test_fields_are_configurable(file):
+    rows = [{"text": "2*3=", "gold": 6, "key": "x7", "answer": "kept"}]
+    (prompt,) = source(file(rows), prompt="text", answer="gold", id="key", system="Be brief.")
+    assert prompt.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2*3="},
+    )
+    assert (prompt.answer, prompt.id, prompt.info) == (6, "x7", {"answer": "kept"})
+
+
+def test_messages_stay_messages(file):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
+    (prompt,) = source(file([{"messages": messages}]))
+    assert list(prompt.messages) == messages
+
+
+def test_blank_lines_and_other_line_ends_do_not_count(file):
+    assert [p.id for p in source(file(['{"prompt": "a"}\r', "", "  ", '{"prompt": "ü"}', ""]))] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "is empty; expected a prompt a row"),
+        ([ROWS[0], "{nonsense"], "row 2: no JSON: "),
+        ([ROWS[0], [1]], "row 2: [1], expected an object"),
+        ([ROWS[0], {"text": "x"}], "row 2: has no field 'prompt' or 'messages' or 'question', only 'text'"),
+        ([{"prompt": 7}], "row 1: 'prompt' is 7, expected text or messages such as"),
+        ([{"prompt": ""}], "row 1: 'prompt' is '', expected text"),
+        ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "row 2: has the id '1', as row 1; ids are"),
+    ],
+)
+def test_a_row_that_is_no_prompt_is_found_before_the_run_begins(file, rows, message):
+    path = file(rows)
+    with pytest.raises(ConfigError) as caught:
+        source(path).open()
+    assert str(caught.value).startswith(f"task 'sums': source {path!r}")
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_not_there_and_one_of_another_kind(tmp_path):
+    with pytest.raises(ConfigError, match="there is no such file"):
+        source(str(tmp_path / "none.jsonl")).open()
+    with pytest.raises(ConfigError, match=r"expected \.jsonl, \.parquet, or a data set, got \.csv"):
+        source("rows.csv").open()
+
+
+# ---------------------------------------------------------------------------------- lazy, pickled, resumed
+
+
+def test_nothing_is_opened_before_it_is_asked_for(tmp_path):
+    lazy = source(str(tmp_path / "none.jsonl"))
+    loader = TaskLoader("sums", lazy, seed=0)
+    with pytest.raises(ConfigError, match="there is no such file"):
+        loader.take(1)
+
+
+def test_a_pickled_source_opens_its_file_anew(file):
+    first = source(file(ROWS))
+    first.open()
+    there = pickle.loads(pickle.dumps(first))
+    assert list(there) == list(first)
+    assert there.fingerprint == first.fingerprint
+
+
+def test_a_loader_on_a_source_is_resumed_and_a_changed_file_is_not(file):
+    path = file(ROWS)
+    loader = TaskLoader("sums", source(path), seed=1)
+    loader.take(10)
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = TaskLoader("sums", source(path), seed=1)
+    again.load_state_dict(state)
+    assert again.take(9) == loader.take(9)
+    file([*ROWS[:-1], {"question": "other", "answer": "x"}])
+    with pytest.raises(CheckpointError, match=r"task 'sums': its prompts are not those of the checkpoint"):
+        TaskLoader("sums", source(path), seed=1).load_state_dict(state)
+
+
+@pytest.mark.slow
+def test_workers_read_a_file(file):
+    path = file(ROWS)
+    alone, helped = (TaskLoader("sums", source(path), seed=1, workers=workers) for workers in (0, 2))
+    assert helped.take(16) == alone.take(16)
+
+
+# ---------------------------------------------------------------------------------- other kinds
+
+
+def test_without_the_packages_the_message_says_what_to_install(tmp_path):
+    (tmp_path / "rows.parquet").write_bytes(b"")
+    for package, path in [("pyarrow", str(tmp_path / "rows.parquet")), ("datasets", "someone/data")]:
+        try:
+            __import__(package)
+        except ImportError:
+            with pytest.raises(ConfigError, match=r"pip install 'grpo-core\[data\]'"):
+                source(path).open()
+
+
+def test_a_parquet_file_is_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "rows.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert [(p.id, p.answer, p.info) for p in source(path)] == [
+        (str(i), row["answer"], {"level": row["level"]}) for i, row in enumerate(ROWS)
+    ]
+
+
+def test_a_data_set_on_disk_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(tmp_path / "saved"))
+    config = SourceConfig(path=str(tmp_path / "saved"), validation_split="test")
+    train, held_out = (find_source("sums", config, split) for split in ("train", "validation"))
+    assert [p.answer for p in train] == [row["answer"] for row in ROWS]
+    assert [p.answer for p in held_out] == ["1"]
+    with pytest.raises(ConfigError, match="split 'none': cannot be loaded"):
+        find_source("sums", SourceConfig(path=config.path, split="none"), "train").open()
+
+
+# ---------------------------------------------------------------------------------- configured
+
+
+def test_the_configuration_says_which_split_comes_from_where():
+    table = {"tasks": {"sums": {"env": "math:gsm8k", "source": {"path": "a.jsonl"}}}}
+    config = build([table]).tasks["sums"].source
+    assert find_source("sums", config, "train") is not None
+    assert find_source("sums", config, "validation") is None, "the environment has them"
+    assert find_source("sums", SourceConfig(), "train") is None
+    both = SourceConfig(path="a.jsonl", validation_path="b.jsonl")
+    assert find_source("sums", both, "validation") is not None
+
+
+def test_a_misspelt_key_of_a_source_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"'tasks.sums.source.promt'. Did you mean 'prompt'\?"):
+        build([{"tasks": {"sums": {"env": "x", "source": {"promt": "a"}}}}])
