@@ -36,6 +36,7 @@ from grpo_core.rollout import EngineBudget, Sampling
 from grpo_core.samplers import checked_sample
 from grpo_core.sources import find_source
 from grpo_core.tracking import Recorder, RunDirectory
+from grpo_core.trainer_process import ProcessTrainer, TrainerSetup, thread_count
 from grpo_core.validation import Context, run_strategy
 
 T = TypeVar("T")
@@ -185,8 +186,6 @@ async def _assemble(
     status: Callable[[str], None],
     stack: contextlib.AsyncExitStack,
 ) -> Pipeline:
-    from grpo_core.trainer import ProcessTrainer, TrainerSetup, thread_count
-
     asynchronous = config.pipeline.max_staleness > 0
     tiny = config.model.path == TINY
     model = str(run.model) if tiny else await asyncio.to_thread(local_directory, config.model.path)
@@ -419,7 +418,6 @@ async def validate(
     status: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, Mapping[str, float]]:
     """Measure the weights in a model directory with the configuration's strategy and tasks."""
-    from grpo_core.trainer import thread_count
     from grpo_core.weights import WeightsWriter, load_tensors
 
     async with contextlib.AsyncExitStack() as stack:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,11 +28,9 @@ from torch import Tensor
 from grpo_core import cpu, policy
 from grpo_core import loss as losses
 from grpo_core.batching import microbatches, split_updates
-from grpo_core.config import TINY, LossConfig, ModelConfig, TrainerConfig
+from grpo_core.config import TINY, TrainerConfig
 from grpo_core.errors import (
     CheckpointError,
-    ChildDied,
-    GrpoError,
     ModelError,
     PluginError,
     TrainerError,
@@ -40,46 +38,19 @@ from grpo_core.errors import (
 from grpo_core.logprobs import KEEP_BYTES
 from grpo_core.plugins import PluginHost
 from grpo_core.policy import MicroBatch, Policy
-from grpo_core.processes import Child
 from grpo_core.records import Batch, Row, StepResult, Weights
+from grpo_core.totals import Totals, off_policy
+from grpo_core.trainer_process import TrainerSetup, thread_count
 from grpo_core.weights import WeightsWriter
 
 MAX_LOST_UPDATES = 3
 """Updates in a row without a finite gradient after which the trainer gives up."""
 
 
-@frozen(kw_only=True)
-class TrainerSetup:
-    """All that a trainer is made from; plain data, so that it can be made in a child process."""
-
-    model: ModelConfig = field(factory=ModelConfig)
-    trainer: TrainerConfig = field(factory=TrainerConfig)
-    loss: LossConfig = field(factory=LossConfig)
-    seed: int = 0
-    generates_beside: bool = True
-    """Another process generates on this machine meanwhile (``max_staleness`` above 0): leave it cores."""
-    model_directory: str = ""
-    """Where the model is made if ``model.path`` is "tiny"."""
-    demonstrations: tuple[tuple[str, str], ...] = ()
-    """Prompts and replies worth full marks, for the warm start of "tiny"."""
-    resume_from: str | None = None
-    """A directory that ``save`` wrote."""
-    max_non_finite: float = 0.1
-    """See ``HealthConfig``."""
-    plugins: tuple[str, ...] | None = None
-    """Allow-list of the plugins that a loss may come from; None: all."""
-
-
 def create(setup: TrainerSetup) -> TorchTrainer:
     """Factory for the child process."""
     cpu.prepare(thread_count(setup.trainer.threads, setup.generates_beside))
     return TorchTrainer(setup)
-
-
-def thread_count(configured: int, generates_beside: bool) -> int:
-    """Of torch on the CPU: as configured, or (0) half of the cores if something generates beside it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return configured or max(1, cores // 2 if generates_beside else cores)
 
 
 def learning_rate(config: TrainerConfig, update: int) -> float:
@@ -282,7 +253,7 @@ class TorchTrainer:
                 f"one loss for each of the {len(logprobs)} sampled tokens"
             )
         if number == 0 or "proximal" in micro.before:  # both are by the weights that the step starts from
-            metrics = {**metrics, **_off_policy(micro.before.get("proximal", now), generation)}
+            metrics = {**metrics, **off_policy(micro.before.get("proximal", now), generation)}
         return per_token, metrics
 
     # ------------------------------------------------------------------------------ weights and files
@@ -371,60 +342,6 @@ class TorchTrainer:
         return Policy(model, getattr(torch, self._setup.model.dtype))
 
 
-class Totals:
-    """Per-token metrics of a step on their way to one number each; read from the device once."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._events: dict[str, int] = {}
-
-    def add(self, metrics: dict[str, Tensor]) -> None:
-        """Tensors [N] each; a name that ends in ``/max`` is a maximum, all others are means."""
-        for name, values in metrics.items():
-            values = values.detach()
-            here = values.max() if name.endswith("/max") else values.sum()
-            if name not in self._sums:
-                self._sums[name], self._counts[name] = here, 0
-            elif name.endswith("/max"):
-                self._sums[name] = self._sums[name].maximum(here)
-            else:
-                self._sums[name] = self._sums[name] + here
-            self._counts[name] += values.numel()
-
-    def count(self, name: str, n: int) -> None:
-        """Something that should not happen; without a metric if it did not."""
-        if n:
-            self._events[name] = self._events.get(name, 0) + n
-
-    def metrics(self) -> dict[str, float]:
-        read = {name: float(total) for name, total in self._sums.items()}
-        means = {n: v if n.endswith("/max") else v / self._counts[n] for n, v in read.items()}
-        if (square := means.pop(_SQUARE, None)) is not None:
-            means["importance_ratio/effective_sample_size"] = means["importance_ratio/mean"] ** 2 / square
-        return means | {name: float(n) for name, n in self._events.items()}
-
-
-_SQUARE = "importance_ratio/square"
-
-
-def _off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
-    """How far the weights that the step starts from are from those that generated.
-
-    ``kl`` is KL(generation, start), estimated by k3 = r - 1 - log r, r = start / generation, on tokens that
-    the generation policy sampled; the ratios are those before any cap.
-    """
-    log_ratio = start - generation
-    ratio = log_ratio.clamp(max=20.0).exp()
-    return {
-        "logprob_diff/mean": log_ratio.abs(),
-        "kl": ratio - 1 - log_ratio,
-        "importance_ratio/mean": ratio,
-        "importance_ratio/max": ratio,
-        _SQUARE: ratio.square(),
-    }
-
-
 def _os_error(error: SafetensorError) -> OSError:
     """What the operating system said, which safetensors tells only in its text."""
     said = re.search(r"\(os error (\d+)\)", str(error))
@@ -458,61 +375,3 @@ def _device(configured: str) -> torch.device:
 
 
 # ---------------------------------------------------------------------------------- the parent's side
-
-
-class ProcessTrainer:
-    """A ``TorchTrainer`` in a child process of its own, behind the protocol.
-
-    It starts at construction, so that its imports overlap with the rest of a run's start.
-
-    Args:
-        setup: what the trainer is made from.
-        log: file that receives what the child prints; None: the parent's standard error.
-    """
-
-    def __init__(self, setup: TrainerSetup, *, log: Path | None = None) -> None:
-        self._deadline = setup.trainer.deadline
-        self._child = Child("grpo_core.trainer:create", {"setup": setup}, name="trainer", log=log)
-
-    async def started(self) -> dict[str, Any]:
-        """Wait until the model is loaded; returns ``TorchTrainer.description()``, raises what it raised."""
-        description: dict[str, Any] = await self._child.started(seconds=self._deadline)
-        return description
-
-    async def set_canary(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Prompts that every published version comes with the next tokens of; see ``grpo_core.canary``."""
-        await self._call("set_canary", list(prompts))
-
-    async def step(self, batch: Batch) -> StepResult:
-        result: StepResult = await self._call("step", batch)
-        return result
-
-    async def publish(self) -> Weights:
-        weights: Weights = await self._call("publish")
-        return weights
-
-    async def save(self, directory: Path) -> None:
-        await self._call("save", directory)
-
-    async def watch(self) -> None:
-        """Raises TrainerError when the child dies, though nobody waits for an answer of it."""
-        raise _gone(await self._child.died())
-
-    async def aclose(self) -> None:
-        await self._child.aclose()
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        try:
-            return await self._child.call(method, *args, seconds=self._deadline)
-        except ChildDied as error:
-            raise _gone(error) from error
-
-
-def _gone(error: GrpoError) -> GrpoError:
-    if not isinstance(error, ChildDied):
-        return error
-    return TrainerError(
-        f"{error}\nThe steps since the newest checkpoint are lost; continue from there with "
-        "grpo-core train --resume RUN. If nobody killed it, look for a lack of memory: lower "
-        "trainer.tokens_per_microbatch"
-    )

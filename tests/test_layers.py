@@ -19,7 +19,18 @@ LAYERS = [
     | {"offers", "installed"}
     | {"processes", "canary", "models", "weights", "samplers", "curriculum", "loaders", "sources"}
     | {"batcher", "terminal", "cpu", "logprobs"},
-    {"pipeline", "validation", "policy", "tiny", "trainer", "environments", "engines", "testing"},
+    {
+        "pipeline",
+        "validation",
+        "policy",
+        "tiny",
+        "trainer",
+        "trainer_process",
+        "totals",
+        "environments",
+        "engines",
+        "testing",
+    },
     {"run", "cli", "commands"},
 ]
 CONTRACTS = {"protocols"}

@@ -16,15 +16,8 @@ from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
 from grpo_core.logprobs import KEEP_BYTES
 from grpo_core.records import Batch, Row
-from grpo_core.trainer import (
-    ProcessTrainer,
-    TorchTrainer,
-    TrainerSetup,
-    create,
-    learning_rate,
-    thread_count,
-    token_budget,
-)
+from grpo_core.trainer import TorchTrainer, create, learning_rate, token_budget
+from grpo_core.trainer_process import ProcessTrainer, TrainerSetup, thread_count
 from grpo_core.weights import read
 
 

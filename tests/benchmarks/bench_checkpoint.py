@@ -18,7 +18,8 @@ import torch
 from grpo_core import checkpoint, tiny
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.records import Batch, Row
-from grpo_core.trainer import TorchTrainer, TrainerSetup
+from grpo_core.trainer import TorchTrainer
+from grpo_core.trainer_process import TrainerSetup
 
 REPEATS = 5
 

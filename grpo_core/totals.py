@@ -1,0 +1,59 @@
+"""Per-token metrics of a step on their way to one number each."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Totals:
+    """Per-token metrics of a step on their way to one number each; read from the device once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._events: dict[str, int] = {}
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        """Tensors [N] each; a name that ends in ``/max`` is a maximum, all others are means."""
+        for name, values in metrics.items():
+            values = values.detach()
+            here = values.max() if name.endswith("/max") else values.sum()
+            if name not in self._sums:
+                self._sums[name], self._counts[name] = here, 0
+            elif name.endswith("/max"):
+                self._sums[name] = self._sums[name].maximum(here)
+            else:
+                self._sums[name] = self._sums[name] + here
+            self._counts[name] += values.numel()
+
+    def count(self, name: str, n: int) -> None:
+        """Something that should not happen; without a metric if it did not."""
+        if n:
+            self._events[name] = self._events.get(name, 0) + n
+
+    def metrics(self) -> dict[str, float]:
+        read = {name: float(total) for name, total in self._sums.items()}
+        means = {n: v if n.endswith("/max") else v / self._counts[n] for n, v in read.items()}
+        if (square := means.pop(_SQUARE, None)) is not None:
+            means["importance_ratio/effective_sample_size"] = means["importance_ratio/mean"] ** 2 / square
+        return means | {name: float(n) for name, n in self._events.items()}
+
+
+_SQUARE = "importance_ratio/square"
+
+
+def off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
+    """How far the weights that the step starts from are from those that generated.
+
+    ``kl`` is KL(generation, start), estimated by k3 = r - 1 - log r, r = start / generation, on tokens that
+    the generation policy sampled; the ratios are those before any cap.
+    """
+    log_ratio = start - generation
+    ratio = log_ratio.clamp(max=20.0).exp()
+    return {
+        "logprob_diff/mean": log_ratio.abs(),
+        "kl": ratio - 1 - log_ratio,
+        "importance_ratio/mean": ratio,
+        "importance_ratio/max": ratio,
+        _SQUARE: ratio.square(),
+    }

@@ -1,0 +1,73 @@
+"""Tasks in proportion to the variance of their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import grpo_core as grpo
+from grpo_core.records import Group, SampleRequest
+from grpo_core.samplers import Weighted
+
+LARGEST = 0.25
+"""Variance of a reward that is 0 or 1."""
+
+
+class Learnable(Weighted):
+    """Draws a task in proportion to ``p * (1 - p)``, with ``p`` the share of its rollouts that succeed.
+
+    ``p`` is an exponential mean over the groups in the order in which they are heard of, and begins at 0.5.
+
+    Args:
+        floor: share of the largest weight that each task keeps.
+        memory: what remains of ``p`` with each group.
+        success: a rollout with this reward or more has succeeded.
+        weights: a factor for each task; 1 if it is not given.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: a number is out of range, or a weight names a task that there is not.
+    """
+
+    name = "learnable"
+
+    def __init__(
+        self,
+        floor: float = 0.1,
+        memory: float = 0.95,
+        success: float = 1.0,
+        weights: Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed)
+        if not (0 < floor <= 1 and 0 <= memory < 1):
+            raise grpo.ConfigError(
+                f"sampler learnable: expected 0 < floor <= 1 and 0 <= memory < 1, got {floor} and {memory}"
+            )
+        self._floor, self._memory, self._success = floor, memory, success
+        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
+        self._rates: dict[str, float] = {}
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take note of the groups' rewards."""
+        for group in groups:
+            task = group.prompt.environment
+            now = fmean(reward is not None and reward >= self._success for reward in group.rewards)
+            before = self._rates.get(task, 0.5)
+            self._rates[task] = self._memory * before + (1 - self._memory) * now
+
+    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
+        self.known(self._weights, tasks, "weigh")
+        return [self._weights.get(task, 1.0) * self._learnable(task) for task in tasks]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rates": self._rates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rates = dict(state["rates"])
+
+    def _learnable(self, task: str) -> float:
+        rate = self._rates.get(task, 0.5)
+        return self._floor + (1 - self._floor) * rate * (1 - rate) / LARGEST

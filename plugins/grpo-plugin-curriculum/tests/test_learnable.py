@@ -1,0 +1,55 @@
+"""Learnable: most of the tasks whose rollouts differ, and the sampler contract."""
+
+import pytest
+
+import grpo_core as grpo
+from grpo_core.records import Group, Rollout, SampleRequest
+from grpo_core.testing.contracts import check_sampler
+from grpo_plugin_curriculum import Learnable, grpo_samplers
+
+REQUEST = SampleRequest(generation_version=0, target_version=0, current_version=0, expected_prompts=1)
+
+
+def group(task, *rewards):
+    return Group(
+        prompt=grpo.Prompt(messages="x", environment=task),
+        rollouts=tuple(Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
+        generation_version=0,
+        target_version=0,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 0.0}, {"floor": 1.0}, {"weights": {"a": 0}}])
+def test_it_keeps_the_contract(options):
+    check_sampler(lambda: Learnable(**options))
+
+
+def test_a_task_that_is_half_solved_has_the_most_weight():
+    sampler = Learnable(floor=0.1, memory=0.0)
+    sampler.observe(
+        [group("easy", 1, 1), group("hard", 0, 0), group("half", 0, 1), group("some", 0, 0, 0, 1)]
+    )
+    assert sampler.weights(["easy", "half", "hard", "some", "unknown"], REQUEST) == pytest.approx(
+        [0.1, 1.0, 0.1, 0.1 + 0.9 * 0.75, 1.0]
+    )
+
+
+def test_it_moves_gradually():
+    sampler = Learnable(memory=0.9)
+    seen = []
+    for _ in range(30):
+        sampler.observe([group("easy", 1, 1)])
+        seen += sampler.weights(["easy"], REQUEST)
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] > 0.95
+    assert seen[-1] < 0.3
+
+
+def test_it_is_offered_by_name():
+    assert grpo_samplers() == {"learnable": Learnable}
+
+
+@pytest.mark.parametrize("options", [{"floor": 0}, {"memory": 1.0}])
+def test_numbers_out_of_range_are_refused(options):
+    with pytest.raises(grpo.ConfigError, match="sampler learnable: expected 0 < floor <= 1"):
+        Learnable(**options)
