@@ -2,11 +2,13 @@
 
 import collections
 import random
+from pathlib import Path
 
 import pytest
 
 from grpo_core.curriculum import Curriculum, Schedule
 from grpo_core.errors import ConfigError, PluginError
+from grpo_core.plugins import PluginHost
 from grpo_core.records import Prompt, SampleRequest
 from grpo_core.samplers import Chosen, Mix, RoundRobin, checked_sample
 from grpo_core.testing.contracts import MemoryLoader, check_sampler
@@ -42,6 +44,13 @@ BUILT_IN = {
 @pytest.mark.parametrize("make", BUILT_IN.values(), ids=BUILT_IN)
 def test_built_in_samplers_keep_the_contract(make):
     check_sampler(make, examples=40)
+
+
+@pytest.mark.parametrize("name", ["HardLater", "Fading"])
+def test_the_samplers_of_the_example_keep_the_contract(name):
+    file = Path(__file__).parent.parent / "examples" / "custom_sampler.py"
+    make = PluginHost.discover(allow=[]).factory("sampler", f"{file}:{name}")
+    check_sampler(make, tasks={"reverse": 3, "sort": 7}, examples=40)
 
 
 class Forgetful(Mix):
