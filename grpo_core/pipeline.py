@@ -29,7 +29,7 @@ from attrs import define, field, frozen
 from grpo_core import canary, health
 from grpo_core.buffer import Buffer, Slot
 from grpo_core.dynamic import DynamicSampling
-from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError
+from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
 from grpo_core.events import (
     Dispatched,
     Event,
@@ -69,6 +69,8 @@ class Schedule:
     stall: float = 86400.0
     """Seconds without any change after which a wait is a hang: the backstop behind all other deadlines."""
     rollout_deadline: float | None = None
+    sync_deadline: float | None = None
+    """Seconds for an engine to take new weights."""
     in_flight_updates: bool = True
 
 
@@ -306,7 +308,15 @@ class Pipeline:
 
     async def _update_engine(self, weights: Weights) -> None:
         """Returns when the engine holds the weights and generates with them."""
-        await self.engine.update_weights(weights)
+        seconds = self.schedule.sync_deadline
+        try:
+            async with asyncio.timeout(seconds):
+                await self.engine.update_weights(weights)
+        except TimeoutError:
+            raise WeightSyncError(
+                f"engine: update_weights() of version {weights.version} did not return within {seconds:g} s "
+                "(engine.deadline)"
+            ) from None
         await canary.verify(
             self.engine,
             weights,

@@ -44,6 +44,9 @@ T = TypeVar("T")
 DEMONSTRATIONS = 5000
 """Prompts at most whose solutions a tiny model is warmed up with."""
 
+SYNC_GRACE = 5.0
+"""Seconds after which an engine that has not kept its own deadline is given up."""
+
 EXTRA_GROUPS = 20
 """Filtered for each group of a step, at most, unless the configuration says how many."""
 
@@ -319,6 +322,7 @@ def _schedule(config: Config) -> Schedule:
         validate_every=config.validation.every,
         save_every=config.checkpoint.every,
         rollout_deadline=config.rollout.deadline,
+        sync_deadline=config.engine.deadline + SYNC_GRACE,
         in_flight_updates=config.pipeline.in_flight_updates,
         stall=config.rollout.deadline * attempts + config.trainer.deadline + config.engine.deadline,
     )

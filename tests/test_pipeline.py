@@ -10,7 +10,7 @@ import pytest
 
 from grpo_core.advantages import group as group_advantages
 from grpo_core.buffer import Buffer
-from grpo_core.errors import DeadlineExceeded, EngineError, PluginError
+from grpo_core.errors import DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.events import GroupsReady, PromptSkipped, StepEnded, Validated
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.records import Verdict
@@ -264,6 +264,18 @@ def test_a_trainer_that_never_answers_is_named_by_the_backstop():
         DeadlineExceeded, match="waited 3600 s for ready groups at step 0; the buffer: Statistics"
     ):
         Run(engine=Silent(), schedule={"rollout_deadline": None})()
+
+
+def test_an_engine_that_never_takes_new_weights_is_named_at_its_deadline():
+    class Deaf(FakeEngine):
+        async def update_weights(self, weights):
+            if weights.version == 2:
+                await asyncio.sleep(1e9)
+            await super().update_weights(weights)
+
+    run_ = Run(engine=Deaf(), schedule={"sync_deadline": 30.0})
+    with pytest.raises(WeightSyncError, match=r"update_weights\(\) of version 2 did not return within 30 s"):
+        run_()
 
 
 def test_advantages_of_the_wrong_shape_are_an_error_that_says_so():
