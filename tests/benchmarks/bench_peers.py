@@ -88,7 +88,9 @@ def make_model(directory: Path, work: Work) -> None:
 
 
 async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: int) -> Told:
-    config = TrainerConfig(threads=threads, device="cpu", lr=1e-6, updates_per_step=work.updates)
+    config = TrainerConfig(
+        threads=threads, device="cpu", lr=1e-6, updates_per_step=work.updates, proximal="generation"
+    )  # as the tiny preset has it, and as the peer does with several updates
     model = ModelConfig(path=str(directory), dtype=dtype)  # type: ignore[arg-type]
     trainer = ProcessTrainer(TrainerSetup(model=model, trainer=config))
     engine = LocalEngine(EngineSetup(model=str(directory), threads=threads))
