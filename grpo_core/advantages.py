@@ -17,6 +17,9 @@ Float noise must not pass for a signal: divided by its own standard deviation it
 difference.
 """
 
+SMALLEST = 1e-150
+"""Differences below this are none: their squares are 0 in float64."""
+
 
 def group(
     rewards: Sequence[Sequence[float]],
@@ -43,7 +46,8 @@ def group(
 
 def equal(rewards: Sequence[float], tolerance: float = 0.0) -> bool:
     """Whether a group's rewards differ by no more than ``tolerance``, or than float noise (``EQUAL``)."""
-    return max(rewards) - min(rewards) <= max(tolerance, EQUAL * max(map(abs, rewards)))
+    spread = max(rewards) - min(rewards)
+    return spread <= max(tolerance, SMALLEST, EQUAL * max(map(abs, rewards)))
 
 
 def _one_group(rewards: list[float], place: int, scaled: bool, leave_one_out: bool) -> list[float]:

@@ -188,7 +188,7 @@ class Terminal:
         tasks = sorted({task for metrics in self._recent for task in _tasks_of(metrics)})
         rows: list[tuple[str, str, RenderableType]] = []
         for task in tasks if len(tasks) > 1 else ():
-            last = next(metrics for metrics in reversed(self._recent) if f"reward/{task}" in metrics)
+            last = next(metrics for metrics in reversed(self._recent) if f"groups/{task}" in metrics)
             told = [
                 f"accuracy {last[f'accuracy/{task}']:.0%}",
                 f"{last[f'groups/{task}']:.0f} groups",

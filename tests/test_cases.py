@@ -4,10 +4,10 @@ The ids are those of a list of cases for this kind of program.  What is not here
 
 | id | holds elsewhere, or does not apply |
 |---|---|
-| A4, A5, A7, A9, A10 | worker threads and their bookkeeping: groups are tasks of one event loop here, and end with it |
+| A4, A5, A7, A9, A10 | worker threads: groups are tasks of one event loop here, and end with it |
 | A13, A14 | no pause flag is polled: ``test_pipeline`` has the weight sync under the virtual clock |
-| B1, B6, B7, B10, B13, B14, B15 | watermarks, eviction and capacity of a replay buffer: nothing is replayed or evicted |
-| C2, C3, C5, C7, C9, C11, C13 | freshest-first, eviction, promotion of stamps: finished work is never dropped or restamped |
+| B1, B6, B7, B10, B13, B14, B15 | watermarks, eviction and capacity of a replay buffer: nothing is replayed |
+| C2, C3, C5, C7, C9, C11, C13 | freshest first, eviction, promotion: finished work is never dropped |
 | C10 | the buffer has no capacity of its own: it is a function of the staleness |
 | G8-G12 | ``test_dynamic_sampling`` |
 | H1, H4 | ``test_loaders``, and the contract in ``test_samplers`` |

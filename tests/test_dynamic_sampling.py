@@ -7,7 +7,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grpo_core import checkpoint
@@ -55,6 +55,7 @@ def test_a_group_trains_if_its_rewards_differ(rewards, tolerance, kept):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8))
+@example([0.0, 1e-291])
 def test_without_a_tolerance_exactly_the_groups_without_advantages_are_filtered(rewards):
     kept = DynamicSampling(max_extra_groups=9).keeps(group(*rewards))
     assert kept is any(group_advantages([rewards])[0])

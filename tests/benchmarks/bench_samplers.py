@@ -122,10 +122,8 @@ def curriculum(seeds: int) -> None:
             reached, last = trained(settings, seed)
             scores = ", ".join(f"{task} {score:.2f}" for task, score in last.items())
             took = time.perf_counter() - begin
-            print(
-                f"seed {seed}  {name:<12} {f'step {reached}' if reached else 'never':>8}  in the end: {scores}  ({took:.0f} s)",
-                flush=True,
-            )
+            when = f"step {reached}" if reached else "never"
+            print(f"seed {seed}  {name:<12} {when:>8}  in the end: {scores}  ({took:.0f} s)", flush=True)
 
 
 def main() -> None:
