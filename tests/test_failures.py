@@ -315,7 +315,7 @@ def test_40_no_port_is_ever_opened():
 
 
 def test_53_no_process_is_ever_forked():
-    """A fork copies locks that some thread holds; children are started anew, or by a server without threads."""
+    """A fork copies locks that threads hold; children are started anew, or by a server without threads."""
     for path in MODULES:
         assert not names_used(path) & {"fork", "forkpty", "ProcessPoolExecutor"}, path
         if "multiprocessing" in names_used(path):
