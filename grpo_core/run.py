@@ -196,21 +196,7 @@ async def _assemble(
     held_out = await tasks.prompts(config, "validation") if config.validation.every else {}
     demonstrations = await _demonstrations(tasks, prompts) if tiny and not resume else ()
     status("making a tiny model and warming it up" if tiny and not resume else "loading the model")
-    trainer = ProcessTrainer(
-        TrainerSetup(
-            model=config.model if tiny else evolve(config.model, path=model),
-            trainer=config.trainer,
-            loss=config.loss,
-            seed=config.seed,
-            generates_beside=asynchronous,
-            model_directory=str(run.model),
-            demonstrations=demonstrations,
-            resume_from=str(resume.directory) if resume else None,
-            max_non_finite=config.health.max_non_finite,
-            plugins=None if config.plugins is None else tuple(config.plugins),
-        ),
-        log=run.logs / "trainer.log",
-    )
+    trainer = _trainer(config, run, model, demonstrations, resume)
     stack.push_async_callback(trainer.aclose)
     engine = _engine(config, host, model, run.logs, threads=thread_count(config.engine.threads, asynchronous))
     stack.push_async_callback(engine.aclose)
@@ -223,13 +209,7 @@ async def _assemble(
         for task, part in prompts.items()
     }
     sampler = _sampler(config, host)
-    buffer: Buffer[Prompt, Group] = Buffer(
-        prompts_per_step=config.trainer.prompts_per_step,
-        max_staleness=config.pipeline.max_staleness,
-        num_steps=config.trainer.steps,
-        policy=config.pipeline.policy,
-        max_retries=config.rollout.max_retries,
-    )
+    buffer = _buffer(config)
     if resume:
         for told in checkpoint.restore(resume.directory, buffer, loaders, sampler):
             status(f"resuming: {told}")
@@ -278,6 +258,38 @@ def _import_what_is_needed_soon() -> None:
 
 
 # ---------------------------------------------------------------------------------- the parts
+
+
+def _trainer(
+    config: Config,
+    run: RunDirectory,
+    model: str,
+    demonstrations: tuple[tuple[str, str], ...],
+    resume: checkpoint.Found | None,
+) -> ProcessTrainer:
+    setup = TrainerSetup(
+        model=config.model if config.model.path == TINY else evolve(config.model, path=model),
+        trainer=config.trainer,
+        loss=config.loss,
+        seed=config.seed,
+        generates_beside=config.pipeline.max_staleness > 0,
+        model_directory=str(run.model),
+        demonstrations=demonstrations,
+        resume_from=str(resume.directory) if resume else None,
+        max_non_finite=config.health.max_non_finite,
+        plugins=None if config.plugins is None else tuple(config.plugins),
+    )
+    return ProcessTrainer(setup, log=run.logs / "trainer.log")
+
+
+def _buffer(config: Config) -> Buffer[Prompt, Group]:
+    return Buffer(
+        prompts_per_step=config.trainer.prompts_per_step,
+        max_staleness=config.pipeline.max_staleness,
+        num_steps=config.trainer.steps,
+        policy=config.pipeline.policy,
+        max_retries=config.rollout.max_retries,
+    )
 
 
 def _engine(config: Config, host: PluginHost, model: str, logs: Path | None, *, threads: int) -> Engine:
