@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from grpo_core import policy, tiny
+from grpo_core import cpu, policy, tiny
 from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
 from grpo_core.logprobs import KEEP_BYTES
@@ -476,12 +476,13 @@ def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_pa
         assert all(torch.equal(there[name], tensor) for name, tensor in weights(here).items())
         assert same(here, TorchTrainer(attrs.evolve(given, resume_from=str(tmp_path / "saved"))))
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    threads, products = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
+    cpu.prepare(thread_count(given.trainer.threads, given.generates_beside))  # as the child does
     try:
         asyncio.run(story())
     finally:
         torch.set_num_threads(threads)
+        torch.backends.mkldnn.matmul.fp32_precision = products
 
 
 @pytest.mark.slow
