@@ -27,6 +27,7 @@ from test_pipeline import Run, cut, resumed
 
 import grpo_core
 from grpo_core import policy, tiny
+from grpo_core.assembly import _schedule
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.engines.local import LocalEngine
 from grpo_core.errors import WeightSyncError
@@ -34,7 +35,6 @@ from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.loaders import TaskLoader
 from grpo_core.processes import Child
 from grpo_core.records import EngineSetup, GenerationRequest, Verdict
-from grpo_core.run import _schedule
 from grpo_core.testing import FakeEngine, FakeJudge, FakeTrainer, prompts
 from grpo_core.tracking import Recorder, RunDirectory
 from grpo_core.weights import WeightsWriter, read

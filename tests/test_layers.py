@@ -31,7 +31,7 @@ LAYERS = [
         "engines",
         "testing",
     },
-    {"run", "cli", "commands"},
+    {"run", "assembly", "tasks", "cli", "commands"},
 ]
 CONTRACTS = {"protocols"}
 """Types only: the pure core may name them."""

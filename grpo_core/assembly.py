@@ -1,0 +1,274 @@
+"""Makes the parts that a configuration names and connects them to a pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from grpo_core import checkpoint
+from grpo_core.buffer import Buffer
+from grpo_core.config import TINY, Config
+from grpo_core.dynamic import DynamicSampling
+from grpo_core.environments import ErrorBudget
+from grpo_core.events import Event
+from grpo_core.health import Limits
+from grpo_core.loaders import TaskLoader
+from grpo_core.models import local_directory
+from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.plugins import PluginHost
+from grpo_core.protocols import Engine, Sampler
+from grpo_core.records import EngineSetup, Group, Prompt, Rollout, Verdict
+from grpo_core.rendering import Renderer
+from grpo_core.rollout import EngineBudget, Sampling
+from grpo_core.samplers import checked_sample
+from grpo_core.tasks import Tasks, demonstrations
+from grpo_core.tracking import RunDirectory
+from grpo_core.trainer_process import ProcessTrainer, TrainerSetup, thread_count
+from grpo_core.validation import Context, run_strategy
+
+SYNC_GRACE = 5.0
+"""Seconds after which an engine that has not kept its own deadline is given up."""
+
+EXTRA_GROUPS = 20
+"""Filtered for each group of a step, at most, unless the configuration says how many."""
+
+CANARY = 4
+"""Prompts that the engine is asked after each weight sync."""
+CANARY_TOKENS = 64
+"""Of each at most: enough for a prefix cache to notice them."""
+
+
+async def assemble(
+    config: Config,
+    run: RunDirectory,
+    host: PluginHost,
+    tasks: Tasks,
+    resume: checkpoint.Found | None,
+    emit: Callable[[Event], None],
+    status: Callable[[str], None],
+    stack: contextlib.AsyncExitStack,
+) -> Pipeline:
+    asynchronous = config.pipeline.max_staleness > 0
+    tiny = config.model.path == TINY
+    model = str(run.model) if tiny else await asyncio.to_thread(local_directory, config.model.path)
+    prompts = await tasks.prompts(config, "train")
+    held_out = await tasks.prompts(config, "validation") if config.validation.every else {}
+    solved = await demonstrations(tasks, prompts) if tiny and not resume else ()
+    status("making a tiny model and warming it up" if tiny and not resume else "loading the model")
+    trainer = _trainer(config, run, model, solved, resume)
+    stack.push_async_callback(trainer.aclose)
+    engine = make_engine(
+        config, host, model, run.logs, threads=thread_count(config.engine.threads, asynchronous)
+    )
+    stack.push_async_callback(engine.aclose)
+    await asyncio.gather(trainer.started(), asyncio.to_thread(_import_what_is_needed_soon))
+    renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
+    await trainer.set_canary(_canary(prompts, renderer))
+    sampling = _sampling(config)
+    loaders = {
+        task: TaskLoader(task, part, seed=config.seed, workers=config.tasks[task].source.workers)
+        for task, part in prompts.items()
+    }
+    sampler = _sampler(config, host)
+    buffer = _buffer(config)
+    if resume:
+        for told in checkpoint.restore(resume.directory, buffer, loaders, sampler):
+            status(f"resuming: {told}")
+
+    async def save(step: int) -> Path:
+        return await checkpoint.write(
+            run.checkpoints,
+            step=step,
+            pipeline=checkpoint.cut(buffer, sampler),
+            loaders={task: loader.state_dict() for task, loader in loaders.items()},
+            save_trainer=trainer.save,
+            keep=config.checkpoint.keep,
+        )
+
+    return Pipeline(
+        buffer=buffer,
+        loaders=loaders,
+        sampler=sampler,
+        sample=lambda sampler, loaders, request: checked_sample(
+            sampler, config.sampler.name, loaders, request
+        ),
+        engine=engine,
+        trainer=trainer,
+        judges=tasks.judges,
+        renderer=renderer,
+        sampling=sampling,
+        group_size=config.rollout.group_size,
+        advantages=host.function("advantage", config.advantage.name, **config.advantage.options),
+        dynamic=_dynamic(config),
+        seed=config.seed,
+        schedule=_schedule(config),
+        emit=emit,
+        observe_verdict=_budgets(config, tasks),
+        validate=make_validation(config, host, engine, tasks, renderer, held_out),
+        save=save,
+        canary_tolerance=_tolerance(config),
+        limits=_limits(config),
+        watch=(trainer.watch,),
+    )
+
+
+def _import_what_is_needed_soon() -> None:
+    """Takes a second, which is free while the trainer starts."""
+    for module in ("transformers.tokenization_utils_tokenizers", "torchdata.stateful_dataloader"):
+        importlib.import_module(module)
+
+
+# ---------------------------------------------------------------------------------- the parts
+
+
+def _trainer(
+    config: Config,
+    run: RunDirectory,
+    model: str,
+    demonstrations: tuple[tuple[str, str], ...],
+    resume: checkpoint.Found | None,
+) -> ProcessTrainer:
+    setup = TrainerSetup(
+        model=config.model if config.model.path == TINY else evolve(config.model, path=model),
+        trainer=config.trainer,
+        loss=config.loss,
+        seed=config.seed,
+        generates_beside=config.pipeline.max_staleness > 0,
+        model_directory=str(run.model),
+        demonstrations=demonstrations,
+        resume_from=str(resume.directory) if resume else None,
+        max_non_finite=config.health.max_non_finite,
+        plugins=None if config.plugins is None else tuple(config.plugins),
+    )
+    return ProcessTrainer(setup, log=run.logs / "trainer.log")
+
+
+def _buffer(config: Config) -> Buffer[Prompt, Group]:
+    return Buffer(
+        prompts_per_step=config.trainer.prompts_per_step,
+        max_staleness=config.pipeline.max_staleness,
+        num_steps=config.trainer.steps,
+        policy=config.pipeline.policy,
+        max_retries=config.rollout.max_retries,
+    )
+
+
+def make_engine(config: Config, host: PluginHost, model: str, logs: Path | None, *, threads: int) -> Engine:
+    setup = EngineSetup(
+        model=model,
+        trust_remote_code=config.model.trust_remote_code,
+        threads=threads,
+        seed=config.seed,
+        log_directory=str(logs) if logs else None,
+        deadline=config.engine.deadline,
+    )
+    engine: Engine = host.make("engine", config.engine.name, setup, **config.engine.options)
+    return engine
+
+
+def _sampler(config: Config, host: PluginHost) -> Sampler:
+    """The sampler; ``seed`` and the tasks' ``weights`` are given to those that take them."""
+    factory = host.factory("sampler", config.sampler.name)
+    takes = inspect.signature(factory).parameters
+    known = {"seed": config.seed, "weights": {name: task.weight for name, task in config.tasks.items()}}
+    options = {key: value for key, value in known.items() if key in takes} | config.sampler.options
+    sampler: Sampler = host.make("sampler", config.sampler.name, **options)
+    return sampler
+
+
+def _sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens, stop=tuple(rollout.stop))
+
+
+def _dynamic(config: Config) -> DynamicSampling | None:
+    sampling = config.sampling
+    if not sampling.dynamic:
+        return None
+    extra = sampling.max_extra_groups or EXTRA_GROUPS * config.trainer.prompts_per_step
+    return DynamicSampling(tolerance=sampling.tolerance, max_extra_groups=extra)
+
+
+def _schedule(config: Config) -> Schedule:
+    attempts = config.rollout.max_retries + 2
+    return Schedule(
+        validate_every=config.validation.every,
+        save_every=config.checkpoint.every,
+        rollout_deadline=config.rollout.deadline,
+        sync_deadline=config.engine.deadline + SYNC_GRACE,
+        in_flight_updates=config.pipeline.in_flight_updates,
+        stall=config.rollout.deadline * attempts + config.trainer.deadline + config.engine.deadline,
+    )
+
+
+def _canary(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
+    """The beginnings of some prompts of all tasks, in tokens."""
+    some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]
+    return [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
+
+
+def _tolerance(config: Config) -> float:
+    """Of the canary: rounding in float32, or in bfloat16 where the trainer or the engine computes in it."""
+    coarse = "bfloat16" in (config.model.dtype, config.engine.options.get("dtype"))
+    return config.health.canary_tolerance or (0.1 if coarse else 1e-3)
+
+
+def _limits(config: Config) -> dict[str, Limits]:
+    health = config.health
+    return {
+        "logprob_diff/mean": Limits(*health.logprob_diff),
+        "kl": Limits(*health.kl),
+        "importance_ratio/effective_sample_size": Limits(*health.effective_sample_size),
+        "clip_fraction/low": Limits(*health.clip_fraction),
+        "clip_fraction/high": Limits(*health.clip_fraction),
+    }
+
+
+def _budgets(config: Config, tasks: Tasks) -> Callable[[str, Rollout], None]:
+    """Faults of environments by task, those of the engine together."""
+    budgets = {task: ErrorBudget(task, config.environment.max_error_rate) for task in tasks.processes}
+    outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+    engine = EngineBudget(outstanding * config.rollout.group_size * (config.rollout.max_retries + 1))
+
+    def observe(task: str, rollout: Rollout) -> None:
+        engine.observe(rollout)
+        if rollout.lost:
+            return
+        verdict = Verdict(reward=rollout.reward, error=rollout.error)
+        budgets[task].observe(verdict, tasks.processes[task].first_traceback)
+
+    return observe
+
+
+def make_validation(
+    config: Config,
+    host: PluginHost,
+    engine: Engine,
+    tasks: Tasks,
+    renderer: Renderer,
+    held_out: Mapping[str, Sequence[Prompt]],
+) -> Callable[[int], Any]:
+    name = config.validation.name
+    strategy = host.make("validation_strategy", name, **config.validation.options)
+
+    async def validate(version: int) -> Mapping[str, Mapping[str, float]]:
+        context = Context(
+            version=version,
+            prompts={task: part[: config.validation.prompts] for task, part in held_out.items() if part},
+            engine=engine,
+            judges=tasks.judges,
+            renderer=renderer,
+            sampling=_sampling(config),
+            deadline=config.rollout.deadline,
+            seed=config.seed,
+        )
+        return await run_strategy(name, strategy, context)
+
+    return validate
