@@ -106,7 +106,7 @@ class Batch:
         """Decode one token of each row; ``entries`` join and get their first token."""
         n = len(self._entries)
         if n and (entries or self.alive <= (1 - DEAD_SHARE) * n):
-            self._compact()
+            self.compact()
             n = len(self._entries)
         sampled = [self._sample(self._cache.decode(self._tokens), slice(0, n))] if n else []
         if entries:
@@ -241,7 +241,7 @@ class Batch:
         self._n_alive -= len(rows)
         self._alive[torch.tensor(rows, dtype=torch.int64, device=self._device)] = False
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
         """Move rows from the end into the places of dead ones."""
         n = self.alive
         if n == len(self._entries):

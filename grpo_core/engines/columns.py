@@ -7,11 +7,15 @@ since the beginning: it does not change when the content is moved to other colum
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
+
+KEPT_BYTES = 64 << 20
+"""Memory that is kept when no row is left, since fresh memory is slow to touch; more is given back."""
 
 
 class Columns:
@@ -77,6 +81,9 @@ class Columns:
             self._repack(columns, n, end=self.end)
         if n == 0:
             self.start = self.end = self.offset = 0
+            if sum(memory.nbytes for memory in self._memory) > KEPT_BYTES:
+                self._memory = [memory.new_empty(0) for memory in self._memory]
+                self._repack(0, 0, end=0)
 
     def _repack(self, columns: int, wide: int, end: int) -> None:
         start = end - (self.end - self.start)
@@ -94,8 +101,15 @@ class Columns:
         size = columns * wide * prod(shape)
         if size > len(self._memory[i]):
             # zeros, because attention multiplies what it must not see by 0, and that must be 0
-            self._memory[i] = self._memory[i].new_zeros(size)
+            self._memory[i] = _zeros(size, self._memory[i])
         memory = self._memory[i][:size]
         if self._rows_first:
             return memory.view(wide, shape[0], columns, shape[1]).permute(2, 1, 3, 0)
         return memory.view(columns, *shape, wide)
+
+
+def _zeros(size: int, like: Tensor) -> Tensor:
+    """On a CPU in pages of its own: a column takes memory once it is used, and all of it goes at once."""
+    if like.device.type != "cpu":
+        return like.new_zeros(size)
+    return torch.frombuffer(mmap.mmap(-1, size * like.element_size()), dtype=like.dtype)

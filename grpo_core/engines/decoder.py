@@ -83,8 +83,11 @@ class Decoder:
         return finished
 
     def _drop_empty(self) -> None:
-        if not self._model.rows_join:  # else there is one, and its memory serves again
+        if not self._model.rows_join:
             self._batches = [batch for batch in self._batches if batch.alive]
+        for batch in self._batches:
+            if not batch.alive:  # it stays for the rows to come
+                batch.compact()
 
     def _admitted(self) -> list[Entry]:
         """The longest-waiting requests that there is room for now."""
