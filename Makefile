@@ -24,7 +24,7 @@ test: $(READY)
 	@$(BIN)/python -m pytest
 
 test-fast: $(READY)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -n auto -m "not slow"
 
 lint: $(READY)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
