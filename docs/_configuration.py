@@ -58,7 +58,7 @@ def _table(title: str, kind: type, texts: dict[str, dict[str, str]]) -> list[str
         if isinstance(default, attrs.Factory):
             default = default.factory()
         shown = "required" if default is attrs.NOTHING else f"`{config._toml_value(default)}`"
-        shown = "all installed" if default is None else shown
+        shown = "none" if default is None else shown
         choice = getattr(field.type, "__args__", ()) if "Literal" in str(field.type) else ()
         choices = " or ".join(f"`{c!r}`" for c in choice)
         lines.append(f"| `{field.name}` | {shown} | {inherited.get(field.name, '')} {choices} |")

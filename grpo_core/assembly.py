@@ -6,32 +6,34 @@ import asyncio
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
 
-from grpo_core import checkpoint
+from grpo_core import checkpoint, workers
 from grpo_core.buffer import Buffer
 from grpo_core.config import TINY, Config
+from grpo_core.demonstrations import demonstrations
 from grpo_core.dynamic import DynamicSampling
 from grpo_core.environments import ErrorBudget
-from grpo_core.events import Event
+from grpo_core.events import Event, WarningRaised
 from grpo_core.health import Limits
 from grpo_core.loaders import TaskLoader
 from grpo_core.models import local_directory
-from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.pipeline import Pipeline, Schedule, Validate
 from grpo_core.plugins import PluginHost
 from grpo_core.protocols import Engine, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout, Verdict
 from grpo_core.rendering import Renderer
 from grpo_core.rollout import EngineBudget, Sampling
 from grpo_core.samplers import checked_sample
-from grpo_core.tasks import Tasks, demonstrations
+from grpo_core.tasks import Tasks
 from grpo_core.tracking import RunDirectory
 from grpo_core.trainer_process import ProcessTrainer, TrainerSetup, thread_count
-from grpo_core.validation import Context, run_strategy
+from grpo_core.validation import Context, Results, run_strategy
+from grpo_core.validation_engine import OnItsOwnEngine, Remembering
 
 SYNC_GRACE = 5.0
 """Seconds after which an engine that has not kept its own deadline is given up."""
@@ -62,28 +64,33 @@ async def assemble(
     held_out = await tasks.prompts(config, "validation") if config.validation.every else {}
     solved = await demonstrations(tasks, prompts) if tiny and not resume else ()
     status("making a tiny model and warming it up" if tiny and not resume else "loading the model")
-    trainer = _trainer(config, run, model, solved, resume)
+    trainer = _trainer(config, run, host, model, solved, resume)
     stack.push_async_callback(trainer.aclose)
+    buffer = _buffer(config)
     engine = make_engine(
-        config, host, model, run.logs, threads=thread_count(config.engine.threads, asynchronous)
+        config,
+        host,
+        model,
+        run.logs,
+        threads=thread_count(config.engine.threads, asynchronous),
+        tell=lambda text: emit(WarningRaised(step=buffer.step, cause="engine", message=text)),
     )
     stack.push_async_callback(engine.aclose)
+    own = _validation_engine(config, host, model, run, stack)
     await asyncio.gather(trainer.started(), asyncio.to_thread(_import_what_is_needed_soon))
     renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
-    await trainer.set_canary(_canary(prompts, renderer))
     sampling = _sampling(config)
     loaders = {
         task: TaskLoader(task, part, seed=config.seed, workers=config.tasks[task].source.workers)
         for task, part in prompts.items()
     }
     sampler = _sampler(config, host)
-    buffer = _buffer(config)
     if resume:
         for told in checkpoint.restore(resume.directory, buffer, loaders, sampler):
             status(f"resuming: {told}")
 
-    async def save(step: int) -> Path:
-        return await checkpoint.write(
+    async def save(step: int) -> Callable[[], Awaitable[Path]]:
+        return await checkpoint.begin(
             run.checkpoints,
             step=step,
             pipeline=checkpoint.cut(buffer, sampler),
@@ -91,6 +98,14 @@ async def assemble(
             save_trainer=trainer.save,
             keep=config.checkpoint.keep,
         )
+
+    measure = make_validation(config, host, own or engine, tasks, renderer, held_out)
+    watch: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (trainer.watch,)
+    validate: Validate = measure
+    if own is not None:
+        engine = Remembering(engine)
+        beside = _on_its_own_engine(config, measure, own, engine, emit)
+        validate, watch = beside, (*watch, beside.watch)
 
     return Pipeline(
         buffer=buffer,
@@ -111,11 +126,12 @@ async def assemble(
         schedule=_schedule(config),
         emit=emit,
         observe_verdict=_budgets(config, tasks),
-        validate=make_validation(config, host, engine, tasks, renderer, held_out),
+        validate=validate,
         save=save,
+        canary=_canary(prompts, renderer),
         canary_tolerance=_tolerance(config),
         limits=_limits(config),
-        watch=(trainer.watch,),
+        watch=watch,
     )
 
 
@@ -131,8 +147,9 @@ def _import_what_is_needed_soon() -> None:
 def _trainer(
     config: Config,
     run: RunDirectory,
+    host: PluginHost,
     model: str,
-    demonstrations: tuple[tuple[str, str], ...],
+    demonstrations: tuple[tuple[str, ...], ...],
     resume: checkpoint.Found | None,
 ) -> ProcessTrainer:
     setup = TrainerSetup(
@@ -144,8 +161,10 @@ def _trainer(
         model_directory=str(run.model),
         demonstrations=demonstrations,
         resume_from=str(resume.directory) if resume else None,
+        saves_beside=config.checkpoint.beside,
         max_non_finite=config.health.max_non_finite,
         plugins=None if config.plugins is None else tuple(config.plugins),
+        block=host.block,
     )
     return ProcessTrainer(setup, log=run.logs / "trainer.log")
 
@@ -160,17 +179,59 @@ def _buffer(config: Config) -> Buffer[Prompt, Group]:
     )
 
 
-def make_engine(config: Config, host: PluginHost, model: str, logs: Path | None, *, threads: int) -> Engine:
+def make_engine(
+    config: Config,
+    host: PluginHost,
+    model: str,
+    logs: Path | None,
+    *,
+    threads: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Engine:
     setup = EngineSetup(
         model=model,
         trust_remote_code=config.model.trust_remote_code,
         threads=threads,
         seed=config.seed,
-        log_directory=str(logs) if logs else None,
+        log_directory=str(logs.absolute()) if logs else None,
         deadline=config.engine.deadline,
     )
-    engine: Engine = host.make("engine", config.engine.name, setup, **config.engine.options)
+    return workers.make_engine(config, host, setup, tolerance=_tolerance(config), tell=tell)
+
+
+def _validation_engine(
+    config: Config, host: PluginHost, model: str, run: RunDirectory, stack: contextlib.AsyncExitStack
+) -> Engine | None:
+    """The engine that only validation uses, if one is configured."""
+    if config.validation.engine is None or not config.validation.every:
+        return None
+    logs = run.logs / "validation"
+    logs.mkdir(exist_ok=True)
+    threads = thread_count(config.validation.engine.threads, True)
+    engine = make_engine(evolve(config, engine=config.validation.engine), host, model, logs, threads=threads)
+    stack.push_async_callback(engine.aclose)
     return engine
+
+
+def _on_its_own_engine(
+    config: Config,
+    measure: Callable[[int], Awaitable[Results]],
+    engine: Engine,
+    trained: Remembering,
+    emit: Callable[[Event], None],
+) -> OnItsOwnEngine:
+    assert config.validation.engine is not None
+    return OnItsOwnEngine(
+        measure=measure,
+        engine=engine,
+        trained=trained,
+        emit=emit,
+        last=config.trainer.steps,
+        pauses=config.validation.pause,
+        deadline=config.validation.engine.deadline + SYNC_GRACE,
+        canary_tolerance=_tolerance(evolve(config, engine=config.validation.engine)),
+        canary_deadline=config.rollout.deadline,
+    )
 
 
 def _sampler(config: Config, host: PluginHost) -> Sampler:
@@ -185,7 +246,14 @@ def _sampler(config: Config, host: PluginHost) -> Sampler:
 
 def _sampling(config: Config) -> Sampling:
     rollout = config.rollout
-    return Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens, stop=tuple(rollout.stop))
+    return Sampling(
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_tokens,
+        stop=tuple(rollout.stop),
+        max_turns=rollout.max_turns,
+        max_total_tokens=rollout.max_total_tokens,
+        max_tool_calls=rollout.max_tool_calls,
+    )
 
 
 def _dynamic(config: Config) -> DynamicSampling | None:
@@ -204,7 +272,11 @@ def _schedule(config: Config) -> Schedule:
         rollout_deadline=config.rollout.deadline,
         sync_deadline=config.engine.deadline + SYNC_GRACE,
         in_flight_updates=config.pipeline.in_flight_updates,
-        stall=config.rollout.deadline * attempts + config.trainer.deadline + config.engine.deadline,
+        pause_to_validate=config.validation.pause,
+        stall=config.rollout.deadline * attempts
+        + config.trainer.deadline
+        + config.engine.deadline
+        + config.validation.deadline * bool(config.validation.every),
     )
 
 
@@ -254,11 +326,12 @@ def make_validation(
     tasks: Tasks,
     renderer: Renderer,
     held_out: Mapping[str, Sequence[Prompt]],
-) -> Callable[[int], Any]:
+) -> Callable[[int], Awaitable[Results]]:
+    """What measures a version on an engine that holds it, with the configuration's strategy."""
     name = config.validation.name
     strategy = host.make("validation_strategy", name, **config.validation.options)
 
-    async def validate(version: int) -> Mapping[str, Mapping[str, float]]:
+    async def validate(version: int) -> Results:
         context = Context(
             version=version,
             prompts={task: part[: config.validation.prompts] for task, part in held_out.items() if part},
@@ -266,7 +339,8 @@ def make_validation(
             judges=tasks.judges,
             renderer=renderer,
             sampling=_sampling(config),
-            deadline=config.rollout.deadline,
+            deadline=config.validation.deadline,
+            retries=config.rollout.max_retries,
             seed=config.seed,
         )
         return await run_strategy(name, strategy, context)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from attrs import define, field
@@ -17,7 +17,7 @@ from attrs import define, field
 from grpo_core.config import EnvironmentConfig
 from grpo_core.errors import GrpoError, PluginError
 from grpo_core.protocols import Judge
-from grpo_core.records import Episode, Verdict
+from grpo_core.records import Episode, Opened, Prompt, Verdict
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -179,9 +179,10 @@ class MicroBatcher(Generic[T, R]):
 
 
 class BatchedJudge:
-    """A judge whose calls are merged; groups that it has to see whole are not split."""
+    """A judge whose evaluations are merged; groups that it has to see whole are not split."""
 
     def __init__(self, judge: Judge, config: EnvironmentConfig) -> None:
+        self._judge = judge
         self.max_turns = judge.max_turns
         self.needs_group = judge.needs_group
         self.batcher = MicroBatcher[Episode, Verdict](
@@ -191,8 +192,14 @@ class BatchedJudge:
             together=judge.needs_group,
         )
 
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+        return await self._judge.open(prompts)
+
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
         return await self.batcher.submit(episodes)
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        await self._judge.close(sessions)
 
     async def aclose(self) -> None:
         """Nobody is judged any more; the judge behind it stays as it is."""

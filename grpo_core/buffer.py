@@ -87,6 +87,8 @@ class Statistics:
     trained: int
     skipped: int
     filtered: int = 0
+    attempts: int = 0
+    """Slots that were put in flight, once for each time."""
 
 
 class Buffer(Generic[PromptT, GroupT]):
@@ -128,6 +130,7 @@ class Buffer(Generic[PromptT, GroupT]):
         self._dispatched = 0
         self._skipped = 0
         self._filtered = 0
+        self._attempts = 0
         self._next_id = 0
         self._reserved: dict[int, Slot[PromptT]] = {}
         self._in_flight: dict[int, Slot[PromptT]] = {}
@@ -154,6 +157,7 @@ class Buffer(Generic[PromptT, GroupT]):
             _, id = heappop(self._again_first)
             slot = self._stamp_again(self._again.pop(id))
             self._in_flight[slot.id] = slot
+            self._attempts += 1
             return [slot]
         target, count = self._room()
         if count <= 0:
@@ -177,6 +181,7 @@ class Buffer(Generic[PromptT, GroupT]):
             self._in_flight[slot.id] = full = evolve(slot, prompt=prompt)
             filled.append(full)
         self._dispatched += len(filled)
+        self._attempts += len(filled)
         return filled
 
     def complete(self, slot: Slot[PromptT], group: GroupT) -> None:
@@ -238,6 +243,7 @@ class Buffer(Generic[PromptT, GroupT]):
             trained=self.step * self.prompts_per_step,
             skipped=self._skipped,
             filtered=self._filtered,
+            attempts=self._attempts,
         )
 
     @property
@@ -264,6 +270,7 @@ class Buffer(Generic[PromptT, GroupT]):
             "dispatched": self._dispatched,
             "skipped": self._skipped,
             "filtered": self._filtered,
+            "attempts": self._attempts,
             "again": [evolve(unfinished[id], kept=()) for id in sorted(unfinished)],
             "ready": [self._ready[id] for id in sorted(self._ready)],
         }
@@ -272,7 +279,8 @@ class Buffer(Generic[PromptT, GroupT]):
         """A new buffer continues from ``state_dict()``; nothing that was ready is generated again."""
         self.step = self.version = state["step"]
         self._dispatched, self._skipped = state["dispatched"], state["skipped"]
-        self._filtered = state.get("filtered", 0)  # older checkpoints know nothing of it
+        self._filtered = state.get("filtered", 0)  # older checkpoints know nothing of these two
+        self._attempts = state.get("attempts", self._dispatched)
         self._next_id = self._dispatched
         for slot in state["again"]:
             self._offer_again(slot)

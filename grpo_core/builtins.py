@@ -20,7 +20,13 @@ def grpo_samplers() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_validation_strategies() -> Mapping[str, str]:
-    return {"greedy": "grpo_core.validation:Greedy"}
+    return {
+        "batched": "grpo_core.strategies:Batched",
+        "pipelined": "grpo_core.strategies:Pipelined",
+        "greedy": "grpo_core.strategies:Greedy",
+        "pass_at_k": "grpo_core.strategies:PassAtK",
+        "majority": "grpo_core.strategies:Majority",
+    }
 
 
 @hookimpl

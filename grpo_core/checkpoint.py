@@ -6,29 +6,30 @@
         pipeline.json                 buffer, prompts in flight, sampler
         train_dataloader_TASK.json    position of each loader
 
-A directory whose name ends in ``.partial`` was never finished.  A complete one is verified before it is
-used; the newest that holds is taken, and the others are named with the reason.
+Training waits for the cut: the state of the pipeline, and the trainer's copy of its own.  It goes on while
+they are written.  A directory whose name ends in ``.partial`` was never finished.  A complete one is verified
+before it is used; the newest that holds is taken, and the others are named with the reason.
 """
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import errno
-import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote, unquote
 
+import attrs
 import cattrs
-from attrs import asdict, frozen
+from attrs import frozen
 
 from grpo_core.buffer import Buffer, Slot
+from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError
 from grpo_core.loaders import TaskLoader
 from grpo_core.protocols import Sampler
@@ -36,133 +37,114 @@ from grpo_core.records import Group, Prompt, Rollout
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
-_REPLACED = ".replaced"
-_NAME = re.compile(rf"step-(\d{{6,}})({_REPLACED})?")
+_PARTIAL = ".partial"
+_ROLLOUT = tuple(field.name for field in attrs.fields(Rollout))
+_NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
 
 
 # ---------------------------------------------------------------------------------- writing
 
 
-class Storage(Protocol):
-    """Where checkpoints are written.  What a method did survives a power cut when it has returned."""
-
-    async def write(self, path: Path, data: bytes) -> None:
-        """A new file, with the directories above it."""
-        ...
-
-    async def fingerprints(self, directory: Path) -> dict[str, dict[str, Any]]:
-        """sha256 and size of each file below, by relative name; whoever wrote them need not have synced."""
-        ...
-
-    async def rename(self, partial: Path, final: Path) -> None:
-        """Replaces ``final``."""
-        ...
-
-
-class Disk:
-    """The file system, in threads."""
-
-    async def write(self, path: Path, data: bytes) -> None:
-        await asyncio.to_thread(write_file, path, data)
-
-    async def fingerprints(self, directory: Path) -> dict[str, dict[str, Any]]:
-        return await asyncio.to_thread(fingerprints, directory)
-
-    async def rename(self, partial: Path, final: Path) -> None:
-        await asyncio.to_thread(rename, partial, final)
-
-
-async def write(
+async def begin(
     parent: Path,
     *,
     step: int,
     pipeline: Mapping[str, Any],
     loaders: Mapping[str, Mapping[str, Any]],
-    save_trainer: Callable[[Path], Awaitable[None]],
+    save_trainer: Callable[[Path], Awaitable[Callable[[], Awaitable[None]]]],
     keep: int,
-    storage: Storage | None = None,
-) -> Path:
-    """Write ``parent/step-NNNNNN`` completely or not at all, then remove all but the newest ``keep``.
+    disk: Disk | None = None,
+) -> Callable[[], Awaitable[Path]]:
+    """Begin ``parent/step-NNNNNN``; returns when training may go on.  What it returns writes the rest.
 
-    ``pipeline`` and ``loaders`` are the state at the cut; they are on the way before the first await.
-    Raises CheckpointError; what was there before is then untouched.
+    It is written completely or not at all; then all but the newest ``keep`` are removed.  Both raise
+    CheckpointError; what was there before is then untouched.
+
+    Args:
+        pipeline: what ``cut`` returned.
+        loaders: state of each, by task.
+        save_trainer: ``Trainer.save``.
     """
-    storage = storage or Disk()
+    disk = disk or Disk()
+    streams = {_loader_file(task): as_json(state) for task, state in loaders.items()}
     final = parent / f"step-{step:06d}"
-    partial = final.with_name(final.name + ".partial")
-    states = {"pipeline.json": _json({"format": FORMAT, "step": step, **pipeline})}
-    states |= {_loader_file(task): _json(dict(state)) for task, state in loaders.items()}
+    partial = final.with_name(final.name + _PARTIAL)
+
+    async def finish() -> Path:
+        try:
+            await written()
+            await disk.run(lambda: _write(disk, partial, step, pipeline, streams))
+            await disk.run(lambda: put(disk, partial, final))
+        except OSError as error:
+            raise _failed(error, disk, partial) from error
+        await disk.run(lambda: _tidy(disk, parent, step, keep))
+        return final
+
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        for name, state in states.items():
-            await storage.write(partial / name, state)
-        await save_trainer(partial)
-        manifest = {"format": FORMAT, "step": step, "files": await storage.fingerprints(partial)}
-        await storage.write(partial / _MANIFEST, _json(manifest))
-        await storage.rename(partial, final)
-    except BaseException as error:
-        written = sum(path.stat().st_size for path in _files(partial))
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(_explain(error, final, written)) from error
-        raise
-    for _, old in complete_names(parent)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+        if partial.exists():
+            await disk.run(lambda: disk.remove(partial))
+        written = await save_trainer(partial)
+    except OSError as error:
+        raise _failed(error, disk, partial) from error
+    return finish
 
 
-def write_file(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _write(
+    disk: Disk, partial: Path, step: int, pipeline: Mapping[str, Any], streams: Mapping[str, bytes]
+) -> None:
+    """All that is not the trainer's, and the manifest."""
+    disk.write(partial / "pipeline.json", as_json({"format": FORMAT, "step": step, **pipeline}))
+    for name, state in streams.items():
+        disk.write(partial / name, state)
+    manifest = {"format": FORMAT, "step": step, "files": seal(disk, partial)}
+    disk.write(partial / _MANIFEST, as_json(manifest))
+    disk.sync(partial / _MANIFEST)
+    disk.sync(partial)
 
 
-def fingerprints(directory: Path) -> dict[str, dict[str, Any]]:
-    return {str(path.relative_to(directory)): _fingerprint(path) for path in _files(directory)}
+def _tidy(disk: Disk, parent: Path, step: int, keep: int) -> None:
+    """Remove what is too old, what was passed over, and what a life before this one never finished."""
+    complete = complete_names(parent)
+    passed_over = [path for at, path in complete if at > step]
+    for path in [path for at, path in complete if at <= step][:-keep] + passed_over:
+        disk.remove(path)
+    for unfinished in parent.glob(f"step-*{_PARTIAL}"):
+        disk.remove(unfinished)
 
 
-def rename(partial: Path, final: Path) -> None:
-    _sync_directory(partial)
-    replaced = final.with_name(final.name + _REPLACED)
-    if final.exists():  # saved again, by a run that was stopped before its next step
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    partial.rename(final)
-    _sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _explain(error: OSError, final: Path, written: int) -> str:
+def _failed(error: OSError, disk: Disk, partial: Path) -> CheckpointError:
+    """What to raise; makes room first, since that may be what was missing."""
+    written = sum(path.stat().st_size for path in files(partial))
+    disk.remove(partial)
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     text = f"checkpoint {final}: cannot be written: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(final.parent).free
         text += f" ({written:,} bytes were written, {free:,} are free now); make room and --resume"
-    return text + "; the checkpoints before it are untouched"
+    return CheckpointError(text + "; the checkpoints before it are untouched")
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+def as_json(value: Any) -> bytes:
+    return json.dumps(
+        value, allow_nan=False, check_circular=False, separators=(",", ":"), default=_plain
+    ).encode()
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-    return {"sha256": digest, "size": path.stat().st_size}
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _plain(value: Any) -> Any:
+    """Prompts by task and id, since their answers may be anything."""
+    match value:
+        case Slot(prompt=Prompt() as prompt):
+            stamps = ("id", "generation_version", "target_version", "attempts")
+            return {name: getattr(value, name) for name in stamps} | {
+                "prompt": [prompt.environment, prompt.id]
+            }
+        case Group():
+            return value.rollouts
+        case Rollout():
+            return {name: getattr(value, name) for name in _ROLLOUT}
+        case Mapping():
+            return dict(value)
+    raise TypeError(f"{type(value).__name__} cannot be saved as JSON: {value!r}")
 
 
 def _loader_file(task: str, *, safe: str = "") -> str:
@@ -185,7 +167,7 @@ def complete_names(parent: Path) -> list[tuple[int, Path]]:
     """Steps and directories of the checkpoints that were finished, oldest first; not verified."""
     found = [(_NAME.fullmatch(path.name), path) for path in parent.glob("step-*") if path.is_dir()]
     complete = [(int(match[1]), path) for match, path in found if match]
-    return sorted(complete, key=lambda item: (item[0], not item[1].name.endswith(_REPLACED)))
+    return sorted(complete, key=lambda item: (item[0], not item[1].name.endswith(REPLACED)))
 
 
 def newest(parent: Path) -> Found | None:
@@ -193,7 +175,7 @@ def newest(parent: Path) -> Found | None:
 
     Raises CheckpointError if there are checkpoints but none of them holds.
     """
-    passed_over = [f"{path.name}: was never finished" for path in sorted(parent.glob("step-*.partial"))]
+    passed_over = [f"{path.name}: was never finished" for path in sorted(parent.glob(f"step-*{_PARTIAL}"))]
     for step, directory in reversed(complete_names(parent)):
         fault = _fault(directory)
         if fault is None:
@@ -213,7 +195,7 @@ def _fault(directory: Path) -> str | None:
             path = directory / name
             if not path.is_file():
                 return f"{name} is missing"
-            if _fingerprint(path) != expected:
+            if fingerprint(path) != expected:
                 return f"{name} is not what was written (its sha256 differs)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
@@ -238,9 +220,9 @@ def read_loader(directory: Path, task: str) -> dict[str, Any] | None:
 
 
 def cut(buffer: Buffer[Prompt, Group], sampler: Sampler) -> dict[str, Any]:
-    """What ``pipeline.json`` holds, as of now."""
+    """What ``pipeline.json`` will hold, as of now: records that do not change, and copies."""
     state = sampler.state_dict() if hasattr(sampler, "state_dict") else None
-    return {"buffer": dump_buffer(buffer), "sampler": state}
+    return {"buffer": buffer.state_dict(), "sampler": copy.deepcopy(state)}
 
 
 def restore(
@@ -289,23 +271,10 @@ def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, A
 # ---------------------------------------------------------------------------------- the buffer as JSON
 
 
-def dump_buffer(buffer: Buffer[Prompt, Group]) -> dict[str, Any]:
-    """The buffer's state; prompts by task and id, since their answers may be anything."""
-    state = buffer.state_dict()
-    return {
-        **state,
-        "again": [_dump_slot(slot) for slot in state["again"]],
-        "ready": [
-            [_dump_slot(slot), [asdict(rollout) for rollout in group.rollouts]]
-            for slot, group in state["ready"]
-        ],
-    }
-
-
 def load_buffer(
     buffer: Buffer[Prompt, Group], state: Mapping[str, Any], prompt: Callable[[str, str], Prompt]
 ) -> None:
-    """Put what ``dump_buffer`` gave into a buffer; ``prompt(task, id)`` finds prompts again."""
+    """Put its state, as read from JSON, into a buffer; ``prompt(task, id)`` finds prompts again."""
 
     def slot(dumped: Mapping[str, Any]) -> Slot[Prompt]:
         task, id = dumped["prompt"]
@@ -324,17 +293,6 @@ def load_buffer(
         )
         ready.append((full, group))
     buffer.load_state_dict({**state, "again": [slot(dumped) for dumped in state["again"]], "ready": ready})
-
-
-def _dump_slot(slot: Slot[Prompt]) -> dict[str, Any]:
-    assert slot.prompt is not None
-    return {
-        "id": slot.id,
-        "generation_version": slot.generation_version,
-        "target_version": slot.target_version,
-        "attempts": slot.attempts,
-        "prompt": [slot.prompt.environment, slot.prompt.id],
-    }
 
 
 @cache

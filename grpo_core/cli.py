@@ -1,6 +1,6 @@
-"""The command line: ``grpo-core train``, ``validate``, ``verify``, ``plugins``.
+"""The command line: ``train``, ``validate``, ``verify``, ``report``, ``check``, ``plugins``.
 
-Imports are inside the commands: ``--help`` and ``plugins`` load neither torch nor transformers.
+Imports are inside the commands: ``--help``, ``plugins`` and ``check`` load neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 LATEST = "latest"
+ALONE = {"--resume": LATEST, "--ray": ""}
+"""What an option means without its value."""
 
 app = App(
     name="grpo-core",
@@ -37,6 +39,7 @@ def train(
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     output: Path | None = None,
     resume: str | None = None,
+    ray: str | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
     """Train a model with asynchronous GRPO.
@@ -59,6 +62,9 @@ def train(
         Directory of the run; must not hold anything yet.  Default: runs/NAME.
     resume
         Continue the run in this directory, or without one the latest in runs/.
+    ray
+        Engines and environments in workers of the Ray cluster at this address ("auto", "host:6379"), or
+        without one of a cluster of this machine alone, for the run.
     no_plugin
         Name of an installed plugin that is not to be loaded; may be repeated.
     """
@@ -72,31 +78,38 @@ def train(
         settings=set_ or [],
         output=output,
         resume=resume,
+        ray=ray,
         block=no_plugin or [],
     )
 
 
 @app.command
 def validate(
-    run: Path,
+    model: str,
     *,
+    env: Annotated[list[str] | None, Parameter(negative="")] = None,
     validation: str | None = None,
     engine: str | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    json: bool = False,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
-    """Measure the newest checkpoint of a run on its held-out prompts.
+    """Measure a model, or the newest checkpoint of a run, on held-out prompts.
 
     Parameters
     ----------
-    run
-        Directory of the run.
+    model
+        Directory of a run or of a model, or a hub id.
+    env
+        Environment to measure on, as "math:sort"; may be repeated.  Default: the tasks of the run.
     validation
-        How held-out prompts are measured; default: as in the run.
+        How prompts are rolled out and measured; default: as in the run.
     engine
-        Generates completions; default: as in the run.
+        Generates completions; default: as in the run's validation.
     set_
-        One configuration key, as "validation.prompts=1000"; may be repeated.
+        One configuration key, as "validation.prompts=1000" or "validation.options.k=8"; may be repeated.
+    json
+        Print the results as JSON.
     no_plugin
         Name of an installed plugin that is not to be loaded; may be repeated.
     """
@@ -104,9 +117,11 @@ def validate(
 
     chosen = {"validation": validation, "engine": engine}
     return commands.validate(
-        directory=run,
+        target=model,
+        envs=env or [],
         chosen={section: name for section, name in chosen.items() if name is not None},
         settings=set_ or [],
+        as_json=json,
         block=no_plugin or [],
     )
 
@@ -123,6 +138,49 @@ def verify(run: Path) -> int:
     from grpo_core import commands
 
     return commands.verify(directory=run)
+
+
+@app.command
+def report(run: Path) -> int:
+    """Write report.html of a run: finished, going on, or killed.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    """
+    from grpo_core import commands
+
+    return commands.report(directory=run)
+
+
+@app.command
+def check(
+    name: str,
+    *,
+    kind: str | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    task: Annotated[list[str] | None, Parameter(negative="")] = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Find out whether an environment, a sampler or a validation strategy keeps its contract.
+
+    Parameters
+    ----------
+    name
+        What a plugin offers, as "math:sort" or "./file.py:Class".
+    kind
+        environment, sampler, or validation_strategy, if the name does not tell.
+    set_
+        One of its options, as "length=3"; may be repeated.
+    task
+        Name of a task that a sampler is to work with; may be repeated.
+    no_plugin
+        Name of an installed plugin that is not to be loaded; may be repeated.
+    """
+    from grpo_core import check
+
+    return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
 
 
 @app.command
@@ -163,7 +221,7 @@ def main() -> None:
     from grpo_core.errors import GrpoError
 
     try:
-        status = app(_with_resume_value(sys.argv[1:]), exit_on_error=True, result_action="return_value")
+        status = app(_with_values(sys.argv[1:]), exit_on_error=True, result_action="return_value")
     except GrpoError as error:
         print(f"grpo-core: {error}", file=sys.stderr)
         status = error.exit_status
@@ -175,12 +233,12 @@ def main() -> None:
     sys.exit(status)
 
 
-def _with_resume_value(arguments: list[str]) -> list[str]:
-    """``--resume`` may stand alone: it then means the latest run."""
+def _with_values(arguments: list[str]) -> list[str]:
+    """``--resume`` and ``--ray`` may stand alone: the latest run, a cluster of this machine alone."""
     given = []
     for i, argument in enumerate(arguments):
         given.append(argument)
         following = arguments[i + 1] if i + 1 < len(arguments) else "-"
-        if argument == "--resume" and following.startswith("-"):
-            given.append(LATEST)
+        if argument in ALONE and (following.startswith("-") or following.endswith(".toml")):
+            given.append(ALONE[argument])
     return given

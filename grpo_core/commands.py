@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -10,13 +11,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.text import Text
 
 from grpo_core import checkpoint, run
 from grpo_core.cli import LATEST, RUNS
 from grpo_core.config import TINY, Config, as_table, build, merge, parse_setting, read_toml
-from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.errors import ConfigError
 from grpo_core.laws import Laws, summary
+from grpo_core.measured import find, without_what_is_replaced
 from grpo_core.plugins import Kind, PluginHost
+from grpo_core.report import write as write_report
+from grpo_core.results import table
 from grpo_core.terminal import Terminal
 from grpo_core.tracking import RunDirectory
 
@@ -31,10 +36,13 @@ def train(
     settings: Sequence[str],
     output: Path | None,
     resume: str | None,
+    ray: str | None,
     block: Sequence[str],
 ) -> int:
     """``grpo-core train``; returns the exit status."""
     changes = _changes(envs, chosen, settings)
+    if ray is not None:
+        changes = merge(changes, {"ray": {"enabled": True, "address": ray}})
     if resume is not None:
         if config_file is not None or output is not None:
             raise ConfigError(
@@ -71,31 +79,39 @@ def train(
 
 
 def validate(
-    *, directory: Path, chosen: Mapping[str, str], settings: Sequence[str], block: Sequence[str]
+    *,
+    target: str,
+    envs: Sequence[str],
+    chosen: Mapping[str, str],
+    settings: Sequence[str],
+    as_json: bool,
+    block: Sequence[str],
 ) -> int:
     """``grpo-core validate``; returns the exit status."""
-    _, config = RunDirectory.open(directory)
-    config = configure([as_table(config)], _changes([], chosen, settings))
-    host = _checked_host(config, block)
-    found = checkpoint.newest(directory / "checkpoints")
-    if found is None:
-        raise CheckpointError(f"{directory}: has no checkpoint yet")
+    changes = _changes(envs, chosen, settings)
+    measured = without_what_is_replaced(find(target), changes, tasks=bool(envs))
+    config = configure([measured.table], changes)
+    host = _checked_host(config, block, purpose="measure")
     console = Console(stderr=True)
-    for reason in found.passed_over:
-        console.print(f"passed over {reason}", highlight=False)
+    for note in measured.notes:
+        console.print(Text(note), soft_wrap=True)
     results = _run(
         run.validate(
             config,
-            found.directory / "trainer",
-            version=found.step,
+            measured.model,
+            version=measured.version,
             host=host,
             block=block,
             status=lambda text: console.print(text, style="dim", highlight=False),
         )
     )
-    for task, metrics in results.items():
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"{task}  version {found.step}  {shown}")
+    about = {"model": measured.name, "version": measured.version, "validation": config.validation.name}
+    if as_json:
+        options = config.validation.options
+        print(json.dumps({**about, "options": options, "seed": config.seed, "results": results}, indent=2))
+    else:
+        print("{model}, version {version}, measured by {validation}\n".format(**about))
+        print(table(results))
     return 0
 
 
@@ -108,14 +124,21 @@ def verify(*, directory: Path) -> int:
     return 1 if laws.violations else 0
 
 
+def report(*, directory: Path) -> int:
+    """``grpo-core report``; returns the exit status."""
+    RunDirectory.open(directory)
+    print(write_report(directory))
+    return 0
+
+
 def configure(layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]) -> Config:
     """The configuration from a file's table and the command line; "tiny" brings its own defaults."""
-    table: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for layer in (*layers, changes):
-        table = merge(table, layer)
-    model = table.get("model")
+        given = merge(given, layer)
+    model = given.get("model")
     path = model.get("path", TINY) if isinstance(model, Mapping) else TINY
-    return build([_tiny_preset(table), table] if path == TINY else [table])
+    return build([_tiny_preset(given), given] if path == TINY else [given])
 
 
 def _tiny_preset(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,25 +173,26 @@ def _tasks(envs: Sequence[str]) -> dict[str, Any]:
     return tasks
 
 
-def _checked_host(config: Config, block: Sequence[str]) -> PluginHost:
+def _checked_host(config: Config, block: Sequence[str], *, purpose: str = "train on") -> PluginHost:
     """The plugins, after everything that the configuration names was found: before any costly work."""
     host = PluginHost.discover(config.plugins, block)
     if not config.tasks:
         offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
         raise ConfigError(
-            "no task to train on: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
+            f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
             "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
         )
     wanted: list[tuple[Kind, str]] = [
         *(("environment", task.env) for task in config.tasks.values()),
         ("sampler", config.sampler.name),
-        ("engine", config.engine.name),
+        *(("engine", choice.name) for choice in (config.engine, config.validation.engine) if choice),
         ("loss", config.loss.name),
         ("advantage", config.advantage.name),
         ("validation_strategy", config.validation.name),
     ]
     for kind, name in wanted:
         host.find(kind, name)
+    host.make("validation_strategy", config.validation.name, **config.validation.options)  # are they right?
     return host
 
 

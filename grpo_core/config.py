@@ -116,6 +116,14 @@ class EngineConfig(PluginChoice):
     """Of torch on the CPU; 0: half of the cores when training runs beside it, else all of them."""
     deadline: float = field(default=600.0, validator=gt(0))
     """Seconds for a weight update, and for the engine to start."""
+    workers: int = field(default=1, validator=ge(1))
+    """Engines that share the requests: of this machine or, with Ray, in workers of the cluster."""
+    gpus_per_worker: float = field(default=0.0, validator=ge(0))
+    """That Ray gives to each."""
+    placement: Literal["pack", "spread"] = "pack"
+    """Ray workers on as few machines as possible, or on as many."""
+    environ: dict[str, str] = field(factory=dict)
+    """Environment variables of each Ray worker, set before the engine's plugin is loaded."""
 
 
 @frozen(kw_only=True)
@@ -132,6 +140,9 @@ class AdvantageConfig(PluginChoice):
 class EnvironmentConfig:
     """How environments are called, in training and validation alike."""
 
+    workers: int = field(default=1, validator=ge(1))
+    """Of each task's environment, which share the episodes: processes of this machine or, with Ray, of the
+    cluster."""
     max_batch: int = field(default=256, validator=ge(1))
     """Episodes in one call at most."""
     max_wait: float = field(default=0.005, validator=ge(0))
@@ -139,6 +150,9 @@ class EnvironmentConfig:
     deadline: float = field(default=30.0, validator=gt(0))
     """Seconds for a call; then the process is killed and each episode tried alone."""
     start_deadline: float = field(default=120.0, validator=gt(0))
+    concurrency: int = field(default=0, validator=ge(0))
+    """Calls of an async `evaluate` that run at once, each with one episode (or one group that is compared),
+    and of async tools; 0: `evaluate` gets the whole batch, and all tools run at once."""
     max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
     """The run stops when more than this share of the last 200 episodes of a task had no verdict."""
 
@@ -151,10 +165,17 @@ class RolloutConfig:
     temperature: float = field(default=1.0, validator=gt(0))
     max_tokens: int = field(default=256, validator=ge(1))
     """Of one completion."""
+    max_turns: int = field(default=0, validator=ge(0))
+    """Completions of a rollout, where its environment allows more; 0: as many as the environment says."""
+    max_total_tokens: int = field(default=0, validator=ge(0))
+    """Of a whole rollout: prompt, completions and what the environment answers; 0: as many as the model has
+    positions for."""
+    max_tool_calls: int = field(default=0, validator=ge(0))
+    """Of a rollout; 0: any number."""
     stop: list[str] = field(factory=list)
     """Strings that end a completion, besides the tokenizer's end-of-sequence token."""
     deadline: float = field(default=600.0, validator=gt(0))
-    """Seconds for one attempt at a rollout."""
+    """Seconds for one attempt at a rollout; one that takes longer is played again."""
     max_retries: int = field(default=3, validator=ge(0))
     """Attempts after the first; then the prompt is skipped, and that is recorded."""
 
@@ -206,6 +227,13 @@ class ValidationConfig(PluginChoice):
     """Steps; 0: never."""
     prompts: int = field(default=200, validator=ge(1))
     """Of each task, at most."""
+    pause: bool = False
+    """Training waits: no step and no group begins while validation runs.  Else it goes on; in either case the
+    weights that are measured stay the same."""
+    deadline: float = field(default=3600.0, validator=gt(0))
+    """Seconds for the rollouts that a strategy asks for at once; those not finished then have no verdict."""
+    engine: EngineConfig | None = None
+    """An engine for validation alone, with options of its own; training does not wait for its results."""
 
 
 @frozen(kw_only=True)
@@ -214,6 +242,9 @@ class CheckpointConfig:
     """Steps; 0: only at the end."""
     keep: int = field(default=2, validator=ge(1))
     """Newest complete ones that stay on disk."""
+    beside: bool = True
+    """Write while training goes on, from a copy of weights and optimizer in the host's memory, which it keeps
+    (12 bytes for each parameter in float32).  False: no copy; training waits until all is written."""
 
 
 _LIMITS: Any = deep_iterable(ge(0))
@@ -241,6 +272,16 @@ class HealthConfig:
 
 
 @frozen(kw_only=True)
+class RayConfig:
+    """Ray workers in the place of child processes, for engines and environments."""
+
+    enabled: bool = False
+    """What `--ray` sets."""
+    address: str = ""
+    """Of a running cluster ("auto", "host:6379"); empty: one of this machine alone, for the run."""
+
+
+@frozen(kw_only=True)
 class Config:
     """The whole of it."""
 
@@ -253,6 +294,7 @@ class Config:
     sampling: SamplingConfig = field(factory=SamplingConfig)
     engine: EngineConfig = field(factory=EngineConfig)
     environment: EnvironmentConfig = field(factory=EnvironmentConfig)
+    ray: RayConfig = field(factory=RayConfig)
     rollout: RolloutConfig = field(factory=RolloutConfig)
     advantage: AdvantageConfig = field(factory=AdvantageConfig)
     loss: LossConfig = field(factory=LossConfig)
@@ -322,8 +364,14 @@ def build(layers: Iterable[Mapping[str, Any]]) -> Config:
 
 def as_table(config: Config) -> dict[str, Any]:
     """Plain dicts and lists; ``build([as_table(c)]) == c``.  Keys that are None are left out."""
-    table: dict[str, Any] = cattrs.unstructure(config)
-    return {key: value for key, value in table.items() if value is not None}
+    table: dict[str, Any] = _without_none(cattrs.unstructure(config))
+    return table
+
+
+def _without_none(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_none(item) for key, item in value.items() if item is not None}
 
 
 def as_toml(config: Config) -> str:

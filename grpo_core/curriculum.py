@@ -78,7 +78,8 @@ class Curriculum(Weighted):
     A group says most when about half of its rollouts succeed, and nothing when all do or none.  A task's
     success rate is the mean over its newest ``window`` groups.  While that lies in the band, or is not known
     yet, the task has its weight; outside of the band it has a small share of it, so that it is still
-    measured and comes back when that changes.
+    measured and comes back when that changes.  When every task is outside, those that are too hard have their
+    whole weight: what is solved teaches nothing, what is not yet may begin to.
 
     Which groups are the newest is decided by their place in the stream: in which order they are observed,
     and how late, makes no difference, and a group that is observed twice counts once.
@@ -141,11 +142,13 @@ class Curriculum(Weighted):
 
     def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
         self.known(self._weights, tasks, "weigh")
-        low, high = self._band
+        (low, high), rates = self._band, [self.rate(task) for task in tasks]
+        due = [rate is None or low <= rate <= high for rate in rates]
+        if not any(due):
+            due = [rate is not None and rate < low for rate in rates]
         return [
-            self._weights.get(task, 1.0)
-            * (1.0 if (rate := self.rate(task)) is None or low <= rate <= high else self._rest)
-            for task in tasks
+            self._weights.get(task, 1.0) * (1.0 if now else self._rest)
+            for task, now in zip(tasks, due, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,225 +5,35 @@
 Plugin code that evaluates may hang, crash, or call C code that holds the interpreter: its process is killed
 at the deadline and started anew.  A batch that raises, dies or overruns is tried again one episode at a
 time (one group at a time if the environment compares the rollouts of a group), so that only the culprit
-loses its verdict.
+loses its verdict.  Sessions die with their process: then their rollouts are lost, and played again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import itertools
-import math
 import pickle
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import attrs
+from typing import Any, TypeVar
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environment_host import UNREADABLE, units
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError
-from grpo_core.plugins import PluginHost
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Prompt, Verdict
+from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.verdicts import named
 
-LARGEST_REWARD = 1e300
-"""A reward of this magnitude or more is refused: squared in an advantage it would overflow."""
-
-MOST_PROMPTS = 100_000
-"""Of an environment that yields its prompts: they are all drawn once, since an epoch has to have a length."""
+T = TypeVar("T")
+R = TypeVar("R")
 
 GIVE_UP_AFTER = 20
 """Failures in a row after which the environment, not an episode, is to blame."""
 
-# ---------------------------------------------------------------------------------- the child's side
-
-
-class EnvironmentHost:
-    """Makes the environment by name and holds it to its contract.  Lives in the child process."""
-
-    def __init__(
-        self,
-        task: str,
-        spec: str,
-        options: Mapping[str, Any],
-        allow: Sequence[str] | None = None,
-        block: Sequence[str] = (),
-    ) -> None:
-        host = PluginHost.discover(allow, block)
-        self._task = task
-        self._who = f"task {task!r}: {host.find('environment', spec)}"
-        self._environment = host.make("environment", spec, **options)
-        self._runner = asyncio.Runner()
-        for method in ("prompts", "evaluate"):
-            if not callable(getattr(self._environment, method, None)):
-                raise PluginError(f"{self._who}: {type(self._environment).__name__} has no method {method!r}")
-        self._refuse_what_is_not_called()
-
-    def description(self) -> dict[str, Any]:
-        turns = getattr(self._environment, "max_turns", Environment.max_turns)
-        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
-            raise PluginError(f"{self._who}: max_turns is {turns!r}, expected a whole number of at least 1")
-        return {
-            "who": self._who,
-            "max_turns": turns,
-            "needs_group": bool(getattr(self._environment, "needs_group", False)),
-        }
-
-    def prompts(self, split: str) -> bytes:
-        """The prompts of a split, complete and checked; pickled here, so that an error has a name."""
-        try:
-            given = self._environment.prompts(split)
-            prompts = (
-                [given[index] for index in range(len(given))]
-                if hasattr(given, "__len__")
-                else list(itertools.islice(given, MOST_PROMPTS + 1))
-            )
-        except Exception as error:
-            raise PluginError(f"{self._who}: prompts({split!r}) raised {_named(error)}") from error
-        where = f"{self._who}: prompts({split!r})"
-        if not hasattr(given, "__len__") and len(prompts) > MOST_PROMPTS:
-            raise PluginError(
-                f"{where}: yields more than {MOST_PROMPTS:,} prompts; return a sequence, which may be longer "
-                "and compute its items on access, or end the iteration"
-            )
-        complete = [self._complete(prompt, index, where) for index, prompt in enumerate(prompts)]
-        seen: set[str] = set()
-        for prompt in complete:
-            if prompt.id in seen:
-                raise PluginError(f"{where}: two prompts have the id {prompt.id!r}; ids are unique in a task")
-            seen.add(prompt.id)
-        try:
-            return pickle.dumps(complete, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise PluginError(f"{where}: {_UNREADABLE}: {_named(error)}") from error
-
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        """One verdict for each episode.  Raises PluginError for a result that is none."""
-        try:
-            results = self._environment.evaluate(list(episodes))
-            if inspect.isawaitable(results):
-                results = self._wait_for(results)
-        except Exception:
-            raise
-        except BaseException as error:  # sys.exit(), or a library's timeout: no reason to lose the process
-            raise PluginError(f"{self._who}: evaluate raised {_named(error)}") from error
-        return verdicts(results, len(episodes), self._who)
-
-    def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """For each prompt a reply worth full marks, if one is known."""
-        solve = getattr(self._environment, "solve", None)
-        try:
-            return [solve(prompt) for prompt in prompts] if solve else [None] * len(prompts)
-        except Exception as error:
-            raise PluginError(f"{self._who}: solve raised {_named(error)}") from error
-
-    def _refuse_what_is_not_called(self) -> None:
-        """An environment that counts on sessions or tools would run without them and learn nonsense."""
-        kind = type(self._environment)
-        wanted = [
-            name
-            for name in ("open", "close")
-            if getattr(kind, name, None) not in (None, getattr(Environment, name))
-        ]
-        wanted += ["tools"] if getattr(self._environment, "tools", ()) else []
-        if wanted:
-            raise PluginError(
-                f"{self._who}: {kind.__name__} defines {' and '.join(wanted)}, but sessions and tools are "
-                "not supported yet; keep what a rollout needs in its messages"
-            )
-
-    def _wait_for(self, results: Awaitable[Any]) -> Any:
-        try:
-            return self._runner.run(_awaited(results))
-        except Exception:
-            raise
-        except BaseException:  # it went through the loop and left tasks behind, which would raise it again
-            with contextlib.suppress(BaseException):
-                self._runner.close()
-            self._runner = asyncio.Runner()
-            raise
-
-    def _complete(self, prompt: Any, index: int, where: str) -> Prompt:
-        if not isinstance(prompt, Prompt):
-            raise PluginError(f"{where}[{index}] is {type(prompt).__name__}, expected grpo_core.Prompt")
-        if not prompt.messages or not all(_is_message(message) for message in prompt.messages):
-            raise PluginError(
-                f"{where}[{index}]: messages is {prompt.messages!r}, expected text or at least one message "
-                "such as {'role': 'user', 'content': '...'}"
-            )
-        return attrs.evolve(prompt, id=prompt.id or str(index), environment=self._task)
-
-
-_UNREADABLE = "a prompt cannot be sent to the trainer's process; put plain data into answer and info"
-
-
-def verdicts(results: Any, expected: int, who: str) -> list[Verdict]:
-    """What ``evaluate`` returned, as verdicts.
-
-    Raises PluginError if it is not a sequence of as many floats, Verdicts and Nones as there were episodes.
-    A reward that is no number is not an error of the batch: its episode has no verdict.
-    """
-    if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
-        raise PluginError(
-            f"{who}: evaluate returned {type(results).__name__}, expected one result per episode"
-        )
-    results = list(results)
-    if len(results) != expected:
-        raise PluginError(f"{who}: evaluate returned {len(results)} results for {expected} episodes")
-    return [_verdict(result, who) for result in results]
-
-
-def _verdict(result: Any, who: str) -> Verdict:
-    if result is None:
-        return Verdict()
-    if not isinstance(result, Verdict):
-        return Verdict(**_reward(result, who))
-    if not all(_is_message(message) for message in result.messages):
-        raise PluginError(f"{who}: evaluate returned messages {result.messages!r}, expected role and content")
-    metrics = {str(name): float(value) for name, value in result.metrics.items()}
-    reward = {} if result.reward is None else _reward(result.reward, who)
-    if result.error is not None:  # an error is never a reward, whatever stands beside it
-        reward = {"reward": None, "error": str(result.error)}
-    elif reward.get("error"):
-        reward |= {"done": True, "messages": ()}
-    return attrs.evolve(result, metrics=metrics, **reward)
-
-
-def _reward(given: Any, who: str) -> dict[str, Any]:
-    if isinstance(given, str | bytes) or not hasattr(given, "__float__"):
-        raise PluginError(
-            f"{who}: evaluate returned {given!r} ({type(given).__name__}), "
-            "expected a float, a Verdict or None"
-        )
-    try:
-        reward = float(given)
-    except OverflowError:
-        reward = math.inf
-    if math.isfinite(reward) and abs(reward) < LARGEST_REWARD:
-        return {"reward": reward}
-    return {
-        "reward": None,
-        "error": f"reward is {reward}, expected a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}",
-    }
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
-
-
-async def _awaited(results: Awaitable[Any]) -> Any:
-    return await results
-
-
-def _named(error: BaseException) -> str:
-    return str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
-
-
-# ---------------------------------------------------------------------------------- the parent's side
+CLOSING = 5.0
+"""Seconds that open sessions have to be closed when the process is to end."""
 
 
 class EnvironmentProcess:
@@ -256,17 +66,22 @@ class EnvironmentProcess:
         self.starts = 0
         self.first_traceback = ""
         """Of the first evaluation that failed."""
+        self._config = config or EnvironmentConfig()
         self._made_with = {
             "task": task,
             "spec": spec,
             "options": dict(options or {}),
             "allow": allow,
             "block": tuple(block),
+            "concurrency": self._config.concurrency,
         }
-        self._config = config or EnvironmentConfig()
         self._log = log
         self._child: Child | None = None
         self._turn = asyncio.Lock()
+        self._has_sessions = False
+        self._tools: tuple[Mapping[str, Any], ...] = ()
+        self._closing: list[str] = []
+        self._closer: asyncio.Task[None] | None = None
         self._who = f"task {task!r}"
 
     async def start(self) -> None:
@@ -280,7 +95,7 @@ class EnvironmentProcess:
         try:
             prompts: list[Prompt] = pickle.loads(pickled)
         except Exception as error:
-            raise PluginError(f"{self._who}: prompts({split!r}): {_UNREADABLE}: {_named(error)}") from error
+            raise PluginError(f"{self._who}: prompts({split!r}): {UNREADABLE}: {named(error)}") from error
         return prompts
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
@@ -288,57 +103,106 @@ class EnvironmentProcess:
         replies: list[str | None] = await self._call("solve", list(prompts))
         return replies
 
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+        """A session for each prompt; where there is none, why.  Without sessions: the tools alone."""
+        if self._child is None:
+            await self.start()
+        if not self._has_sessions:
+            return [Opened(tools=self._tools)] * len(prompts)
+        parts = [[pair] for pair in prompts.items()]
+        return await self._in_parts("open", parts, lambda error: Opened(error=error))
+
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
         """A verdict for each episode, in order; without a reward and with an error where there is none."""
-        attempt = await self._attempt(episodes) if episodes else []
+        parts = units(episodes, whole_groups=self.needs_group)
+        return await self._in_parts("evaluate", parts, lambda error: Verdict(error=error))
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        """The process closes them as soon as it is free, ``aclose`` at the latest."""
+        if self._has_sessions:
+            self._closing += sessions
+            if self._closer is None:
+                self._closer = asyncio.create_task(self._close_soon(), name=f"closing of {self._who}")
+
+    async def aclose(self) -> None:
+        """Close the sessions that are open and end the process; what waits for it gets ChildDied."""
+        await self._end()
+        if self._closer is not None:
+            await asyncio.wait([self._closer])
+
+    async def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            if self._has_sessions and child.alive:
+                with contextlib.suppress(GrpoError):
+                    await child.call("end", seconds=CLOSING)
+            await child.aclose()
+
+    async def _close_soon(self) -> None:
+        async with self._turn:
+            while self._closing:
+                sessions, self._closing = self._closing, []
+                if self._child is not None and self._child.alive:
+                    with contextlib.suppress(GrpoError):  # it died, and its sessions with it
+                        await self._child.call("close", sessions, seconds=self._config.deadline)
+            self._closer = None
+
+    async def _in_parts(self, method: str, parts: list[list[T]], failed: Callable[[str], R]) -> list[R]:
+        """One result for each item, by one call; if that fails, by a call for each part."""
+        if not parts:
+            return []
+        attempt: list[R] | Exception = await self._attempt(method, [item for part in parts for item in part])
         if not isinstance(attempt, Exception):
             return attempt
-        units = _units(episodes, whole_groups=self.needs_group)
-        results: list[Verdict] = []
+        results: list[R] = []
         in_a_row = 0
-        for unit in units:
-            if len(units) > 1 and in_a_row < GIVE_UP_AFTER:
-                attempt = await self._attempt(unit)
+        for part in parts:
+            if len(parts) > 1 and in_a_row < GIVE_UP_AFTER:
+                attempt = await self._attempt(method, part)
             if isinstance(attempt, Exception):
                 self.first_traceback = self.first_traceback or _traceback(attempt)
-                results += [Verdict(error=_named(attempt))] * len(unit)
+                results += [failed(named(attempt))] * len(part)
                 in_a_row += 1
             else:
                 results += attempt
                 in_a_row = 0
         return results
 
-    async def aclose(self) -> None:
-        """End the process; what waits for it gets ChildDied."""
-        if self._child is not None:
-            child, self._child = self._child, None
-            await child.aclose()
-
-    async def _attempt(self, episodes: Sequence[Episode]) -> list[Verdict] | Exception:
-        """The verdicts, or why there are none.  Raises only if the environment cannot be made."""
+    async def _attempt(self, method: str, items: Sequence[Any]) -> list[Any] | Exception:
+        """The results, or why there are none.  Raises only if the environment cannot be made."""
         async with self._turn:
             child = await self._started()
             try:
-                results: list[Verdict] = await _ask(child, "evaluate", list(episodes), self._config.deadline)
+                results: list[Any] = await self._ask(child, method, list(items), self._config.deadline)
             except Exception as error:
                 return error
             return results
 
     async def _call(self, method: str, argument: Any) -> Any:
         async with self._turn:
-            return await _ask(await self._started(), method, argument, self._config.start_deadline)
+            return await self._ask(await self._started(), method, argument, self._config.start_deadline)
+
+    async def _ask(self, child: Child, method: str, argument: Any, seconds: float) -> Any:
+        try:
+            return await child.call(method, argument, seconds=seconds)
+        except asyncio.CancelledError:
+            # It may be busy for long, and the next caller's time would run meanwhile.  Where there are
+            # sessions, that is better than to lose them.
+            if not self._has_sessions:
+                child.kill()
+            raise
 
     async def _started(self) -> Child:
         """The running child, or a new one.  Raises PluginError if the environment cannot be made."""
         if self._child is not None and self._child.alive:
             return self._child
-        await self.aclose()
+        await self._end()
         self.starts += 1
         child = Child(
-            "grpo_core.environments:EnvironmentHost",
+            "grpo_core.environment_host:EnvironmentHost",
             self._made_with,
             name=f"environment of task {self.task!r}",
-            environ={"CUDA_VISIBLE_DEVICES": ""},
+            environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},  # sets in the same order
             log=self._log,
         )
         try:
@@ -354,28 +218,15 @@ class EnvironmentProcess:
         self._who = description["who"]
         self.max_turns = description["max_turns"]
         self.needs_group = description["needs_group"]
+        self._has_sessions = description["sessions"]
+        self._tools = description["tools"]
         return child
-
-
-async def _ask(child: Child, method: str, argument: Any, seconds: float) -> Any:
-    try:
-        return await child.call(method, argument, seconds=seconds)
-    except asyncio.CancelledError:
-        child.kill()  # it may be busy for long, and the next caller's time would run meanwhile
-        raise
-
-
-def _units(episodes: Sequence[Episode], *, whole_groups: bool) -> list[list[Episode]]:
-    """What may be evaluated apart from the rest: episodes, or runs of episodes of one group."""
-    if not whole_groups:
-        return [[episode] for episode in episodes]
-    return [list(run) for _, run in itertools.groupby(episodes, key=lambda episode: episode.group)]
 
 
 def _traceback(error: BaseException) -> str:
     """Of the child if the error comes from there."""
     cause = error.__cause__
-    return str(cause) if isinstance(cause, RemoteTraceback) else _named(error)
+    return str(cause) if isinstance(cause, RemoteTraceback) else named(error)
 
 
 class ErrorBudget:

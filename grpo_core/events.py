@@ -88,7 +88,8 @@ class Validated(Event):
 
 @frozen(kw_only=True)
 class Saving(Event):
-    """The cut that the checkpoint of ``step`` holds is made here; ``Saved`` follows when it is complete."""
+    """The cut that the checkpoint of ``step`` holds is made here; ``Saved`` follows when it is complete,
+    steps later perhaps."""
 
 
 @frozen(kw_only=True)

@@ -85,6 +85,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def import_file(path: Path) -> Any:
+    """Import a file that is not installed.
+
+    Its directory becomes the last place where modules are looked for: the file finds what lies beside it,
+    and nothing there can hide a module of the standard library or of an installed package.
+    """
     from importlib.util import module_from_spec, spec_from_file_location
 
     if not path.is_file():
@@ -92,6 +97,8 @@ def import_file(path: Path) -> Any:
     spec = spec_from_file_location(module_name(path), path)
     assert spec is not None
     assert spec.loader is not None
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

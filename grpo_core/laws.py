@@ -29,7 +29,7 @@ LAWS = {
     "conservation": "dispatched = trained + skipped + filtered + in flight + again + ready",
     "memory": "at most (max_staleness + 1) * prompts_per_step slots are outstanding",
     "sync": "the engine gets each version once, in order, after the step that made it",
-    "validation": "validation measures the version that the engine holds",
+    "validation": "validation measures the version that its engine holds, one after the other",
     "resume": "a run continues from a cut that was saved, and only what was unfinished comes again",
     "end": "a run that is finished has trained every step and has nothing left over",
 }
@@ -60,6 +60,8 @@ class Terms:
     group_size: int
     fixed_stream: bool
     """A resumed run draws what the run before drew from there; samplers of plugins need not."""
+    validates_apart: bool = False
+    """On an engine of its own."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Terms:
@@ -72,6 +74,7 @@ class Terms:
             max_retries=config["rollout"]["max_retries"],
             group_size=config["rollout"]["group_size"],
             fixed_stream=config["sampler"]["name"] in ("mix", "round_robin"),
+            validates_apart="engine" in config.get("validation", {}),
         )
 
 
@@ -97,11 +100,14 @@ class _Account:
     """Taken."""
     version: int = 0
     """Held by the engine."""
+    measured: int = -1
+    """By the newest validation."""
     dispatched: int = 0
     trained: int = 0
     skipped: int = 0
     filtered: int = 0
     ready: int = 0
+    attempts: int = 0
     open: dict[int, _Open] = field(factory=dict)
     drawn: dict[str, int] = field(factory=lambda: defaultdict(int))
     """Prompts of each task."""
@@ -136,9 +142,9 @@ class Laws:
     def check(self, now: Statistics) -> None:
         """Compare the buffer's own account with this one."""
         mine = self._now
-        done = (mine.dispatched, mine.trained, mine.skipped, mine.filtered)
+        done = (mine.dispatched, mine.trained, mine.skipped, mine.filtered, mine.attempts)
         expected = (*done, mine.ready, len(mine.open) - mine.ready)
-        done = (now.dispatched, now.trained, now.skipped, now.filtered)
+        done = (now.dispatched, now.trained, now.skipped, now.filtered, now.attempts)
         counted = (*done, now.ready, now.in_flight + now.again)
         if now.reserved or expected != counted:
             self._broken("conservation", f"the events give {expected}, the buffer says {now}")
@@ -156,9 +162,10 @@ class Laws:
         self.terms = Terms.of(event["config"])
         step, found = event["step"], event["buffer"]
         cuts = self._cuts[step] if event["resumed"] else [_Account()]
-        cut = next((cut for cut in cuts if all(getattr(cut, n) == found[n] for n in _RESTORED)), None)
+        known = [name for name in _RESTORED if name in found]
+        cut = next((cut for cut in cuts if all(getattr(cut, n) == found[n] for n in known)), None)
         if cut is None:
-            saved = [{n: getattr(cut, n) for n in _RESTORED} for cut in cuts]
+            saved = [{n: getattr(cut, n) for n in known} for cut in cuts]
             self._broken("resume", f"continues at step {step} with {found}; saved were {saved}")
             cut = _Account(step=step, version=step)
         self._cuts = defaultdict(list, {at: cuts for at, cuts in self._cuts.items() if at < step})
@@ -221,6 +228,7 @@ class Laws:
         self._law("retries", slot.attempt <= self.terms.max_retries, f"{who} has attempts without end")
         self._check_stamps(slot, given["kept"], before, who)
         now.open[id] = slot
+        now.attempts += 1
 
     def _draw(self, slot: _Open, who: str) -> None:
         """The n-th prompt of a task is the same in each life."""
@@ -320,12 +328,15 @@ class Laws:
 
     def _on_Validated(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         now, measured = self._now, event["version"]
-        self._law("validation", measured == now.version, f"measured {measured}, held was {now.version}")
+        later = now.measured < measured <= now.version
+        holds = later if self.terms and self.terms.validates_apart else measured == now.version
+        self._law("validation", holds, f"measured {measured} after {now.measured}, held was {now.version}")
+        now.measured = measured
 
 
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
-_RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready")
-_COUNTED = ("in_flight", "again", "ready", "dispatched", "skipped", "filtered")
+_RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts")
+_COUNTED = ("in_flight", "again", "ready", "dispatched", "skipped", "filtered", "attempts")
 
 
 def summary(laws: Laws) -> str:

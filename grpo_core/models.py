@@ -1,8 +1,9 @@
-"""Where a model lies: a directory, or a hub id that is brought to one."""
+"""Where a model lies, a directory or a hub id that is brought to one; and that it computes what it says."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from grpo_core.errors import ModelError
 
@@ -45,3 +46,12 @@ def _download(repository: str) -> str:
         raise ModelError(
             f"model {repository!r}: there is no such directory here, and the hub did not give it: {reason}"
         ) from error
+
+
+def keep_softcapping(model: Any) -> None:
+    """Soft-capped scores of attention (Gemma 2) exist in transformers' plain code alone.
+
+    Several of its releases choose the fused kernel all the same, and leave the capping out.
+    """
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")

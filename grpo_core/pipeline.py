@@ -1,4 +1,4 @@
-"""The pipeline: collect, train and sync, beside each other, around one buffer.
+"""The pipeline: collect, train, sync and write, beside each other, around one buffer.
 
     collect   waits for   free slots in the buffer
               does        reserve, then draw prompts, then play each as a group in a task of its own
@@ -9,17 +9,21 @@
     sync      waits for   published weights
               does        update the engine and ask its canary, advance the buffer, validate when it is due
               unblocks    collect (its permits), train
+    write     waits for   a cut that train has taken
+              does        write the checkpoint
+              unblocks    train (its next cut)
 
-All waiting is on one Condition: ``_when`` asks again after every change that ``_apply`` makes.  The
-buffer decides, the pipeline waits.  Whatever fails anywhere ends the run; there is nothing that is
-caught and only logged.
+All waiting is in ``_when``; after every change, which ``_apply`` makes, it is asked for all who wait, so that
+only those are woken who have an answer.  The buffer decides, the pipeline waits.  Whatever fails anywhere
+ends the run; there is nothing that is caught and only logged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -53,11 +57,14 @@ from grpo_core.rows import check_staleness, make_batch
 
 T = TypeVar("T")
 
-Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]]]]
-"""Measures the engine's weights; gets their version."""
+Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]] | None]]
+"""Measures the engine's weights; gets their version.  None: the results are emitted by itself, later."""
 
-Save = Callable[[int], Awaitable[Path]]
-"""Writes a checkpoint of the cut at a version."""
+Written = Callable[[], Awaitable[Path]]
+"""Waits until a checkpoint is complete."""
+
+Save = Callable[[int], Awaitable[Written]]
+"""Takes the cut at a version, before its first await; returns when training may go on."""
 
 
 @frozen(kw_only=True)
@@ -72,6 +79,8 @@ class Schedule:
     sync_deadline: float | None = None
     """Seconds for an engine to take new weights."""
     in_flight_updates: bool = True
+    pause_to_validate: bool = False
+    """No step and no group begins while validation runs; those that run come to their ends before."""
 
 
 @define(kw_only=True, eq=False)
@@ -99,6 +108,8 @@ class Pipeline:
     """Counts rollouts without a verdict; raises when there are too many."""
     validate: Validate | None = None
     save: Save | None = None
+    canary: Sequence[tuple[int, ...]] = ()
+    """Prompts, in tokens, that the engine is asked after each weight sync; see ``grpo_core.canary``."""
     canary_tolerance: float = 1e-3
     """Difference of logprobs between engine and trainer after a weight sync, at most."""
     limits: Mapping[str, health.Limits] = field(factory=dict)
@@ -106,10 +117,16 @@ class Pipeline:
     watch: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Each raises when something that the run cannot do without has died, whoever waits for it."""
 
-    _changed: asyncio.Condition = field(init=False, factory=asyncio.Condition)
+    _waiting: list[_Waiting] = field(init=False, factory=list)
+    _asking: bool = field(init=False, default=False)
     _published: Weights | None = field(init=False, default=None)
+    _taken: tuple[int, Written] | None = field(init=False, default=None)
+    """Version of the cut that is being written."""
     _trained: int = field(init=False, default=0)
     _stopping: bool = field(init=False, default=False)
+    _paused: bool = field(init=False, default=False)
+    _stepping: asyncio.Lock = field(init=False, factory=asyncio.Lock)
+    """Held by a step of the trainer, or by the validation that it has to wait for."""
     _meter: Meter = field(init=False, factory=Meter)
     _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
 
@@ -121,7 +138,7 @@ class Pipeline:
         Raises the first error of any task; the tasks of the others are cancelled and awaited before.
         """
         self._trained = self.buffer.step
-        await self._update_engine(await self.trainer.publish())
+        await self._update_engine(await self.trainer.publish(self.canary))
         if self._trained == 0:
             await self._validate(0)
         try:
@@ -129,6 +146,7 @@ class Pipeline:
                 background = [
                     tasks.create_task(self._collect(), name="collect"),
                     tasks.create_task(self._sync(), name="sync"),
+                    tasks.create_task(self._write(), name="write"),
                     *(tasks.create_task(died(), name="watch") for died in self.watch),
                 ]
                 await self._train()
@@ -141,9 +159,7 @@ class Pipeline:
 
     async def stop(self) -> None:
         """End after the step that is being trained, with a checkpoint."""
-        async with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self._apply(lambda: setattr(self, "_stopping", True))
 
     # ------------------------------------------------------------------------------ collect
 
@@ -155,6 +171,8 @@ class Pipeline:
 
     def _reserve(self) -> list[Slot[Prompt]] | None:
         """Reserve first, draw second; nothing awaits in between, so every cut is consistent."""
+        if self._paused:
+            return None
         slots = self.buffer.reserve()
         if slots is None:
             return None
@@ -197,27 +215,26 @@ class Pipeline:
                 target_version=slot.target_version,
                 slot=slot.id,
             )
-            await self._finish_group(slot, group)
-        elif not await self._apply(lambda: self.buffer.fail(slot, finished)):
-            error = next(rollout.error for rollout in rollouts if rollout.error is not None)
-            self.emit(
-                PromptSkipped(
-                    step=self._trained,
-                    slot=slot.id,
-                    task=prompt.environment,
-                    prompt=prompt.id,
-                    error=error,
-                )
-            )
+            self._apply(lambda: self._finish(slot, group))
+            return
+        kept = () if self.judges[prompt.environment].needs_group else finished  # compared: all or none
+        error = next(rollout.error for rollout in rollouts if rollout.error is not None)
+        self._apply(lambda: self._fail(slot, kept, error))
 
-    async def _finish_group(self, slot: Slot[Prompt], group: Group) -> None:
+    def _fail(self, slot: Slot[Prompt], kept: Sequence[Rollout], error: str) -> None:
+        if not self.buffer.fail(slot, kept):
+            assert slot.prompt is not None
+            task, prompt = slot.prompt.environment, slot.prompt.id
+            self.emit(PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt, error=error))
+
+    def _finish(self, slot: Slot[Prompt], group: Group) -> None:
         """All its rollouts have a verdict: it waits to be trained, or is filtered."""
         step, task, prompt = self._trained, group.prompt.environment, group.prompt.id
         if self.dynamic is None or self.dynamic.keeps(group):
-            await self._apply(lambda: self.buffer.complete(slot, group))
+            self.buffer.complete(slot, group)
             self.emit(GroupFinished(step=step, slot=slot.id, task=task, prompt=prompt))
             return
-        await self._apply(lambda: self.buffer.filter(slot))
+        self.buffer.filter(slot)
         self._observe([group])
         reward = fmean(reward or 0.0 for reward in group.rewards)
         self.emit(GroupFiltered(step=step, slot=slot.id, task=task, prompt=prompt, reward=reward))
@@ -231,31 +248,37 @@ class Pipeline:
     async def _train(self) -> None:
         while self._trained < self.buffer.num_steps:
             started = self._meter.now()
-            groups = await self._when(self._take_or_stop, "ready groups", patience=self.schedule.stall)
+            groups = await self._when(self._take, "ready groups", patience=self.schedule.stall)
             if not groups:
                 break
             await self._train_step(groups, started)
         await self._synced()
         await self._save(self._trained)
+        await self._saved()
 
-    def _take_or_stop(self) -> list[Group] | None:
-        return [] if self._stopping else self.buffer.take()
+    def _take(self) -> list[Group] | None:
+        """The groups of a step; none at all if there is to be no other step."""
+        groups = [] if self._stopping else self.buffer.take()
+        if groups:
+            step = self.buffer.step - 1
+            check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
+            self.emit(GroupsReady(step=step, groups=tuple(groups)))
+        return groups
 
     async def _train_step(self, groups: Sequence[Group], started: float) -> None:
         step = self._trained
-        check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
-        self.emit(GroupsReady(step=step, groups=tuple(groups)))
         waited = self._meter.now() - started
         batch = make_batch(
             groups, step=step, temperature=self.sampling.temperature, advantages=self.advantages
         )
-        result = await self.trainer.step(batch)
+        async with self._stepping:
+            result = await self.trainer.step(batch)
         self._trained = result.version
         await self._synced()  # the engine may still be reading what was published before
-        weights = await self.trainer.publish()
+        weights = await self.trainer.publish(self.canary)
         if weights.version != step + 1:
             raise GrpoError(f"the trainer published version {weights.version} after step {step}")
-        await self._apply(lambda: setattr(self, "_published", weights))
+        self._apply(lambda: setattr(self, "_published", weights))
         self._observe(groups)
         metrics = task_metrics(groups, step=step)
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
@@ -284,10 +307,24 @@ class Pipeline:
         return bool(every) and self._trained % every == 0 and not last
 
     async def _save(self, version: int) -> None:
+        """Take a cut, when the one before is written; returns when training may go on."""
         if self.save is not None:
+            await self._saved()
             self.emit(Saving(step=version))
-            directory = await self.save(version)
+            written = await self.save(version)
+            self._apply(lambda: setattr(self, "_taken", (version, written)))
+
+    async def _saved(self) -> None:
+        await self._when(lambda: True if self._taken is None else None, "the checkpoint", patience=None)
+
+    # ------------------------------------------------------------------------------ write
+
+    async def _write(self) -> None:
+        while True:
+            version, written = await self._when(lambda: self._taken, "a cut", patience=None)
+            directory = await written()
             self.emit(Saved(step=version, directory=str(directory)))
+            self._apply(lambda: setattr(self, "_taken", None))
 
     # ------------------------------------------------------------------------------ sync
 
@@ -295,16 +332,18 @@ class Pipeline:
         while True:
             weights = await self._when(lambda: self._published, "published weights", patience=None)
             if not self.schedule.in_flight_updates:
-                await self._when(
-                    lambda: True if self.buffer.in_flight == 0 else None,
-                    "running rollouts to end",
-                    patience=self.schedule.stall,
-                )
+                self._paused = True
+                await self._no_group_runs()
             await self._update_engine(weights)
-            await self._apply(self.buffer.advance)
-            self.emit(Synced(step=weights.version))
+            self._apply(self._advance)
             await self._validate(weights.version)
-            await self._apply(lambda: setattr(self, "_published", None))
+            self._apply(lambda: setattr(self, "_published", None))
+
+    def _advance(self) -> None:
+        """The engine holds the next version, and generates with it."""
+        self.buffer.advance()
+        self._paused = False
+        self.emit(Synced(step=self.buffer.version))
 
     async def _update_engine(self, weights: Weights) -> None:
         """Returns when the engine holds the weights and generates with them."""
@@ -325,39 +364,102 @@ class Pipeline:
         )
 
     async def _validate(self, version: int) -> None:
-        """On one fixed version: the next update waits until this returns; training goes on meanwhile."""
+        """On one fixed version: the next update waits until this returns; training goes on meanwhile, unless
+        it has to pause.
+        """
         every = self.schedule.validate_every
         if self.validate is None or not every or self._stopping:
             return
         if version % every == 0 or version == self.buffer.num_steps:
-            results = await self.validate(version)
-            self.emit(Validated(step=version, version=version, results=results))
+            async with self._pause():
+                results = await self.validate(version)
+            if results is not None:
+                self.emit(Validated(step=version, version=version, results=results))
+
+    @contextlib.asynccontextmanager
+    async def _pause(self) -> AsyncIterator[None]:
+        if not self.schedule.pause_to_validate:
+            yield
+            return
+        self._paused = True
+        try:
+            await self._no_group_runs()
+            async with self._stepping:
+                yield
+        finally:
+            self._apply(lambda: setattr(self, "_paused", False))
+
+    async def _no_group_runs(self) -> None:
+        await self._when(
+            lambda: True if self.buffer.in_flight == 0 else None,
+            "running rollouts to end",
+            patience=self.schedule.stall,
+        )
 
     # ------------------------------------------------------------------------------ waiting
 
     async def _when(self, ask: Callable[[], T | None], what: str, *, patience: float | None) -> T:
-        """Wait until ``ask()`` returns something; what it returns was true when it was asked.
+        """Wait until ``ask()`` returns something.
 
-        Raises DeadlineExceeded after ``patience`` seconds.  Waits without patience depend only on calls
-        that have a deadline of their own.
+        It is asked now and after changes; what it returns was true in that moment.
+        Raises DeadlineExceeded after ``patience`` seconds.  Waits without patience depend only on calls that
+        have a deadline of their own.
         """
+        waiting = _Waiting(ask, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._ask_soon()
         try:
-            async with asyncio.timeout(patience), self._changed:
-                while (answer := ask()) is None:
-                    await self._changed.wait()
-                self._changed.notify_all()  # asking may have changed something: a slot, a step
+            async with asyncio.timeout(patience):
+                answer: T = await waiting.answer
                 return answer
         except TimeoutError:
             raise DeadlineExceeded(
                 f"pipeline: waited {patience:g} s for {what} at step {self._trained}; "
                 f"the buffer: {self.buffer.statistics()}"
             ) from None
+        finally:
+            waiting.answer.cancel()
 
-    async def _apply(self, change: Callable[[], T]) -> T:
-        async with self._changed:
-            result = change()
-            self._changed.notify_all()
-            return result
+    def _apply(self, change: Callable[[], object]) -> None:
+        change()
+        self._ask_soon()
+
+    def _ask_soon(self) -> None:
+        """When all that is on its way now has arrived: of groups that finish together the oldest is taken."""
+        if not self._asking:
+            self._asking = True
+            asyncio.get_running_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        """Ask for all who wait, and again after each answer: giving it may have changed something."""
+        self._asking = False
+        asked = 0
+        while asked < len(self._waiting):
+            waiting = self._waiting[asked]
+            if waiting.answer.done() or waiting.ask_once():
+                del self._waiting[asked]
+                asked = 0
+            else:
+                asked += 1
+
+
+@define(eq=False)
+class _Waiting:
+    """A task in ``_when``."""
+
+    ask: Callable[[], Any]
+    answer: asyncio.Future[Any]
+
+    def ask_once(self) -> bool:
+        """Whether there is an answer; an error of the question is one, for the task that waits."""
+        try:
+            answer = self.ask()
+        except BaseException as error:
+            self.answer.set_exception(error)
+            return True
+        if answer is not None:
+            self.answer.set_result(answer)
+        return answer is not None
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -61,6 +61,8 @@ class PluginHost:
         self.plugins: list[Plugin] = []
         self.left_out: dict[str, str] = {}
         """Installed plugins that were not imported, and why."""
+        self.block: tuple[str, ...] = ()
+        """What was to be left out: other processes of the run leave it out, too."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -77,6 +79,7 @@ class PluginHost:
             ConfigError: ``allow`` or ``block`` names a plugin that is not installed.
         """
         host = cls()
+        host.block = tuple(block)
         core = Plugin(
             name=BUILT_IN,
             distribution="grpo-core",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import ModelError, TrainerError
 from grpo_core.logprobs import token_logprobs
+from grpo_core.models import keep_softcapping
 from grpo_core.records import Canary, Row
 
 SHORT = 64
@@ -177,6 +178,7 @@ def load(
             f"model {str(path)!r} cannot be loaded ({type(error).__name__}: {reason[0] if reason else ''}); "
             "expected a directory or hub id of a transformers causal language model in safetensors"
         ) from error
+    keep_softcapping(model)
     model.to(device)
     # The engine samples without dropout; with it the trainer would score another policy.
     for module in model.modules():

@@ -9,6 +9,8 @@ dies with its parent, ignores ctrl-C (that is the parent's affair), and what it 
     Child("module:factory", kwargs)   ------>   target = factory(**kwargs)
     await child.call("step", batch)   ------>   target.step(batch)            (one after the other), or
                                                 target.serve(connection)      (the target runs its own loop)
+
+A method that returns a ``concurrent.futures.Future`` is answered when that is done; other calls do not wait.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,19 +262,20 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._sending = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
 
-    def receive(self, *, wait: bool = True) -> Call | None:
-        """The next call; None if there is none now and ``wait`` is False.  EOFError: the parent is gone."""
-        if not wait and not self._selector.select(0):
+    def receive(self, *, wait: bool | float = True) -> Call | None:
+        """The next call; None if there is none now, or within ``wait`` seconds.  EOFError: the parent is gone."""
+        if wait is not True and not self._selector.select(wait):
             return None
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         call: Call = pickle.loads(self._exactly(length))
         return call
 
     def reply(self, id: int, result: Any) -> None:
-        self._socket.sendall(_frame(Answer(id, result)))
+        self._send(_frame(Answer(id, result)))
 
     def fail(self, id: int, error: BaseException) -> None:
         """Send an error; one that cannot be pickled goes as a GrpoError with its type and text."""
@@ -280,7 +286,7 @@ class Connection:
         except Exception:
             told = errors.GrpoError(f"{type(error).__name__}: {error}")
             frame = _frame(Answer(id, error=told, traceback=text))
-        self._socket.sendall(frame)
+        self._send(frame)
 
     def answer(self, call: Call, target: Any) -> None:
         """Call the method and send what it returns or raises."""
@@ -288,8 +294,22 @@ class Connection:
             result = getattr(target, call.method)(*call.args)
         except Exception as error:
             self.fail(call.id, error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(partial(self._answer_later, call.id))
         else:
             self.reply(call.id, result)
+
+    def _answer_later(self, id: int, done: Future[Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its main thread sees that too
+            if (error := done.exception()) is not None:
+                self.fail(id, error)
+            else:
+                self.reply(id, done.result())
+
+    def _send(self, frame: bytes) -> None:
+        with self._sending:
+            self._socket.sendall(frame)
 
     def _exactly(self, n: int) -> bytes:
         chunks = bytearray()
@@ -303,7 +323,7 @@ class Connection:
 
 def main(fd: int, parent: int) -> None:
     """Entry point of the child."""
-    _die_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=fd))
     try:
@@ -337,7 +357,7 @@ def _leave(status: int) -> None:
     os._exit(status)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent dies (Linux; elsewhere the closed socket ends it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,6 +15,7 @@ from grpo_core.records import (
     Completion,
     Episode,
     GenerationRequest,
+    Opened,
     Prompt,
     Rollout,
     SampleRequest,
@@ -30,9 +31,14 @@ class Environment:
     """Offers prompts and judges replies.  Subclassing is optional: any object with these will do."""
 
     max_turns: int = 1
+    """Completions of a rollout at most, those that call tools included."""
     needs_group: bool = False
-    """``evaluate`` only ever sees whole groups (relative rewards)."""
+    """``evaluate`` only ever sees whole groups (relative rewards): when none of a group's rollouts calls a
+    tool any more, and with those that have ended before the others."""
     tools: Sequence[Callable[..., Any]] = ()
+    """Functions that the model may call, sync or async, with type hints and a docstring in Google's format.
+    The core runs them and sends their results back as messages of the role "tool"; ``evaluate`` sees an
+    episode when its last message calls none."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """The prompts of ``"train"`` or ``"validation"``: a sequence, computed on access if it is long.
@@ -55,11 +61,17 @@ class Environment:
         return prompt.answer if isinstance(prompt.answer, str) else None
 
     def open(self, prompt: Prompt) -> Any:
-        """Called at the start of each rollout; what it returns is ``episode.session``."""
+        """Called at the start of each rollout; what it returns is ``episode.session``.  May be ``async``.
+
+        The public methods of an object are tools of its rollout, beside ``tools``.
+        """
         return None
 
     def close(self, session: Any) -> None:
-        """Called exactly once for each ``open``, also when the rollout is aborted."""
+        """Called exactly once for each ``open``, also when the rollout is aborted.  May be ``async``.
+
+        If the process dies, its sessions are gone: their rollouts are played again.
+        """
 
 
 @runtime_checkable
@@ -149,12 +161,19 @@ class Trainer(Protocol):
 
     async def step(self, batch: Batch) -> StepResult: ...
 
-    async def publish(self) -> Weights:
-        """The current weights; what was published before may be overwritten."""
+    async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
+        """The current weights, and what they say of the canary's prompts (see ``grpo_core.canary``).
+
+        What was published before may be overwritten.
+        """
         ...
 
-    async def save(self, directory: Path) -> None:
-        """Write everything that the trainer needs to continue."""
+    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
+        """Take a copy of everything that the trainer needs to continue.
+
+        What is returned waits until the copy is written below ``directory``, and raises OSError if it cannot
+        be; steps may follow before.  It is awaited before the next ``save``.
+        """
         ...
 
     async def aclose(self) -> None: ...
@@ -166,4 +185,21 @@ class Judge(Protocol):
     max_turns: int
     needs_group: bool
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]: ...
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+        """Begin a session for each prompt, in order, under the name that is its key."""
+        ...
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        """One for each episode, in order.
+
+        An episode whose last message has ``tool_calls`` (and whose finish reason is "stop") is answered with
+        the tools' results, ``Verdict(done=False)``, without asking the environment.
+        """
+        ...
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        """End sessions by their names, each once; names that are not (or no longer) open are passed over.
+
+        Returns at once; whoever owns the judge waits, when he closes it, until all sessions are closed.
+        """
+        ...

@@ -15,6 +15,14 @@ Message = Mapping[str, Any]
 """A chat message: ``{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}``."""
 
 FinishReason = Literal["stop", "length", "abort"]
+"""Of a completion."""
+
+EndReason = Literal["stop", "length", "abort", "turns", "tokens", "tool_calls", "deadline"]
+"""Of a rollout: its last completion's reason, or the limit that it met.
+
+``turns``, ``tokens``, ``tool_calls``: it would have gone on, but may not; it keeps the rewards of its turns.
+``deadline``: its time was over; it has no verdict and is played again.
+"""
 
 
 def _messages(given: str | Sequence[Message]) -> tuple[Message, ...]:
@@ -49,9 +57,11 @@ class Episode:
     messages: tuple[Message, ...] = field(converter=_messages)
     turn: int = 0
     session: Any = None
+    """What ``open`` returned; on the core's side of the process its name."""
     group: str = ""
     """Equal for the episodes of one group."""
-    finish_reason: FinishReason = "stop"
+    finish_reason: EndReason = "stop"
+    """Other than "stop": this was the last turn, whatever the verdict says."""
 
     @property
     def reply(self) -> str:
@@ -69,7 +79,22 @@ class Verdict:
     messages: tuple[Message, ...] = field(default=(), converter=_messages)
     """With ``done=False``: what the environment answers; the model's next turn follows it."""
     metrics: Mapping[str, float] = field(factory=dict)
+    answer: str | None = None
+    """What the reply answers, in a form in which equal answers are equal texts: a majority votes on it."""
     error: str | None = None
+    lost: bool = False
+    """Set by the core: without a verdict because the session died with its process, through no fault of its
+    own."""
+
+
+@frozen(kw_only=True)
+class Opened:
+    """What a rollout begins with."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of what the model may call, as ``transformers.utils.get_json_schema`` makes them."""
+    error: str | None = None
+    """Why there is no session."""
 
 
 @frozen(kw_only=True)
@@ -102,6 +127,8 @@ class GenerationRequest:
     """Strings after which generation ends; the string stays in the completion."""
     seed: int = 0
     """The sampled tokens are a function of weights, prompt and seed, whatever else is in the batch."""
+    group: str = ""
+    """Equal for the requests of one group, also of later turns: a pool keeps them in one engine."""
 
 
 @frozen(kw_only=True)
@@ -189,12 +216,17 @@ class Rollout:
     reward: float | None = None
     """Summed over turns; None is no verdict."""
     metrics: Mapping[str, float] = field(factory=dict)
+    answer: str | None = None
+    """Of its last verdict."""
     turns: int = 0
+    tool_calls: int = 0
     finish_reason: str = ""
+    """An ``EndReason``; empty before the first completion."""
     error: str | None = None
     """Why there is no verdict."""
     lost: bool = False
-    """Without a verdict because the engine gave it up or its deadline passed: no fault of the environment."""
+    """Without a verdict because the engine gave it up, its deadline passed, or its session died with others:
+    no fault of its environment's verdict."""
 
 
 @frozen(kw_only=True)

@@ -2,6 +2,11 @@
 
 There is one ``play``.  Training calls it for a group, validation for the whole set or for one prompt at a
 time; what is played together is generated in one engine call and judged in one environment call a turn.
+
+    open       a session for each rollout, and the tools of its model
+    generate   one completion for each rollout that speaks
+    evaluate   tools answer those that call some, the environment judges the others
+    close      whatever happened in between
 """
 
 from __future__ import annotations
@@ -9,51 +14,22 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
-from typing import Any
-
-from attrs import define, field, frozen
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError
 from grpo_core.protocols import Engine, Judge
-from grpo_core.records import (
-    Completion,
-    Episode,
-    FinishReason,
-    GenerationRequest,
-    Message,
-    Prompt,
-    Rollout,
-    Verdict,
-)
+from grpo_core.records import Completion, EndReason, GenerationRequest, Message, Rollout
 from grpo_core.rendering import Renderer
+from grpo_core.turns import Play, Sampling, Start, seed_of
+
+__all__ = ["EngineBudget", "Sampling", "Start", "check_completions", "play", "seed_of"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 LOGPROB_SLACK = 1e-3
 """A logprob may exceed 0 by rounding."""
-
-
-@frozen(kw_only=True)
-class Sampling:
-    """How completions are sampled."""
-
-    temperature: float
-    max_tokens: int
-    stop: tuple[str, ...] = ()
-
-
-@frozen(kw_only=True)
-class Start:
-    """A rollout that is to be played."""
-
-    prompt: Prompt
-    seed: int
-    group: str = ""
-
-
-def seed_of(*parts: Any) -> int:
-    """63 bits that depend on all of ``parts`` and on nothing else."""
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
 async def play(
@@ -68,28 +44,28 @@ async def play(
     """Play rollouts turn by turn, together; the result has their order.
 
     A rollout that comes to no verdict (its environment failed, the engine gave it up, or ``deadline``
-    seconds have passed) has ``reward=None`` and says why in ``error``.
+    seconds have passed) has ``reward=None`` and says why in ``error``.  Each session that was opened is
+    closed once, also if this call is cancelled.
+
+    Raises ModelError if the chat template cannot keep the tokens of earlier turns.
     """
-    distinct = {id(start.prompt): start.prompt for start in starts}
-    ids = {key: renderer.prompt_ids(prompt.messages) for key, prompt in distinct.items()}
-    plays = [_Play(start, judges[start.prompt.environment], ids[id(start.prompt)]) for start in starts]
-    live = plays
+    plays = [Play(start, judges[start.prompt.environment], sampling) for start in starts]
     try:
         async with asyncio.timeout(deadline):
-            while live:
-                requests = [p.request(sampling, renderer.stop_token_ids) for p in live]
-                completions = await engine.generate(requests)
-                check_completions(completions, requests)
-                replies = renderer.texts([completion.token_ids for completion in completions])
-                for p, completion, reply in zip(live, completions, replies, strict=True):
-                    p.take_completion(completion, reply)
-                for p, verdict in zip(live, await _evaluate(live), strict=True):
+            await _open(plays, renderer)
+            while live := [p for p in plays if not p.done]:
+                await _speak([p for p in live if not p.spoken], engine, renderer)
+                asked = _to_be_asked(plays)
+                episodes = [p.episode() for p in asked]
+                verdicts = await _by_environment(asked, episodes, lambda judge, part: judge.evaluate(part))
+                for p, verdict in zip(asked, verdicts, strict=True):
                     p.take_verdict(verdict, renderer)
-                live = [p for p in live if not p.done]
     except TimeoutError:
-        _give_up(live, f"not finished within its deadline of {deadline:g} s")
+        _give_up(plays, f"not finished within its deadline of {deadline:g} s", "deadline")
     except (EngineError, ChildDied, DeadlineExceeded) as error:
-        _give_up(live, str(error))
+        _give_up(plays, str(error))
+    finally:
+        await _close(plays)
     return [p.rollout() for p in plays]
 
 
@@ -114,118 +90,94 @@ def check_completions(completions: Sequence[Completion], requests: Sequence[Gene
             )
 
 
-@define(eq=False)
-class _Play:
-    """A rollout while it is played."""
-
-    start: Start
-    judge: Judge
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...] = ()
-    sampled: tuple[bool, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
-    messages: tuple[Message, ...] = field(init=False)
-    reward: float | None = None
-    metrics: dict[str, float] = field(factory=dict)
-    turns: int = 0
-    finish_reason: FinishReason = "stop"
-    error: str | None = None
-    lost: bool = False
-    done: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        self.messages = self.start.prompt.messages
-
-    def request(self, sampling: Sampling, stop_token_ids: tuple[int, ...]) -> GenerationRequest:
-        return GenerationRequest(
-            prompt_ids=self.prompt_ids + self.token_ids,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            stop_token_ids=stop_token_ids,
-            stop=sampling.stop,
-            seed=self.start.seed if self.turns == 0 else seed_of(self.start.seed, self.turns),
-        )
-
-    def take_completion(self, completion: Completion, reply: str) -> None:
-        n = len(completion.token_ids)
-        self._append(completion.token_ids, (True,) * n, completion.logprobs, completion.versions)
-        self.messages = (*self.messages, {"role": "assistant", "content": reply})
-        self.turns += 1
-        self.finish_reason = completion.finish_reason
-
-    def episode(self) -> Episode:
-        return Episode(
-            prompt=self.start.prompt,
-            messages=self.messages,
-            turn=self.turns - 1,
-            group=self.start.group,
-            finish_reason=self.finish_reason,
-        )
-
-    def take_verdict(self, verdict: Verdict, renderer: Renderer) -> None:
-        if verdict.error is not None or (verdict.done and verdict.reward is None):
-            self.give_up(verdict.error or "the environment gave no verdict")
-            return
-        self.reward = (self.reward or 0.0) + (verdict.reward or 0.0)
-        self.metrics |= verdict.metrics
-        self.done = verdict.done or self.turns >= self.judge.max_turns or self.finish_reason != "stop"
-        if not self.done:
-            self.messages += verdict.messages
-            new = renderer.continuation_ids(verdict.messages)
-            n = len(new)
-            self._append(new, (False,) * n, (0.0,) * n, (-1,) * n)
-
-    def give_up(self, error: str, *, lost: bool = False) -> None:
-        self.done, self.reward, self.error, self.lost = True, None, error, lost
-
-    def rollout(self) -> Rollout:
-        return Rollout(
-            prompt_ids=self.prompt_ids,
-            token_ids=self.token_ids,
-            sampled=self.sampled,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            messages=self.messages,
-            reward=self.reward,
-            metrics=self.metrics,
-            turns=self.turns,
-            finish_reason=self.finish_reason,
-            error=self.error,
-            lost=self.lost,
-        )
-
-    def _append(
-        self,
-        token_ids: tuple[int, ...],
-        sampled: tuple[bool, ...],
-        logprobs: tuple[float, ...],
-        versions: tuple[int, ...],
-    ) -> None:
-        self.token_ids += token_ids
-        self.sampled += sampled
-        self.logprobs += logprobs
-        self.versions += versions
+async def _open(plays: Sequence[Play], renderer: Renderer) -> None:
+    """Sessions and prompts; a prompt that several rollouts share is rendered once."""
+    pairs = [(p.session, p.start.prompt) for p in plays]
+    opened = await _by_environment(plays, pairs, lambda judge, part: judge.open(dict(part)))
+    rendered: dict[tuple[int, str], tuple[int, ...]] = {}
+    for p, begun in zip(plays, opened, strict=True):
+        if p.judge.max_turns > 1:
+            renderer.check_turns(tools=bool(begun.tools))
+        key = id(p.start.prompt), repr(begun.tools) if begun.tools else ""
+        if key not in rendered:
+            rendered[key] = renderer.prompt_ids(p.start.prompt.messages, begun.tools)
+        p.begin(begun, rendered[key], renderer.context)
 
 
-async def _evaluate(plays: Sequence[_Play]) -> list[Verdict]:
-    """One call for each environment, all at once."""
+async def _speak(plays: Sequence[Play], engine: Engine, renderer: Renderer) -> None:
+    """One completion for each."""
+    if not plays:
+        return
+    requests = [p.request(renderer.stop_token_ids) for p in plays]
+    completions = await engine.generate(requests)
+    check_completions(completions, requests)
+    replies = renderer.texts([completion.token_ids for completion in completions])
+    for p, request, completion, text in zip(plays, requests, completions, replies, strict=True):
+        message: Message = {"role": "assistant", "content": text}
+        if p.tools:
+            message = renderer.message(
+                text, token_ids=completion.token_ids, before=request.prompt_ids, tools=p.tools
+            )
+        p.take_completion(completion, message)
+
+
+def _to_be_asked(plays: Sequence[Play]) -> list[Play]:
+    """Those whose last completion has no verdict.
+
+    A group that is compared is shown whole, with those of it that have ended, once none of it calls a tool:
+    until then only the callers go on.
+    """
+    waiting: dict[tuple[str, str], list[Play]] = defaultdict(list)
+    calling: set[tuple[str, str]] = set()
+    for p in plays:
+        group = p.start.prompt.environment, p.start.group
+        if p.calls_tools:
+            calling.add(group)
+        if p.judge.needs_group and p.error is None:
+            waiting[group].append(p)
+    live = {group for group, members in waiting.items() if not all(p.done for p in members)}
+    asked = []
+    for p in plays:
+        group = p.start.prompt.environment, p.start.group
+        if not p.judge.needs_group:
+            wanted = p.spoken
+        elif group in calling:
+            wanted = p.calls_tools
+        else:
+            wanted = group in live and p.error is None
+        asked += [p] if wanted else []
+    return asked
+
+
+async def _by_environment(
+    plays: Sequence[Play], items: Sequence[T], ask: Callable[[Judge, list[T]], Awaitable[Sequence[R]]]
+) -> list[R]:
+    """One result for each item, by one call for each environment, all at once."""
     by_environment: dict[str, list[int]] = defaultdict(list)
     for i, p in enumerate(plays):
         by_environment[p.start.prompt.environment].append(i)
-    verdicts: dict[int, Verdict] = {}
+    results: dict[int, R] = {}
 
-    async def ask(places: list[int]) -> None:
-        answer = await plays[places[0]].judge.evaluate([plays[i].episode() for i in places])
-        verdicts.update(zip(places, answer, strict=True))
+    async def of(places: list[int]) -> None:
+        answer = await ask(plays[places[0]].judge, [items[i] for i in places])
+        results.update(zip(places, answer, strict=True))
 
-    await asyncio.gather(*map(ask, by_environment.values()))
-    return [verdicts[i] for i in range(len(plays))]
+    await asyncio.gather(*map(of, by_environment.values()))
+    return [results[i] for i in range(len(plays))]
 
 
-def _give_up(plays: Sequence[_Play], error: str) -> None:
+async def _close(plays: Sequence[Play]) -> None:
+    sessions: dict[str, list[Play]] = defaultdict(list)
+    for p in plays:
+        sessions[p.start.prompt.environment].append(p)
+    for members in sessions.values():
+        await members[0].judge.close([p.session for p in members])
+
+
+def _give_up(plays: Sequence[Play], error: str, reason: EndReason | None = None) -> None:
     for p in plays:
         if not p.done:
+            p.finish_reason = reason or p.finish_reason
             p.give_up(error, lost=True)
 
 

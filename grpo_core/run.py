@@ -12,16 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from grpo_core import checkpoint
 from grpo_core.assembly import assemble, make_engine, make_validation
 from grpo_core.config import Config, as_table
-from grpo_core.errors import GrpoError
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
 from grpo_core.pipeline import Pipeline
 from grpo_core.plugins import PluginHost
 from grpo_core.rendering import Renderer
+from grpo_core.results import headline
 from grpo_core.tasks import Tasks
 from grpo_core.tracking import Recorder, RunDirectory
 from grpo_core.trainer_process import thread_count
@@ -115,10 +116,13 @@ async def validate(
     """Measure the weights in a model directory with the configuration's strategy and tasks."""
     from grpo_core.weights import WeightsWriter, load_tensors
 
+    config = evolve(config, engine=config.validation.engine or config.engine)
     async with contextlib.AsyncExitStack() as stack:
         status("starting the environments")
         tasks = await stack.enter_async_context(Tasks.start(config, block, None))
         held_out = await tasks.prompts(config, "validation")
+        if empty := [task for task, prompts in held_out.items() if not prompts]:
+            raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
         engine = make_engine(
             config, host, str(model), None, threads=thread_count(config.engine.threads, False)
         )
@@ -149,7 +153,7 @@ class Scores:
         if isinstance(event, Validated):
             for task, metrics in event.results.items():
                 if metrics:
-                    value = metrics.get("accuracy", next(iter(metrics.values())))
+                    value = headline(metrics)
                     self.first.setdefault(task, value)
                     self.last[task] = value
 

@@ -28,8 +28,8 @@ CONTEXT = 256
 BATCH = 128
 LR = 4e-3
 
-Demonstrations = Sequence[tuple[str, str]]
-"""Prompts and replies worth full marks."""
+Demonstrations = Sequence[Sequence[str]]
+"""Each a prompt, a reply, what it is answered, a reply, ...; the last is a reply."""
 
 
 def make_tiny_model(
@@ -107,7 +107,7 @@ def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps:
     """Supervised steps on the replies and their end, 128 demonstrations each, drawn by ``seed``."""
     if not steps:
         return
-    rows = [_row(prompt, reply) for prompt, reply in demonstrations]
+    rows = [_row(*texts) for texts in demonstrations]
     order = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     policy = Policy(model.train())
@@ -122,13 +122,20 @@ def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps:
     model.eval()
 
 
-def _row(prompt: str, reply: str) -> Row:
-    reply_ids = (*encode(reply), 1)
-    n = len(reply_ids)
+def _row(prompt: str, *said: str) -> Row:
+    """Replies and answers in turn; replies are learnt, with the end of each."""
+    token_ids: list[int] = []
+    sampled: list[bool] = []
+    for place, text in enumerate(said):
+        reply = place % 2 == 0
+        ids = (*encode(text), 1) if reply else encode(text)
+        token_ids += ids
+        sampled += [reply] * len(ids)
+    n = len(token_ids)
     return Row(
         prompt_ids=encode(prompt),
-        token_ids=reply_ids,
-        sampled=(True,) * n,
+        token_ids=tuple(token_ids),
+        sampled=tuple(sampled),
         logprobs=(0.0,) * n,
         versions=(-1,) * n,
         advantage=1.0,

@@ -5,6 +5,7 @@ runs/NAME/
     metrics.jsonl                  one line for each step and each validation
     rollouts/step-000120.jsonl     what that step was trained on
     events.jsonl                   everything that happened, append-only
+    report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
     checkpoints/                   see grpo_core.checkpoint
 """
@@ -12,6 +13,7 @@ runs/NAME/
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,7 @@ from typing import Any, TextIO
 
 from attrs import asdict
 
+from grpo_core import report
 from grpo_core.buffer import Slot
 from grpo_core.config import Config, as_toml, build, read_toml
 from grpo_core.errors import ConfigError
@@ -134,8 +137,13 @@ class Recorder:
         self._line(self._events, {"time": time.time(), **plain(event)})
 
     def close(self) -> None:
+        """End the files, and make the report; a run does not fail because its report cannot be made."""
         self._metrics.close()
         self._events.close()
+        try:
+            report.write(self._run.path)
+        except Exception:
+            logging.getLogger(__name__).warning("%s: no report could be made", self._run.path, exc_info=True)
 
     def _write_rollouts(self, event: GroupsReady) -> None:
         with open(

@@ -13,9 +13,11 @@ import json
 import math
 import os
 import re
+import sys
 import time
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from grpo_core.logprobs import KEEP_BYTES
 from grpo_core.plugins import PluginHost
 from grpo_core.policy import MicroBatch, Policy
 from grpo_core.records import Batch, Row, StepResult, Weights
+from grpo_core.snapshot import Snapshot
 from grpo_core.totals import Totals, off_policy
 from grpo_core.trainer_process import TrainerSetup, thread_count
 from grpo_core.weights import WeightsWriter
@@ -46,10 +49,17 @@ from grpo_core.weights import WeightsWriter
 MAX_LOST_UPDATES = 3
 """Updates in a row without a finite gradient after which the trainer gives up."""
 
+SWITCH = 5e-4
+"""Seconds that the thread which writes a checkpoint may hold the interpreter while training wants it."""
+
+_MODEL = "model/"
+"""Before the names of the model's own tensors in what is saved."""
+
 
 def create(setup: TrainerSetup) -> TorchTrainer:
     """Factory for the child process."""
     cpu.prepare(thread_count(setup.trainer.threads, setup.generates_beside))
+    sys.setswitchinterval(SWITCH)
     return TorchTrainer(setup)
 
 
@@ -88,7 +98,7 @@ class TorchTrainer:
     def __init__(self, setup: TrainerSetup) -> None:
         self._setup, self._config = setup, setup.trainer
         self._device = _device(self._config.device)
-        host = PluginHost.discover(setup.plugins)
+        host = PluginHost.discover(setup.plugins, setup.block)
         self._loss: losses.Loss = host.function("loss", setup.loss.name, **setup.loss.options)
         start = self._start_model()
         resume = Path(setup.resume_from) if setup.resume_from else None
@@ -103,7 +113,7 @@ class TorchTrainer:
         self._budget = token_budget(self._config, self._policy.vocabulary, self._device)
         self._optimizer = _adamw(self._parameters, self._config)
         self._writer = WeightsWriter()
-        self._canary: tuple[tuple[int, ...], ...] = ()
+        self._snapshot = Snapshot(copies=setup.saves_beside)
         self._lost_updates = 0
         self.version = 0
         torch.manual_seed(setup.seed)
@@ -258,32 +268,36 @@ class TorchTrainer:
 
     # ------------------------------------------------------------------------------ weights and files
 
-    def publish(self) -> Weights:
+    def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """The current weights in shared memory; what was published before is overwritten."""
         weights = self._writer.write(self.version, self._named)
-        return evolve(weights, canary=self._policy.next_tokens(self._canary))
-
-    def set_canary(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Publish with each version what it says of these prompts."""
-        self._canary = tuple(prompts)
+        return evolve(weights, canary=self._policy.next_tokens(canary))
 
     def save(self, directory: Path) -> None:
-        """Write ``trainer/`` (a transformers directory) and ``optimizer/``; no pickles.
-
-        Raises OSError.
-        """
-        state = {
+        """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
+        state = {f"{_MODEL}{name}": tensor for name, tensor in self._policy.model.state_dict().items()}
+        state |= {
             f"{name}/{key}": value
             for name, parameter in self._named
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
         state["rng"] = torch.get_rng_state()
+        about = {"version": self.version, "optimizer": "AdamW"}
+        self._snapshot.save(state, partial(self._write, directory, about))
+
+    def written(self) -> Future[None]:
+        """Done when what was saved last is written, or with the OSError for which it cannot be."""
+        return self._snapshot.written()
+
+    def _write(self, directory: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+        """``trainer/`` (a transformers directory) and ``optimizer/``; no pickles."""
+        model = {name.removeprefix(_MODEL): t for name, t in state.items() if name.startswith(_MODEL)}
+        rest = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
         try:
-            self._policy.model.save_pretrained(directory / "trainer")  # type: ignore[operator]
+            self._policy.model.save_pretrained(directory / "trainer", state_dict=model)  # type: ignore[operator]
             self._tokenizer.save_pretrained(directory / "trainer")
             (directory / "optimizer").mkdir(parents=True, exist_ok=True)
-            save_file(state, directory / "optimizer" / "state.safetensors")
-            about = {"version": self.version, "optimizer": "AdamW"}
+            save_file(rest, directory / "optimizer" / "state.safetensors")
             (directory / "optimizer" / "state.json").write_text(json.dumps(about) + "\n")
         except SafetensorError as error:
             raise _os_error(error) from error
@@ -372,6 +386,3 @@ def _device(configured: str) -> torch.device:
     if configured == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(configured)
-
-
-# ---------------------------------------------------------------------------------- the parent's side

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,18 @@ class TrainerSetup:
     """Another process generates on this machine meanwhile (``max_staleness`` above 0): leave it cores."""
     model_directory: str = ""
     """Where the model is made if ``model.path`` is "tiny"."""
-    demonstrations: tuple[tuple[str, str], ...] = ()
+    demonstrations: tuple[tuple[str, ...], ...] = ()
     """Prompts and replies worth full marks, for the warm start of "tiny"."""
     resume_from: str | None = None
     """A directory that ``save`` wrote."""
+    saves_beside: bool = True
+    """See ``CheckpointConfig.beside``."""
     max_non_finite: float = 0.1
     """See ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None
     """Allow-list of the plugins that a loss may come from; None: all."""
+    block: tuple[str, ...] = ()
+    """Plugins that are not imported."""
 
 
 def thread_count(configured: int, generates_beside: bool) -> int:
@@ -62,20 +67,17 @@ class ProcessTrainer:
         description: dict[str, Any] = await self._child.started(seconds=self._deadline)
         return description
 
-    async def set_canary(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Prompts that every published version comes with the next tokens of; see ``grpo_core.canary``."""
-        await self._call("set_canary", list(prompts))
-
     async def step(self, batch: Batch) -> StepResult:
         result: StepResult = await self._call("step", batch)
         return result
 
-    async def publish(self) -> Weights:
-        weights: Weights = await self._call("publish")
+    async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
+        weights: Weights = await self._call("publish", canary)
         return weights
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         await self._call("save", directory)
+        return partial(self._call, "written")
 
     async def watch(self) -> None:
         """Raises TrainerError when the child dies, though nobody waits for an answer of it."""

@@ -6,18 +6,33 @@ The strategies go through the same ``play`` and the same environment batching as
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Literal
 
-from attrs import define
+from attrs import define, evolve, field
 
-from grpo_core.errors import ConfigError, PluginError
-from grpo_core.metrics import FULL_MARKS
-from grpo_core.protocols import Engine, Judge, ValidationContext, ValidationStrategy
+from grpo_core.errors import PluginError, WeightSyncError
+from grpo_core.pipeline import root_cause
+from grpo_core.protocols import Engine, Judge, ValidationStrategy
 from grpo_core.records import Prompt, Rollout
 from grpo_core.rendering import Renderer
 from grpo_core.rollout import Sampling, Start, play, seed_of
+
+Results = Mapping[str, Mapping[str, float]]
+"""``{task: {metric: value}}``."""
+
+
+@define(eq=False)
+class Tally:
+    """What has become of the rollouts of a task."""
+
+    rollouts: int = 0
+    errors: int = 0
+    """Without a verdict."""
+    first: str = ""
+    """The first of them."""
 
 
 @define(kw_only=True, eq=False)
@@ -31,7 +46,13 @@ class Context:
     renderer: Renderer
     sampling: Sampling
     deadline: float | None = None
+    """Seconds for what ``rollout`` is asked for at once."""
+    retries: int = 0
+    """Times that a rollout is played again that the engine has lost; a fault of its environment stands."""
     seed: int = 0
+    tallies: dict[str, Tally] = field(init=False, factory=dict)
+    _asked: Counter[tuple[str, str]] = field(init=False, factory=Counter)
+    """Rollouts of each prompt so far."""
 
     async def rollout(
         self,
@@ -45,78 +66,136 @@ class Context:
         """``n`` rollouts of each prompt, side by side.
 
         ``batched``: turn by turn, one environment call for all that are live.  ``pipelined``: each on its
-        own; the environment's batching still merges what arrives together.
+        own (or each group, where the environment compares them); the environment's batching still merges
+        what arrives together.
+
+        Their seeds are a function of the run's seed, the prompt, and how many rollouts of it were asked for
+        before: the same for every version that is measured.  Raises WeightSyncError if a token was sampled
+        by another version.
         """
-        starts = [
-            Start(prompt=prompt, seed=seed_of("validation", self.seed, prompt.id, i), group=f"v{prompt.id}")
-            for prompt in prompts
-            for i in range(n)
-        ]
-        sampling = Sampling(
-            temperature=temperature,
-            max_tokens=max_tokens or self.sampling.max_tokens,
-            stop=self.sampling.stop,
+        starts = [start for prompt in prompts for start in self._starts(prompt, n)]
+        sampling = evolve(
+            self.sampling, temperature=temperature, max_tokens=max_tokens or self.sampling.max_tokens
         )
-        parts = [starts] if mode == "batched" else [[start] for start in starts]
-        played = await asyncio.gather(*(self._play(part, sampling) for part in parts if part))
-        return [rollout for part in played for rollout in part]
+        parts = [starts] if mode == "batched" else self._apart(starts)
+        async with asyncio.TaskGroup() as group:
+            playing = [group.create_task(self._play(part, sampling)) for part in parts if part]
+        rollouts = [rollout for part in playing for rollout in part.result()]
+        for start, rollout in zip(starts, rollouts, strict=True):
+            self._observe(start, rollout)
+        return rollouts
+
+    def _starts(self, prompt: Prompt, n: int) -> list[Start]:
+        task, before = prompt.environment, self._asked[prompt.environment, prompt.id]
+        self._asked[task, prompt.id] += n
+        return [
+            Start(
+                prompt=prompt,
+                seed=seed_of("validation", self.seed, task, prompt.id, i),
+                group=f"validation/{prompt.id}/{before}",
+            )
+            for i in range(before, before + n)
+        ]
+
+    def _apart(self, starts: Sequence[Start]) -> list[list[Start]]:
+        """What may go its own way: rollouts, or groups of those that are compared."""
+        parts: dict[object, list[Start]] = {}
+        for start in starts:
+            task = start.prompt.environment
+            key = (task, start.group) if self.judges[task].needs_group else id(start)
+            parts.setdefault(key, []).append(start)
+        return list(parts.values())
 
     async def _play(self, starts: Sequence[Start], sampling: Sampling) -> list[Rollout]:
-        return await play(
-            starts,
-            engine=self.engine,
-            judges=self.judges,
-            renderer=self.renderer,
-            sampling=sampling,
-            deadline=self.deadline,
-        )
-
-
-class Greedy:
-    """One rollout of each prompt: accuracy, mean reward, mean length, and how many had no verdict.
-
-    Args:
-        temperature: 0 is greedy decoding.
-        mode: ``"batched"`` or ``"pipelined"``.
-    """
-
-    def __init__(self, temperature: float = 0.0, mode: Literal["batched", "pipelined"] = "batched") -> None:
-        if mode not in ("batched", "pipelined"):
-            raise ConfigError(f"validation 'greedy': mode is {mode!r}; expected 'batched' or 'pipelined'")
-        self.temperature = temperature
-        self.mode = mode
-
-    async def validate(self, context: ValidationContext) -> dict[str, dict[str, float]]:
-        tasks = sorted(context.prompts)
-        played = await asyncio.gather(
-            *(
-                context.rollout(context.prompts[task], temperature=self.temperature, mode=self.mode)
-                for task in tasks
+        """To their ends; what the engine loses is played again within the deadline."""
+        loop = asyncio.get_running_loop()
+        until = None if self.deadline is None else loop.time() + self.deadline
+        played: dict[int, Rollout] = {}
+        wanted = list(range(len(starts)))
+        for _ in range(self.retries + 1):
+            left = None if until is None else until - loop.time()
+            if not wanted or (left is not None and left <= 0):
+                break
+            rollouts = await play(
+                [starts[i] for i in wanted],
+                engine=self.engine,
+                judges=self.judges,
+                renderer=self.renderer,
+                sampling=sampling,
+                deadline=left,
             )
-        )
-        return {task: _summary(rollouts) for task, rollouts in zip(tasks, played, strict=True)}
+            played.update(zip(wanted, rollouts, strict=True))
+            wanted = self._lost(starts, played)
+        return [played[i] for i in range(len(starts))]
 
+    def _lost(self, starts: Sequence[Start], played: Mapping[int, Rollout]) -> list[int]:
+        """Places of the rollouts that are played again; a group that is compared is played again whole."""
+        lost = {i for i, rollout in played.items() if rollout.lost}
+        groups = {(starts[i].prompt.environment, starts[i].group) for i in lost}
+        return [
+            i
+            for i, start in enumerate(starts)
+            if i in lost
+            or (
+                self.judges[start.prompt.environment].needs_group
+                and (start.prompt.environment, start.group) in groups
+            )
+        ]
 
-def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    judged = [r for r in rollouts if r.reward is not None]
-    rewards = [r.reward for r in judged if r.reward is not None]
-    return {
-        "accuracy": fmean(float(reward >= FULL_MARKS) for reward in rewards) if rewards else 0.0,
-        "reward": fmean(rewards) if rewards else 0.0,
-        "completion_tokens": fmean(sum(r.sampled) for r in judged) if judged else 0.0,
-        "prompts": float(len(judged)),
-        "errors": float(len(rollouts) - len(judged)),
-    }
+    def _observe(self, start: Start, rollout: Rollout) -> None:
+        tally = self.tallies.setdefault(start.prompt.environment, Tally())
+        tally.rollouts += 1
+        if rollout.reward is None:
+            tally.errors += 1
+            tally.first = tally.first or rollout.error or "no verdict"
+        others = {v for v, sampled in zip(rollout.versions, rollout.sampled, strict=True) if sampled} - {
+            self.version
+        }
+        if others:
+            raise WeightSyncError(
+                f"validation of version {self.version}: the engine sampled tokens with version "
+                f"{', '.join(map(str, sorted(others)))}; it must hold one version from start to end"
+            )
 
 
 async def run_strategy(
-    name: str, strategy: ValidationStrategy, context: ValidationContext
+    name: str, strategy: ValidationStrategy, context: Context
 ) -> dict[str, dict[str, float]]:
-    """Run a strategy and check what it returns.  Raises PluginError that names it."""
-    results = await strategy.validate(context)
+    """Run a strategy and check what it returns; ``errors`` of each task are counted for it.
+
+    Raises PluginError that names the strategy, the task and the metric, or says that no rollout of a task
+    came to a verdict: there is nothing to report then, least of all an accuracy of 0.
+    """
+    try:
+        results = await strategy.validate(context)
+    except BaseExceptionGroup as failed:
+        cause = root_cause(failed)
+        raise cause from cause.__cause__
+    _check(name, results, context.prompts)
+    for task, tally in context.tallies.items():
+        if tally.errors == tally.rollouts:
+            raise PluginError(
+                f"validation strategy {name!r}: none of the {tally.rollouts} rollouts of task {task!r} came "
+                f"to a verdict; the first one: {tally.first}"
+            )
+    errors = {task: {"errors": float(tally.errors)} for task, tally in context.tallies.items()}
+    return {
+        task: {metric: float(value) for metric, value in part.items()} | errors.get(task, {})
+        for task, part in results.items()
+    }
+
+
+def _check(name: str, results: object, tasks: Mapping[str, object]) -> None:
+    expected = "expected {task: {metric: number}}"
+    who = f"validation strategy {name!r}: validate() returned"
     if not isinstance(results, Mapping) or not all(isinstance(part, Mapping) for part in results.values()):
-        raise PluginError(
-            f"validation strategy {name!r}: validate() returned {type(results).__name__}, "
-            "expected {task: {metric: number}}"
-        )
-    return {task: {metric: float(value) for metric, value in part.items()} for task, part in results.items()}
+        raise PluginError(f"{who} {type(results).__name__}, {expected}")
+    if missing := sorted(set(tasks) - set(results)):
+        raise PluginError(f"{who} nothing for task {', '.join(map(repr, missing))}; {expected} for each task")
+    for task, part in results.items():
+        for metric, value in part.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise PluginError(
+                    f"{who} {value!r} as {metric!r} of task {task!r}; expected a finite number (leave out "
+                    "what cannot be measured)"
+                )

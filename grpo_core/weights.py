@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -83,27 +84,45 @@ def read(weights: Weights) -> dict[str, torch.Tensor]:
 
     Raises WeightSyncError if the memory is gone or a tensor's checksum is not the trainer's.
     """
+    tensors = views(weights)
+    for info in weights.tensors:
+        if (found := checksum(tensors[info.name])) != info.checksum:
+            raise WeightSyncError(
+                f"version {weights.version}: tensor {info.name!r} {tuple(info.shape)} is not what the "
+                f"trainer wrote (checksum {found:#x}, expected {info.checksum:#x})"
+            )
+    return tensors
+
+
+def views(weights: Weights) -> dict[str, torch.Tensor]:
+    """As ``read``, without reading a byte.  Raises WeightSyncError if the memory is gone."""
     try:
         with open(weights.location, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), weights.nbytes)
+            status = os.fstat(file.fileno())
+            source = _mapped(status.st_dev, status.st_ino, weights.nbytes, file)
     except (OSError, ValueError) as error:
         raise WeightSyncError(
             f"version {weights.version}: the trainer's shared memory {weights.location} cannot be read "
             f"({error}); trainer and engine must run on one machine, under one user"
         ) from None
-    source = torch.frombuffer(memory, dtype=torch.uint8)
     tensors = {}
     for info in weights.tensors:
         dtype = getattr(torch, info.dtype)
         size = torch.Size(info.shape).numel() * dtype.itemsize
-        tensor = source[info.offset : info.offset + size].view(dtype).view(info.shape)
-        if checksum(tensor) != info.checksum:
-            raise WeightSyncError(
-                f"version {weights.version}: tensor {info.name!r} {tuple(info.shape)} is not what the "
-                f"trainer wrote (checksum {checksum(tensor):#x}, expected {info.checksum:#x})"
-            )
-        tensors[info.name] = tensor
+        tensors[info.name] = source[info.offset : info.offset + size].view(dtype).view(info.shape)
     return tensors
+
+
+_mappings: dict[tuple[int, int, int], torch.Tensor] = {}
+"""The last one: to map the same memory again costs a page fault for each 4 KiB of it."""
+
+
+def _mapped(device: int, inode: int, nbytes: int, file: BinaryIO) -> torch.Tensor:
+    key = (device, inode, nbytes)
+    if key not in _mappings:
+        _mappings.clear()
+        _mappings[key] = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+    return _mappings[key]
 
 
 def load_tensors(directory: Path) -> list[tuple[str, torch.Tensor]]:

@@ -18,12 +18,14 @@ PROMPTS, PER_STEP, STEPS = 40, 4, 60
 EPOCHS = STEPS * PER_STEP // PROMPTS
 
 WORDS = f"""
+import asyncio
 import grpo_core as grpo
 
 class Words(grpo.Environment):
     def prompts(self, split):
-        return [grpo.Prompt(messages=f"t{{i}}=", answer=str(i % 10)) for i in range({PROMPTS})]
-    def evaluate(self, episodes):
+        return [grpo.Prompt(messages=f"t{{{{i}}}}=", answer=str(i % 10)) for i in range({PROMPTS})]
+    async def evaluate(self, episodes):
+        await asyncio.sleep({{seconds}})
         return [float(e.reply == e.prompt.answer) for e in episodes]
 """
 SETTINGS = {
@@ -36,14 +38,17 @@ Found = dict[str, int]
 
 
 class Run:
-    """A run of sixty steps, each of forty prompts six times, with a checkpoint after each step."""
+    """A run of sixty steps, each of forty prompts six times, with a checkpoint after each step.
 
-    def __init__(self, cwd: Path) -> None:
+    A verdict takes ``verdict`` seconds.
+    """
+
+    def __init__(self, cwd: Path, *, verdict: float = 0.0) -> None:
         self.cwd, self.directory = cwd, cwd / "run"
         self.kills = 0
         self.memory: set[Path] = set()
         """Named shared memory that was in use at the last kill."""
-        (cwd / "words.py").write_text(WORDS)
+        (cwd / "words.py").write_text(WORDS.format(seconds=verdict))
         settings = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
         self._start("--env", "./words.py:Words", *settings, "--output", "run")
 

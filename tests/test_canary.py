@@ -20,7 +20,7 @@ PROMPT = (7, 8, 9)
 class Singer(FakeTrainer):
     """A trainer whose canary's next token has the logprob -1 - version / 10."""
 
-    async def publish(self):
+    async def publish(self, canary=()):
         sung = Canary(
             prompt_ids=PROMPT, token_ids=(1, 2), logprobs=(-1 - self.version / 10, -5.0 - self.version)
         )

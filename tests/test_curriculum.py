@@ -98,6 +98,16 @@ def test_tasks_outside_of_the_band_rest():
     assert shares(sampler) == {"easy": 0.1, "hard": 0.1, "new": 0.8}
 
 
+def test_when_no_task_is_in_the_band_the_hard_ones_are_worked_on():
+    """A task that is solved teaches nothing; one that is not yet may begin to."""
+    sampler = Curriculum(low=0.2, high=0.8, known_after=2, rest=0.125)
+    for task, reward in (("easy", 1), ("hard", 0), ("new", 0)):
+        sampler.observe([group(task, reward, reward) for _ in range(2)])
+    assert shares(sampler) == {"easy": 0.1, "hard": 0.5, "new": 0.5}
+    sampler.observe([group(task, 1, 1) for task in ("hard", "new") for _ in range(99)])
+    assert shares(sampler) == {"easy": 0.3, "hard": 0.3, "new": 0.3}, "all are solved"
+
+
 def test_a_rate_is_not_known_before_enough_groups_were_seen():
     sampler = Curriculum(known_after=3)
     sampler.observe([group("hard", 0, 0)] * 5)

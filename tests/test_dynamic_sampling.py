@@ -99,6 +99,10 @@ def rewards_of(prompt: Prompt) -> str:
     return "same" if number % 3 == 0 or (prompt.environment == "hard" and number % 2) else "mixed"
 
 
+async def written():
+    """There is nothing on a disk to wait for."""
+
+
 class Run:
     """The real pipeline, buffer, loaders and samplers, with fakes around them."""
 
@@ -136,9 +140,10 @@ class Run:
 
     async def save(self, version):
         """The cut as the checkpoint writes it, and the trainer's version."""
-        state = checkpoint.cut(self.buffer, self.sampler)
+        state = json.loads(checkpoint.as_json(checkpoint.cut(self.buffer, self.sampler)))
         loaders = {task: loader.state_dict() for task, loader in self.loaders.items()}
         self.saved.append(json.dumps([state, loaders, version, self.trainer.state]))
+        return written
 
     def resume(self, saved):
         state, loaders, version, trained = json.loads(saved)

@@ -10,10 +10,12 @@ import attrs
 import pytest
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments import EnvironmentHost, EnvironmentProcess, ErrorBudget, verdicts
+from grpo_core.environment_host import EnvironmentHost
+from grpo_core.environments import EnvironmentProcess, ErrorBudget
 from grpo_core.errors import PluginError
 from grpo_core.protocols import Judge
 from grpo_core.records import Episode, Prompt, Verdict
+from grpo_core.verdicts import verdicts
 
 SCENES = """
     import asyncio, os, signal, sys, time
@@ -95,11 +97,6 @@ SCENES = """
                 await asyncio.sleep(0)
                 return self.one(episode.reply)
 
-    class Stateful(Scenes):
-        tools = [print]
-
-        def open(self, prompt):
-            return []
 
     class Bare:
         def prompts(self, split):
@@ -243,11 +240,6 @@ def test_bad_prompts_are_errors_that_name_task_plugin_and_prompt(scenes, mode, m
 def test_an_environment_without_a_method_is_refused(scenes):
     with pytest.raises(PluginError, match=r"Bare has no method 'evaluate'"):
         EnvironmentHost("play", f"{scenes}:Bare", {}, allow=[])
-
-
-def test_an_environment_that_counts_on_sessions_or_tools_is_refused(scenes):
-    with pytest.raises(PluginError, match="Stateful defines open and tools, but sessions and tools are not"):
-        EnvironmentHost("play", f"{scenes}:Stateful", {}, allow=[])
 
 
 # ---------------------------------------------------------------------------------- in a process

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
+import transformers
 
 from grpo_core.errors import ModelError
-from grpo_core.models import local_directory
+from grpo_core.models import keep_softcapping, local_directory
 
 
 def test_a_directory_with_a_model_is_taken_as_it_is(tmp_path):
@@ -34,3 +38,30 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch):
         ModelError, match=r"'no-one/nothing': there is no such directory here, and the hub did"
     ):
         local_directory("no-one/nothing")
+
+
+def test_attention_keeps_its_soft_caps():
+    """Without them the scores of Gemma 2, and all that follows, are another model's."""
+    config = transformers.Gemma2Config(
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        query_pre_attn_scalar=1,
+        attn_logit_softcapping=0.5,
+    )
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager"
+    ).eval()
+    chosen = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(torch.randn_like(parameter))
+        chosen.load_state_dict(plain.state_dict())
+        keep_softcapping(chosen)
+        ids = torch.arange(12)[None]
+        torch.testing.assert_close(chosen(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from grpo_core.advantages import group as group_advantages
 from grpo_core.buffer import Buffer
-from grpo_core.errors import DeadlineExceeded, EngineError, PluginError, WeightSyncError
-from grpo_core.events import GroupsReady, PromptSkipped, StepEnded, Validated
+from grpo_core.errors import CheckpointError, DeadlineExceeded, EngineError, PluginError, WeightSyncError
+from grpo_core.events import GroupsReady, PromptSkipped, Saved, Saving, StepEnded, Validated
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.records import Verdict
 from grpo_core.rollout import Sampling
@@ -171,6 +172,24 @@ def test_a_rollout_without_a_verdict_is_played_again_and_its_siblings_are_kept()
     assert all(None not in group.rewards for event in done.of(GroupsReady) for group in event.groups)
 
 
+def test_of_a_group_that_is_compared_all_rollouts_are_played_again():
+    failures = Counter()
+
+    def verdict(episode):
+        failures[episode.group] += 1
+        if episode.group == "0" and failures["0"] == 1:
+            return Verdict(error="KeyError: 'gold'")
+        return Verdict(reward=float(episode.reply == "a"))
+
+    judge = FakeJudge(verdict, needs_group=True)
+    done = Run(judge=judge)()
+    assert failures["0"] == 4 + 4
+    assert set(judge.calls) == {4}, "each call has a whole group"
+    assert len(done.trained) == 48
+    assert sorted(judge.opened) == sorted(judge.closed), "also of what was in flight when the run ended"
+    assert len(set(judge.opened)) == len(judge.opened) >= 49 * 4
+
+
 def test_a_prompt_that_never_gets_a_verdict_is_skipped_and_that_is_recorded():
     def verdict(episode):
         if episode.prompt.id == "2":
@@ -315,9 +334,14 @@ def cut(run_, saved):
     """A ``save`` that keeps the cut in memory, as the checkpoint does on disk."""
 
     async def save(version):
-        saved.append((version, run_.buffer.state_dict(), run_.stream.position, run_.trainer.version))
-        await asyncio.sleep(1.0)
-        return version
+        at = version, run_.buffer.state_dict(), run_.stream.position, run_.trainer.version
+
+        async def written():
+            await asyncio.sleep(random.Random(version).uniform(0.0, 5.0))
+            saved.append(at)
+            return version
+
+        return written
 
     return save
 
@@ -361,3 +385,116 @@ def test_stop_ends_after_the_step_with_a_checkpoint_and_the_rest_can_be_trained_
     assert 0 < version < 12
     again = resumed(saved[0])()
     assert sorted(map(int, first.trained + again.trained)) == list(range(48))
+
+
+# ---------------------------------------------------------------------------------- waiting
+
+
+def test_the_answer_of_one_may_be_what_another_waits_for():
+    pipeline, state = Run().pipeline, set()
+
+    def turn():
+        if "go" not in state:
+            return None
+        state.add("turned")
+        return "turned"
+
+    async def story():
+        waiting = [
+            asyncio.create_task(
+                pipeline._when(lambda: "seen" if "turned" in state else None, "", patience=9)
+            ),
+            asyncio.create_task(pipeline._when(turn, "", patience=9)),
+        ]
+        await asyncio.sleep(1)
+        pipeline._apply(lambda: state.add("go"))
+        return await asyncio.gather(*waiting)
+
+    assert run(story()) == ["seen", "turned"]
+
+
+def test_an_error_of_a_question_reaches_who_asked_it_and_not_who_made_the_change():
+    pipeline, state = Run().pipeline, []
+
+    async def story():
+        waiting = asyncio.create_task(pipeline._when(lambda: state[0] / 0 if state else None, "", patience=9))
+        await asyncio.sleep(1)
+        pipeline._apply(lambda: state.append(1))
+        with pytest.raises(ZeroDivisionError):
+            await waiting
+        assert not pipeline._waiting
+
+    run(story())
+
+
+def test_who_goes_away_is_asked_no_more():
+    pipeline, asked = Run().pipeline, []
+
+    async def story():
+        waiting = asyncio.create_task(pipeline._when(lambda: asked.append(1), "", patience=9))
+        await asyncio.sleep(1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        pipeline._apply(lambda: None)
+
+    run(story())
+    assert asked == [1]
+
+
+def test_an_update_that_waits_for_running_rollouts_admits_no_others():
+    """What failed meanwhile is played again after it."""
+    chance = random.Random(0)
+    judge = FakeJudge(lambda e: Verdict(error="again") if chance.random() < 0.1 else Verdict(reward=1.0))
+    done = Run(max_staleness=3, judge=judge, max_retries=9, schedule={"in_flight_updates": False})
+    running, update = [], done.engine.update_weights
+
+    async def watched(weights):
+        running.append(done.buffer.in_flight)
+        await update(weights)
+        running.append(done.buffer.in_flight)
+
+    done.engine.update_weights = watched
+    done(seed=1)
+    assert running == [0] * 2 * 13
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+
+def slow_disk(seconds, fails_at=None):
+    """A ``save`` that returns at once, and a checkpoint that takes its time."""
+
+    async def save(version):
+        async def written():
+            await asyncio.sleep(seconds)
+            if version == fails_at:
+                raise CheckpointError("the disk is full")
+            return Path(f"step-{version}")
+
+        return written
+
+    return save
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_only_the_next_one_waits_for_it():
+    done = Run(schedule={"save_every": 4}, save=slow_disk(10_000.0))()
+    story = [event for event in done.events if isinstance(event, (StepEnded, Saving, Saved))]
+    saves = [(type(event).__name__, event.step) for event in story if not isinstance(event, StepEnded)]
+    assert saves == [(kind, step) for step in (4, 8, 12) for kind in ("Saving", "Saved")]
+    steps = [event.step for event in story[: story.index(done.of(Saved)[0])] if isinstance(event, StepEnded)]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8], "up to the next cut"
+    assert story[-1] == done.of(Saved)[-1], "the run ends when the last one is written"
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause():
+    done = Run(schedule={"save_every": 2}, save=slow_disk(3.0, fails_at=4))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        done()
+    assert [event.step for event in done.of(Saved)] == [2]
+    assert done.engine.running == 0
+
+
+def test_the_end_of_a_run_whose_last_checkpoint_cannot_be_written_is_an_error():
+    done = Run(save=slow_disk(3.0, fails_at=12))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        done()

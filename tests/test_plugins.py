@@ -265,6 +265,23 @@ def test_a_prefix_receives_the_rest_of_the_name(install):
         host.make("environment", "gym:chain_sum", rest="x")
 
 
+def test_a_file_finds_the_modules_beside_it_and_hides_no_installed_one(install, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_module.py").write_text("LENGTH = 7\n")
+    install("grpo-plugin-words", WORDS)
+    (tmp_path / "grpo_plugin_words_module.py").write_text("raise RuntimeError('not the installed one')\n")
+    file = tmp_path / "my_env.py"
+    uses = "import grpo_plugin_words_module\nfrom beside_module import LENGTH\n"
+    file.write_text(f"{textwrap.dedent(WORDS)}\n{uses}def seven(): return Words(LENGTH)\n")
+    host = PluginHost.discover(allow=[])
+    assert host.make("environment", f"{file}:seven").length == 7
+
+
+def test_a_host_remembers_what_was_left_out_for_those_that_load_plugins_elsewhere(install):
+    install("grpo-plugin-words", WORDS, entry="words")
+    assert PluginHost.discover(block=["words"]).block == ("words",)
+
+
 def test_a_file_is_a_plugin_that_is_not_installed(install, tmp_path):
     file = tmp_path / "my_env.py"
     file.write_text(textwrap.dedent(WORDS) + "\nclass Other(Words): pass\n")
@@ -430,7 +447,7 @@ def test_every_hook_has_a_kind_and_a_docstring():
     ],
 )
 def test_importing_and_listing_load_nothing_heavy(code):
-    heavy = ["torch", "transformers", "ray", "vllm", "numpy", "math_verify", "datasets"]
+    heavy = ["torch", "transformers", "ray", "vllm", "numpy", "math_verify", "datasets", "jinja2"]
     told = subprocess.run(
         [
             sys.executable,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ class Target:
     def die(self):
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def later(self, name):
+        """Answered when ``now`` is called."""
+        self.promise = Future()
+        return self.promise
+
+    def now(self, error=None):
+        if error is not None:
+            self.promise.set_exception(error)
+        else:
+            self.promise.set_result("at last")
 
     def on_main_thread(self):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -138,6 +150,23 @@ def test_a_child_that_dies_is_named_with_its_last_words(tmp_path):
             await c.call("greet", "nobody", seconds=5)
 
     story(closing(child(log=tmp_path / "log"), use))
+
+
+def test_a_future_is_answered_when_it_is_done_and_holds_no_other_call_up():
+    async def use(c):
+        first = asyncio.create_task(c.call("later", "you", seconds=20))
+        await c.call("greet", "you", seconds=20)
+        assert not first.done()
+        await c.call("now", seconds=5)
+        assert await first == "at last"
+        second = asyncio.create_task(c.call("later", "you", seconds=20))
+        await asyncio.sleep(0)
+        await c.call("now", OSError(28, "No space left on device"), seconds=5)
+        with pytest.raises(OSError, match="No space left") as caught:
+            await second
+        assert caught.value.errno == 28
+
+    story(closing(child(), use))
 
 
 def test_a_target_may_run_its_own_loop_and_answer_out_of_order():

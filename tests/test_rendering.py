@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_core.errors import ModelError
 from grpo_core.rendering import Renderer
 from grpo_core.tiny import write_tokenizer
+from grpo_core.tools import parse_calls
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "[CALL]",
+            "close": "[/CALL]",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
 REWRITING = (
     "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
 )
@@ -55,16 +71,187 @@ def test_with_a_template_the_prompt_ends_where_the_model_speaks(tokenizer):
     assert renderer.text(renderer.prompt_ids([user("hi")])) == "<user>hi</><assistant>"
 
 
-def test_what_an_environment_answers_is_encoded_alone_and_follows_the_sampled_tokens(tokenizer):
+# ---------------------------------------------------------------------------------- several turns
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As many models have it: a line break follows the token that ends a turn, which nobody samples."""
+
+FORGETFUL = CHATML.replace(
+    "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+)
+"""Drops the reasoning of all turns but the last."""
+
+SILENT = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def merging():
+    """A tokenizer that merges: most texts can be written in many ways."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        ["assistant user tool what is the answer no yes again think"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<|im_start|>", "<|im_end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+def chat(tokenizer, template):
+    tokenizer.chat_template = template
+    return Renderer(tokenizer)
+
+
+def said(content, *calls):
+    functions = [{"type": "function", "id": "call00000", "function": c} for c in calls]
+    return {"role": "assistant", "content": content, **({"tool_calls": functions} if calls else {})}
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.text("abc think</>\n", max_size=12),
+        st.sampled_from(["user", "tool"]),
+        st.text("no yes\n", max_size=8),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(turns=TURNS)
+def test_a_row_is_what_the_template_writes_for_the_whole_conversation(merging, turns):
+    """If the model writes its tokens as the tokenizer would."""
+    renderer = chat(merging, CHATML)
+    (end,) = renderer.stop_token_ids
+    messages = [user("what is it")]
+    row = renderer.prompt_ids(messages)
+    for reply, role, answer in turns:
+        row += (*merging.encode(reply), end)
+        answers = [{"role": role, "content": answer}]
+        row += renderer.continuation_ids(answers, said=said(reply), ended=True)
+        messages += [said(reply), *answers]
+    whole = merging.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert merging.decode(row) == whole
+    assert row == renderer.prompt_ids(messages)
+
+
+@given(st.lists(st.integers(0, 399), min_size=1, max_size=8), st.booleans())
+def test_tokens_that_the_tokenizer_would_write_otherwise_stay_as_they_were_sampled(merging, sampled, ended):
+    renderer = chat(merging, CHATML)
+    (end,) = renderer.stop_token_ids
+    completion = tuple(token for token in sampled if token != end) + ((end,) if ended else ())
+    text = renderer.text(completion)
+    new = renderer.continuation_ids([user("again")], said=said(text), ended=ended)
+    assert merging.decode(new) == ("" if ended else "<|im_end|>") + (
+        "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    ), "what is new does not depend on what was said, and one token ends it"
+
+
+def test_what_tools_answer_follows_their_call(merging):
+    renderer = chat(merging, CHATML)
+    renderer.check_turns(tools=True)
+    garbled = said("", {"name": "", "arguments": "not JSON"})
+    answer = {"role": "tool", "name": "", "tool_call_id": "call00000", "content": "error"}
+    new = renderer.continuation_ids([answer], said=garbled, ended=True)
+    assert merging.decode(new) == "\n<|im_start|>tool\nerror<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tools_are_shown_by_the_template_and_no_tools_are_not_announced(merging):
+    renderer = chat(merging, CHATML)
+    shown = merging.decode(renderer.prompt_ids([user("hi")], [{"type": "function", "name": "price"}]))
+    assert '"name": "price"' in shown
+    assert merging.decode(renderer.prompt_ids([user("hi")], ())) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_without_a_template_what_is_answered_follows_as_it_is(directory):
+    renderer = Renderer.load(str(directory))
+    renderer.check_turns(tools=True)
+    new = renderer.continuation_ids([user("no"), user("!")], said=said("x"), ended=True)
+    assert renderer.text(new) == "no!"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "message"),
+    [
+        (REWRITING, False, "the chat template rewrites earlier messages"),
+        (FORGETFUL, False, "the chat template rewrites earlier messages"),
+        (FORGETFUL, True, "the chat template rewrites earlier messages"),
+        (SILENT, True, "cannot render messages of user, assistant, tool: no tools here"),
+    ],
+)
+def test_a_template_that_cannot_keep_what_was_sampled_is_refused_before_anything_is(
+    merging, template, tools, message
+):
+    with pytest.raises(ModelError, match=message):
+        chat(merging, template).check_turns(tools=tools)
+
+
+def test_a_template_that_says_nothing_of_the_assistant_is_refused(merging):
+    with pytest.raises(ModelError, match="does not render what an assistant says"):
+        chat(merging, "{{ messages[0].content }}").continuation_ids([user("no")], said=said("x"), ended=True)
+
+
+# ---------------------------------------------------------------------------------- tool calls
+
+
+def parsed(renderer, text, *, tools=({"type": "function"},)):
+    ids = renderer._tokenizer.encode(text)
+    return renderer.message(text, token_ids=ids, before=(), tools=tools)
+
+
+def test_calls_stand_between_tags_if_the_tokenizer_does_not_say_otherwise(directory):
+    message = parsed(
+        Renderer.load(str(directory)),
+        'So: <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> '
+        '<tool_call>{"name": "f"}</tool_call>',
+    )
+    assert message["content"] == "So:"
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "add", "arguments": {"a": 1}},
+        {"name": "f", "arguments": {}},
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "no call", "<tool_call>{", "</tool_call><tool_call>"])
+def test_what_is_no_call_stays_text(directory, text):
+    assert parsed(Renderer.load(str(directory)), text) == {"role": "assistant", "content": text}
+
+
+@given(st.text(), st.text())
+def test_no_text_can_break_the_reading_of_calls(before, inner):
+    _, calls = parse_calls(f"{before}<tool_call>{inner}</tool_call>")
+    assert len(calls) >= 1
+    assert all(isinstance(call["function"]["name"], str) for call in calls)
+
+
+def test_a_tokenizer_that_says_how_calls_are_written_is_followed(tokenizer):
     tokenizer.chat_template = TEMPLATE
-    renderer = Renderer(tokenizer)
-    assert renderer.text(renderer.continuation_ids([user("no")])) == "<user>no</><assistant>"
-
-
-def test_a_template_that_rewrites_what_was_said_is_refused(tokenizer):
-    tokenizer.chat_template = REWRITING
-    with pytest.raises(ModelError, match="the chat template rewrites earlier messages"):
-        Renderer(tokenizer).continuation_ids([user("no")])
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    message = parsed(Renderer(tokenizer), 'Well [CALL]{"name": "add", "arguments": {"a": 1}}[/CALL]')
+    assert message["content"].strip() == "Well"
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
+    for garbled in ('[CALL]{"name": [/CALL]', "[CALL]7[/CALL]", '[CALL]{"name": 3}[/CALL]'):
+        (call,) = parsed(Renderer(tokenizer), garbled)["tool_calls"]
+        assert call["function"] == {"name": "", "arguments": garbled}
 
 
 def test_a_directory_that_is_no_model(tmp_path):

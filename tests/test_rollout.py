@@ -13,7 +13,6 @@ from grpo_core.records import Group, Prompt, Rollout, Verdict, Weights
 from grpo_core.rollout import EngineBudget, Sampling, Start, play, seed_of
 from grpo_core.rows import check_staleness, make_batch
 from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, prompts, run
-from grpo_core.validation import Context, Greedy, run_strategy
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8)
 VERSION_0 = Weights(version=0, location="", nbytes=0, tensors=())
@@ -218,48 +217,3 @@ def test_tokens_of_impossible_versions_stop_the_run(versions, fine):
     else:
         with pytest.raises(EngineError, match=r"prompt 'p' .* expected versions 3 to 4"):
             check_staleness(groups, step=4, max_staleness=1)
-
-
-# ---------------------------------------------------------------------------------- validation
-
-
-def validated(strategy, judge, n=10):
-    async def story():
-        engine = FakeEngine(reply=lambda request, rng: "".join(map(chr, request.prompt_ids))[-1])
-        await engine.update_weights(VERSION_0)
-        context = Context(
-            version=0,
-            prompts={"task": prompts(n)},
-            engine=engine,
-            judges={"task": judge},
-            renderer=FakeRenderer(),
-            sampling=SAMPLING,
-        )
-        return await run_strategy("tested", strategy, context)
-
-    return run(story())
-
-
-def test_greedy_measures_every_prompt_once_with_one_environment_call():
-    judge = FakeJudge(lambda e: Verdict(reward=float(e.reply == e.prompt.answer)))
-    assert validated(Greedy(), judge) == {
-        "task": {"accuracy": 1.0, "reward": 1.0, "completion_tokens": 1.0, "prompts": 10.0, "errors": 0.0}
-    }
-    assert judge.calls == [10]
-
-
-def test_what_has_no_verdict_is_counted_and_is_no_wrong_answer():
-    judge = FakeJudge(
-        lambda e: Verdict() if e.prompt.id in "36" else Verdict(reward=float(e.prompt.id in "12"))
-    )
-    result = validated(Greedy(mode="pipelined"), judge)["task"]
-    assert (result["accuracy"], result["prompts"], result["errors"]) == (0.25, 8.0, 2.0)
-
-
-def test_a_strategy_that_returns_something_else_is_named():
-    class Wrong:
-        async def validate(self, context):
-            return [0.5]
-
-    with pytest.raises(PluginError, match=r"'tested': validate\(\) returned list, expected"):
-        validated(Wrong(), FakeJudge())

@@ -95,3 +95,10 @@ def test_the_directory_replaces_an_unfinished_one(tmp_path: Path) -> None:
     make(tmp_path / "m")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert not (tmp_path / "m" / "rest").exists()
+
+
+def test_of_a_demonstration_the_replies_are_learnt_and_not_what_they_are_answered() -> None:
+    row = tiny._row("7:", "7", "3:", "37")
+    assert row.prompt_ids == tiny.encode("7:")
+    assert row.token_ids == (*tiny.encode("7"), 1, *tiny.encode("3:37"), 1)
+    assert row.sampled == (True, True, False, False, True, True, True)

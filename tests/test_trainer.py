@@ -3,6 +3,8 @@
 import asyncio
 import math
 import random
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 import transformers
 
-from grpo_core import cpu, policy, tiny
-from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
+from grpo_core import assembly, cpu, policy, tiny
+from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
 from grpo_core.logprobs import KEEP_BYTES
+from grpo_core.plugins import PluginHost
 from grpo_core.records import Batch, Row
+from grpo_core.tracking import RunDirectory
 from grpo_core.trainer import TorchTrainer, create, learning_rate, token_budget
 from grpo_core.trainer_process import ProcessTrainer, TrainerSetup, thread_count
 from grpo_core.weights import read
@@ -361,6 +365,11 @@ def test_any_causal_model_is_scored_as_it_scores_itself(kind: str, fused: bool, 
 # ---------------------------------------------------------------------------------- files
 
 
+def save(trainer: TorchTrainer, directory: Path) -> None:
+    trainer.save(directory)
+    trainer.written().result()
+
+
 @pytest.mark.parametrize("updates", [1, 2])
 def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, updates: int) -> None:
     def given(**options: object) -> TrainerSetup:
@@ -374,7 +383,7 @@ def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, up
     straight, first = TorchTrainer(given()), TorchTrainer(given())
     train(straight, range(6))
     train(first, range(3))
-    first.save(tmp_path)
+    save(first, tmp_path)
     resumed = TorchTrainer(given(resume_from=tmp_path))
     assert resumed.version == 3
     assert same(first, resumed)
@@ -382,10 +391,53 @@ def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, up
     assert same(straight, resumed)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_saved_is_the_moment_of_the_cut_though_training_goes_on(
+    model: str, tmp_path: Path, again: bool
+) -> None:
+    """Also the second time, in memory that holds another copy already."""
+    trainer, twin = TorchTrainer(setup(model)), TorchTrainer(setup(model))
+    for step in range(2):
+        for each in (trainer, twin):
+            each.step(batch(ragged(seed=step), step))
+    if again:
+        save(trainer, tmp_path / "first")
+        for each in (trainer, twin):
+            each.step(batch(ragged(seed=2), 2))
+    disk = threading.Event()
+    trainer._snapshot._thread.submit(disk.wait)
+    trainer.save(tmp_path / "saved")
+    trainer.step(batch(ragged(seed=8), trainer.version))
+    assert not trainer.written().done()
+    disk.set()
+    trainer.written().result()
+    assert not same(trainer, twin)
+    assert same(twin, TorchTrainer(setup(model, resume_from=tmp_path / "saved")))
+
+
+def test_without_a_copy_training_waits_until_all_is_written(model: str, tmp_path: Path) -> None:
+    trainer = TorchTrainer(attrs.evolve(setup(model), saves_beside=False))
+    trainer.step(batch(ragged()))
+    trainer.save(tmp_path)
+    assert trainer.written().done()
+    assert not trainer._snapshot._memory
+    assert same(trainer, TorchTrainer(setup(model, resume_from=tmp_path)))
+
+
+def test_what_cannot_be_written_is_told_and_the_next_save_is_tried(model: str, tmp_path: Path) -> None:
+    trainer = TorchTrainer(setup(model))
+    (tmp_path / "file").write_text("in the way")
+    trainer.save(tmp_path / "file")
+    with pytest.raises(OSError, match="directory"):
+        trainer.written().result()
+    save(trainer, tmp_path / "saved")
+    assert same(trainer, TorchTrainer(setup(model, resume_from=tmp_path / "saved")))
+
+
 def test_what_is_saved_is_an_ordinary_model_without_pickles(model: str, tmp_path: Path) -> None:
     trainer = TorchTrainer(setup(model))
     trainer.step(batch(ragged()))
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trainer").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(trainer).items())
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "trainer")("ab").input_ids == [
@@ -399,7 +451,7 @@ def test_what_is_saved_is_an_ordinary_model_without_pickles(model: str, tmp_path
 def test_a_damaged_optimizer_state_is_refused(model: str, tmp_path: Path, harm: str) -> None:
     trainer = TorchTrainer(setup(model))
     trainer.step(batch(ragged()))
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     state = tmp_path / "optimizer" / "state.safetensors"
     if harm == "lost":
         state.unlink()
@@ -464,7 +516,7 @@ def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_pa
             for step in range(2):
                 result = await trainer.step(batch(ragged(seed=step), step))
             assert result.version == 2
-            await trainer.save(tmp_path / "saved")
+            await (await trainer.save(tmp_path / "saved"))()
             there = {name: tensor.clone() for name, tensor in read(await trainer.publish()).items()}
             with pytest.raises(TrainerError, match="holds version 2"):
                 await trainer.step(batch([], 7))
@@ -500,6 +552,19 @@ def test_a_trainer_that_cannot_be_made_says_why(tmp_path: Path) -> None:
 
 def test_the_child_makes_what_the_setup_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", (asked := []).append)
+    monkeypatch.setattr(sys, "setswitchinterval", (switches := []).append)
     made = create(setup(model, threads=1))
     assert asked == [1]
+    assert switches[0] < 0.005
     assert made.description()["parameters"] == 4_192
+
+
+def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = PluginHost.discover(block=["math"])
+    monkeypatch.setattr(assembly, "ProcessTrainer", lambda setup, log: setup)
+    config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
+    given = assembly._trainer(config, RunDirectory(tmp_path), host, model, (), None)
+    with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
+        TorchTrainer(given)

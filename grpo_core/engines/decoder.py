@@ -11,10 +11,10 @@ from collections.abc import Hashable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from grpo_core.engines import wire
 from grpo_core.engines.batch import Batch, Entry, Finished, Model, completion
 from grpo_core.engines.stopping import StopStrings
 from grpo_core.errors import EngineError
-from grpo_core.records import GenerationRequest
 
 PREFILL_TOKENS = 16384
 """Prompt tokens, padding included, that one step prefills at most (a longer prompt comes alone)."""
@@ -44,7 +44,7 @@ class Decoder:
 
     def add(self, entries: Iterable[Entry]) -> None:
         for key, request in entries:
-            problem = self._problem(request)
+            problem = wire.problem(request, "local", self._model.vocabulary, self._model.max_positions)
             if problem is not None:
                 self._refused.append((key, EngineError(problem)))
             elif request.max_tokens == 0:
@@ -103,20 +103,3 @@ class Decoder:
                 break
             entries.append(self._waiting.popleft())
         return entries
-
-    def _problem(self, request: GenerationRequest) -> str | None:
-        n, limit, size = len(request.prompt_ids), self._model.max_positions, self._model.vocabulary
-        if not n:
-            return "engine local: a request has no prompt tokens; a prompt needs at least one"
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < size:
-            return f"engine local: a prompt has token {max(request.prompt_ids)}; the model has {size} tokens"
-        if n + request.max_tokens > limit:
-            return (
-                f"engine local: a prompt of {n} tokens and max_tokens={request.max_tokens} exceed the "
-                f"model's {limit} positions; shorten the prompts or lower rollout.max_tokens"
-            )
-        if request.max_tokens < 0 or request.temperature < 0:
-            return (
-                f"engine local: max_tokens={request.max_tokens}, temperature={request.temperature}: below 0"
-            )
-        return None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_core.engines.llama import copy_all
 from grpo_core.errors import ModelError
+from grpo_core.models import keep_softcapping
 
 
 class TransformersModel:
@@ -36,6 +37,7 @@ class TransformersModel:
             raise ModelError(
                 f"engine local: {model!r} is not a causal language model of transformers: {error}"
             ) from error
+        keep_softcapping(module)
         self.module = module.to(device).eval()
         self.config = config
         self.device = device

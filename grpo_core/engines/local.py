@@ -1,174 +1,26 @@
-"""The engine ``local``: decoding in a child process of its own, on the CPU or one GPU.
-
-A process and not a thread, so that generation overlaps with training and with the pipeline for real.
-"""
+"""The engine ``local``: decoding with this library's own decoder, on the CPU or one GPU."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
-
-from grpo_core.engines import wire
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
-from grpo_core.processes import Child
-from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
-
-MAX_DEATHS = 3
-"""Deaths of the child, with no finished request in between, after which the engine gives up."""
+from grpo_core.engines.child import ChildEngine
+from grpo_core.records import EngineSetup
 
 
-class LocalEngine:
-    """Satisfies ``grpo_core.protocols.Engine``; the child starts at once, the constructor does not wait.
+class LocalEngine(ChildEngine):
+    """Decodes in a child process of its own (see ``ChildEngine`` and ``grpo_core.engines.server``).
 
     Args:
         device: "cpu", "cuda", or "auto".
         dtype: of weights and keys in the engine ("float32", "bfloat16"); "auto": as the trainer sends them.
         max_rows: requests decoded at once; the others wait in order (those for a single token go first).
-
-    If the child dies, running ``generate`` calls raise EngineError, and the next call starts another
-    child and gives it the last weights before anything else.
     """
 
     def __init__(
         self, setup: EngineSetup, *, device: str = "auto", dtype: str = "auto", max_rows: int = 512
     ) -> None:
-        self._setup = setup
-        self._options = {"device": device, "dtype": dtype, "max_rows": max_rows}
-        self._log = Path(setup.log_directory) / "engine-local.log" if setup.log_directory else None
-        self._tickets = itertools.count()
-        self._starting = asyncio.Lock()
-        self._weights: Weights | None = None
-        """The last that a child held."""
-        self._deaths = 0
-        self._closed = False
-        self._cancelling: set[asyncio.Task[Any]] = set()
-        self.description = "starting"
-        """Which path decodes, where; known after the first ``update_weights``."""
-        self._child: Child | None = self._start()
-        self._ready = False
-        """The child holds ``_weights``."""
-
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in order.
-
-        Cancelling the task frees the rows.  Raises EngineError if the child died (ask again), if it died
-        three times in a row (do not), or if a request cannot be decoded.
-        """
-        try:
-            child = await self._ready_child()
-        except WeightSyncError as error:
-            raise EngineError(f"engine local could not be started again: {error}") from error
-        ticket = next(self._tickets)
-        try:
-            answer = await child.call("generate", ticket, wire.pack_requests(requests), seconds=None)
-        except asyncio.CancelledError:
-            self._cancel(child, ticket)
-            raise
-        except ChildDied as error:
-            self._died(child, error)
-            raise EngineError(f"engine local died while it generated; ask again: {error}") from error
-        self._deaths = 0
-        return wire.unpack_completions(answer)
-
-    async def update_weights(self, weights: Weights) -> None:
-        """Returns when every later token is sampled from ``weights``.
-
-        Raises WeightSyncError if they could not be read or are not the model's, or if the child did not
-        answer within the setup's deadline; ModelError if the model's configuration cannot be used.
-        """
-        async with self._starting:
-            try:
-                await self._give(weights)
-            except EngineError as error:
-                raise WeightSyncError(
-                    f"engine local does not hold version {weights.version}: {error}"
-                ) from error
-
-    async def aclose(self) -> None:
-        self._closed = True
-        if self._child is not None:
-            await self._child.aclose()
-        await asyncio.gather(*self._cancelling, return_exceptions=True)
-
-    # ------------------------------------------------------------------------------ the child
-
-    def _start(self) -> Child:
-        threads = str(self._setup.threads)
-        return Child(
-            "grpo_core.engines.server:Server",
-            {"setup": self._setup, **self._options},
-            name="engine local",
-            environ={
-                "OMP_NUM_THREADS": threads,
-                "MKL_NUM_THREADS": threads,
-                "TOKENIZERS_PARALLELISM": "false",
-            },
-            log=self._log,
+        super().__init__(
+            setup,
+            name="local",
+            server="grpo_core.engines.server:Server",
+            options={"device": device, "dtype": dtype, "max_rows": max_rows},
         )
-
-    async def _ready_child(self) -> Child:
-        """A child that holds the last weights."""
-        async with self._starting:
-            child = self._living_child()
-            if not self._ready:
-                if self._weights is None:
-                    raise EngineError("engine local: generate before the first update_weights")
-                await self._give(self._weights)
-                child = self._living_child()
-            return child
-
-    async def _give(self, weights: Weights) -> None:
-        """Let a child hold them, a new one if need be."""
-        seconds = self._setup.deadline
-        while True:
-            child = self._living_child()
-            try:
-                await child.started(seconds=seconds)
-                told = await child.call("update_weights", weights, seconds=seconds)
-            except ChildDied as error:
-                self._died(child, error)
-                continue  # at most MAX_DEATHS times
-            except DeadlineExceeded as error:
-                self._died(child, error)
-                raise WeightSyncError(
-                    f"engine local does not hold version {weights.version}: {error}"
-                ) from error
-            self.description = told["description"]
-            self._weights, self._ready = weights, True
-            return
-
-    def _living_child(self) -> Child:
-        """The child, or a new one in its place; EngineError if there is no use in that."""
-        if self._closed:
-            raise EngineError("engine local is closed")
-        if self._child is not None and not self._child.alive:
-            self._died(self._child, ChildDied("it died while nobody waited for it"))
-        if self._child is None:
-            self._child = self._start()
-        return self._child
-
-    def _died(self, child: Child, why: GrpoError) -> None:
-        """Note the death once, however many calls report it; EngineError if it was one too many."""
-        if child is self._child:
-            child.kill()
-            self._child, self._ready = None, False
-            self._deaths += 1
-        if self._deaths >= MAX_DEATHS:
-            where = f"see {self._log}" if self._log else "its output is above"
-            raise EngineError(
-                f"engine local died {self._deaths} times without finishing a request in between ({where}); "
-                f"the last time: {why}"
-            ) from why
-
-    def _cancel(self, child: Child, ticket: int) -> None:
-        async def cancel() -> None:
-            with suppress(GrpoError):  # a dead child decodes nothing
-                await child.call("cancel", ticket, seconds=self._setup.deadline)
-
-        task = asyncio.get_running_loop().create_task(cancel(), name="engine local: cancel")
-        self._cancelling.add(task)
-        task.add_done_callback(self._cancelling.discard)

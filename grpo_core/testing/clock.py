@@ -72,7 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         if self.watch is not None:
             self.watch()
-        if self.time() > self._horizon:
+        if self._virtual.now > self._horizon:
             raise Deadlock(
                 f"still running at {self._horizon:g} virtual seconds:\n" + "\n".join(self._waiting_tasks())
             )

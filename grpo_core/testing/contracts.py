@@ -1,6 +1,6 @@
 """The contracts of plugins as tests that their authors run.
 
-    from grpo_core.testing.contracts import check_sampler
+    from grpo_core.testing.contracts import check_environment, check_sampler
 
     def test_mine_keeps_the_contract():
         check_sampler(Mine)
@@ -26,9 +26,22 @@ from grpo_core.loaders import ShuffledIndices
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.samplers import checked_sample
+from grpo_core.testing.conformance import Conformance
+from grpo_core.testing.subjects import Hosted
 
 SMALL = 100_000
 """Bytes of JSON that a sampler's state has at most: it is part of each checkpoint."""
+
+
+def check_environment(make: Callable[[], Any]) -> None:
+    """Runs ``grpo_core.testing.conformance``; the test fails with all that is broken.
+
+    Args:
+        make: a new environment, the same each time; a class will do.
+    """
+    findings = list(Conformance(Hosted(make)).run())
+    failed = [f"{finding.check}: {finding.told}" for finding in findings if finding.outcome == "failed"]
+    assert not failed, "\n".join(failed)
 
 
 class MemoryLoader:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_core.errors import EngineError
 from grpo_core.records import (
@@ -18,11 +19,13 @@ from grpo_core.records import (
     Episode,
     GenerationRequest,
     Message,
+    Opened,
     Prompt,
     StepResult,
     Verdict,
     Weights,
 )
+from grpo_core.tools import parse_calls
 
 
 def prompts(n: int, task: str = "task") -> list[Prompt]:
@@ -35,10 +38,22 @@ class FakeRenderer:
 
     stop_token_ids: tuple[int, ...] = ()
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    context = 2**31
+
+    def check_turns(self, *, tools: bool) -> None:
+        return None
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
         return tuple(map(ord, "".join(message["content"] for message in messages)))
 
-    continuation_ids = prompt_ids
+    def continuation_ids(
+        self, messages: Sequence[Message], *, said: Message | None = None, ended: bool = True
+    ) -> tuple[int, ...]:
+        return self.prompt_ids(messages)
+
+    def message(self, text: str, **_: Any) -> Message:
+        content, calls = parse_calls(text)
+        return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
 
     def text(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
@@ -119,11 +134,14 @@ class FakeTrainer:
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": self.seconds})
 
-    async def publish(self) -> Weights:
+    async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         return Weights(version=self.version, location="", nbytes=0, tensors=())
 
-    async def save(self, directory: Path) -> None:
-        return None
+    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
+        async def written() -> None:
+            return None
+
+        return written
 
     async def aclose(self) -> None:
         return None
@@ -138,12 +156,24 @@ class FakeJudge:
         *,
         max_turns: int = 1,
         seconds: float = 0.1,
+        needs_group: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.verdict, self.max_turns, self.seconds = verdict, max_turns, seconds
-        self.needs_group = False
+        self.needs_group = needs_group
+        self.tools = tuple(tools)
         self.calls: list[int] = []
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+        self.opened += prompts
+        return [Opened(tools=self.tools)] * len(prompts)
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
         self.calls.append(len(episodes))
         await asyncio.sleep(self.seconds)
         return [self.verdict(episode) for episode in episodes]
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        self.closed += sessions

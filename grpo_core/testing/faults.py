@@ -43,6 +43,8 @@ class Faults:
     """kill -9 at any step of the event loop."""
     kill_in_checkpoint: float = 0.15
     """kill -9 in the middle of a write, or between two."""
+    power_cut: float = 0.3
+    """The machine dies with the process: what was not synced may be lost."""
     rot: float = 0.2
     """After a death: a byte of the newest of several checkpoints has changed."""
     stop: float = 0.15

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import random
 import shutil
 import sys
@@ -29,14 +30,14 @@ from attrs import asdict, define, field, frozen
 from grpo_core import checkpoint
 from grpo_core.advantages import group as group_advantages
 from grpo_core.batcher import BatchedJudge
-from grpo_core.buffer import Buffer
+from grpo_core.buffer import Buffer, Slot
 from grpo_core.config import EnvironmentConfig
 from grpo_core.dynamic import DynamicSampling
 from grpo_core.errors import GrpoError
 from grpo_core.events import Event, GroupsReady, RunEnded, RunStarted, Saving, Synced
 from grpo_core.laws import Laws, Violation
-from grpo_core.loaders import ShuffledIndices, TaskLoader
-from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.loaders import ShuffledIndices, TaskLoader, fingerprint
+from grpo_core.pipeline import Pipeline, Schedule, Written
 from grpo_core.protocols import Judge
 from grpo_core.records import Group, Prompt
 from grpo_core.rollout import Sampling, Start, play
@@ -57,7 +58,6 @@ from grpo_core.tracking import plain
 Policy = Literal["deadline", "in_order"]
 
 LIVES = 4
-"""The last of them has no faults."""
 TASKS = {"short": 1, "long": 2}
 """Turns of each task's environment."""
 HORIZON = 1e6
@@ -106,6 +106,32 @@ class _Rows:
         return self._indices.state_dict()
 
 
+class _Watched(Buffer[Prompt, Group]):
+    """Says when it may have changed, so that the laws need not be checked where nothing did."""
+
+    changed = True
+
+    def take(self) -> list[Group] | None:
+        self.changed = True
+        return super().take()
+
+    def _stamp_again(self, slot: Slot[Prompt]) -> Slot[Prompt]:
+        self.changed = True
+        return super()._stamp_again(slot)
+
+    def _leave(self, *given: Any) -> Slot[Prompt]:
+        self.changed = True
+        return super()._leave(*given)
+
+
+class _Prompts(list[Prompt]):
+    """As every life finds them: what the loader compares is computed once."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(list(self))
+
+
 @define(eq=False)
 class Simulation:
     """One run through all its lives; ``simulate`` is the way in."""
@@ -118,14 +144,19 @@ class Simulation:
     prompts_per_step: int
     group_size: int
     root: Path
+    most_lives: int = LIVES
+    """The last of them has no faults."""
     laws: Laws = field(factory=Laws)
     truth: Truth = field(factory=Truth)
     story: list[str] = field(factory=list)
     seconds: float = 0.0
     _hash: Any = field(factory=blake2b)
     _dead: bool = False
+    _emitted: bool = True
+    """Since the laws were checked."""
     _dynamic: bool = field(init=False)
     _dice: Dice = field(init=False)
+    _disk: SimulatedDisk | None = None
     _engine: SimulatedEngine = field(init=False)
     _options: dict[str, Any] = field(init=False)
     _prompts: dict[str, list[Prompt]] = field(init=False)
@@ -140,10 +171,10 @@ class Simulation:
         }
         self._dynamic = rng.random() < 0.3
         self._prompts = {
-            task: [
+            task: _Prompts(
                 Prompt(messages=f"{task} {i}", id=str(i), environment=task)
                 for i in range(rng.randint(20, 60))
-            ]
+            )
             for task in TASKS
         }
         self._poisoned = {str(i) for i in range(60) if rng.random() < self.faults.poisoned}
@@ -152,8 +183,8 @@ class Simulation:
 
     def run(self) -> Outcome:
         lives = []
-        for number in range(1, LIVES + 1):
-            faults = self.faults if number < LIVES else NONE
+        for number in range(1, self.most_lives + 1):
+            faults = self.faults if number < self.most_lives else NONE
             self._dice = Dice(f"life/{self.seed}/{number}", faults)
             lives.append(self._live(number))
             self._tell(f"life {number}: {lives[-1]}")
@@ -174,7 +205,11 @@ class Simulation:
     def _live(self, number: int) -> str:
         """From the start, or from the newest checkpoint, to whatever end."""
         self._dead = False
-        pipeline, found = self._assemble()
+        try:
+            pipeline, found = self._assemble()
+        except GrpoError as error:
+            self._broken(f"cannot be resumed: {error}")
+            return "failed"
         step = found.step if found else 0
         for reason in found.passed_over if found else ():
             self._tell(f"passed over {reason}")
@@ -192,9 +227,10 @@ class Simulation:
             )
         )
         dice = self._dice.random
-        kill_at = dice.randrange(2000) if self._dice.happens("kill") else -1
+        kill_at = dice.randrange(1500) if self._dice.happens("kill") else -1
         stop_at = dice.uniform(0, 40) if self._dice.happens("stop") else None
-        loop_steps = 0
+        loop_steps, buffer = 0, pipeline.buffer
+        assert isinstance(buffer, _Watched)
 
         def watch() -> None:
             nonlocal loop_steps
@@ -204,14 +240,15 @@ class Simulation:
                 self._die()
             if self._dead:
                 raise Killed
-            self.laws.check(pipeline.buffer.statistics())
+            if self._emitted or buffer.changed:
+                self._emitted = buffer.changed = False
+                self.laws.check(buffer.statistics())
             if self._violated():
                 raise Broken
 
         ended = self._until_its_end(self._story(pipeline, stop_at), f"{self.seed}/{number}", watch)
         if not self._dead:
             self._settle(pipeline, ended)
-        self._bury()
         return ended
 
     def _until_its_end(self, story: Any, seed: str, watch: Callable[[], None]) -> str:
@@ -256,48 +293,46 @@ class Simulation:
             return
         if self._dice.fatal:
             self._broken(f"went on after {self._dice.fatal}")
-        found = checkpoint.newest(self.root / "run")
+        found = checkpoint.newest(self._checkpoints)
         if found is None or found.step != pipeline.buffer.step:
             self._broken(f"{ended} at step {pipeline.buffer.step}, but the newest checkpoint is {found}")
         if pipeline.engine.running:  # type: ignore[attr-defined]
             self._broken(f"{ended}, and the engine still generates")
 
+    @property
+    def _checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
     # ------------------------------------------------------------------------------ death
 
     def _die(self) -> None:
         """From now on nothing that happens counts; dead men tidy nothing."""
-        self._dead = True
-        with contextlib.suppress(FileNotFoundError):
-            (self.root / "run").rename(self.root / "grave")
-
-    def _bury(self) -> None:
-        if self._dead:
-            shutil.rmtree(self.root / "run", ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):
-                (self.root / "grave").rename(self.root / "run")
+        assert self._disk is not None
+        self._dead = self._disk.dead = True
+        if self._dice.happens("power_cut"):
+            self._tell("and the power fails")
+            self._disk.cut_power(self._dice.random)
 
     def _rot(self) -> None:
-        complete = checkpoint.complete_names(self.root / "run")
+        complete = checkpoint.complete_names(self._checkpoints)
         if len(complete) > 1 and self._dice.happens("rot"):
-            file = complete[-1][1] / "pipeline.json"
-            data = bytearray(file.read_bytes())
-            data[self._dice.random.randrange(len(data))] ^= 1
-            file.write_bytes(data)
+            assert self._disk is not None
+            self._disk.rot(complete[-1][1] / "pipeline.json", self._dice.random)
             self._tell(f"a byte of {complete[-1][1].name} has changed")
 
     # ------------------------------------------------------------------------------ the parts
 
     def _assemble(self) -> tuple[Pipeline, checkpoint.Found | None]:
-        found = checkpoint.newest(self.root / "run")
+        found = checkpoint.newest(self._checkpoints)
         memory = Memory()
-        disk = SimulatedDisk(self._dice, self._tell, self._die)
+        self._disk = disk = SimulatedDisk(self.root, self._disk, self._dice, self._tell, self._die)
         resume_from = found.directory if found else None
         trainer = SimulatedTrainer(self._dice, memory, self.truth, disk, resume_from)
         engine = SimulatedEngine(self._dice, memory, self.truth, self._tell)
         self._engine = engine
         loaders = {task: Loader(task, self._prompts[task], seed=self.seed) for task in TASKS}
         sampler = Mix({"short": 2.0}, seed=self.seed)
-        buffer: Buffer[Prompt, Group] = Buffer(
+        buffer = _Watched(
             prompts_per_step=self.prompts_per_step,
             max_staleness=self.max_staleness,
             num_steps=self.steps,
@@ -306,15 +341,15 @@ class Simulation:
         if found is not None:
             checkpoint.restore(found.directory, buffer, loaders, sampler)
 
-        async def save(step: int) -> Path:
-            return await checkpoint.write(
-                self.root / "run",
+        async def save(step: int) -> Written:
+            return await checkpoint.begin(
+                self._checkpoints,
                 step=step,
                 pipeline=checkpoint.cut(buffer, sampler),
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
                 keep=2,
-                storage=disk,
+                disk=disk,
             )
 
         sampling = Sampling(temperature=1.0, max_tokens=8)
@@ -382,6 +417,7 @@ class Simulation:
             return
         record = plain(event)
         self._tell(f"{record}")
+        self._emitted = True
         self.laws.observe(record)
         match event:
             case GroupsReady():
@@ -415,13 +451,17 @@ def simulate(
     steps: int = 12,
     prompts_per_step: int = 8,
     group_size: int = 4,
+    lives: int = LIVES,
 ) -> Outcome:
-    """Simulate a run of ``steps * prompts_per_step`` prompts, in groups of ``group_size``, to its end."""
+    """Simulate a run of ``steps * prompts_per_step`` prompts, in groups of ``group_size``, to its end.
+
+    It has so many ``lives`` at most, the last of them without faults.
+    """
     memory = Path("/dev/shm")
     scratch = tempfile.mkdtemp(prefix="grpo-core-", dir=memory if memory.is_dir() else None)
     try:
         return Simulation(
-            seed, policy, max_staleness, faults, steps, prompts_per_step, group_size, Path(scratch)
+            seed, policy, max_staleness, faults, steps, prompts_per_step, group_size, Path(scratch), lives
         ).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -7,21 +7,18 @@ rollout that is trained twice, altered, or never sampled is seen by ``Truth``.
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import evolve
 
-from grpo_core import checkpoint
 from grpo_core.advantages import group as group_advantages
-from grpo_core.environments import verdicts
 from grpo_core.errors import EngineError, TrainerError, WeightSyncError
 from grpo_core.laws import Violation
 from grpo_core.records import (
@@ -30,15 +27,24 @@ from grpo_core.records import (
     Episode,
     GenerationRequest,
     Group,
+    Opened,
+    Prompt,
     StepResult,
     TensorInfo,
     Verdict,
     Weights,
 )
+from grpo_core.testing.disk import Dead, FaultyDisk
 from grpo_core.testing.faults import Dice
+from grpo_core.verdicts import verdicts
+
+T = TypeVar("T")
 
 Tell = Callable[[str], None]
 """Adds a line to the story."""
+
+Die = Callable[[], None]
+"""From now on nothing that happens counts."""
 
 ENGINE_DEADLINE = 120.0
 ENVIRONMENT_DEADLINE = 30.0
@@ -236,6 +242,12 @@ class SimulatedEnvironment:
         self.task, self.max_turns = task, max_turns
         self._dice, self._tell, self._poisoned = dice, tell, poisoned
 
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+        return [Opened()] * len(prompts)
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        return None
+
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
         slow = self._dice.happens("slow_verdict")
         await asyncio.sleep(ENVIRONMENT_DEADLINE if slow else 0.05)
@@ -257,51 +269,29 @@ class SimulatedEnvironment:
         return reward(list(map(ord, episode.reply)))
 
 
-class SimulatedDisk:
-    """``checkpoint.Storage`` on a real directory: without threads, with faults between and within writes."""
+class SimulatedDisk(FaultyDisk):
+    """Takes virtual time, and dies or fills up when the dice say so."""
 
-    def __init__(self, dice: Dice, tell: Tell, die: Callable[[], None]) -> None:
-        self._tell, self._die = tell, die
-        self._room = dice.random.randrange(200, 60_000) if dice.happens("disk_full") else None
-        self._dice = dice
-        at = dice.random.randrange(1, 40)
-        self._dies_at = at if dice.happens("kill_in_checkpoint") else 0
+    def __init__(self, root: Path, before: FaultyDisk | None, dice: Dice, tell: Tell, die: Die) -> None:
+        room = dice.random.randrange(200, 60_000) if dice.happens("disk_full") else None
+        dies_at = dice.random.randrange(1, 60) if dice.happens("kill_in_checkpoint") else 0
+        super().__init__(root, before=before, dies_at=dies_at, room=room)
+        self._dice, self._tell, self._told = dice, tell, die
 
-    async def write(self, path: Path, data: bytes) -> None:
+    async def run(self, work: Callable[[], T]) -> T:
         await asyncio.sleep(0.01)
-        if self._dies():
-            checkpoint.write_file(path, data[: len(data) // 2])
-            await self._dead()
-        if self._room is not None and self._room < len(data):
-            self._tell(f"disk: full while {path.name} is written")
+        try:
+            return work()
+        except OSError as error:
+            self._tell(f"disk: full while {Path(error.filename).name} is written")
             self._dice.fatal.append("disk_full")
-            checkpoint.write_file(path, data[: self._room])
-            self._room = None
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        if self._room is not None:
-            self._room -= len(data)
-        checkpoint.write_file(path, data)
-
-    async def fingerprints(self, directory: Path) -> dict[str, dict[str, Any]]:
-        await asyncio.sleep(0.01)
-        if self._dies():
-            await self._dead()
-        return checkpoint.fingerprints(directory)
-
-    async def rename(self, partial: Path, final: Path) -> None:
-        await asyncio.sleep(0.01)
-        if self._dies():
-            await self._dead()
-        checkpoint.rename(partial, final)
-
-    def _dies(self) -> bool:
-        self._dies_at -= 1
-        return self._dies_at == 0
-
-    async def _dead(self) -> None:
-        self._tell("kill -9 in a checkpoint")
-        self._die()
-        await never()
+            self.room = None
+            raise
+        except Dead:
+            self._tell("kill -9 in a checkpoint")
+            self._told()
+            await never()
+            raise
 
 
 class SimulatedTrainer:
@@ -328,12 +318,18 @@ class SimulatedTrainer:
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": 1.0})
 
-    async def publish(self) -> Weights:
+    async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         return self._memory.publish(self.version, {"head": self.digest[:8], "body": self.digest[8:]})
 
-    async def save(self, directory: Path) -> None:
-        state = json.dumps({"version": self.version, "digest": self.digest.hex()})
-        await self._disk.write(directory / "trainer" / "state.json", state.encode())
+    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
+        await asyncio.sleep(0.02)
+        state = json.dumps({"version": self.version, "digest": self.digest.hex()}).encode()
+
+        async def written() -> None:
+            await asyncio.sleep(self._dice.random.expovariate(1.0))  # while training goes on, steps perhaps
+            await self._disk.run(lambda: self._disk.write(directory / "trainer" / "state.json", state))
+
+        return written
 
     async def aclose(self) -> None:
         return None

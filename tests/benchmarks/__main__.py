@@ -11,13 +11,21 @@ PEERS = {"bench_peers"}
 """Need an environment of their own: ``make bench-peers``."""
 
 
-def main() -> None:
-    wanted = set(sys.argv[1:])
+def main() -> int:
+    """Returns how many ended with an error."""
+    words = sys.argv[1:]
+    numbers = [word for word in words if word.isdigit()]  # for the one that is named and takes some
+    wanted, failed = set(words) - set(numbers), 0
     for path in sorted(HERE.glob("bench_*.py")):
         if path.stem not in PEERS and (not wanted or path.stem.removeprefix("bench_") in wanted):
             print(f"\n{path.stem}", flush=True)
-            runpy.run_path(str(path), run_name="__main__")
+            sys.argv = [str(path), *numbers]
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as end:
+                failed += end.code not in (None, 0)
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Are the laws awake?  Each deliberate fault of tests/mutants.toml must be found.
 
-    python tests/benchmarks/bench_mutants.py [NAME ...]
+    python tests/benchmarks/bench_mutants.py [NAME ...] [--seeds 500] [--first-seed 0]
 
 A mutant is a copy of the package with one text replaced.  It is killed by the first seed of the simulation
 whose laws break (or that hangs), or else by the tests of the buffer, the pipeline and their neighbours.
@@ -14,16 +14,31 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "grpo_core"
-SEEDS = 500
-TESTS = ["buffer", "pipeline", "rollout", "checkpoint", "samplers", "loaders", "batcher"]
-SECONDS = 120
+SEEDS = range(500)
+TESTS = [
+    "buffer",
+    "pipeline",
+    "rollout",
+    "turns",
+    "checkpoint",
+    "power_cut",
+    "samplers",
+    "loaders",
+    "batcher",
+]
+PATIENCE = 5.0
+"""Times as long as without a mutant, or it hangs."""
+NOTHING = {"name": "nothing", "file": "versions.py", "old": "Arithmetic", "new": "Arithmetic"}
+"""No fault: if this is killed, so would be any mutant."""
 
 
 def load() -> list[dict]:
@@ -44,30 +59,34 @@ def mutated(mutant: dict) -> str:
     return text
 
 
-def killer(mutant: dict, seeds: int = SEEDS, tests: Sequence[str] = TESTS) -> str | None:
-    """What killed the mutant; None if it survives."""
+def killer(
+    mutant: dict, seeds: range = SEEDS, tests: Sequence[str] = TESTS, seconds: float = 600.0
+) -> str | None:
+    """What killed the mutant; None if it survives.  The simulation and the tests hang after ``seconds``."""
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(PACKAGE, Path(scratch) / "grpo_core")
         (Path(scratch) / "grpo_core" / mutant["file"]).write_text(mutated(mutant))
         environ = {**os.environ, "PYTHONPATH": scratch, "PYTHONDONTWRITEBYTECODE": "1"}
-        simulation = [sys.executable, "-m", "grpo_core.testing.simulation", "--quiet", "--seeds", str(seeds)]
-        if (said := _fails(simulation, scratch, environ)) is not None:
+        simulation = [sys.executable, "-m", "grpo_core.testing.simulation", "--quiet"]
+        simulation += ["--seed", str(seeds.start), "--seeds", str(len(seeds))]
+        if (said := _fails(simulation, scratch, environ, seconds)) is not None:
             return said
         if not tests:
             return None
         files = [str(ROOT / "tests" / f"test_{name}.py") for name in tests]
-        pytest = [sys.executable, "-m", "pytest", "-qx", "-m", "not slow", "-p", "no:cacheprovider", *files]
-        said = _fails(pytest, scratch, environ)
+        pytest = [sys.executable, "-m", "pytest", "-qx", "-m", "not slow", "-p", "no:cacheprovider"]
+        pytest += files
+        said = _fails(pytest, scratch, environ, seconds)
         return None if said is None else f"tests: {said}"
 
 
-def _fails(command: list[str], cwd: str, environ: dict[str, str]) -> str | None:
+def _fails(command: list[str], cwd: str, environ: dict[str, str], seconds: float) -> str | None:
     try:
         done = subprocess.run(
-            command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False
+            command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"hangs for {SECONDS} s"
+        return f"hangs for {seconds:.0f} s"
     lines = (done.stdout + done.stderr).strip().splitlines()
     found = [line for line in lines if line.startswith(("seed", "FAILED"))]
     return None if done.returncode == 0 else (found or lines or ["?"])[0][:150]
@@ -76,18 +95,27 @@ def _fails(command: list[str], cwd: str, environ: dict[str, str]) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only these mutants")
-    names = set(parser.parse_args().names)
-    mutants = [mutant for mutant in load() if not names or mutant["name"] in names]
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="so many simulations for each")
+    parser.add_argument("--first-seed", type=int, default=0)
+    given = parser.parse_args()
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    if unknown := set(given.names) - {mutant["name"] for mutant in load()}:
+        raise SystemExit(f"tests/mutants.toml has no mutant {', '.join(map(repr, sorted(unknown)))}")
+    mutants = [mutant for mutant in load() if not given.names or mutant["name"] in given.names]
     for mutant in mutants:
         mutated(mutant)
+    began = time.perf_counter()
+    if (found := killer(NOTHING, seeds)) is not None:
+        raise SystemExit(f"without any mutant there is a violation already, or a test fails: {found}")
+    seconds = PATIENCE * (time.perf_counter() - began)
+    print(f"without a mutant: nothing found; one that takes more than {seconds:.0f} s hangs", flush=True)
     killers = []
+    kill = partial(killer, seeds=seeds, seconds=seconds)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutant, by in zip(mutants, pool.map(killer, mutants), strict=True):
-            print(
-                f"{'killed  ' if by else 'SURVIVES'}  {mutant['file']}: {mutant['name']}\n          {by}",
-                flush=True,
-            )
+        for mutant, by in zip(mutants, pool.map(kill, mutants), strict=True):
             killers.append(by)
+            place = f"{len(killers)}/{len(mutants)} {mutant['file']}: {mutant['name']}"
+            print(f"{'killed  ' if by else 'SURVIVES'}  {place}\n          {by}", flush=True)
     survivors = killers.count(None)
     print(f"{'mutants killed, of ' + str(len(mutants)):60} {len(mutants) - survivors:10}  == {len(mutants)}")
     return 1 if survivors else 0

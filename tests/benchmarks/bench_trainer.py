@@ -260,7 +260,7 @@ class ThreadTrainer:
     async def step(self, batch: Batch) -> StepResult:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._trainer.step, batch)
 
-    async def publish(self) -> Weights:
+    async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._trainer.publish)
 
 

@@ -7,4 +7,9 @@ import grpo_core as grpo
 def grpo_environments():
     names = ("copy", "reverse", "sort", "maximum", "addition", "subtraction", "modulo")
     exercises = {name: f"grpo_plugin_math.exercises:{name}" for name in names}
-    return {**exercises, "gsm8k": "grpo_plugin_math.gsm8k:GSM8K"}
+    return {
+        **exercises,
+        "gsm8k": "grpo_plugin_math.gsm8k:GSM8K",
+        "arrivals": "grpo_plugin_math.arrivals:Arrivals",
+        "calculator": "grpo_plugin_math.calculator:Calculator",
+    }

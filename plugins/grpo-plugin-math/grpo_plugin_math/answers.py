@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import re
 import threading
+from decimal import Decimal
 
 LONGEST = 200
 """Characters of an answer that are looked into; a longer one must be the reference letter by letter."""
 
 SECONDS = 2
 """For each of math-verify's two halves."""
+
+DIGITS = 12
+"""After the point, in which a decimal number must agree with a fraction or a root."""
 
 
 def extract(reply: str) -> str | None:
@@ -43,39 +47,85 @@ def equal(given: str, reference: str) -> bool:
     if len(given) > LONGEST:
         return given == reference
     plain, wanted = normalised(given), normalised(reference)
+    left, equals, right = plain.rpartition("=")
+    if equals and "=" not in wanted:
+        if not _NAME.fullmatch(left):
+            return False  # of 2x=18 and 9=18 math-verify reads the 18
+        plain = right
     if plain == wanted:
         return bool(wanted)
     if _is_decimal(plain) and _is_decimal(wanted):
         return False
-    worked_out = set(_OPERATORS.findall(wanted)) | (_FRACTIONS if "." in wanted else set())
-    if not plain.isascii() or not set(_OPERATORS.findall(plain)) <= worked_out:
-        return False
-    return _verified(given, reference)
+    return plain.isascii() and _operations(plain) <= _accepted(wanted) and _verified(given, reference)
 
 
-_FRACTIONS = {"/", "\\frac", "\\dfrac", "\\tfrac"}
-_MAGNITUDES = "hundred|thousand|million|billion|dozen"
-_OPERATORS = re.compile(rf"[-+*/^!]|[\w)}}]\(|\\(?!pi|text|mathrm|left|right)[a-z]+|{_MAGNITUDES}")
-_DECIMAL = re.compile(r"-?(\d+)(\.\d+)?")
+_DECIMAL = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
+_COUNTING = "hundred|thousand|million|billion|dozen|half|squared|cubed|plus|minus|times"
+_OPERATORS = re.compile(rf"[-+*/^!]|[\w)}}]\(|\\(?!pi|text|mathrm|left|right)[a-z]+|{_COUNTING}")
+_NAME = re.compile(r"\\?[a-z][\w{}()\\]*")
+_SPELLINGS = {"\\frac": "/", "\\dfrac": "/", "\\tfrac": "/", "\\cdot": "*", "\\times": "*"}
+_SIGN = re.compile(r"(?<![\w)}])-")
 
 
 def _is_decimal(text: str) -> bool:
     return _DECIMAL.fullmatch(text) is not None
 
 
-_UNITS = re.compile(rf"\\(?:text|mathrm)\s*\{{(?![^{{}}]*(?:\d|{_MAGNITUDES}))[^{{}}]*\}}")
+def _operations(plain: str) -> set[str]:
+    """What is left to be done; one sign is not."""
+    return {_SPELLINGS.get(found, found) for found in _OPERATORS.findall(_SIGN.sub("", plain, count=1))}
+
+
+def _accepted(wanted: str) -> set[str]:
+    """Operations that an answer may leave: those of the reference, and those that only spell it otherwise."""
+    accepted = _operations(wanted)
+    if "." in wanted:
+        accepted.add("/")  # 0.5 is 1/2
+    if re.search("[a-z]", re.sub(r"\\(?!pi)[a-z]+", "", wanted)):
+        accepted |= set("+-*")  # 2x is x*2, and x-1 is -1+x
+    return accepted
+
+
+_DASHES = str.maketrans("\u2212\u2013", "--")
+_STYLED = re.compile(r"\\(?:text|math)(?:bf|it|rm|sf|tt)?\s*\{([^{}]*)\}")
+_SCIENTIFIC = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[*×])\s*10\^\{?([-+]?\d{1,2})(?!\d)\}?")  # noqa: RUF001
+_UNIT = re.compile(r"([-+]?[\d.]+)\s*([a-z]{2,}(?:\s[a-z]{2,}){0,2})\s*(?:\^\{?[23]\}?)?", re.IGNORECASE)
+_NO_UNITS = re.compile(rf"\b(?:{_COUNTING}|pi|and|or|to|over|halves|thirds?|quarters?)\b", re.IGNORECASE)
+_NUMBER = re.compile(r"([-+]?)0*(\d+|(?=\.\d))(?:\.(\d*))?(?:e([-+]?\d{1,2}))?", re.ASCII)
 
 
 def normalised(answer: str) -> str:
-    """Without what only decorates a number: ``" $1,250.00 "`` is ``"1250"``, ``"5%"`` is ``"5"``."""
-    text = re.sub(r"\\[,;! ]|\\left|\\right", "", _UNITS.sub("", answer))
-    text = re.sub(r"[\s$%€£]|\\(?=[%$])", "", text.replace("\u2212", "-")).rstrip(".")
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).lower()
-    if (number := re.fullmatch(r"([-+]?)0*(\d+|(?=\.\d))(?:\.(\d*?)0*)?", text)) is None:
+    r"""Without what only decorates a number: ``" $1,250.00 "`` is ``"1250"``, ``"5 cm"`` is ``"5"``.
+
+    The sign of percent is a decoration, too: ``50%`` is ``50`` and not ``0.5``.
+    """
+    text = _STYLED.sub(r"\1", answer.translate(_DASHES))
+    text = re.sub(r"\\[,;! ]|\\left|\\right|(?<=\S)~", " ", text)
+    text = re.sub(r"\\?[$%]|[€£°]|\^?\{?\\circ\}?", "", text).strip().rstrip(".\\")
+    text = re.sub(r"(?<=\d)(?:\{,\}|[ ,])(?=\d{3}(?!\d))", "", text)
+    text = _SCIENTIFIC.sub(r"e\1", text)
+    if (unit := _UNIT.fullmatch(text)) is not None and not _NO_UNITS.search(unit[2]):
+        text = unit[1]
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).lower()
+    if (number := _NUMBER.fullmatch(text)) is None:
         return text
-    sign, whole, fraction = number[1].removeprefix("+"), number[2] or "0", number[3]
-    value = f"{whole}.{fraction}" if fraction else whole
-    return value if value == "0" else sign + value
+    return _plain(number[1] == "-", number[2] or "0", number[3] or "", int(number[4] or 0))
+
+
+def _plain(negative: bool, whole: str, fraction: str, exponent: int) -> str:
+    """A decimal number without an exponent, a plus or zeros that say nothing."""
+    if exponent:
+        digits = format(Decimal(f"{whole}.{fraction}e{exponent}"), "f")
+        whole, _, fraction = digits.partition(".")
+    fraction = fraction.rstrip("0")
+    value = (whole.lstrip("0") or "0") + (f".{fraction}" if fraction else "")
+    return f"-{value}" if negative and value != "0" else value
+
+
+def _readable(answer: str) -> str:
+    """For math-verify, which takes 50% for 0.5 as well, and ``2 1/2`` for a product."""
+    text = re.sub(r"\\?%", "", answer.translate(_DASHES))
+    return re.sub(r"(?<=\d) (\d+)/(\d+)", r"\\frac{\1}{\2}", text)
 
 
 def _verified(given: str, reference: str) -> bool:
@@ -88,9 +138,9 @@ def _verified(given: str, reference: str) -> bool:
     target = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
     try:
         parsed = [
-            parse(f"\\boxed{{{text}}}", extraction_config=target, parsing_timeout=SECONDS)
+            parse(f"\\boxed{{{_readable(text)}}}", extraction_config=target, parsing_timeout=SECONDS)
             for text in (reference, given)
         ]
-        return bool(all(parsed) and verify(*parsed, timeout_seconds=SECONDS))
+        return bool(all(parsed) and verify(*parsed, float_rounding=DIGITS, timeout_seconds=SECONDS))
     except (Exception, TimeoutException):  # derives from BaseException
         return False

@@ -1,0 +1,202 @@
+"""Line charts as geometry: scales, ticks and points in a fixed view.  Pure.
+
+What is drawn of it, as SVG, is decided by a template, which escapes every text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from attrs import frozen
+
+WIDTH, HEIGHT = 480, 200
+"""Of the view, in its own units."""
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
+"""Margins around the plane of the points."""
+MOST_POINTS = 300
+"""Of a line: a longer one is drawn through the means of neighbours."""
+
+LARGEST = 1e300
+"""Of the values: what is larger, or not finite, is a gap."""
+
+Point = tuple[float, float]
+Style = Literal["line", "faint", "dots"]
+
+
+@frozen(kw_only=True)
+class Series:
+    """A line; ``y`` that is not finite is a gap in it."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int = 0
+    """Place in the template's palette."""
+    style: Style = "line"
+    """``faint`` is drawn behind the others, ``dots`` marks each point."""
+
+
+@frozen(kw_only=True)
+class Chart:
+    """A chart as it is drawn.  All coordinates are those of the view."""
+
+    title: str
+    note: str
+    series: tuple[Series, ...]
+    """With at most ``MOST_POINTS`` points each."""
+    lines: tuple[str, ...]
+    """Of each series: its path, in SVG's spelling."""
+    marks: tuple[tuple[Point, ...], ...]
+    """Of each series: its points, if they are marked."""
+    x_ticks: tuple[tuple[float, str], ...]
+    """Place and label."""
+    y_ticks: tuple[tuple[float, str], ...]
+    x_range: Point
+    y_range: Point
+    percent: bool = False
+    left: int = LEFT
+    width: int = WIDTH
+    height: int = HEIGHT
+
+
+def readings(chart: Chart) -> dict[str, Any]:
+    """What is read at a place of the chart: the steps and values of each series, as JSON values."""
+    return {
+        "width": WIDTH,
+        "x": chart.x_range,
+        "plane": (LEFT, WIDTH - RIGHT),
+        "series": [
+            (
+                one.name,
+                [round(p[0]) for p in one.points if _finite(p)],
+                [label(p[1], chart.percent) for p in one.points if _finite(p)],
+            )
+            for one in chart.series
+            if any(map(_finite, one.points))
+        ],
+    }
+
+
+def chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    note: str = "",
+    percent: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+) -> Chart | None:
+    """The chart of the series that have a point, or None if none has.
+
+    Args:
+        title, note: what is measured, and how to read it.
+        series: drawn in their order.
+        percent: values are shares, labelled in percent.
+        low, high: the range of ``y`` holds these at least.
+    """
+    series = [shortened(one) for one in series]
+    series = [one for one in series if any(map(_finite, one.points))]
+    if not series:
+        return None
+    xs = [x for one in series for x, _ in one.points]
+    ys = [p[1] for one in series for p in one.points if _finite(p)]
+    ys += [y for y in (low, high) if y is not None]
+    x_ticks = ticks(min(xs), max(xs), 6, whole=True)
+    y_ticks = ticks(min(ys), max(ys), 4)
+    x_range = (min(xs), max(max(xs), min(xs) + 1))
+    y_range = (min(min(ys), y_ticks[0]), max(max(ys), y_ticks[-1]))
+
+    def place(point: Point) -> Point:
+        x, y = point
+        return (
+            round(LEFT + (WIDTH - LEFT - RIGHT) * (x - x_range[0]) / (x_range[1] - x_range[0]), 1),
+            round(
+                HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - y_range[0]) / (y_range[1] - y_range[0]), 1
+            ),
+        )
+
+    return Chart(
+        title=title,
+        note=note,
+        series=tuple(series),
+        lines=tuple(_path([place(p) if _finite(p) else None for p in one.points]) for one in series),
+        marks=tuple(
+            tuple(place(p) for p in one.points if _finite(p)) if one.style == "dots" else () for one in series
+        ),
+        x_ticks=tuple((place((x, 0))[0], label(x)) for x in x_ticks),
+        y_ticks=tuple((place((0, y))[1], label(y, percent)) for y in y_ticks),
+        x_range=x_range,
+        y_range=y_range,
+        percent=percent,
+    )
+
+
+def shortened(series: Series, most: int = MOST_POINTS) -> Series:
+    """The same with at most so many points: means of neighbours, of as many for each."""
+    points = series.points
+    if len(points) <= most:
+        return series
+    each = math.ceil(len(points) / most)
+    means = []
+    for begin in range(0, len(points), each):
+        part = [p for p in points[begin : begin + each] if _finite(p)]
+        if part:
+            means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
+    return Series(name=series.name, points=means, colour=series.colour, style=series.style)
+
+
+def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
+    """Each point's ``y`` is the mean of its neighbours at most ``reach`` places away."""
+    smooth = []
+    for place, (x, _) in enumerate(points):
+        near = [p[1] for p in points[max(0, place - reach) : place + reach + 1] if _finite(p)]
+        smooth.append((x, sum(near) / len(near) if near else math.nan))
+    return smooth
+
+
+def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
+    """Round numbers 1, 2 or 5 times a power of ten apart, so that the first and the last enclose the range.
+
+    ``whole`` ones lie inside of it, and are whole numbers.
+    """
+    least = 1e-9 * max(abs(low), abs(high))  # what differs by less is one number: rounding would show
+    if high - low <= least:
+        high = low + max(1.0, abs(low))
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(step for m in (1, 2, 5, 10) if (step := m * power) >= raw * (1 - 1e-9))
+    if whole:
+        step = max(1.0, step)
+        first, last = math.ceil(low / step), math.floor(high / step)
+    else:
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [place * step for place in range(first, last + 1)] or [low]
+
+
+def label(value: float, percent: bool = False) -> str:
+    """A number in a few characters: ``1.2M``, ``30k``, ``0.05``, ``4e-4``, ``40%``."""
+    if percent:
+        return f"{value * 100:.3g}%"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 10 * size or (abs(value) >= size and unit != "k"):
+            return f"{value / size:.3g}{unit}"
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _path(places: Sequence[Point | None]) -> str:
+    """Through the places; after a gap it is taken up anew."""
+    parts, pen = [], "M"
+    for place in places:
+        if place is None:
+            pen = "M"
+            continue
+        parts.append(f"{pen}{place[0]:g} {place[1]:g}")
+        pen = "L"
+    return "".join(parts)
+
+
+def _finite(point: Point) -> bool:
+    return abs(point[1]) <= LARGEST  # false for NaN, too

@@ -1,0 +1,219 @@
+"""``grpo-core check``: does what a plugin offers keep its contract?"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.text import Text
+
+from grpo_core.config import EnvironmentConfig, merge, parse_setting
+from grpo_core.environments import EnvironmentProcess
+from grpo_core.errors import ConfigError, GrpoError, PluginError
+from grpo_core.offers import Offer
+from grpo_core.plugins import Kind, PluginHost
+from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.testing.conformance import Conformance, Finding
+
+CHECKED: Mapping[Kind, str] = {
+    "environment": "evaluate",
+    "sampler": "sample",
+    "validation_strategy": "validate",
+}
+"""What can be checked, and the method that tells what a class is."""
+STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
+
+
+def main(
+    name: str, *, kind: str | None, settings: Sequence[str], tasks: Sequence[str], block: Sequence[str]
+) -> int:
+    """Print each finding; returns the exit status: 1 if a check failed."""
+    options: dict[str, Any] = {}
+    for setting in settings:
+        options = merge(options, parse_setting(setting))
+    host = PluginHost.discover(block=block)
+    offer = find(host, name, kind)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(str(offer), style="bold"))
+    counts = {"passed": 0, "failed": 0, "noted": 0}
+    for finding in findings(host, offer, options, tasks):
+        mark, style = STYLES[finding.outcome]
+        console.print(
+            Text.assemble((mark, style), f"  {finding.check}", finding.told and f": {finding.told}")
+        )
+        counts[finding.outcome] += 1
+    console.print(f"{counts['passed']} passed, {counts['failed']} failed" + (
+        f", {counts['noted']} to note" if counts["noted"] else ""))  # fmt: skip
+    return 1 if counts["failed"] else 0
+
+
+def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
+    """What is offered as ``name``, of whatever kind.
+
+    Raises PluginError if there is nothing, ConfigError if it could be several things.
+    """
+    if kind is not None and kind not in CHECKED:
+        known = f"one of {', '.join(CHECKED)}" if kind in get_args(Kind) else f"expected {', '.join(CHECKED)}"
+        raise ConfigError(f"--kind {kind}: cannot be checked; {known}")
+    found: dict[Kind, Offer] = {}
+    missing: dict[Kind, PluginError] = {}
+    for each in CHECKED:
+        if kind in (None, each):
+            try:
+                found[each] = host.find(each, name)
+            except PluginError as error:
+                missing[each] = error
+    if len(found) > 1:
+        found = {each: offer for each, offer in found.items() if _is_a(each, offer)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found or len(missing) < len(CHECKED):
+        raise ConfigError(f"{name}: tell what it is with --kind: {', '.join(found or CHECKED)}")
+    near = (error for error in missing.values() if "Did you mean" in str(error))
+    raise next(near, missing["environment"])
+
+
+def _is_a(kind: Kind, offer: Offer) -> bool:
+    """It was offered as such by a hook, or has the method of such a class."""
+    offered = offer.plugin.offers.get(kind, {}).values()
+    return offer.given in offered or hasattr(offer.load(), CHECKED[kind])
+
+
+def findings(
+    host: PluginHost, offer: Offer, options: Mapping[str, Any], tasks: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """What the checks of its kind find."""
+    match offer.kind:
+        case "environment":
+            yield from _environment(offer.name, options, host.block)
+        case "sampler":
+            yield from _sampler(host, offer.name, options, tasks)
+        case _:
+            yield from _strategy(host, offer.name, options)
+
+
+# ---------------------------------------------------------------------------------- environments
+
+
+class Supervised:
+    """A ``Subject`` in its own process, as in a run: it may hang, crash, or end."""
+
+    needs_group: bool
+    max_turns: int
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], block: Sequence[str], runner: asyncio.Runner
+    ) -> None:
+        self._make = functools.partial(
+            EnvironmentProcess, "check", name, options, config=EnvironmentConfig(), block=block
+        )
+        self._runner = runner
+        self._process = self._make()
+        self._start()
+
+    def restart(self) -> None:
+        self.end()
+        self._process = self._make()
+        self._start()
+
+    def end(self) -> None:
+        self._runner.run(self._process.aclose())
+
+    def prompts(self, split: str) -> list[Prompt]:
+        return self._runner.run(self._process.prompts(split))
+
+    def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        return self._runner.run(self._process.solve(prompts))
+
+    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[Opened]:
+        return self._runner.run(self._process.open(dict(prompts)))
+
+    def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        return self._runner.run(self._process.evaluate(episodes))
+
+    def close(self, sessions: Sequence[str]) -> None:
+        self._runner.run(self._process.close(sessions))
+
+    def _start(self) -> None:
+        try:
+            self._runner.run(self._process.start())
+        except BaseException:
+            self.end()
+            raise
+        self.needs_group, self.max_turns = self._process.needs_group, self._process.max_turns
+
+
+def _environment(name: str, options: Mapping[str, Any], block: Sequence[str]) -> Iterator[Finding]:
+    with asyncio.Runner() as runner:
+        try:
+            subject = Supervised(name, options, block, runner)
+        except GrpoError as error:
+            yield Finding("it can be made", "failed", str(error))
+            return
+        try:
+            yield Finding("it can be made", "passed", "in a process of its own")
+            yield from Conformance(subject).run()
+        finally:
+            subject.end()
+
+
+# ---------------------------------------------------------------------------------- samplers
+
+
+def _sampler(
+    host: PluginHost, name: str, options: Mapping[str, Any], tasks: Sequence[str]
+) -> Iterator[Finding]:
+    try:
+        from grpo_core.testing.contracts import check_sampler
+    except ImportError:
+        raise ConfigError("samplers are checked with hypothesis: pip install hypothesis") from None
+    takes = inspect.signature(host.factory("sampler", name)).parameters
+    known: dict[str, Any] = {"seed": 0, "weights": {}}  # as in a run
+    given = {key: value for key, value in known.items() if key in takes} | dict(options)
+    sizes = dict(zip(tasks, (50, 3, 7, *[20] * len(tasks)), strict=False))
+    advice = "" if tasks else ". (If it works with certain tasks, name them: --task A --task B)"
+    try:
+        host.make("sampler", name, **given)
+        yield Finding("it can be made", "passed", "")
+        check_sampler(lambda: host.make("sampler", name, **given), tasks=sizes)
+    except ConfigError as error:
+        yield Finding("its options", "failed", f"{error}{advice}")
+    except (AssertionError, GrpoError) as error:
+        calls = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
+        yield Finding(
+            "its contract", "failed", "\n".join([f"{error}{advice}", *(f"        {c}" for c in calls)])
+        )
+    else:
+        yield Finding(
+            "its contract", "passed",
+            "exact counts, nothing thrown away or made up, small state, the same draws after a resume",
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- validation strategies
+
+
+def _strategy(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+    from grpo_core.testing.strategies import ValidationContract
+
+    contract = ValidationContract(lambda: host.make("validation_strategy", name, **options))
+    for clause in (
+        contract.full_marks_for_an_oracle_and_none_for_garbage,
+        contract.no_verdict_is_no_wrong_answer,
+        contract.the_same_whatever_is_batched_and_whoever_goes_first,
+        contract.environments_are_called_in_batches,
+        contract.it_can_be_cancelled_at_any_moment,
+        contract.training_goes_on_as_if_it_were_not_there,
+    ):
+        about = clause.__name__.replace("_", " ")
+        try:
+            clause()
+        except Exception as error:  # of the contract, or of the strategy, which may raise anything
+            named = str(error) if isinstance(error, AssertionError | GrpoError) else f"{error!r}"
+            yield Finding(about, "failed", named)
+        else:
+            yield Finding(about, "passed", "")

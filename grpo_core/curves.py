@@ -1,0 +1,224 @@
+"""What the metrics of a run show, by task and over its steps: which curves belong in one chart.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from grpo_core.charts import Chart, Point, Series, chart, smoothed
+
+Row = Mapping[str, Any]
+"""A line of ``metrics.jsonl``."""
+
+RECENT = 10
+"""Steps that the numbers of a table are means of."""
+SMOOTH = 40
+"""A smoothed curve's point is the mean of one part in so many of all."""
+GENERATION, TRAINING, GREY = 0, 1, 5
+"""Places in the palette: of the two sides of a run, and of what stands behind."""
+
+
+@frozen(kw_only=True)
+class Task:
+    """A task's learning, and its numbers over the last steps."""
+
+    name: str
+    colour: int
+    metric: str
+    """Of the validation: "accuracy", or the strategy's first."""
+    validation: Sequence[Point]
+    """By version."""
+    rewards: Sequence[Point]
+    """In training, by step."""
+    numbers: Mapping[str, float | None]
+    """Means over the last steps that trained it; None if none did."""
+    groups: int
+    """Trained in all."""
+    errors: int
+
+
+NUMBERS: Mapping[str, str] = {
+    "reward": "reward/{}",
+    "accuracy": "accuracy/{}",
+    "filtered": "filtered_share/{}",
+    "equal": "equal_rewards/{}",
+    "tokens": "completion_tokens/{}",
+    "truncated": "truncated/{}",
+    "staleness": "staleness/{}/mean",
+}
+"""Columns of the table of tasks, and the metrics that they show."""
+
+
+def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> list[Task]:
+    """Those of the configuration, and any that was trained or measured."""
+    configured = config.get("tasks")
+    names = set(configured) if isinstance(configured, Mapping) else set()
+    names |= {key.removeprefix("groups/") for row in steps for key in row if key.startswith("groups/")}
+    measured: dict[str, list[str]] = {}
+    for key in (key for row in validations for key in row if key.startswith("validation/")):
+        task, _, metric = key.removeprefix("validation/").rpartition("/")
+        if metric not in measured.setdefault(task, []):
+            measured[task].append(metric)
+    return [
+        _task(name, place, steps, validations, measured.get(name, []))
+        for place, name in enumerate(sorted(names | set(measured)))
+    ]
+
+
+def _task(
+    name: str, place: int, steps: Sequence[Row], validations: Sequence[Row], measured: Sequence[str]
+) -> Task:
+    metric = "accuracy" if "accuracy" in measured else next(iter(measured), "accuracy")
+    means = {}
+    for column, metric_name in NUMBERS.items():
+        recent = [y for _, y in points(steps[-RECENT:], metric_name.format(name)) if math.isfinite(y)]
+        means[column] = sum(recent) / len(recent) if recent else None
+    return Task(
+        name=name,
+        colour=place % GREY,
+        metric=metric,
+        validation=points(validations, f"validation/{name}/{metric}"),
+        rewards=points(steps, f"reward/{name}"),
+        numbers=means,
+        groups=round(_sum(steps, f"groups/{name}")),
+        errors=round(_sum(steps, f"errors/{name}")),
+    )
+
+
+def charts(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[tuple[str, list[Chart]]]:
+    """The charts that have something to show, in sections with a title."""
+    sections = [
+        ("Learning", [one for task in tasks for one in _learning(task)]),
+        ("Groups", _groups(tasks, steps)),
+        ("Asynchrony", _asynchrony(tasks, steps, config)),
+        ("Health", _health(steps, config)),
+    ]
+    drawn = [(title, [one for one in found if one is not None]) for title, found in sections]
+    return [(title, found) for title, found in drawn if found]
+
+
+def _learning(task: Task) -> list[Chart | None]:
+    reach = max(1, len(task.rewards) // SMOOTH)
+    trained = [
+        Series(name="reward of a step", points=task.rewards, colour=GREY, style="faint"),
+        Series(name="reward in training", points=smoothed(task.rewards, reach), colour=GREY),
+    ]
+    held_out = Series(
+        name=f"validation {task.metric}", points=task.validation, colour=task.colour, style="dots"
+    )
+    values = [y for _, y in (*task.rewards, *task.validation) if math.isfinite(y)]
+    if all(0 <= y <= 1 for y in values):
+        return [chart(task.name, [*trained, held_out], low=0, high=1, percent=True)]
+    return [chart(f"{task.name}: reward", trained), chart(f"{task.name}: validation", [held_out])]
+
+
+def _groups(tasks: Sequence[Task], steps: Sequence[Row]) -> list[Chart | None]:
+    def of(metric: str) -> list[Series]:
+        return [
+            Series(name=task.name, points=points(steps, metric.format(task.name)), colour=task.colour)
+            for task in tasks
+        ]
+
+    return [
+        chart("groups in a step", of("groups/{}"), low=0, note="what the sampler chose"),
+        chart("filtered", of("filtered_share/{}"), low=0, high=1, percent=True,
+              note="share of the groups that had equal rewards and were not trained"),
+        chart("equal rewards", _nonzero(of("equal_rewards/{}")), low=0, high=1, percent=True,
+              note="share of the trained groups that teach nothing"),
+        chart("tokens of a completion", of("completion_tokens/{}"), low=0),
+        chart("truncated", _nonzero(of("truncated/{}")), low=0, percent=True,
+              note="share of the rollouts that max_tokens ended"),
+        chart("errors", _nonzero(of("errors/{}")), low=0, note="rollouts without a verdict"),
+    ]  # fmt: skip
+
+
+def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[Chart | None]:
+    bound = config.get("pipeline", {}).get("max_staleness")
+    several = tasks if len(tasks) > 1 else ()
+    return [
+        chart(
+            "staleness, in steps",
+            [
+                _series(steps, "staleness/max", "most", GREY, "faint"),
+                *(_series(steps, f"staleness/{task.name}/mean", task.name, task.colour) for task in several),
+                *([] if several else [_series(steps, "staleness/mean", "mean", GENERATION)]),
+            ],
+            low=0,
+            note="" if bound is None else f"max_staleness is {bound}",
+        ),
+        chart(
+            "seconds of a step",
+            [
+                _series(steps, "time/step", "step", GREY, "faint"),
+                _series(steps, "time/generate", "generating", GENERATION),
+                _series(steps, "time/train", "training", TRAINING),
+                _series(steps, "time/wait_for_groups", "waiting for groups", 2),
+            ],
+            low=0,
+        ),
+        chart(
+            "overlap", [_series(steps, "overlap", "busier side", GENERATION)], low=0, high=1, percent=True,
+            note="share of a step's time in which the busier side works",
+        ),
+        chart(
+            "tokens per second",
+            [
+                _series(steps, "tokens_per_second/generation", "generated", GENERATION),
+                _series(steps, "tokens_per_second/training", "trained", TRAINING),
+            ],
+            low=0,
+        ),
+        chart(
+            "groups in the buffer",
+            [
+                _series(steps, "buffer/ready", "ready", GENERATION),
+                _series(steps, "buffer/in_flight", "in flight", TRAINING),
+                *_nonzero([_series(steps, "buffer/again", "to be played again", 2)]),
+            ],
+            low=0,
+        ),
+    ]  # fmt: skip
+
+
+def _health(steps: Sequence[Row], config: Row) -> list[Chart | None]:
+    def one(title: str, metric: str, note: str = "", **options: Any) -> Chart | None:
+        return chart(title, [_series(steps, metric, title, GENERATION)], note=note, **options)
+
+    return [
+        one("logprob_diff", "logprob_diff/mean", "engine against trainer, per token", low=0),
+        one("kl", "kl", "from the policy that generated to the one that is trained", low=0),
+        one("effective sample size", "importance_ratio/effective_sample_size", "of the importance ratios",
+            low=0, high=1, percent=True),
+        chart("clipped", [_series(steps, "clip_fraction/low", "low", GENERATION),
+                          _series(steps, "clip_fraction/high", "high", TRAINING)],
+              low=0, percent=True, note="share of the tokens without gradient"),
+        one("entropy", "entropy", "nats per token", low=0),
+        one("gradient norm", "grad_norm", low=0),
+        one("loss", "loss"),
+        one("learning rate", "lr", low=0),
+    ]  # fmt: skip
+
+
+def _series(steps: Sequence[Row], metric: str, name: str, colour: int, style: Any = "line") -> Series:
+    return Series(name=name, points=points(steps, metric), colour=colour, style=style)
+
+
+def _nonzero(series: Sequence[Series]) -> list[Series]:
+    """All of them, or none if they are 0 throughout."""
+    return [*series] if any(y for one in series for _, y in one.points) else []
+
+
+def points(rows: Sequence[Row], metric: str) -> list[Point]:
+    """The metric over the steps; null, which is how NaN is written, is a gap."""
+    return [
+        (row["step"], math.nan if row[metric] is None else float(row[metric]))
+        for row in rows
+        if metric in row and isinstance(row.get("step"), int) and isinstance(row[metric], int | float | None)
+    ]
+
+
+def _sum(steps: Sequence[Row], metric: str) -> float:
+    return sum(y for _, y in points(steps, metric) if math.isfinite(y))

@@ -1,0 +1,78 @@
+"""What a tiny model is warmed up with: prompts, played with the replies that their environment knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import evolve
+
+from grpo_core.environment_pool import EnvironmentPool
+from grpo_core.records import Episode, Message, Prompt
+from grpo_core.tasks import Tasks
+from grpo_core.tools import numbered, parse_calls
+
+MOST = 5000
+"""Prompts, of all tasks together."""
+AT_ONCE = 256
+"""Rollouts, and sessions, of one environment."""
+
+Demonstration = tuple[str, ...]
+"""What is said in turn: the prompt, a reply, the environment's answer, a reply, ..."""
+
+
+async def demonstrations(tasks: Tasks, prompts: Mapping[str, Sequence[Prompt]]) -> tuple[Demonstration, ...]:
+    """One for each prompt of which ``solve`` knows a reply."""
+    each = max(1, MOST // len(prompts))
+    found: list[Demonstration] = []
+    for task, part in prompts.items():
+        some = part[:each]
+        for begin in range(0, len(some), AT_ONCE):
+            found += await _played(tasks.processes[task], some[begin : begin + AT_ONCE])
+    return tuple(found)
+
+
+async def _played(environment: EnvironmentPool, prompts: Sequence[Prompt]) -> list[Demonstration]:
+    """Turn by turn; in each, ``solve`` is asked with the conversation so far as the prompt's messages."""
+    starts = {f"solution {i}": prompt for i, prompt in enumerate(prompts)}
+    said = {name: [_text(prompt.messages)] for name, prompt in starts.items()}
+    talks = dict(starts)
+    several = environment.max_turns > 1
+    try:
+        tools = any(opened.tools for opened in await environment.open(starts)) if several else False
+        for turn in range(environment.max_turns):
+            solved = zip(talks.items(), await environment.solve(list(talks.values())), strict=True)
+            replies = {name: (talk, reply) for (name, talk), reply in solved if reply is not None}
+            for name, (_, reply) in replies.items():
+                said[name].append(reply)
+            if not replies or not several:
+                break
+            episodes = [
+                Episode(
+                    prompt=starts[name],
+                    messages=(*talk.messages, _message(reply, tools)),
+                    turn=turn,
+                    session=name,
+                    group=name,
+                )
+                for name, (talk, reply) in replies.items()
+            ]
+            talks = {}
+            for episode, verdict in zip(episodes, await environment.evaluate(episodes), strict=True):
+                if not verdict.done and verdict.error is None:
+                    name = episode.group
+                    said[name].append(_text(verdict.messages))
+                    talks[name] = evolve(starts[name], messages=episode.messages + verdict.messages)
+    finally:
+        if several:
+            await environment.close(list(starts))
+    return [tuple(texts[: len(texts) // 2 * 2]) for texts in said.values() if len(texts) > 1]
+
+
+def _message(reply: str, tools: bool) -> Message:
+    content, calls = parse_calls(reply) if tools else (reply, [])
+    called = {"tool_calls": numbered(calls, 0)} if calls else {}
+    return {"role": "assistant", "content": content, **called}
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return "".join(str(message.get("content") or "") for message in messages)

@@ -1,0 +1,127 @@
+"""Several workers of one environment that are one: episodes go to the worker with the fewest of them.
+
+Each worker has a batcher of its own.  The rollouts of a group go to one worker, and those with a session to
+the worker that has opened it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from grpo_core.batcher import BatchedJudge
+from grpo_core.config import EnvironmentConfig
+from grpo_core.protocols import Judge
+from grpo_core.records import Episode, Opened, Prompt, Verdict
+
+
+class EnvironmentWorker(Judge, Protocol):
+    """One environment, wherever it lives (``EnvironmentProcess``, ``RayEnvironment``)."""
+
+    first_traceback: str
+
+    async def start(self) -> None: ...
+    async def prompts(self, split: str) -> list[Prompt]: ...
+    async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]: ...
+    async def aclose(self) -> None: ...
+
+
+class EnvironmentPool:
+    """Satisfies ``EnvironmentWorker``; its ``evaluate`` is batched already.
+
+    Args:
+        workers: of the same environment; at least one.
+        config: how they are batched.
+    """
+
+    def __init__(self, workers: Sequence[EnvironmentWorker], config: EnvironmentConfig) -> None:
+        self._workers = list(workers)
+        self._config = config
+        self._judges: list[BatchedJudge] = []
+        self._load = [0] * len(self._workers)
+        """Episodes that a worker evaluates now, and sessions that it has."""
+        self._homes: dict[str, int] = {}
+        """Worker of a session."""
+        self.max_turns = self._workers[0].max_turns
+        self.needs_group = self._workers[0].needs_group
+
+    @property
+    def first_traceback(self) -> str:
+        return next((w.first_traceback for w in self._workers if w.first_traceback), "")
+
+    async def start(self) -> None:
+        """Start all at once.  Raises what the first that fails raises."""
+        await asyncio.gather(*(worker.start() for worker in self._workers))
+        self.max_turns, self.needs_group = self._workers[0].max_turns, self._workers[0].needs_group
+        self._judges = [BatchedJudge(worker, self._config) for worker in self._workers]
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        return await self._workers[0].prompts(split)
+
+    async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        return await self._workers[0].solve(prompts)
+
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+        """The sessions of one prompt are opened by one worker."""
+        by_prompt: dict[str, list[str]] = defaultdict(list)
+        for session, prompt in prompts.items():
+            by_prompt[prompt.id].append(session)
+        shares: dict[int, list[str]] = defaultdict(list)
+        for sessions in by_prompt.values():
+            worker = self._least()
+            shares[worker] += sessions
+            self._load[worker] += len(sessions)
+            self._homes |= dict.fromkeys(sessions, worker)
+        opened: dict[str, Opened] = {}
+
+        async def ask(worker: int, sessions: list[str]) -> None:
+            answer = await self._judges[worker].open({session: prompts[session] for session in sessions})
+            opened.update(zip(sessions, answer, strict=True))
+
+        await asyncio.gather(*(ask(*share) for share in shares.items()))
+        return [opened[session] for session in prompts]
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        """One for each episode, in order."""
+        if len(self._judges) == 1:
+            return await self._judges[0].evaluate(episodes)
+        by_group: dict[str, list[int]] = defaultdict(list)
+        for place, episode in enumerate(episodes):
+            by_group[episode.group].append(place)
+        shares: dict[int, list[int]] = defaultdict(list)
+        for places in by_group.values():
+            homes = (self._homes.get(str(episodes[place].session)) for place in places)
+            worker = next((home for home in homes if home is not None), None)
+            worker = self._least() if worker is None else worker
+            shares[worker] += places
+            self._load[worker] += len(places)
+        verdicts: dict[int, Verdict] = {}
+
+        async def ask(worker: int, places: list[int]) -> None:
+            try:
+                answer = await self._judges[worker].evaluate([episodes[place] for place in places])
+                verdicts.update(zip(places, answer, strict=True))
+            finally:
+                self._load[worker] -= len(places)
+
+        await asyncio.gather(*(ask(*share) for share in shares.items()))
+        return [verdicts[place] for place in range(len(episodes))]
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        shares: dict[int, list[str]] = defaultdict(list)
+        for session in sessions:
+            if (worker := self._homes.pop(session, None)) is not None:
+                shares[worker].append(session)
+                self._load[worker] -= 1
+        for worker, some in shares.items():
+            await self._judges[worker].close(some)
+
+    async def aclose(self) -> None:
+        """End all workers; what waits for them is told."""
+        await asyncio.gather(*(judge.aclose() for judge in self._judges))
+        await asyncio.gather(*(worker.aclose() for worker in self._workers))
+
+    def _least(self) -> int:
+        return min(range(len(self._workers)), key=self._load.__getitem__)

@@ -1,0 +1,86 @@
+"""What ``grpo-core validate`` measures: a run's newest checkpoint, or a model directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from grpo_core import checkpoint
+from grpo_core.config import TINY, as_table
+from grpo_core.errors import ConfigError
+from grpo_core.models import local_directory
+from grpo_core.tracking import CONFIG, RunDirectory
+
+
+@frozen(kw_only=True)
+class Measured:
+    """Weights, and the configuration that comes with them."""
+
+    name: str
+    """As the user wrote it."""
+    model: Path
+    version: int
+    table: Mapping[str, Any]
+    """Configuration that lies beneath the command line."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the choice."""
+
+
+def find(target: str) -> Measured:
+    """A run (its newest complete checkpoint, or the model that it starts from), or a model.
+
+    Raises ConfigError if ``target`` is neither, ModelError if a model lacks a part, CheckpointError if a run
+    has checkpoints and none of them holds.
+    """
+    path = Path(target).expanduser()
+    if (path / CONFIG).is_file():
+        return _of_run(target, path)
+    if path.is_dir() and not (path / "config.json").exists():
+        inner = path / "trainer"
+        hint = f"; this checkpoint's model is {inner}" if (inner / "config.json").exists() else ""
+        raise ConfigError(
+            f"{target}: is neither a run (there is no {CONFIG} in it) nor a model (there is no config.json)"
+            f"{hint}"
+        )
+    directory = local_directory(target)
+    return Measured(name=target, model=Path(directory), version=0, table={"model": {"path": directory}})
+
+
+def without_what_is_replaced(measured: Measured, changes: Mapping[str, Any], *, tasks: bool) -> Measured:
+    """Leaves out of its configuration what belongs to things that the command line replaces.
+
+    Those are the options of another strategy or engine, and its ``tasks``, if there are others.
+    """
+    table = dict(measured.table)
+    if tasks:
+        table.pop("tasks", None)
+    for section in ("validation", "engine"):
+        below, name = table.get(section, {}), changes.get(section, {}).get("name")
+        if name is not None and below.get("name") != name:
+            table[section] = {key: value for key, value in below.items() if key != "options"}
+    if "name" in changes.get("engine", {}):
+        table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "engine"}
+    return evolve(measured, table=table)
+
+
+def _of_run(target: str, path: Path) -> Measured:
+    run, config = RunDirectory.open(path)
+    table = as_table(config)
+    found = checkpoint.newest(run.checkpoints)
+    if found is not None:
+        notes = tuple(f"passed over {reason}" for reason in found.passed_over)
+        model = found.directory / "trainer"
+        return Measured(name=target, model=model, version=found.step, table=table, notes=notes)
+    tiny = config.model.path == TINY
+    if tiny and not (run.model / "config.json").exists():
+        raise ConfigError(f"{target}: has no checkpoint yet, nor the model that it would start from")
+    return Measured(
+        name=target,
+        model=run.model if tiny else Path(local_directory(config.model.path)),
+        version=0,
+        table=table,
+        notes=(f"{target} has no checkpoint yet: measuring the model that it starts from",),
+    )

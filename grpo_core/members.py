@@ -1,0 +1,136 @@
+"""One engine of a pool, and what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import define, field, frozen
+
+from grpo_core import canary
+from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
+from grpo_core.protocols import Engine
+from grpo_core.records import Completion, GenerationRequest, Weights
+
+CLOSE = 10.0
+"""Seconds for an engine to end by itself."""
+
+MENDABLE = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded, TimeoutError)
+"""Another engine may do better.  Anything else (a plugin that breaks its contract, say) ends the run."""
+
+
+class Untrue(Exception):  # noqa: N818 - a canary's finding, told apart from a sync that did not come about
+    """An engine does not use the weights that it holds."""
+
+
+@frozen(kw_only=True, eq=False)
+class Held:
+    """Weights that stay readable for as long as somebody has this object."""
+
+    weights: Weights
+    memory: Any = None
+    """What has to be kept alive for that."""
+
+
+@define(eq=False)
+class Member:
+    """An engine, which may be exchanged for another one, under its number."""
+
+    number: int
+    engine: Engine
+    changed: Callable[[], None]
+    """Called when it has failed, and when it has finished something while it leaves."""
+    holds: Held | None = None
+    """What it is known to hold; None: nothing, or not known."""
+    refuses: Held | None = None
+    """What it would not take, and went on with what it has."""
+    tokens: int = 0
+    """Of its running requests: their prompts, and what may be sampled at most."""
+    failures: int = 0
+    """Engines in a row that finished nothing."""
+    leaving: bool = False
+    keeper: asyncio.Task[None] | None = None
+    _doubts: int = 0
+    _calls: set[asyncio.Task[Completion]] = field(factory=set)
+
+    async def ask(
+        self, requests: Mapping[int, GenerationRequest], found: dict[int, Completion]
+    ) -> Exception | None:
+        """Add what the engine finishes to ``found``; returns why something is missing.
+
+        Each request is a call of its own: what is finished when the engine dies is kept.
+        """
+        calls = {i: self._call(request) for i, request in requests.items()}
+        answers = await asyncio.gather(*calls.values(), return_exceptions=True)
+        error: Exception | None = None
+        for i, answer in zip(calls, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found[i] = answer
+            elif isinstance(answer, EngineError | ChildDied | asyncio.CancelledError):
+                error = EngineError(str(answer) or f"engine {self.number} was replaced")
+            else:
+                raise answer
+        return error
+
+    def _call(self, request: GenerationRequest) -> asyncio.Task[Completion]:
+        """Counts from now on until it is finished, even if it is cancelled before it begins."""
+        call = asyncio.create_task(self._generate(request))
+        tokens = tokens_of(request)
+        self.tokens += tokens
+        self._calls.add(call)
+
+        def finished(call: asyncio.Task[Completion]) -> None:
+            self.tokens -= tokens
+            self._calls.discard(call)
+            if self.leaving:
+                self.changed()
+
+        call.add_done_callback(finished)
+        return call
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        try:
+            answer = await self.engine.generate([request])
+        except (EngineError, ChildDied):
+            self.holds = None  # whether it lives and what it holds is the keeper's to find out
+            self._doubts += 1
+            self.changed()
+            raise
+        if len(answer) != 1:
+            raise PluginError(
+                f"engine {self.number}: generate() returned {len(answer)} completions for one request"
+            )
+        self.failures = 0
+        return answer[0]
+
+    async def give(self, held: Held, *, tolerance: float, deadline: float) -> None:
+        """Let it hold these weights, and ask its canary.
+
+        Raises TimeoutError after ``deadline`` seconds; Untrue; what the engine raises.
+        """
+        doubts = self._doubts
+        async with asyncio.timeout(deadline):
+            await self.engine.update_weights(held.weights)
+            try:
+                await canary.verify(self.engine, held.weights, tolerance=tolerance, deadline=None)
+            except WeightSyncError as error:
+                raise Untrue(f"engine {self.number} of the pool: {error}") from error
+        if doubts == self._doubts:
+            self.holds = held
+
+    def give_back(self) -> None:
+        """What it has not finished is to be asked of another."""
+        self.holds = None
+        for call in self._calls:
+            call.cancel()
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):  # it is on its way out
+            async with asyncio.timeout(CLOSE):
+                await self.engine.aclose()
+
+
+def tokens_of(request: GenerationRequest) -> int:
+    return len(request.prompt_ids) + request.max_tokens

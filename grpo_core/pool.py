@@ -1,0 +1,340 @@
+"""A pool: several engines that are one.
+
+    generate          ------>   the member with the fewest outstanding tokens, whole groups at a time
+    update_weights    ------>   every member; each switches as soon as it can
+
+A member serves if it is known to hold the weights of the last ``update_weights`` (or those of the one that
+is under way), and its canary said so.  One keeper per member sees to it that the member holds them: it gives
+them again to one that has failed a request, and puts another engine in the place of one that does not take
+them.
+
+``update_weights`` returns when every member that held the version before holds the new one, but waits no
+longer than twice what the quickest took and ``lag`` seconds more: a member that is slower is *behind*.  From
+then on it holds that
+
+* every request that is asked for later is sampled from the new weights, or from still newer ones: a member
+  that is behind, has failed, or has just joined gets no request before it holds them;
+* requests that run in a member that is behind go on; each of their tokens carries the version that sampled
+  it, which is not older than the one that was current when they began.  The bound on staleness counts from
+  there, so it holds for them too.
+
+What a member that dies has finished is kept; only what is not answered goes to another member.  Pure
+asyncio: members may be child processes, Ray workers or fakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+from attrs import frozen
+
+from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
+from grpo_core.members import MENDABLE, Held, Member, Untrue, tokens_of
+from grpo_core.protocols import Engine
+from grpo_core.records import Completion, GenerationRequest, Weights
+
+T = TypeVar("T")
+
+ATTEMPTS = 4
+"""Times that a request is asked before it is to blame."""
+
+MAX_FAILURES = 3
+"""Engines in a row that finished nothing, after which their member is given up."""
+
+AFFINITY = 4
+"""A group stays with its member until that has so many times the group's tokens more to do than another."""
+
+HOMES = 10_000
+"""Groups whose member is remembered."""
+
+
+async def as_published(weights: Weights) -> Held:
+    """For members that need the weights no longer when ``update_weights`` of the pool returns."""
+    return Held(weights=weights)
+
+
+@frozen(kw_only=True)
+class Statistics:
+    """A pool at one moment."""
+
+    serving: int
+    """Members that get requests."""
+    members: int
+    """Those, and the ones that start, are behind, or are being replaced."""
+    given_up: int
+    replaced: int
+    tokens: int
+    """Of the running requests: their prompts, and what may be sampled at most."""
+
+
+class EnginePool:
+    """Satisfies ``grpo_core.protocols.Engine``.  Made while an event loop runs.
+
+    Args:
+        make: a new engine for the member of this number; called again to replace one.
+        workers: members at the start, numbered from 0.
+        tolerance: of each member's canary, see ``grpo_core.canary``.
+        deadline: seconds for a member to start, take weights and answer its canary.
+        lag: seconds, see above.
+        hold: makes published weights last; the pool gives them to members that start, are replaced or catch
+            up later, when the trainer may have published others.
+        tell: is told of each member that is replaced or given up.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Engine],
+        workers: int,
+        *,
+        tolerance: float = 1e-3,
+        deadline: float = 600.0,
+        lag: float = 1.0,
+        hold: Callable[[Weights], Awaitable[Held]] = as_published,
+        tell: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._make, self._hold, self._tell = make, hold, tell
+        self._tolerance, self._deadline, self._lag = tolerance, deadline, lag
+        self._members: list[Member] = []
+        self._given_up: set[int] = set()
+        self._failed: dict[int, str] = {}
+        """Why the last engine of a member was replaced."""
+        self._replaced = 0
+        self._next = 0
+        self._current: Held | None = None
+        """Of the last ``update_weights`` that has returned."""
+        self._target: Held | None = None
+        """What every member is to hold."""
+        self._homes: OrderedDict[Hashable, Member] = OrderedDict()
+        self._fault: Exception | None = None
+        self._changed = asyncio.Event()
+        for _ in range(workers):
+            self.join()
+
+    # ------------------------------------------------------------------------------ the engine
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """One completion for each request, in order.
+
+        Waits while no member serves.  Raises EngineError if a request failed ``ATTEMPTS`` times, or if no
+        member is left.
+        """
+        if self._current is None:
+            raise EngineError("engine pool: generate before the first update_weights")
+        places: dict[Hashable, list[int]] = defaultdict(list)
+        for i, request in enumerate(requests):
+            places[request.group or request.prompt_ids].append(i)
+        found: dict[int, Completion] = {}
+        groups = [self._group(key, requests, some, found) for key, some in places.items()]
+        if len(groups) == 1:
+            await groups[0]
+        else:
+            await _all(groups)
+        return [found[i] for i in range(len(requests))]
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Give all members the weights; see the module's docstring for when it returns.
+
+        Raises WeightSyncError if no member takes them within the deadline, or if one that took them does not
+        use them.  Members then go back to the version before.
+        """
+        before = self._target
+        held = await self._hold(weights)
+        self._aim(held)
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._deadline):
+                await self._until(lambda: self._holders(held) or self._all_refuse(held, before))
+            if not self._holders(held):
+                raise EngineError(f"all refuse them{self._reasons()}")
+            seconds = asyncio.get_running_loop().time() - began + self._lag
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._until(lambda: not self._holders(before))
+        except (TimeoutError, EngineError) as error:
+            self._aim(before)
+            late = f"none took them within {self._deadline:g} s (engine.deadline){self._reasons()}"
+            why = str(error) or late
+            raise WeightSyncError(f"engine pool: no member holds version {weights.version}: {why}") from error
+        except BaseException:
+            self._aim(before)
+            raise
+        self._current = held
+        self._notify()
+
+    async def aclose(self) -> None:
+        """Close all members; what waits for them raises EngineError."""
+        self._fault = self._fault or EngineError("engine pool is closed")
+        self._notify()
+        await _cancelled([member.keeper for member in self._members if member.keeper is not None])
+        for member in self._members:
+            member.give_back()
+        await asyncio.gather(*(member.close() for member in self._members))
+        self._members.clear()
+
+    # ------------------------------------------------------------------------------ its members
+
+    def join(self) -> int:
+        """Add a member, which serves as soon as it holds the weights; returns its number."""
+        member = Member(self._next, self._make(self._next), self._notify)
+        self._next += 1
+        self._members.append(member)
+        member.keeper = asyncio.get_running_loop().create_task(
+            self._keep(member), name=f"keeper of engine {member.number}"
+        )
+        return member.number
+
+    async def leave(self, number: int) -> None:
+        """Let a member finish what it has, and close it.  Raises EngineError if there is none so numbered."""
+        member = next((m for m in self._members if m.number == number), None)
+        if member is None or member.keeper is None:
+            raise EngineError(
+                f"engine pool: there is no member {number}, only {[m.number for m in self._members]}"
+            )
+        member.leaving = True
+        self._notify()
+        await asyncio.wait([member.keeper])
+
+    def statistics(self) -> Statistics:
+        return Statistics(
+            serving=len(self._serving()),
+            members=len(self._members),
+            given_up=len(self._given_up),
+            replaced=self._replaced,
+            tokens=sum(member.tokens for member in self._members),
+        )
+
+    def _holders(self, held: Held | None) -> list[Member]:
+        return [member for member in self._members if member.holds is held]
+
+    def _all_refuse(self, held: Held, before: Held | None) -> bool:
+        asked = self._holders(before)
+        return bool(asked) and all(member.refuses is held for member in asked)
+
+    def _serving(self) -> list[Member]:
+        good = [held for held in (self._current, self._target) if held is not None]
+        return [m for m in self._members if not m.leaving and any(m.holds is held for held in good)]
+
+    # ------------------------------------------------------------------------------ generating
+
+    async def _group(
+        self,
+        key: Hashable,
+        requests: Sequence[GenerationRequest],
+        places: Sequence[int],
+        found: dict[int, Completion],
+    ) -> None:
+        """Ask one member for all of a group, and another one for what it did not finish."""
+        for _ in range(ATTEMPTS):
+            missing = {i: requests[i] for i in places if i not in found}
+            if not missing:
+                return
+            member = await self._choose(key, sum(map(tokens_of, missing.values())))
+            error = await member.ask(missing, found)
+        if error is not None:
+            raise EngineError(f"engine pool: a request failed {ATTEMPTS} times, the last time: {error}")
+
+    async def _choose(self, key: Hashable, tokens: int) -> Member:
+        """The member that has the least to do, or the one that had this group if it has not much more."""
+        ready = await self._until(self._serving)
+        least = min(ready, key=lambda member: member.tokens)
+        home = self._homes.pop(key, least)
+        chosen = home if home in ready and home.tokens <= least.tokens + AFFINITY * tokens else least
+        self._homes[key] = chosen
+        if len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
+        return chosen
+
+    # ------------------------------------------------------------------------------ keeping
+
+    async def _keep(self, member: Member) -> None:
+        """See to it that a member holds the target, until it leaves, is given up, or the pool ends."""
+        try:
+            while not member.leaving:
+                await self._until(lambda: member.leaving or self._lacks(member))
+                if self._target is not None and not member.leaving:
+                    await self._sync(member, self._target)
+            await self._until(lambda: not member.tokens)
+        except Exception as error:  # whoever waits for the pool raises it
+            self._fault = self._fault or (None if member.number in self._given_up else error)
+        self._members.remove(member)
+        member.give_back()
+        self._notify()
+        await member.close()
+
+    def _lacks(self, member: Member) -> bool:
+        return self._target is not None and member.holds is not self._target
+
+    async def _sync(self, member: Member, held: Held) -> None:
+        try:
+            await member.give(held, tolerance=self._tolerance, deadline=self._deadline)
+        except Untrue as error:
+            raise WeightSyncError(str(error)) from error
+        except WeightSyncError as error:  # it goes on as it was, which is good enough if all do
+            member.refuses, self._failed[member.number] = held, str(error)
+            self._notify()
+            await self._until(lambda: self._target is not held or self._holders(held) or not member.holds)
+            if self._target is held:
+                await self._replace(member, error)
+        except MENDABLE as error:
+            await self._replace(member, error)
+        self._notify()
+
+    async def _replace(self, member: Member, error: Exception) -> None:
+        """Put a new engine in the place of one that failed.  Raises the error if there is no use in that."""
+        member.give_back()
+        self._notify()
+        await member.close()
+        why = self._failed[member.number] = str(error) or f"no answer within {self._deadline:g} s"
+        if not isinstance(error, TimeoutError | DeadlineExceeded):  # it may be waiting for a machine
+            member.failures += 1
+        if member.failures >= MAX_FAILURES:
+            self._given_up.add(member.number)
+            self._tell(f"engine {member.number} is given up, it failed {member.failures} times: {why}")
+            raise error
+        self._replaced += 1
+        self._tell(f"engine {member.number} is replaced: {why}")
+        member.engine = self._make(member.number)
+
+    # ------------------------------------------------------------------------------ waiting
+
+    def _aim(self, at: Held | None) -> None:
+        self._target = at
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _reasons(self) -> str:
+        """Why engines were replaced, the last of each member."""
+        return "".join(f"; engine {number}: {why}" for number, why in self._failed.items())
+
+    async def _until(self, ask: Callable[[], T | None]) -> T:
+        """Wait until ``ask()`` is true of something.  Raises what has ended the pool."""
+        while True:
+            if self._fault is not None:
+                raise self._fault
+            if answer := ask():
+                return answer
+            if not self._members:
+                raise EngineError(f"engine pool: no member is left{self._reasons()}")
+            await self._changed.wait()
+
+
+async def _all(groups: Sequence[Any]) -> None:
+    """Await all at once; the first error is raised when the others are cancelled."""
+    tasks = [asyncio.create_task(group) for group in groups]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

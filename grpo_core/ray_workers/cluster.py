@@ -1,0 +1,170 @@
+"""The cluster, and what a worker must have in common with the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from grpo_core.errors import ChildDied, ConfigError, EngineError, GrpoError, PluginError
+from grpo_core.offers import Offer
+from grpo_core.processes import RemoteTraceback
+
+ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""What Ray is about to do by itself, and warns of."""
+ENVIRON_ALONE = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # the name is Ray's: without clusters it listens on the loopback address only, on Linux too
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""Of a cluster of this machine alone; read when Ray is imported."""
+REACH = 10.0
+"""Seconds for a cluster to answer at all."""
+
+
+@contextlib.contextmanager
+def connected(address: str, *, cpus: int) -> Iterator[None]:
+    """A Ray cluster for as long as this lasts.
+
+    Args:
+        address: of a running cluster, as Ray writes it ("auto", "host:6379", "ray://host:10001"); empty:
+            one of this machine alone is started, which no other machine can reach, and ended.
+        cpus: that a cluster of this machine alone says it has.
+
+    Raises ConfigError if Ray is not installed, or there is no such cluster.
+    """
+    alone = not address
+    for key, value in (ENVIRON | ENVIRON_ALONE if alone else ENVIRON).items():
+        os.environ.setdefault(key, value)
+    ray = load()
+    if ray.is_initialized():
+        yield
+        return
+    chosen: dict[str, Any] = {"address": address}
+    if alone:
+        chosen = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    try:
+        _reach(address)
+        ray.init(log_to_driver=False, logging_level="error", **chosen)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"--ray {address}: cannot be joined or started ({error}); start a cluster with "
+            "`ray start --head` and give its address, or leave the address out for one of this machine alone"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for more than a minute.  Raises OSError if nobody answers at "host:port"."""
+    if (spelled := re.fullmatch(r"(?:ray://)?([\w.-]+):(\d+)", address)) is not None:
+        socket.create_connection((spelled[1], int(spelled[2])), timeout=REACH).close()
+
+
+def load() -> Any:
+    """Ray itself.  Raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(f"--ray: Ray is not installed ({error}); pip install 'grpo-core[ray]'") from None
+
+
+# ---------------------------------------------------------------------------------- the software of a worker
+
+
+@frozen(kw_only=True)
+class Origin:
+    """The driver's side of a plugin, for comparison with the worker's."""
+
+    name: str
+    """Of the offer, as a worker finds it."""
+    allow: tuple[str, ...] | None
+    """Plugins that the worker loads: the one that is needed."""
+    versions: Mapping[str, str] = field(factory=dict)
+
+    @classmethod
+    def of(cls, offer: Offer) -> Origin:
+        plugin = offer.plugin
+        installed = (plugin.distribution,) if _version(plugin.distribution) != MISSING else ()
+        return cls(
+            name=absolute(offer.name),
+            allow=() if plugin.distribution == "grpo-core" else installed,
+            versions={"python": _python(), **{name: _version(name) for name in ("grpo-core", *installed)}},
+        )
+
+    def check(self, who: str) -> None:
+        """Raises PluginError that names what is different where this is called."""
+        here = {name: _python() if name == "python" else _version(name) for name in self.versions}
+        differences = [
+            f"{name} {here[name]} (the driver has {theirs})"
+            for name, theirs in self.versions.items()
+            if here[name] != theirs
+        ]
+        if differences:
+            raise PluginError(
+                f"{who}: has not the driver's versions: {', '.join(differences)}; install the same everywhere"
+            )
+
+
+MISSING = "is not installed"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return MISSING
+
+
+def _python() -> str:
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+def absolute(name: str) -> str:
+    """``./file.py:Class`` as a worker finds it, which has another working directory."""
+    spelled = re.fullmatch(r"(.+\.py)((?::.*)?)", name)
+    return f"{Path(spelled[1]).expanduser().resolve()}{spelled[2]}" if spelled else name
+
+
+def where() -> str:
+    """This machine, in messages."""
+    return f"{platform.node()}, process {os.getpid()}"
+
+
+# ---------------------------------------------------------------------------------- calls
+
+
+async def call(worker: Any, method: str, *args: Any, who: str) -> Any:
+    """Await a method of an actor.
+
+    Raises what it raised, an error that is none of ours as an EngineError; ChildDied if the actor is gone.
+    """
+    ray = load()
+    try:
+        return await getattr(worker, method).remote(*args)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        told = cause if isinstance(cause, GrpoError) else EngineError(f"{who}: {cause!r}")
+        raise told from RemoteTraceback(str(error))
+    except ray.exceptions.RayError as error:
+        raise ChildDied(f"{who} is gone: {brief(error)}") from error
+
+
+def brief(error: BaseException) -> str:
+    """Ray's words, without the advice and the identifiers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [
+        line for line in lines if not re.match(r"(class_name|actor_id|pid|namespace|ip|name|repr):", line)
+    ]
+    return f"{type(error).__name__}: {' '.join(told)[:400]}"

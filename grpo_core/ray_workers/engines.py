@@ -1,0 +1,296 @@
+"""An engine of any plugin in a Ray worker, and its other half on the driver's side.
+
+    EnginePool -> RayEngine   -- submit, once per turn of the loop -->   EngineWorker -> the plugin's engine
+                              <-- collect, what has finished --------
+                              -- update_weights, a reference -------->   a copy in the worker's memory
+
+Requests that arrive together share a call, and so do completions that finish together, whichever groups they
+belong to: the driver's work for Ray is per call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from attrs import evolve, field, frozen
+
+from grpo_core.copies import Copies, mapped
+from grpo_core.engines import wire
+from grpo_core.errors import DeadlineExceeded, EngineError, GrpoError, ModelError, WeightSyncError
+from grpo_core.members import Held
+from grpo_core.plugins import PluginHost
+from grpo_core.protocols import Engine
+from grpo_core.ray_workers.cluster import Origin, brief, call, load, where
+from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+
+LINGER = 0.005
+"""Seconds that a finished completion waits for others to share its way."""
+
+START_SHARE = 0.9
+"""Of the deadline: a worker that has not started by then is told of before others lose patience."""
+
+
+@frozen(kw_only=True)
+class WorkerSetup:
+    """All that a worker makes its engine from; plain data."""
+
+    origin: Origin
+    setup: EngineSetup
+    options: Mapping[str, Any] = field(factory=dict)
+    environ: Mapping[str, str] = field(factory=dict)
+    """Environment variables, set before the plugin is loaded."""
+
+
+# ---------------------------------------------------------------------------------- in the worker
+
+
+class EngineWorker:
+    """The actor.  Its engine is made by ``start``, on the loop that all its methods run on."""
+
+    def __init__(self, name: str, made_from: WorkerSetup) -> None:
+        self._who = f"{name} ({where()})"
+        self._made_from = made_from
+        self._engine: Engine | None = None
+        self._copies = Copies()
+        self._held: Held | None = None
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._finished: list[tuple[int, wire.Packed | None, str]] = []
+        self._some = asyncio.Event()
+
+    async def start(self) -> str:
+        """Make the engine; returns who and where this is.  Raises PluginError, ConfigError, ModelError."""
+        made_from = self._made_from
+        os.environ.update(made_from.environ)
+        made_from.origin.check(self._who)
+        _prepare_files(self._who, made_from.setup)
+        host = PluginHost.discover(made_from.origin.allow)
+        self._engine = host.make("engine", made_from.origin.name, made_from.setup, **made_from.options)
+        return self._who
+
+    async def update_weights(self, weights: Weights, data: Any) -> None:
+        """``data``: all bytes, uint8 [nbytes], in the memory that the workers of a machine share."""
+        assert self._engine is not None
+        self._held = None  # one copy will do, as one is what a trainer publishes in
+        self._held = held = await asyncio.to_thread(self._copies.copy, weights, memoryview(data))
+        await self._engine.update_weights(held.weights)
+
+    async def submit(self, requests: Sequence[tuple[int, Any]], cancelled: Sequence[int]) -> None:
+        """Begin requests, each under its ticket, and end others."""
+        for ticket, packed in requests:
+            (request,) = wire.unpack_requests([packed])
+            self._running[ticket] = asyncio.create_task(self._generate(ticket, request))
+        for ticket in cancelled:
+            if (task := self._running.pop(ticket, None)) is not None:
+                task.cancel()
+
+    async def collect(self) -> list[tuple[int, wire.Packed | None, str]]:
+        """What has finished, as soon as something has: tickets, each with a completion or with an error."""
+        while not self._finished:
+            self._some.clear()
+            await self._some.wait()
+        await asyncio.sleep(LINGER)
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def aclose(self) -> None:
+        if self._engine is not None:
+            await self._engine.aclose()
+
+    async def _generate(self, ticket: int, request: GenerationRequest) -> None:
+        assert self._engine is not None
+        try:
+            answer = wire.pack_completions(await self._engine.generate([request]))
+            self._finished.append((ticket, answer, ""))
+        except GrpoError as error:
+            self._finished.append((ticket, None, str(error)))
+        except Exception as error:
+            self._finished.append((ticket, None, f"{type(error).__name__}: {error}"))
+        finally:
+            self._running.pop(ticket, None)
+            self._some.set()
+
+
+def _prepare_files(who: str, setup: EngineSetup) -> None:
+    model = Path(setup.model)
+    if model.is_absolute() and not model.exists():
+        raise ModelError(
+            f"{who}: there is no {model} on this machine; put the model on a file system that all machines "
+            "share, or give its id on the hub"
+        )
+    if setup.log_directory:
+        Path(setup.log_directory).mkdir(parents=True, exist_ok=True)
+
+
+# ---------------------------------------------------------------------------------- on the driver's side
+
+
+class RayEngine:
+    """Satisfies ``grpo_core.protocols.Engine``; its worker starts at once.
+
+    Takes weights that ``Store.hold`` made.  Once its worker has died, everything raises EngineError: a pool
+    puts another one in its place.
+
+    Args:
+        name: how messages call it ("engine 0").
+        made_from: what the worker makes its engine from.
+        store: where the weights are.
+        resources: options of the Ray actor (``num_gpus``, ``scheduling_strategy``).
+    """
+
+    def __init__(
+        self, name: str, made_from: WorkerSetup, *, store: Store, resources: Mapping[str, Any]
+    ) -> None:
+        self.name = name
+        self._store = store
+        self._resources = resources
+        self._deadline = made_from.setup.deadline
+        actor: Any = load().remote(EngineWorker)
+        self._worker = actor.options(max_restarts=0, **resources).remote(name, made_from)
+        self._started = False
+        self._tickets = itertools.count()
+        self._open: dict[int, asyncio.Future[Completion]] = {}
+        self._outbox: list[tuple[int, Any]] = []
+        self._cancelled: list[int] = []
+        self._scheduled = False
+        self._collector: asyncio.Task[None] | None = None
+        self._death: EngineError | None = None
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """One completion for each request, in order.  Raises EngineError.  Cancelling frees the worker."""
+        packed = wire.pack_requests(requests)
+        tickets = [self._send(one) for one in packed]
+        try:
+            return [await self._open[ticket] for ticket in tickets]
+        finally:
+            unfinished = [ticket for ticket in tickets if not self._open.pop(ticket).done()]
+            if unfinished:
+                self._cancelled += unfinished
+                self._schedule()
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Returns when the worker's engine holds them.
+
+        Raises what that engine raises; ChildDied if the worker is gone; DeadlineExceeded if it has not
+        started in time; PluginError if it has other versions of the software than the driver.
+        """
+        self._alive()
+        if not self._started:
+            await self._start()
+        await self._call("update_weights", weights, self._store.reference(weights))
+
+    async def aclose(self) -> None:
+        """End the worker, and its engine before it."""
+        already, self._death = self._death, self._death or EngineError(f"{self.name} is closed")
+        self._fail_all(self._death)
+        if self._collector is not None:
+            self._collector.cancel()
+        try:
+            if self._started and already is None:
+                await self._call("aclose")
+        finally:
+            load().kill(self._worker)
+
+    # ------------------------------------------------------------------------------ the worker
+
+    async def _start(self) -> None:
+        seconds = START_SHARE * self._deadline
+        try:
+            async with asyncio.timeout(seconds):
+                self.name = await self._call("start")
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self.name}: not started within {seconds:g} s; it asks for {dict(self._resources)}, the "
+                f"cluster has {load().available_resources()} free (engine.deadline, engine.gpus_per_worker)"
+            ) from None
+        self._started = True
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await call(self._worker, method, *args, who=self.name)
+
+    def _alive(self) -> None:
+        if self._death is not None:
+            raise self._death
+
+    def _send(self, packed: Any) -> int:
+        self._alive()
+        ticket = next(self._tickets)
+        self._open[ticket] = asyncio.get_running_loop().create_future()
+        self._outbox.append((ticket, packed))
+        self._schedule()
+        return ticket
+
+    def _schedule(self) -> None:
+        """One call for everything that this turn of the loop asks for."""
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        if self._death is not None:
+            return
+        self._worker.submit.remote(self._outbox, self._cancelled)
+        self._outbox, self._cancelled = [], []
+        if self._collector is None or self._collector.done():
+            self._collector = asyncio.create_task(self._collect(), name=f"collector of {self.name}")
+
+    async def _collect(self) -> None:
+        """Ends when nothing is open; a death reaches all that is."""
+        try:
+            while self._open:
+                for ticket, packed, problem in await self._worker.collect.remote():
+                    self._answer(ticket, packed, problem)
+        except load().exceptions.RayError as error:
+            self._death = EngineError(f"{self.name} died: {brief(error)}")
+            self._fail_all(self._death)
+
+    def _answer(self, ticket: int, packed: wire.Packed | None, problem: str) -> None:
+        future = self._open.get(ticket)
+        if future is None or future.done():
+            return  # its caller has gone away
+        if packed is None:
+            future.set_exception(EngineError(f"{self.name}: {problem}"))
+        else:
+            future.set_result(wire.unpack_completions(packed)[0])
+
+    def _fail_all(self, why: EngineError) -> None:
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(why)
+                future.exception()  # somebody may have gone away: that is no reason for a warning
+
+
+class Store:
+    """Weights in Ray's object store: put once, got by each worker, one copy on each machine."""
+
+    def __init__(self) -> None:
+        self._held: WeakValueDictionary[str, Held] = WeakValueDictionary()
+
+    async def hold(self, weights: Weights) -> Held:
+        """Put what a trainer of this machine has published.  Raises WeightSyncError."""
+        reference = await asyncio.to_thread(self._put, weights)
+        location = f"ray:{reference.hex()}"
+        held = Held(weights=evolve(weights, location=location), memory=reference)
+        self._held[location] = held
+        return held
+
+    def reference(self, weights: Weights) -> Any:
+        """Where the bytes are.  Raises WeightSyncError for weights that were not put, or are not held."""
+        held = self._held.get(weights.location)
+        if held is None:
+            raise WeightSyncError(
+                f"version {weights.version}: {weights.location} is not in Ray's object store; a RayEngine "
+                "takes what Store.hold made"
+            )
+        return held.memory
+
+    def _put(self, weights: Weights) -> Any:
+        import numpy as np
+
+        return load().put(np.frombuffer(mapped(weights), dtype=np.uint8))

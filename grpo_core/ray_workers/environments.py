@@ -1,0 +1,168 @@
+"""An environment in a Ray worker: the same child process as on the driver's machine, elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from grpo_core.config import EnvironmentConfig
+from grpo_core.environments import EnvironmentProcess
+from grpo_core.errors import ChildDied, PluginError
+from grpo_core.protocols import Environment
+from grpo_core.ray_workers.cluster import Origin, call, load, where
+from grpo_core.records import Episode, Opened, Prompt, Verdict
+
+MAX_DEATHS = 3
+"""Workers that die in a row, with no answer in between, after which the environment is given up."""
+
+
+@frozen(kw_only=True)
+class EnvironmentSetup:
+    """All that a worker makes its environment from; plain data."""
+
+    task: str
+    origin: Origin
+    options: Mapping[str, Any]
+    config: EnvironmentConfig
+    log: str | None
+
+
+class RemoteEnvironment:
+    """The actor.  Plugin code runs in a child of it, which is killed and started anew as everywhere."""
+
+    def __init__(self, name: str, made_from: EnvironmentSetup) -> None:
+        self._who = f"{name} ({where()})"
+        self._made_from = made_from
+        self._process = EnvironmentProcess(
+            made_from.task,
+            made_from.origin.name,
+            made_from.options,
+            config=made_from.config,
+            allow=made_from.origin.allow,
+            log=Path(made_from.log) if made_from.log else None,
+        )
+
+    async def start(self) -> dict[str, Any]:
+        self._made_from.origin.check(self._who)
+        _make_parent(self._made_from.log)
+        await self._process.start()
+        return {
+            "who": self._who,
+            "max_turns": self._process.max_turns,
+            "needs_group": self._process.needs_group,
+        }
+
+    async def ask(self, method: str, *args: Any) -> tuple[Any, str]:
+        """What the method of ``EnvironmentProcess`` returns, and the first traceback so far."""
+        return await getattr(self._process, method)(*args), self._process.first_traceback
+
+
+def _make_parent(log: str | None) -> None:
+    if log is not None:
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+
+
+class RayEnvironment:
+    """Satisfies ``EnvironmentWorker``.  A worker that dies is replaced, and asked again.
+
+    Args:
+        name: how messages call it ("environment sort 0").
+        made_from: what the worker makes its environment from.
+        resources: options of the Ray actor.
+    """
+
+    def __init__(self, name: str, made_from: EnvironmentSetup, *, resources: Mapping[str, Any]) -> None:
+        self.max_turns = Environment.max_turns
+        self.needs_group = Environment.needs_group
+        self.first_traceback = ""
+        self._name, self._made_from, self._resources = name, made_from, resources
+        self._who = name
+        self._worker: Any = None
+        self._starting = asyncio.Lock()
+        self._deaths = 0
+
+    async def start(self) -> None:
+        """Raises PluginError, ConfigError as the environment does."""
+        await self._started()
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        prompts: list[Prompt] = await self._ask("prompts", split)
+        return prompts
+
+    async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        replies: list[str | None] = await self._ask("solve", list(prompts))
+        return replies
+
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+        opened: list[Opened] = await self._ask("open", dict(prompts))
+        return opened
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        verdicts: list[Verdict] = await self._ask("evaluate", list(episodes))
+        return verdicts
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        await self._ask("close", list(sessions))
+
+    async def aclose(self) -> None:
+        """Close the sessions that are open, and end the worker."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            try:
+                await call(worker, "ask", "aclose", who=self._who)
+            except ChildDied:
+                return
+            finally:
+                load().kill(worker)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        while True:
+            worker = await self._started()
+            try:
+                answer, traceback = await call(worker, "ask", method, *args, who=self._who)
+            except ChildDied as error:
+                self._died(worker, error)
+            else:
+                self._deaths = 0
+                self.first_traceback = self.first_traceback or traceback
+                return answer
+
+    async def _started(self) -> Any:
+        """The worker, or a new one in its place."""
+        async with self._starting:
+            while self._worker is None:
+                actor: Any = load().remote(RemoteEnvironment)
+                worker = actor.options(max_restarts=0, **self._resources).remote(self._name, self._made_from)
+                try:
+                    async with asyncio.timeout(self._made_from.config.start_deadline):
+                        told = await call(worker, "start", who=self._name)
+                except ChildDied as error:
+                    self._died(worker, error)
+                    continue
+                except BaseException as error:
+                    load().kill(worker)
+                    raise self._late(error) from error
+                self._worker, self._who = worker, told["who"]
+                self.max_turns, self.needs_group = told["max_turns"], told["needs_group"]
+            return self._worker
+
+    def _late(self, error: BaseException) -> BaseException:
+        if not isinstance(error, TimeoutError):
+            return error
+        return PluginError(
+            f"{self._name}: not started within {self._made_from.config.start_deadline:g} s; it asks for "
+            f"{dict(self._resources)}, the cluster has {load().available_resources()} free "
+            "(environment.start_deadline)"
+        )
+
+    def _died(self, worker: Any, error: ChildDied) -> None:
+        """Note the death once, however many calls report it.  Raises PluginError if it was one too many."""
+        if self._worker is worker or self._worker is None:
+            self._worker = None
+            self._deaths += 1
+        if self._deaths >= MAX_DEATHS:
+            raise PluginError(f"{self._name}: {self._deaths} workers died in a row; the last: {error}")

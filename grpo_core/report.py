@@ -1,0 +1,317 @@
+"""``report.html``: a run on one page, which opens offline, on a phone and in the dark.
+
+It is made from the files of the run (see ``grpo_core.tracking``) and needs nothing else, so that it can be
+made of a run that goes on, was killed, or lies on another machine.  Whatever the files hold is text to it:
+the template escapes everything, and what cannot be read is left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field, frozen
+
+from grpo_core.charts import readings
+from grpo_core.curves import Task, charts, tasks_of
+
+REPORT = "report.html"
+TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
+"""Events that the report tells of; the others, which are by far the most, are not parsed."""
+SAMPLED_STEPS = 5
+"""Steps of which rollouts are shown."""
+MOST_ROLLOUTS = 4096
+"""Of a step that are looked at for it."""
+LONGEST_TEXT = 2000
+"""Characters of a prompt or a reply that are shown."""
+MOST_TOLD = 50
+"""Errors and skipped prompts that are shown."""
+
+Row = Mapping[str, Any]
+
+
+@define
+class Files:
+    """What the files of a run hold."""
+
+    path: Path
+    config: str = ""
+    """As it is written."""
+    table: Mapping[str, Any] = field(factory=dict)
+    """As it is read."""
+    steps: list[Row] = field(factory=list)
+    validations: list[Row] = field(factory=list)
+    events: list[Row] = field(factory=list)
+    unreadable: int = 0
+    """Lines: half of one is what a process was writing when it was killed."""
+
+    @classmethod
+    def read(cls, path: Path) -> Files:
+        files = cls(path)
+        if (path / "config.toml").is_file():
+            files.config = (path / "config.toml").read_text(encoding="utf-8", errors="replace")
+            try:
+                files.table = tomllib.loads(files.config)
+            except tomllib.TOMLDecodeError:
+                files.unreadable += 1
+        for row in files._rows(path / "metrics.jsonl"):
+            validated = any(name.startswith("validation/") for name in row)
+            (files.validations if validated else files.steps).append(row)
+        files.events += files._rows(path / "events.jsonl", tuple(f'"event": "{name}"' for name in TOLD))
+        return files
+
+    def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
+        """Those of the first step, the last one, and some between."""
+        found = sorted((self.path / "rollouts").glob("step-*.jsonl"))
+        places = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)} if found else set()
+        for place in sorted(places):
+            number = found[place].stem.removeprefix("step-")
+            if number.isdecimal():
+                yield int(number), list(islice(self._rows(found[place]), MOST_ROLLOUTS))
+
+    def told(self, event: str) -> list[Row]:
+        return [row for row in self.events if row.get("event") == event]
+
+    def _rows(self, path: Path, wanted: Sequence[str] = ()) -> Iterator[Row]:
+        """The JSON objects of a file; with ``wanted`` only those that begin with one of these."""
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if wanted and not any(mark in line[:120] for mark in wanted):
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if isinstance(row, dict):
+                    yield row
+                else:
+                    self.unreadable += 1
+
+
+@frozen(kw_only=True)
+class Sample:
+    """A rollout that is shown."""
+
+    step: int
+    task: str
+    prompt: str
+    reply: str
+    answer: str
+    reward: float | None
+    share: float | None
+    """Place of the reward between the lowest and the highest of the run's samples."""
+
+
+def write(path: Path) -> Path:
+    """Write the report of the run in the directory ``path``; returns the file."""
+    html = render(Files.read(path))
+    target, beside = path / REPORT, path / f".{REPORT}.{os.getpid()}"
+    beside.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")
+    beside.replace(target)
+    return target
+
+
+def render(files: Files) -> str:
+    """The page."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("grpo_core"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "share": share, "readings": readings}
+    shown = samples(files)  # first of all, since it may find more that cannot be read
+    tasks = tasks_of(files.steps, files.validations, files.table)
+    return environment.get_template("report.html").render(
+        name=files.path.resolve().name,
+        state=state(files),
+        headline=headline(tasks),
+        tiles=tiles(files),
+        tasks=tasks,
+        sections=charts(tasks, files.steps, files.table),
+        warnings=warnings(files.told("WarningRaised")),
+        errors=files.told("ErrorRaised")[-MOST_TOLD:],
+        skipped=files.told("PromptSkipped"),
+        most_told=MOST_TOLD,
+        resumed=[row.get("step") for row in files.told("RunStarted") if row.get("resumed")],
+        unreadable=files.unreadable,
+        samples=shown,
+        config=files.config,
+    )
+
+
+# ---------------------------------------------------------------------------------- what is said
+
+
+def state(files: Files) -> str:
+    """ "finished", "interrupted", "failed"; or "unfinished", which is killed or not yet at its end."""
+    last = [row for row in files.events if row.get("event") in ("RunStarted", "RunEnded")][-1:]
+    return str(last[0].get("reason")) if last and last[0]["event"] == "RunEnded" else "unfinished"
+
+
+def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str]]:
+    """Of each task: its name, what was measured, before and after."""
+    told = []
+    for task in tasks:
+        curve, what = (
+            (task.validation, f"validation {task.metric}") if task.validation else (task.rewards, "reward")
+        )
+        if curve:
+            shown = [share(y) if task.validation else number(y) for _, y in curve]
+            told.append((task.name, what, shown[0], shown[-1]))
+    return told
+
+
+def tiles(files: Files) -> list[tuple[str, str, str]]:
+    """Label, value and what it means, of the numbers on top."""
+    steps = files.steps
+
+    def column(name: str) -> list[float]:
+        return [row[name] for row in steps if _is_number(row.get(name))]
+
+    seconds = sum(column("time/step"))
+    generated = sum(
+        row["tokens_per_second/generation"] * row["time/step"]
+        for row in steps
+        if _is_number(row.get("tokens_per_second/generation")) and _is_number(row.get("time/step"))
+    )
+    table = files.table.get("trainer")
+    planned = table.get("steps") if isinstance(table, Mapping) else None
+    done = steps[-1].get("step", len(steps)) if steps else 0
+    told = [
+        ("steps", f"{done} of {planned}" if planned else f"{done}", ""),
+        ("training time", _clock(seconds), "without the start" if steps else ""),
+    ]
+    if steps and seconds:
+        told += [
+            ("tokens generated", number(generated), f"{number(generated / seconds)} per second"),
+            ("overlap", f"{_mean(column('overlap')):.0%}", "of the time the busier side works"),
+            ("staleness", f"{_mean(column('staleness/mean')):.2f}", f"steps; at most {_most(steps)}"),
+        ]
+        filtered = sum(v for row in steps for k, v in row.items() if k.startswith("filtered/") and v)
+        trained = sum(v for row in steps for k, v in row.items() if k.startswith("groups/") and v)
+        if filtered:
+            share = filtered / (filtered + trained)
+            told.append(("groups filtered", f"{share:.0%}", f"{number(filtered)} had equal rewards"))
+    return told
+
+
+def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One for each cause: how often, from which step to which, and what was said last."""
+    causes: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        cause = causes.setdefault(str(row.get("cause")), {"first": row.get("step"), "times": 0})
+        cause |= {"times": cause["times"] + 1, "last": row.get("step"), "message": row.get("message")}
+    return [{"cause": name, **told} for name, told in sorted(causes.items())]
+
+
+# ---------------------------------------------------------------------------------- rollouts
+
+
+def samples(files: Files) -> list[Sample]:
+    """Of some steps and each task the best and the worst rollout of a group, the most telling one."""
+    found = []
+    for step, rows in files.rollouts():
+        for task in sorted({str(row.get("task")) for row in rows}):
+            groups: dict[str, list[Row]] = {}
+            for row in rows:
+                if str(row.get("task")) == task:
+                    groups.setdefault(str(row.get("prompt")), []).append(row)
+            group = max(groups.values(), key=_spread)
+            ranked = sorted(group, key=lambda row: _plain(row.get("reward")), reverse=True)
+            shown = ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
+            if len(shown) == 2 and shown[0].get("reward") == shown[1].get("reward"):
+                shown = shown[:1]
+            found += [(step, task, row) for row in shown]
+    rewards = [_plain(row.get("reward")) for _, _, row in found]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    return [_sample(step, task, row, low, high) for step, task, row in found]
+
+
+def _spread(group: Sequence[Row]) -> float:
+    """Of the rewards of a group: where they differ there is something to see."""
+    rewards = [_plain(row.get("reward")) for row in group]
+    return max(rewards) - min(rewards)
+
+
+def _sample(step: int, task: str, row: Row, low: float, high: float) -> Sample:
+    given = row.get("messages")
+    messages = [m for m in given if isinstance(m, Mapping)] if isinstance(given, list) else []
+    roles = [message.get("role") for message in messages]
+    replied = roles.index("assistant") if "assistant" in roles else len(messages)
+    reward = row.get("reward")
+    known = _is_number(reward)
+    return Sample(
+        step=step,
+        task=task,
+        prompt=_text(messages[:replied]),
+        reply=_text(messages[replied:]),
+        answer=_short("" if row.get("answer") is None else str(row["answer"])),
+        reward=reward if known else None,
+        share=(_plain(reward) - low) / (high - low) if known and high > low else None,
+    )
+
+
+def _text(messages: Sequence[Row]) -> str:
+    """The messages' text; of several, each with who speaks."""
+    several = len(messages) > 1
+    parts = [
+        (f"{message.get('role')}: " if several else "") + str(message.get("content") or "")
+        for message in messages
+    ]
+    return _short("\n".join(parts))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + f" … ({len(text):,} characters)"
+
+
+# ---------------------------------------------------------------------------------- numbers
+
+
+def number(value: Any) -> str:
+    """In a few digits: 12345678 is 12.3M."""
+    if not _is_number(value):
+        return "-"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.3g}"
+
+
+def share(value: Any) -> str:
+    """In percent, if it is a share."""
+    return f"{value:.1%}" if _is_number(value) and 0 <= value <= 1 else number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _plain(value: Any) -> float:
+    return float(value) if _is_number(value) else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _most(steps: Sequence[Row]) -> str:
+    return f"{max((_plain(row.get('staleness/max')) for row in steps), default=0):.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

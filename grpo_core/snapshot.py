@@ -1,0 +1,69 @@
+"""A copy of tensors that is written to disk while the originals change.
+
+Training waits for the copy alone.  Its memory is kept from one checkpoint to the next: touching new pages
+takes several times as long as copying into them.  So a snapshot costs the memory of what it copies, on the
+host.  Without it, whoever saves waits for the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+Write = Callable[[Mapping[str, Tensor]], None]
+
+
+class Snapshot:
+    """One copy, and one thread that writes it.
+
+    Args:
+        copies: whether to copy; if not, ``save`` returns when all is written.
+    """
+
+    def __init__(self, *, copies: bool = True) -> None:
+        self._copies = copies
+        self._memory: dict[str, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written: Future[None] | None = None
+
+    def save(self, tensors: Mapping[str, Tensor], write: Write) -> None:
+        """Copy the tensors; ``write`` gets the copies, on the CPU, under the same names, in the thread.
+
+        Names of one tensor are names of one copy.  The copy before has to be written first.
+        """
+        if self._written is not None:
+            self._written.exception()  # told to whoever waited for ``written``
+        given = self._copy(tensors) if self._copies else dict(tensors)
+        self._written = self._thread.submit(write, given)
+        if not self._copies:
+            self._written.exception()
+
+    def written(self) -> Future[None]:
+        """Of the last ``save``: done when all is written, with the error of ``write``."""
+        assert self._written is not None, "nothing was saved"
+        return self._written
+
+    @torch.no_grad()
+    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        first: dict[tuple[int, torch.Size], str] = {}
+        copied, memory = {}, {}
+        for name, tensor in tensors.items():
+            twin = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
+            if twin == name:
+                memory[name] = self._room(name, tensor)
+                memory[name].copy_(tensor, non_blocking=True)
+            copied[name] = memory[twin]
+        self._memory = memory
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        return copied
+
+    def _room(self, name: str, tensor: Tensor) -> Tensor:
+        there = self._memory.get(name)
+        if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
+            # a strided tensor keeps its strides, so that the copy is one of bytes
+            there = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return there

@@ -1,0 +1,288 @@
+"""What any engine has to compute, as laws that are tried one after the other on one running engine.
+
+    @pytest.fixture(scope="module")
+    def tried(tmp_path_factory):
+        model = make_model(tmp_path_factory.mktemp("model"))
+        with asyncio.Runner() as runner:  # an engine lives in one event loop
+            engine = runner.run(start(MyEngine, model))
+            yield runner, Tried(engine=engine, model=model)
+            runner.run(engine.aclose())
+
+    @pytest.mark.parametrize("law", LAWS, ids=name)
+    def test_mine_computes_what_it_should(tried, law):
+        runner, engine = tried
+        runner.run(law(engine))
+
+What an engine says is compared with transformers' forward pass of the same weights, in float32.  How it
+behaves as a part of a run is the contract of ``grpo_core.testing.engines``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+
+from grpo_core import policy
+from grpo_core.errors import EngineError, WeightSyncError
+from grpo_core.protocols import Engine
+from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core.tiny import CONTEXT, make_tiny_model
+from grpo_core.weights import WeightsWriter
+
+PATIENCE = 60.0
+"""Seconds after which what should have been answered is lost."""
+
+SMALL = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=5, seed=3)
+
+
+def make_model(directory: Path) -> Path:
+    """A random model with 256 positions, 4 heads of 32 and tied embeddings, and its tokenizer."""
+    make_tiny_model(directory / "m", (), width=128, layers=2, warm_start_steps=0)
+    return directory / "m"
+
+
+async def start(factory: Callable[..., Engine], model: Path, **options: Any) -> Engine:
+    """As the core does: an engine is made while its event loop runs."""
+    setup = EngineSetup(model=str(model), log_directory=str(model.parent), deadline=120.0)
+    return factory(setup, **options)
+
+
+@define(kw_only=True)
+class Tried:
+    """An engine, and what it is compared with."""
+
+    engine: Engine
+    model: Path
+    tolerance: float = 1e-4
+    """Of logprobs."""
+    recomputes: bool = False
+    """After an update, running requests see all their tokens through the new weights."""
+    crowd: int = 3000
+    """Requests that are given up at once."""
+    kill: Callable[[], None] | None = None
+    """Ends the process that decodes, as an accident would; None: there is none."""
+    version: int = 0
+    _writer: WeightsWriter = field(factory=WeightsWriter, init=False)
+    _module: Any = field(default=None, init=False)
+
+    @property
+    def module(self) -> Any:
+        if self._module is None:
+            self._module = policy.load(self.model, device=torch.device("cpu"))
+        return self._module
+
+    def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        """Versions lie far apart: the logprobs of two differ by whole units."""
+        factor = 1.5 + 0.75 * (version % 3) + 0.01 * version
+        return [(name, tensor.detach() * factor) for name, tensor in self.module.named_parameters()]
+
+    def publish(self, version: int, *, without: str = "") -> Weights:
+        """With a canary; ``without`` the tensor of that name."""
+        weights = self._writer.write(version, [item for item in self.tensors(version) if item[0] != without])
+        logprobs = self.logprobs((5, 6, 7), version)[-1].topk(5)
+        known = Canary(
+            prompt_ids=(5, 6, 7),
+            token_ids=tuple(logprobs.indices.tolist()),
+            logprobs=tuple(logprobs.values.tolist()),
+        )
+        return evolve(weights, canary=(known,))
+
+    async def update(self) -> None:
+        await self.engine.update_weights(self.publish(self.version + 1))
+        self.version += 1
+
+    async def ask(self, *requests: GenerationRequest) -> list[Completion]:
+        async with asyncio.timeout(PATIENCE):
+            return await self.engine.generate(requests)
+
+    @torch.no_grad()
+    def logprobs(self, ids: Sequence[int], version: int, temperature: float = 1.0) -> torch.Tensor:
+        """By transformers, of the token after each of ``ids``, under the weights of ``version``: [T, V]."""
+        weights = dict(self.tensors(version))
+        logits = torch.func.functional_call(self.module, weights, (torch.tensor([ids]),)).logits[0]
+        return torch.log_softmax(logits.float() / (temperature or 1), -1)
+
+    def difference(self, request: GenerationRequest, completion: Completion, version: int) -> torch.Tensor:
+        """|engine - transformers| of each token's logprob under the weights of ``version``: [T]."""
+        n, tokens = len(request.prompt_ids), list(completion.token_ids)
+        logprobs = self.logprobs(request.prompt_ids + completion.token_ids, version, request.temperature)
+        expected = logprobs[n - 1 : -1][torch.arange(len(tokens)), tokens]
+        return (expected - torch.tensor(completion.logprobs)).abs()
+
+
+def mixed(n: int) -> list[GenerationRequest]:
+    """Groups of four: ragged prompts, lengths and temperatures, greedy ones among them."""
+    rng = random.Random(0)
+    made = []
+    for i in range(n):
+        if i % 4 == 0:
+            prompt = tuple(rng.randrange(3, 90) for _ in range(rng.choice([1, 5, 40, 70])))
+        made.append(
+            GenerationRequest(
+                prompt_ids=prompt,
+                max_tokens=rng.choice([1, 4, 12, 40]),
+                temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
+                stop_token_ids=(17, 18),
+                seed=i,
+            )
+        )
+    return made
+
+
+def endless(n: int) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt_ids=(5, i % 90), max_tokens=CONTEXT - 2, seed=i) for i in range(n)]
+
+
+# ---------------------------------------------------------------------------------- the laws
+
+
+async def logprobs_are_those_of_the_model(tried: Tried) -> None:
+    await tried.update()
+    requests = mixed(64)
+    completions = await tried.ask(*requests)
+    for request, completion in zip(requests, completions, strict=True):
+        stopped = completion.token_ids[-1] in request.stop_token_ids
+        assert not set(completion.token_ids[:-1]) & set(request.stop_token_ids)
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(completion.token_ids) == request.max_tokens
+        assert set(completion.versions) == {tried.version}
+        assert tried.difference(request, completion, tried.version).max() <= tried.tolerance
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+
+
+async def tokens_do_not_depend_on_what_else_is_decoded(tried: Tried) -> None:
+    requests = mixed(24)
+    crowd = await tried.ask(*requests)
+    alone = [(await tried.ask(request))[0] for request in requests[::5]]
+    assert [c.token_ids for c in crowd[::5]] == [c.token_ids for c in alone]
+    sampled = await tried.ask(*(evolve(SMALL, seed=seed, max_tokens=12) for seed in range(6)))
+    assert len({c.token_ids for c in sampled}) == 6
+    greedy = await tried.ask(*(evolve(SMALL, seed=seed, temperature=0.0) for seed in range(6)))
+    assert len({c.token_ids for c in greedy}) == 1
+
+
+async def what_cannot_be_generated_is_refused_and_harms_nobody(tried: Tried) -> None:
+    for change in (
+        {"prompt_ids": ()},
+        {"prompt_ids": (10**6,)},
+        {"max_tokens": CONTEXT},
+        {"temperature": -1.0},
+    ):
+        try:
+            await tried.ask(evolve(SMALL, **change))
+        except EngineError:
+            continue
+        raise AssertionError(f"a request with {change} was completed")
+    nothing, one = await tried.ask(evolve(SMALL, max_tokens=0), evolve(SMALL, max_tokens=1))
+    assert (nothing.token_ids, nothing.finish_reason) == ((), "length")
+    assert len(one.token_ids) == 1
+
+
+async def a_stop_string_ends_a_completion_and_stays_in_it(tried: Tried) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tried.model / "tokenizer.json"))
+    request = evolve(SMALL, max_tokens=40)
+    (free,) = await tried.ask(request)
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in free.token_ids]
+    stop = "".join(texts[20:22])
+    end = next(i for i in range(41) if stop in "".join(texts[:i]))
+    stopped, other = await tried.ask(evolve(request, stop=(stop, "\0never")), request)
+    assert stopped.token_ids == free.token_ids[:end]
+    assert stopped.finish_reason == "stop"
+    assert other.token_ids == free.token_ids
+
+
+async def each_token_is_of_the_version_that_it_names(tried: Tried) -> None:
+    old, new = tried.version, tried.version + 1
+    requests, weights = endless(64), tried.publish(new)
+    running = asyncio.ensure_future(tried.ask(*requests))
+    await tried.ask(evolve(SMALL, max_tokens=60))  # sixty tokens later the others have some, too
+    await tried.engine.update_weights(weights)
+    tried.version = new
+    completions = await running
+    assert any(len(set(completion.versions)) == 2 for completion in completions), "none was running"
+    for request, completion in list(zip(requests, completions, strict=True))[::8]:
+        assert list(completion.versions) == sorted(completion.versions)
+        assert set(completion.versions) <= {old, new}
+        before = completion.versions.count(old)
+        assert not before or tried.difference(request, completion, old)[:before].max() <= tried.tolerance
+        after = tried.difference(request, completion, new)[before:]
+        assert not tried.recomputes or not len(after) or after.max() <= tried.tolerance
+
+
+async def nothing_of_older_weights_is_left(tried: Tried) -> None:
+    """Long prompts twice, so that a prefix cache has them; an odd number of updates, so that none returns."""
+    request = GenerationRequest(prompt_ids=tuple(range(5, 85)) * 2, max_tokens=8)
+    for _ in range(3):
+        await tried.update()
+        for _ in range(2):
+            (completion,) = await tried.ask(request)
+            assert set(completion.versions) == {tried.version}
+            assert tried.difference(request, completion, tried.version).max() <= tried.tolerance
+
+
+async def weights_of_another_model_are_refused_and_change_nothing(tried: Tried) -> None:
+    before = await tried.ask(SMALL)
+    lost, _ = tried.tensors(0)[3]
+    try:
+        await tried.engine.update_weights(tried.publish(tried.version + 1, without=lost))
+    except WeightSyncError as error:
+        said = str(error)
+    else:
+        said = "they were taken"
+    assert lost in said, said
+    assert await tried.ask(SMALL) == before
+    await tried.update()
+
+
+async def a_cancelled_generate_frees_its_rows(tried: Tried) -> None:
+    task = asyncio.ensure_future(tried.engine.generate(endless(tried.crowd)))
+    await tried.ask(evolve(SMALL, max_tokens=1))  # the engine has the others by now
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    async with asyncio.timeout(PATIENCE / 4):  # in time only if those before it are gone
+        assert len((await tried.ask(evolve(SMALL, max_tokens=40)))[0].token_ids) == 40
+
+
+async def a_dead_engine_is_replaced_and_holds_the_last_weights(tried: Tried) -> None:
+    if tried.kill is None:
+        return
+    await tried.update()
+    before = await tried.ask(SMALL)
+    running = [asyncio.ensure_future(tried.ask(*endless(64))) for _ in range(2)]
+    await tried.ask(evolve(SMALL, max_tokens=1))
+    tried.kill()
+    for outcome in await asyncio.gather(*running, return_exceptions=True):
+        assert isinstance(outcome, EngineError), outcome
+        assert "ask again" in str(outcome)
+    (after,) = await tried.ask(SMALL)
+    assert after.token_ids == before[0].token_ids
+    assert set(after.versions) == {tried.version}
+
+
+Law = Callable[[Tried], Awaitable[None]]
+
+LAWS: Sequence[Law] = (
+    logprobs_are_those_of_the_model,
+    tokens_do_not_depend_on_what_else_is_decoded,
+    what_cannot_be_generated_is_refused_and_harms_nobody,
+    a_stop_string_ends_a_completion_and_stays_in_it,
+    each_token_is_of_the_version_that_it_names,
+    nothing_of_older_weights_is_left,
+    weights_of_another_model_are_refused_and_change_nothing,
+    a_cancelled_generate_frees_its_rows,
+    a_dead_engine_is_replaced_and_holds_the_last_weights,
+)
+
+
+def name(law: Law) -> str:
+    """For ``pytest.mark.parametrize(..., ids=name)``."""
+    return law.__name__.replace("_", " ")

@@ -1,0 +1,169 @@
+"""The contract of ``grpo_core.protocols.Engine`` as a story that any engine has to go through.
+
+    asyncio.run(check_engine(MyEngine(setup), publish, prompt_ids=(5, 8, 2)))
+
+An engine in a pool, in a Ray worker or behind HTTP is held to it as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from attrs import evolve
+
+from grpo_core import canary
+from grpo_core.errors import EngineError, WeightSyncError
+from grpo_core.protocols import Engine
+from grpo_core.records import Completion, GenerationRequest, Weights
+from grpo_core.rollout import check_completions
+
+GROUP = 8
+
+
+async def check_engine(
+    engine: Engine,
+    publish: Callable[[int], Weights],
+    *,
+    prompt_ids: tuple[int, ...],
+    max_tokens: int = 48,
+    tolerance: float = 1e-3,
+    seeded: bool = True,
+) -> None:
+    """Raises AssertionError that says what the engine does not keep; closes it at the end.
+
+    Args:
+        engine: has not been given weights yet.
+        publish: the weights of a version, all different, each with a canary; what was published before may
+            be overwritten.
+        prompt_ids: of a prompt that the model goes on from for ``max_tokens`` tokens, mostly.
+        tolerance: of the canary.
+        seeded: a request's seed decides what is sampled.
+    """
+    story = _Story(engine, publish, prompt_ids, max_tokens, tolerance)
+    try:
+        await story.refuses_to_generate_without_weights()
+        await story.takes(0)
+        await story.answers_in_order_and_within_limits()
+        if seeded:
+            await story.samples_by_the_seed_alone()
+        await story.stops_where_it_is_told()
+        await story.goes_on_with_new_weights()
+        await story.forgets_what_is_cancelled()
+        await story.keeps_what_it_has_when_new_weights_are_spoilt()
+    finally:
+        await engine.aclose()
+    await engine.aclose()
+    await story.is_closed()
+
+
+class _Story:
+    def __init__(
+        self,
+        engine: Engine,
+        publish: Callable[[int], Weights],
+        prompt_ids: tuple[int, ...],
+        max_tokens: int,
+        tolerance: float,
+    ) -> None:
+        self.engine, self.publish = engine, publish
+        self.prompt_ids, self.max_tokens, self.tolerance = prompt_ids, max_tokens, tolerance
+        self.version = -1
+
+    def requests(self, n: int = GROUP, *, seed: int = 0, temperature: float = 1.0) -> list[GenerationRequest]:
+        """A group's, no two of the same length."""
+        return [
+            GenerationRequest(
+                prompt_ids=self.prompt_ids,
+                max_tokens=max(1, self.max_tokens - i),
+                temperature=temperature,
+                seed=seed + i,
+                group=f"group {seed}",
+            )
+            for i in range(n)
+        ]
+
+    async def ask(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        completions = await self.engine.generate(requests)
+        check_completions(completions, requests)
+        return completions
+
+    async def takes(self, version: int) -> None:
+        weights = self.publish(version)
+        assert weights.canary, "publish() gives no canary: nothing would tell which weights are used"
+        await self.engine.update_weights(weights)
+        await canary.verify(self.engine, weights, tolerance=self.tolerance, deadline=None)
+        self.version = version
+
+    # ------------------------------------------------------------------------------ the clauses
+
+    async def refuses_to_generate_without_weights(self) -> None:
+        said = await _error_of(self.engine.generate(self.requests(1)), EngineError)
+        assert said, "generate before the first update_weights did not raise EngineError"
+
+    async def answers_in_order_and_within_limits(self) -> None:
+        assert await self.engine.generate([]) == []
+        requests = self.requests()
+        for request, completion in zip(requests, await self.ask(requests), strict=True):
+            assert set(completion.versions) == {self.version}, f"versions {completion.versions}"
+            if completion.finish_reason == "length":
+                assert len(completion.token_ids) == request.max_tokens, "the answers are not in order"
+
+    async def samples_by_the_seed_alone(self) -> None:
+        alone = await self.ask(self.requests(2, seed=100))
+        beside, again = await asyncio.gather(
+            self.ask(self.requests(5, seed=500)), self.ask(self.requests(2, seed=100))
+        )
+        assert [c.token_ids for c in alone] == [c.token_ids for c in again], (
+            "the batch changes what is sampled"
+        )
+        assert alone[0].token_ids[:-1] != beside[0].token_ids[:-1], "the seed changes nothing"
+
+    async def stops_where_it_is_told(self) -> None:
+        (greedy,) = await self.ask(self.requests(1, temperature=0.0))
+        stop = greedy.token_ids[0]
+        request = evolve(self.requests(1, temperature=0.0)[0], stop_token_ids=(stop,))
+        (stopped,) = await self.ask([request])
+        assert (stopped.token_ids, stopped.finish_reason) == ((stop,), "stop"), f"{stopped} after stop {stop}"
+
+    async def goes_on_with_new_weights(self) -> None:
+        running = asyncio.create_task(self.ask(self.requests(seed=200)))
+        await self.ask(self.requests(1, seed=300))
+        old = self.version
+        await self.takes(old + 1)
+        later = await self.ask(self.requests(seed=400))
+        assert {v for c in later for v in c.versions} == {old + 1}, "a later token of other weights"
+        for completion in await running:
+            assert list(completion.versions) == sorted(completion.versions)
+            assert set(completion.versions) <= {old, old + 1}
+
+    async def forgets_what_is_cancelled(self) -> None:
+        call = asyncio.create_task(self.ask(self.requests(seed=600)))
+        await self.ask(self.requests(1, seed=700))
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await self.ask(self.requests(seed=800))
+
+    async def keeps_what_it_has_when_new_weights_are_spoilt(self) -> None:
+        published = self.publish(self.version + 1)
+        first, *rest = published.tensors
+        spoilt = evolve(published, tensors=(evolve(first, checksum=first.checksum ^ 1), *rest))
+        said = await _error_of(self.engine.update_weights(spoilt), WeightSyncError)
+        assert said, "a tensor that is not what the trainer wrote was taken"
+        assert first.name in said, f"the error does not name the tensor {first.name!r}: {said}"
+        completions = await self.ask(self.requests())
+        assert {v for c in completions for v in c.versions} == {self.version}
+        await self.takes(self.version + 1)
+
+    async def is_closed(self) -> None:
+        said = await _error_of(self.engine.generate(self.requests(1)), EngineError)
+        assert said, "generate after aclose did not raise EngineError"
+
+
+async def _error_of(call: Awaitable[object], kind: type[Exception]) -> str:
+    """What the call's error says; empty if it has none."""
+    try:
+        await call
+    except kind as error:
+        return str(error) or kind.__name__
+    return ""

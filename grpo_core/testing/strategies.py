@@ -1,0 +1,284 @@
+"""The contract of validation strategies as a test that their authors run.
+
+    from grpo_core.testing.strategies import check_validation_strategy
+
+    def test_mine_keeps_the_contract():
+        check_validation_strategy(Mine)
+
+Everything runs under the virtual clock, on fakes: an engine that knows all answers, one that knows none, one
+that guesses, and a task of one turn beside one of two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from grpo_core.advantages import group as group_advantages
+from grpo_core.batcher import BatchedJudge
+from grpo_core.buffer import Buffer
+from grpo_core.config import EnvironmentConfig
+from grpo_core.loaders import ShuffledIndices
+from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.protocols import ValidationStrategy
+from grpo_core.records import Episode, GenerationRequest, Group, Prompt, SampleRequest, Verdict, Weights
+from grpo_core.results import headline
+from grpo_core.rollout import Sampling
+from grpo_core.testing import clock
+from grpo_core.testing.fakes import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer
+from grpo_core.validation import Context, Results, run_strategy
+
+Policy = Callable[[GenerationRequest, random.Random], str]
+
+TURNS = {"long": 2, "short": 1}
+"""Of each task."""
+PROMPTS = 24
+MAX_BATCH = 8
+SAMPLING = Sampling(temperature=1.0, max_tokens=32)
+
+
+def oracle(request: GenerationRequest, rng: random.Random) -> str:
+    """Says the answer."""
+    found = re.search(r"answer (\d+)", "".join(map(chr, request.prompt_ids)))
+    assert found is not None, "a prompt that is none of the context's"
+    return found[1]
+
+
+def garbage(request: GenerationRequest, rng: random.Random) -> str:
+    """Says something else."""
+    return rng.choice(["", "?", "no idea"])
+
+
+def guesses(request: GenerationRequest, rng: random.Random) -> str:
+    """Is right every other time."""
+    return rng.choice([oracle, garbage])(request, rng)
+
+
+@define(eq=False)
+class World:
+    """Two tasks, an engine, and a judge for each; answers take a second, verdicts a tenth."""
+
+    policy: Policy = oracle
+    max_batch: int = MAX_BATCH
+    silent: Callable[[Episode], bool] = lambda episode: False
+    """Whether an episode gets no verdict."""
+    prompts: dict[str, list[Prompt]] = field(init=False)
+    engine: FakeEngine = field(init=False)
+    fakes: dict[str, FakeJudge] = field(init=False)
+    judges: dict[str, BatchedJudge] = field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.prompts = {
+            task: [
+                Prompt(messages=f"{task}: answer {i}.", answer=str(i), id=str(i), environment=task)
+                for i in range(PROMPTS)
+            ]
+            for task in TURNS
+        }
+        self.engine = FakeEngine(reply=self.policy, latency=lambda rng: 1.0)
+        self.fakes = {task: FakeJudge(self._verdict, max_turns=turns) for task, turns in TURNS.items()}
+
+    def _verdict(self, episode: Episode) -> Verdict:
+        if self.silent(episode):
+            return Verdict()
+        if episode.turn + 1 < TURNS[episode.prompt.environment]:
+            return Verdict(done=False, messages="go on")
+        return Verdict(reward=float(episode.reply == episode.prompt.answer), answer=episode.reply or None)
+
+    async def context(self) -> Context:
+        config = EnvironmentConfig(max_batch=self.max_batch, max_wait=0.01)
+        self.judges = {task: BatchedJudge(fake, config) for task, fake in self.fakes.items()}
+        await self.engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
+        return self.context_of(0)
+
+    def context_of(self, version: int) -> Context:
+        return Context(
+            version=version,
+            prompts=self.prompts,
+            engine=self.engine,
+            judges=self.judges,
+            renderer=FakeRenderer(),  # type: ignore[arg-type]
+            sampling=SAMPLING,
+            deadline=1e5,
+        )
+
+
+@define(eq=False)
+class ValidationContract:
+    """What every strategy keeps to; each method is one clause, and raises AssertionError where it is broken.
+
+    Args:
+        make: a new strategy, the same each time; a class will do.
+        score: the metric that is 1 when all is right and 0 when nothing is; None: ``accuracy``, or else the
+            first.
+        rounds: calls of ``context.rollout`` for a task that wait for one another.
+    """
+
+    make: Callable[[], ValidationStrategy]
+    score: str | None = None
+    rounds: int = 1
+
+    def check(self) -> None:
+        """All clauses."""
+        self.full_marks_for_an_oracle_and_none_for_garbage()
+        self.no_verdict_is_no_wrong_answer()
+        self.the_same_whatever_is_batched_and_whoever_goes_first()
+        self.environments_are_called_in_batches()
+        self.it_can_be_cancelled_at_any_moment()
+        self.training_goes_on_as_if_it_were_not_there()
+
+    def full_marks_for_an_oracle_and_none_for_garbage(self) -> None:
+        for policy, expected in ((oracle, 1.0), (garbage, 0.0)):
+            for task, metrics in self._results(World(policy)).items():
+                score = self._score(metrics)
+                assert math.isclose(score, expected, abs_tol=1e-6), (
+                    f"task {task!r}: a policy of {policy.__name__} scores {score}, expected {expected}"
+                )
+
+    def no_verdict_is_no_wrong_answer(self) -> None:
+        results = self._results(World(silent=lambda episode: int(episode.prompt.id) % 4 == 0))
+        for task, metrics in results.items():
+            score = self._score(metrics)
+            assert math.isclose(score, 1.0, abs_tol=1e-6), (
+                f"task {task!r}: right wherever there is a verdict, and the score is {score}: a rollout "
+                "whose reward is None must not count as wrong"
+            )
+
+    def the_same_whatever_is_batched_and_whoever_goes_first(self) -> None:
+        first = self._results(World(guesses))
+        for seed, max_batch in enumerate((1, 7, 1000)):
+            other = self._results(World(guesses, max_batch), seed=seed)
+            assert other == first, f"with batches of {max_batch}: {other}; with {MAX_BATCH}: {first}"
+
+    def environments_are_called_in_batches(self) -> None:
+        world = World()
+        self._results(world)
+        for task, fake in world.fakes.items():
+            rollouts = len(fake.opened)
+            allowed = self.rounds * TURNS[task] * math.ceil(rollouts / MAX_BATCH)
+            assert len(fake.calls) <= allowed, (
+                f"task {task!r}: {len(fake.calls)} environment calls for {rollouts} rollouts of "
+                f"{TURNS[task]} turns, expected at most {allowed} of up to {MAX_BATCH}: ask for all rollouts "
+                "at once, or give rounds= if later ones depend on earlier ones"
+            )
+
+    def it_can_be_cancelled_at_any_moment(self) -> None:
+        for seconds in (0.0, 0.5, 1.05, 1.5, 2.25):
+            world = World()
+            clock.run(self._cancelled(world, seconds))
+            for task, fake in world.fakes.items():
+                open_still = set(fake.opened) - set(fake.closed)
+                assert not open_still, f"cancelled at {seconds:g} s: sessions of {task!r} stay open"
+
+    def training_goes_on_as_if_it_were_not_there(self) -> None:
+        """The same batches, the same weights, the same place in each loader."""
+        with_, without = (_trained(self.make, validate) for validate in (True, False))
+        assert with_ == without, "training with validation is not training without it"
+
+    # ------------------------------------------------------------------------------ how
+
+    def _score(self, metrics: Mapping[str, float]) -> float:
+        if self.score is None:
+            return headline(metrics)
+        assert self.score in metrics, f"there is no metric {self.score!r} in {sorted(metrics)}"
+        return metrics[self.score]
+
+    def _results(self, world: World, *, seed: int | None = None) -> Results:
+        before = {task: list(prompts) for task, prompts in world.prompts.items()}
+
+        async def story() -> Results:
+            strategy = self.make()
+            assert isinstance(strategy, ValidationStrategy), f"{strategy!r} has no method validate(context)"
+            return await run_strategy(type(strategy).__name__, strategy, await world.context())
+
+        results = clock.run(story(), seed=seed)
+        assert world.prompts == before, "the context's prompts were changed"
+        return results
+
+    async def _cancelled(self, world: World, seconds: float) -> None:
+        context = await world.context()
+        validating = asyncio.create_task(run_strategy("cancelled", self.make(), context))
+        await asyncio.sleep(seconds)
+        ended = validating.done()
+        validating.cancel()
+        done, _ = await asyncio.wait([validating], timeout=60)
+        assert done, f"still validating a minute after it was cancelled (at {seconds:g} s)"
+        assert ended or validating.cancelled(), f"cancelled at {seconds:g} s, it went on to its end"
+        assert not world.engine.running, f"cancelled at {seconds:g} s, and the engine still generates"
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        left = {task for task in left if task.get_name() != "batched call"}  # a call goes on for others
+        assert not left, f"cancelled at {seconds:g} s, and these go on: {left}"
+
+
+def check_validation_strategy(
+    make: Callable[[], ValidationStrategy], *, score: str | None = None, rounds: int = 1
+) -> None:
+    """Checks all clauses of ``ValidationContract``, whose arguments these are."""
+    ValidationContract(make, score, rounds).check()
+
+
+# ---------------------------------------------------------------------------------- a training
+
+
+class _Loader:
+    """A task's prompts, shuffled, and how many were taken."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts, self.position = prompts, 0
+        self._indices = ShuffledIndices(len(prompts), seed=0, task="")
+
+    def take(self, n: int) -> list[Prompt]:
+        self._indices.want = n
+        self.position += n
+        return [self._prompts[index] for index in next(self._indices)]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def epoch(self) -> float:
+        return self.position / len(self)
+
+
+def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
+    """Weights, batches, and places in the loaders after a run that validates, or does not."""
+    world, trainer = World(guesses), FakeTrainer()
+    loaders = {task: _Loader(prompts) for task, prompts in world.prompts.items()}
+    tasks = itertools.cycle(loaders)
+
+    def sample(sampler: Any, loaders: Any, request: SampleRequest) -> list[Prompt]:
+        return [loaders[next(tasks)].take(1)[0] for _ in range(request.expected_prompts)]
+
+    async def validate(version: int) -> Results:
+        return await run_strategy("beside training", make(), world.context_of(version))
+
+    async def story() -> None:
+        await world.context()
+        buffer: Buffer[Prompt, Group] = Buffer(
+            prompts_per_step=4, max_staleness=1, num_steps=6, policy="in_order"
+        )
+        await Pipeline(
+            buffer=buffer,
+            loaders=loaders,
+            sampler=None,  # type: ignore[arg-type]
+            sample=sample,
+            engine=world.engine,
+            trainer=trainer,
+            judges=world.judges,
+            renderer=FakeRenderer(),  # type: ignore[arg-type]
+            sampling=SAMPLING,
+            group_size=4,
+            advantages=group_advantages,
+            schedule=Schedule(validate_every=2 if validates else 0, in_flight_updates=False),
+            validate=validate,
+        ).run()
+
+    clock.run(story())
+    return trainer.state, trainer.batches, {task: loader.position for task, loader in loaders.items()}

@@ -1,0 +1,199 @@
+"""What a model may call: the schemas that it is shown, the calls in what it said, and running them.
+
+A call stands in an assistant message as chat templates expect it::
+
+    {"role": "assistant", "content": "...", "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}
+
+and is answered by ``{"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "3"}``.  Whatever
+goes wrong with a call is told to the model in such a message; it is never an error of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_core.errors import PluginError
+from grpo_core.records import Message
+
+TEMPLATES = "transformers.utils.chat_template_utils"
+"""Has ``get_json_schema``; imported where there are tools."""
+
+_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+# ---------------------------------------------------------------------------------- what the model said
+
+
+def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text without its calls, and the calls: ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``.
+
+    This is the format of Hermes and Qwen models.  What stands between the tags and is no such object becomes
+    the ``arguments`` of a call without a name.
+    """
+    calls = [{"function": _function(inner)} for inner in _TAGGED.findall(text)]
+    return (_TAGGED.sub("", text).strip() if calls else text), calls
+
+
+def read_calls(parsed: Any, text: str) -> list[dict[str, Any]]:
+    """Calls that a tokenizer has read from a text; whatever is not one becomes a call without a name."""
+    given = parsed if isinstance(parsed, list) else [parsed] if parsed else []
+    functions = [call.get("function") if isinstance(call, dict) else None for call in given]
+    return [{"function": _checked(function, text)} for function in functions]
+
+
+def numbered(calls: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, Any]]:
+    """Calls with an id each, nine letters and digits as some templates want them, from ``first`` on."""
+    return [
+        {"type": "function", **call, "id": f"call{number:05d}"} for number, call in enumerate(calls, first)
+    ]
+
+
+def _function(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    return _checked(given, text.strip())
+
+
+def _checked(given: Any, text: str) -> dict[str, Any]:
+    if isinstance(given, dict) and isinstance(given.get("name"), str):
+        return {"name": given["name"], "arguments": given.get("arguments", {})}
+    return {"name": "", "arguments": text}
+
+
+# ---------------------------------------------------------------------------------- running it
+
+
+class Toolbox:
+    """Tools by name.
+
+    Args:
+        tools: functions and bound methods.
+        who: named in errors.
+
+    Raises PluginError for a tool that has no schema (type hints and a docstring in Google's format that
+    describes each argument), or a name that comes twice.
+    """
+
+    def __init__(self, tools: Iterable[Callable[..., Any]], who: str) -> None:
+        self._tools: dict[str, Callable[..., Any]] = {}
+        self._schemas: dict[str, dict[str, Any]] = {}
+        for tool in tools:
+            schema = _schema(getattr(tool, "__func__", tool), who)
+            name = schema["function"]["name"]
+            if name in self._tools:
+                raise PluginError(f"{who}: two tools are called {name!r}; a tool's name is its own")
+            self._tools[name], self._schemas[name] = tool, schema
+
+    @property
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        return tuple(self._schemas.values())
+
+    def call(self, call: Mapping[str, Any]) -> Any:
+        """What the tool returns (maybe an awaitable) or raises; ToolError for a call that cannot be made."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not name:
+            raise ToolError(
+                f"not a call: {_short(arguments)}; expected a JSON object with a name and arguments"
+            )
+        if name not in self._tools:
+            raise ToolError(f"there is no tool {_short(name)}; there is {', '.join(self._tools) or 'none'}")
+        if not isinstance(arguments, Mapping):
+            raise ToolError(f"the arguments of {name} are {_short(arguments)}, expected a JSON object")
+        tool = self._tools[name]
+        try:
+            inspect.signature(tool).bind(**arguments)
+        except TypeError as error:
+            raise ToolError(f"{name}: {error}") from None
+        properties = self._schemas[name]["function"]["parameters"]["properties"]
+        for key, value in arguments.items():
+            if problem := _mismatch(properties.get(key, {}), value):
+                raise ToolError(f"{name}: argument {key!r} is {_short(value)}, expected {problem}")
+        return tool(**arguments)
+
+
+class ToolError(Exception):
+    """A call that cannot be made as the model wrote it; the text is for the model."""
+
+
+def message(call: Mapping[str, Any], result: Any) -> Message:
+    """The message that answers a call: text as it is, other values as JSON, an exception as "error: ..."."""
+    if isinstance(result, ToolError):
+        content = f"error: {result}"
+    elif isinstance(result, BaseException):
+        content = f"error: {type(result).__name__}: {result}"
+    elif isinstance(result, str):
+        content = result
+    else:
+        content = json.dumps(result, ensure_ascii=False, default=str)
+    name = call["function"]["name"]
+    return {"role": "tool", "tool_call_id": call.get("id", ""), "name": name, "content": content}
+
+
+def methods(session: Any) -> list[Callable[..., Any]]:
+    """The public methods of an object that are written in Python: its tools."""
+    kind = type(session)
+    public = [name for name in dir(kind) if not name.startswith("_")]
+    names = [name for name in public if inspect.isfunction(inspect.getattr_static(kind, name))]
+    return [getattr(session, name) for name in names]
+
+
+@functools.lru_cache(maxsize=1024)
+def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
+    chat_template_utils = importlib.import_module(TEMPLATES)
+    name = getattr(tool, "__name__", repr(tool))
+    try:
+        with _no_torch(chat_template_utils):
+            schema: dict[str, Any] = chat_template_utils.get_json_schema(tool)
+    except Exception as error:
+        raise PluginError(
+            f"{who}: tool {name!r} cannot be shown to a model: {error}; a tool needs type hints and a "
+            "docstring with a description and an Args: section (public methods of a session are tools: a "
+            "leading underscore hides one)"
+        ) from error
+    return schema
+
+
+@contextlib.contextmanager
+def _no_torch(module: Any) -> Iterator[None]:
+    """Where torch is not loaded yet, a schema needs none: it is looked at for the type hint of a tensor only,
+    and would take a second and 200 MB of each environment's process."""
+    real = module.is_torch_available
+    if "torch" not in sys.modules:
+        module.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        module.is_torch_available = real
+
+
+def _mismatch(schema: Mapping[str, Any], value: Any) -> str:
+    """The type that was expected, if the value has another one."""
+    kind = schema.get("type")
+    if not isinstance(kind, str) or kind not in _TYPES or (value is None and schema.get("nullable")):
+        return ""
+    fits = isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+    return "" if fits else f"{'an' if kind[0] in 'aio' else 'a'} {kind}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

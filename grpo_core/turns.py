@@ -1,0 +1,225 @@
+"""A rollout while it is played: a row of tokens that grows turn by turn.
+
+    prompt | completion | answer | completion | answer | completion
+             sampled                sampled                sampled
+
+Completions stand in the row as they were sampled, with the logprobs and versions that the engine gave; only
+the answers between them are encoded.  Each limit that ends a rollout has a reason of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+from attrs import define, field, frozen
+
+from grpo_core.protocols import Judge
+from grpo_core.records import (
+    Completion,
+    EndReason,
+    Episode,
+    GenerationRequest,
+    Message,
+    Opened,
+    Prompt,
+    Rollout,
+    Verdict,
+)
+from grpo_core.rendering import Renderer
+from grpo_core.tools import numbered
+
+_SESSIONS = itertools.count()
+"""Names of sessions, each used once in the life of this process."""
+
+
+@frozen(kw_only=True)
+class Sampling:
+    """How rollouts are sampled, and where they end although their environment would let them go on."""
+
+    temperature: float
+    max_tokens: int
+    """Of one completion."""
+    stop: tuple[str, ...] = ()
+    max_turns: int = 0
+    """Completions of a rollout; 0: as many as its environment says."""
+    max_total_tokens: int = 0
+    """Of prompt, completions and answers; 0: as many as the model has positions for."""
+    max_tool_calls: int = 0
+    """Of a rollout; 0: any number."""
+
+
+@frozen(kw_only=True)
+class Start:
+    """A rollout that is to be played."""
+
+    prompt: Prompt
+    seed: int
+    group: str = ""
+
+
+def seed_of(*parts: Any) -> int:
+    """63 bits that depend on all of ``parts`` and on nothing else."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+@define(eq=False)
+class Play:
+    """A rollout while it is played."""
+
+    start: Start
+    judge: Judge
+    sampling: Sampling
+    session: str = field(init=False, factory=lambda: str(next(_SESSIONS)))
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    sampled: tuple[bool, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = field(init=False)
+    context: int = 0
+    reward: float | None = None
+    metrics: dict[str, float] = field(factory=dict)
+    answer: str | None = None
+    turns: int = 0
+    tool_calls: int = 0
+    finish_reason: EndReason = "stop"
+    error: str | None = None
+    lost: bool = False
+    spoken: bool = False
+    """Its last completion has no verdict yet."""
+    done: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        self.messages = self.start.prompt.messages
+
+    def begin(self, opened: Opened, prompt_ids: tuple[int, ...], context: int) -> None:
+        self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
+        if opened.error is not None:
+            self.give_up(opened.error)
+        elif self.sampling.max_total_tokens and self.room <= 0:
+            self.give_up(
+                f"the prompt has {len(prompt_ids)} tokens, as many as a whole rollout may have "
+                f"(rollout.max_total_tokens is {self.sampling.max_total_tokens}) or more"
+            )
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        limit = self.sampling.max_total_tokens or self.context
+        return limit - len(self.prompt_ids) - len(self.token_ids)
+
+    @property
+    def calls_tools(self) -> bool:
+        """Its last message waits for the answers of tools."""
+        calls = self.spoken and self.finish_reason == "stop" and self.messages[-1].get("tool_calls")
+        return bool(calls)
+
+    def request(self, stop_token_ids: tuple[int, ...]) -> GenerationRequest:
+        # A first completion beyond the model's positions is a mistake in the configuration, which the engine
+        # reports; only what the turns before have taken is subtracted.
+        capped = self.turns > 0 or self.sampling.max_total_tokens
+        return GenerationRequest(
+            prompt_ids=self.prompt_ids + self.token_ids,
+            max_tokens=min(self.sampling.max_tokens, self.room) if capped else self.sampling.max_tokens,
+            temperature=self.sampling.temperature,
+            stop_token_ids=stop_token_ids,
+            stop=self.sampling.stop,
+            seed=self.start.seed if self.turns == 0 else seed_of(self.start.seed, self.turns),
+        )
+
+    def take_completion(self, completion: Completion, message: Message) -> None:
+        n = len(completion.token_ids)
+        self._append(completion.token_ids, (True,) * n, completion.logprobs, completion.versions)
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": numbered(calls, self.tool_calls)}
+            self.tool_calls += len(calls)
+        self.messages = (*self.messages, message)
+        self.turns += 1
+        self.spoken = True
+        self.finish_reason = completion.finish_reason
+        if self.finish_reason == "length" and self.room <= 0:
+            self.finish_reason = "tokens"
+        elif self.calls_tools:  # after a last turn nobody would read what tools answer: none is run
+            self.finish_reason = self._limit() or "stop"
+
+    def episode(self) -> Episode:
+        return Episode(
+            prompt=self.start.prompt,
+            messages=self.messages,
+            turn=self.turns - 1,
+            session=self.session,
+            group=self.start.group,
+            finish_reason=self.finish_reason,
+        )
+
+    def take_verdict(self, verdict: Verdict, renderer: Renderer) -> None:
+        if self.done:  # shown once more for the sake of its group
+            return
+        if verdict.error is not None or (verdict.done and verdict.reward is None):
+            self.give_up(verdict.error or "the environment gave no verdict", lost=verdict.lost)
+            return
+        self.spoken = False
+        self.reward = (self.reward or 0.0) + (verdict.reward or 0.0)
+        self.metrics |= verdict.metrics
+        self.answer = verdict.answer
+        if not verdict.done and self.finish_reason == "stop":
+            self.finish_reason = self._limit() or self._continue(verdict.messages, renderer)
+            self.done = self.finish_reason != "stop"
+        else:
+            self.done = True
+
+    def give_up(self, error: str, *, lost: bool = False) -> None:
+        self.done, self.reward, self.error, self.lost = True, None, error, lost
+
+    def rollout(self) -> Rollout:
+        return Rollout(
+            prompt_ids=self.prompt_ids,
+            token_ids=self.token_ids,
+            sampled=self.sampled,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            messages=self.messages,
+            reward=self.reward,
+            metrics=self.metrics,
+            answer=self.answer,
+            turns=self.turns,
+            tool_calls=self.tool_calls,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            lost=self.lost,
+        )
+
+    def _limit(self) -> EndReason | None:
+        """What forbids another turn."""
+        if self.turns >= min(self.judge.max_turns, self.sampling.max_turns or self.judge.max_turns):
+            return "turns"
+        if self.sampling.max_tool_calls and self.tool_calls > self.sampling.max_tool_calls:
+            return "tool_calls"
+        return "tokens" if self.room <= 0 else None
+
+    def _continue(self, messages: tuple[Message, ...], renderer: Renderer) -> EndReason:
+        """The row goes on with the environment's answer, if there is room for it and a token more."""
+        ended = bool(self.token_ids) and self.token_ids[-1] in renderer.stop_token_ids
+        new = renderer.continuation_ids(messages, said=self.messages[-1], ended=ended)
+        n = len(new)
+        if n >= self.room:
+            return "tokens"
+        self.messages += messages
+        self._append(new, (False,) * n, (0.0,) * n, (-1,) * n)
+        return "stop"
+
+    def _append(
+        self,
+        token_ids: tuple[int, ...],
+        sampled: tuple[bool, ...],
+        logprobs: tuple[float, ...],
+        versions: tuple[int, ...],
+    ) -> None:
+        self.token_ids += token_ids
+        self.sampled += sampled
+        self.logprobs += logprobs
+        self.versions += versions

@@ -1,0 +1,87 @@
+"""Validation on an engine of its own, beside training that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from attrs import define, field
+
+from grpo_core import canary
+from grpo_core.errors import WeightSyncError
+from grpo_core.events import Event, Validated
+from grpo_core.protocols import Engine
+from grpo_core.records import Completion, GenerationRequest, Weights
+from grpo_core.validation import Results
+
+
+@define(eq=False)
+class Remembering:
+    """An engine, and the weights that it was sent last."""
+
+    engine: Engine
+    weights: Weights | None = field(init=False, default=None)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return await self.engine.generate(requests)
+
+    async def update_weights(self, weights: Weights) -> None:
+        await self.engine.update_weights(weights)
+        self.weights = weights
+
+    async def aclose(self) -> None:
+        await self.engine.aclose()
+
+
+@define(kw_only=True, eq=False)
+class OnItsOwnEngine:
+    """Measures on an engine that training does not use: training waits until it holds the weights, and goes
+    on while it generates.  One version is measured after the other.
+
+    Results are emitted as they come; those of ``last`` are returned, since nothing is left that could go on.
+    ``watch`` measures: it has to run beside the pipeline, and raises what goes wrong.
+    """
+
+    measure: Callable[[int], Awaitable[Results]]
+    engine: Engine
+    trained: Remembering
+    emit: Callable[[Event], None]
+    last: int
+    pauses: bool = False
+    """Training waits for the results as well."""
+    deadline: float
+    """Seconds for the weight update."""
+    canary_tolerance: float
+    canary_deadline: float | None = None
+    _due: asyncio.Queue[int] = field(init=False, factory=asyncio.Queue)
+
+    async def __call__(self, version: int) -> Results | None:
+        await self._due.join()
+        await self._update(version)
+        if self.pauses or version == self.last:
+            return await self.measure(version)
+        self._due.put_nowait(version)
+        return None
+
+    async def watch(self) -> None:
+        while True:
+            version = await self._due.get()
+            results = await self.measure(version)
+            self.emit(Validated(step=version, version=version, results=results))
+            self._due.task_done()
+
+    async def _update(self, version: int) -> None:
+        weights = self.trained.weights
+        assert weights is not None
+        assert weights.version == version
+        try:
+            async with asyncio.timeout(self.deadline):
+                await self.engine.update_weights(weights)
+        except TimeoutError:
+            raise WeightSyncError(
+                f"engine of the validation: update_weights() of version {version} did not return within "
+                f"{self.deadline:g} s (validation.engine.deadline)"
+            ) from None
+        await canary.verify(
+            self.engine, weights, tolerance=self.canary_tolerance, deadline=self.canary_deadline
+        )

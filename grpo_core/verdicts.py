@@ -1,0 +1,73 @@
+"""What an environment returned, as verdicts; and what it raised, as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from grpo_core.errors import GrpoError, PluginError
+from grpo_core.records import Verdict
+
+LARGEST_REWARD = 1e300
+"""A reward of this magnitude or more is refused: squared in an advantage it would overflow."""
+
+
+def verdicts(results: Any, expected: int, who: str) -> list[Verdict]:
+    """What ``evaluate`` returned, as verdicts.
+
+    Raises PluginError if it is not a sequence of as many floats, Verdicts and Nones as there were episodes.
+    A reward that is no number is not an error of the batch: its episode has no verdict.
+    """
+    if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
+        raise PluginError(
+            f"{who}: evaluate returned {type(results).__name__}, expected one result per episode"
+        )
+    results = list(results)
+    if len(results) != expected:
+        raise PluginError(f"{who}: evaluate returned {len(results)} results for {expected} episodes")
+    return [_verdict(result, who) for result in results]
+
+
+def _verdict(result: Any, who: str) -> Verdict:
+    if result is None:
+        return Verdict()
+    if not isinstance(result, Verdict):
+        return Verdict(**_reward(result, who))
+    if not all(is_message(message) for message in result.messages):
+        raise PluginError(f"{who}: evaluate returned messages {result.messages!r}, expected role and content")
+    metrics = {str(name): float(value) for name, value in result.metrics.items()}
+    reward = {} if result.reward is None else _reward(result.reward, who)
+    if result.error is not None:  # an error is never a reward, whatever stands beside it
+        reward = {"reward": None, "error": str(result.error)}
+    elif reward.get("error"):
+        reward |= {"done": True, "messages": ()}
+    return attrs.evolve(result, metrics=metrics, **reward)
+
+
+def _reward(given: Any, who: str) -> dict[str, Any]:
+    if isinstance(given, str | bytes) or not hasattr(given, "__float__"):
+        raise PluginError(
+            f"{who}: evaluate returned {given!r} ({type(given).__name__}), "
+            "expected a float, a Verdict or None"
+        )
+    try:
+        reward = float(given)
+    except OverflowError:
+        reward = math.inf
+    if math.isfinite(reward) and abs(reward) < LARGEST_REWARD:
+        return {"reward": reward}
+    return {
+        "reward": None,
+        "error": f"reward is {reward}, expected a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}",
+    }
+
+
+def is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+
+
+def named(error: BaseException) -> str:
+    return str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"

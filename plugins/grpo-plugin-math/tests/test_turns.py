@@ -1,0 +1,160 @@
+"""Tasks of several turns: what their environments answer, that their solutions are right, that they learn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+import grpo_core as grpo
+from grpo_core.demonstrations import demonstrations
+from grpo_core.errors import ConfigError
+from grpo_core.records import Episode
+from grpo_core.testing.hosted import HostedJudge
+from grpo_plugin_math.arrivals import Arrivals
+from grpo_plugin_math.calculator import Calculator
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SHORT = (
+    "model.warm_start_steps=90",
+    "trainer.steps=2",
+    "trainer.prompts_per_step=8",
+    "rollout.group_size=8",
+)
+GRPO = Path(sys.executable).with_name("grpo-core")
+
+
+class Solved(HostedJudge):
+    """Remembers the verdicts that end an episode."""
+
+    def __init__(self, environment):
+        super().__init__(environment)
+        self.prompts, self.ends, self.turns = environment.prompts("train"), [], []
+
+    async def solve(self, prompts):
+        return self.host.solve(prompts)
+
+    async def evaluate(self, episodes):
+        verdicts = await super().evaluate(episodes)
+        self.turns += [verdict.reward for verdict in verdicts]
+        self.ends += [verdict.reward for verdict in verdicts if verdict.done]
+        return verdicts
+
+
+class Tasks:
+    def __init__(self, judge):
+        self.processes = {"task": judge}
+
+
+def transcripts(environment):
+    judge = Solved(environment)
+    return judge, asyncio.run(demonstrations(Tasks(judge), {"task": judge.prompts[:300]}))
+
+
+def said(prompt, *replies):
+    messages = [{"role": "assistant", "content": reply} for reply in replies]
+    return Episode(prompt=prompt, messages=(*prompt.messages, *messages), turn=len(replies) - 1)
+
+
+def test_digits_arrive_while_they_are_put_in_order():
+    judge, told = transcripts(Arrivals(train=300, validation=50))
+    assert len(told) == 300
+    for prompt, texts in zip(judge.prompts, told, strict=False):
+        digits = prompt.answer
+        assert list(texts[::2]) == [f"{digit}:" for digit in digits]
+        assert list(texts[1::2]) == ["".join(sorted(digits[: n + 1])) for n in range(4)]
+    assert set(judge.turns) == {0.25}
+    assert len(judge.ends) == 300, "the fourth turn ends it, without another digit"
+
+
+def test_a_mistake_ends_what_arrives():
+    environment = Arrivals()
+    prompt = grpo.Prompt(messages="7:", answer="7315")
+    right, wrong = environment.evaluate([said(prompt, "7", "37"), said(prompt, "7", "73")])
+    assert (right.reward, right.done, right.messages[0]["content"]) == (0.25, False, "1:")
+    assert (wrong.reward, wrong.done) == (0.0, True)
+
+
+def test_a_calculator_is_asked_and_its_answer_is_said():
+    judge, told = transcripts(Calculator(train=300, validation=50))
+    for prompt, texts in zip(judge.prompts, told, strict=False):
+        question, call, product, answer = texts
+        assert question == prompt.messages[0]["content"]
+        assert json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))["name"] == "multiply"
+        assert (
+            product == answer == prompt.answer == str(eval(question.rstrip("=")))
+        )  # a product of two numbers
+    assert judge.ends == [1.0] * 300
+
+
+def test_an_answer_is_judged_however_it_was_found():
+    environment = Calculator()
+    prompt = grpo.Prompt(messages="12*12=", answer="144")
+    right, wrong = environment.evaluate([said(prompt, " 144\n"), said(prompt, "145")])
+    assert (right.reward, right.metrics) == (1.0, {"calculated": 0.0})
+    assert wrong.reward == 0.0
+
+
+@pytest.mark.parametrize("make", [Arrivals, Calculator])
+def test_no_prompt_is_in_both_splits(make):
+    splits = [
+        {p.messages[0]["content"] + p.answer for p in make().prompts(s)} for s in ("train", "validation")
+    ]
+    assert [len(split) for split in splits] == [5000, 500]
+    assert not splits[0] & splits[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Arrivals, {"count": 3}),
+        (Arrivals, {"count": 2}),
+        (Calculator, {"digits": 1}),
+        (Calculator, {"digits": 0}),
+    ],
+)
+def test_options_that_make_no_task_are_told(make, options):
+    with pytest.raises(ConfigError, match="expected"):
+        make(**options)
+
+
+def trained(tmp_path, example, *settings):
+    """Mean rewards of the steps of a short run."""
+    run = tmp_path / "run"
+    changes = [
+        part
+        for setting in ("checkpoint.every=0", "validation.every=0", *settings)
+        for part in ("--set", setting)
+    ]
+    subprocess.run(
+        [GRPO, "train", EXAMPLES / f"{example}.toml", "--output", run, *changes],
+        check=True,
+        capture_output=True,
+        timeout=280,
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rollouts = [json.loads(line) for p in (run / "rollouts").iterdir() for line in p.read_text().splitlines()]
+    return [row for row in rows if f"reward/{example}" in row], rollouts
+
+
+@pytest.mark.slow
+def test_putting_in_order_is_learnt_over_turns(tmp_path):
+    rows, rollouts = trained(tmp_path, "arrivals", "trainer.steps=20")
+    rewards = [row["reward/arrivals"] for row in rows]
+    assert fmean(rewards[-5:]) > fmean(rewards[:3]) + 0.08, rewards
+    assert {r["turns"] for r in rollouts} == {1, 2, 3, 4}
+    assert all(r["reward"] <= r["turns"] / 4 for r in rollouts)
+
+
+@pytest.mark.slow
+def test_a_calculator_is_used_in_training(tmp_path):
+    rows, rollouts = trained(tmp_path, "calculator", *SHORT)
+    assert fmean(row["reward/calculator/calculated"] for row in rows) > 0.1
+    talks = [[m["role"] for m in r["messages"]] for r in rollouts]
+    assert ["user", "assistant", "tool", "assistant"] in talks
+    assert all(r["reward"] is not None for r in rollouts)

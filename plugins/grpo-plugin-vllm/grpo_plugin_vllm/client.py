@@ -1,0 +1,156 @@
+"""HTTP to a vLLM server: every wait has an end, every status is looked at, and one place tries again."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import stamina
+
+from grpo_core.errors import ConfigError, EngineError
+
+BUSY = frozenset({429, 502, 503, 504})
+"""Statuses that say "later": the request has done nothing."""
+
+HINTS = {
+    403: "; start it with --enable-scale-out",
+    404: "; start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+}
+
+
+class ServerError(EngineError):
+    """The server refused a request or failed at it, or cannot be reached."""
+
+
+class Unsent(Exception):  # noqa: N818 - internal: the server has not begun
+    """The request did nothing: trying again is always safe."""
+
+
+class Client:
+    """Args:
+    url: of the server.
+    seconds: for one request from start to end, at most.
+    connect_seconds: for the connection.
+    attempts: of a request, at least 1.
+    remote: allow a server on another machine.  Its routes for weights have no authentication.
+
+    Raises ConfigError for what cannot be a server.
+    """
+
+    def __init__(
+        self, url: str, *, seconds: float, connect_seconds: float, attempts: int, remote: bool
+    ) -> None:
+        self._url = checked_url(url, remote=remote)
+        if attempts < 1:
+            raise ConfigError(f"engine vllm:http: attempts = {attempts}; expected at least 1")
+        self._attempts = attempts
+        self._timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=connect_seconds)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str) -> Any:
+        return await self._call("GET", path, None, None, repeatable=True)
+
+    async def post(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        repeatable: bool = False,
+        seconds: float | None = None,
+    ) -> Any:
+        """The answer's JSON.
+
+        Args:
+            repeatable: a second one does no harm, so it is tried again also if it may have been begun.
+            seconds: instead of the client's own.
+
+        Raises ServerError: at once for a status that a repetition cannot change, else when the attempts are
+        used up.
+        """
+        return await self._call("POST", path, body, query, repeatable=repeatable, seconds=seconds)
+
+    async def aclose(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        query: Mapping[str, str] | None,
+        *,
+        repeatable: bool,
+        seconds: float | None = None,
+    ) -> Any:
+        again = (Unsent, aiohttp.ClientConnectionError) if repeatable else (Unsent,)
+        what = f"{method} {self._url}{path}"
+        try:
+            async for attempt in stamina.retry_context(on=again, attempts=self._attempts, timeout=None):
+                with attempt:
+                    return await self._once(method, path, body, query, seconds)
+        except Unsent as error:
+            raise ServerError(f"{what}: {error} ({self._attempts} attempts)") from error
+        except TimeoutError as error:
+            raise ServerError(f"{what}: no answer within {seconds or self._timeout.total:g} s") from error
+        except aiohttp.ClientError as error:
+            raise ServerError(f"{what}: {type(error).__name__}: {error}") from error
+        raise AssertionError("a retry that ends without a result raises")
+
+    async def _once(
+        self, method: str, path: str, body: Any, query: Mapping[str, str] | None, seconds: float | None
+    ) -> Any:
+        timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
+        request = self._open().request(method, self._url + path, json=body, params=query, timeout=timeout)
+        try:
+            async with request as response:
+                text = await response.text()
+                if response.status in BUSY:
+                    raise Unsent(f"status {response.status}: {text[:500]}")
+                if response.status != 200:
+                    raise ServerError(
+                        f"{method} {self._url}{path}: status {response.status}: {text[:2000]}"
+                        f"{HINTS.get(response.status, '')}"
+                    )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise Unsent(f"no connection: {error}") from error
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise ServerError(
+                f"{method} {self._url}{path}: expected JSON, got {text[:200]!r}; is this a vLLM server?"
+            ) from None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # limit=0: as many connections as requests; the server's rows are the limit, not a pool's 100
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+
+def checked_url(url: str, *, remote: bool) -> str:
+    """Without a slash at its end.  Raises ConfigError if it is none, or another's without ``remote``."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"engine vllm:http: url = {url!r}; expected something like http://127.0.0.1:8000")
+    if not remote and not _is_loopback(parts.hostname):
+        raise ConfigError(
+            f"engine vllm:http: {parts.hostname} is another machine. A vLLM server that takes weights lets "
+            "anybody who reaches it replace its model: keep it on 127.0.0.1, or set engine.options.remote = "
+            "true if the network between is yours alone"
+        )
+    return url.rstrip("/")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,70 @@
+"""Requests and completions in vLLM's terms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from grpo_core.errors import EngineError
+from grpo_core.records import Completion, FinishReason, GenerationRequest
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+
+EMPTY = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
+"""Of a request for no tokens, which vLLM does not take."""
+
+
+def sampling(request: GenerationRequest, *, seeds: bool) -> dict[str, Any]:
+    """Of ``vllm.SamplingParams``: drawn from the model's whole distribution, ended by nothing else."""
+    return {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": request.seed % 2**63 if seeds and request.temperature else None,
+        "stop": list(request.stop),
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # the renderer's stop tokens are all there are
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "detokenize": bool(request.stop),
+        "logprobs": 0,  # of the sampled token alone
+    }
+
+
+def parameters(request: GenerationRequest, *, seeds: bool) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        **sampling(request, seeds=seeds),
+        flat_logprobs=True,
+        watermarking=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion(output: RequestOutput) -> Completion:
+    """Raises EngineError if vLLM does not say of each token which weights sampled it, or how likely."""
+    (only,) = output.outputs
+    token_ids = tuple(only.token_ids)
+    spans = only.weight_versions or []
+    return checked(
+        token_ids=token_ids,
+        logprobs=tuple(only.logprobs.logprobs),  # type: ignore[union-attr]
+        versions=tuple(int(span.version) for span in spans for _ in range(span.start, span.end)),
+        finish_reason=only.finish_reason,
+    )
+
+
+def checked(
+    *, token_ids: tuple[int, ...], logprobs: tuple[float, ...], versions: tuple[int, ...], finish_reason: Any
+) -> Completion:
+    if not len(token_ids) == len(logprobs) == len(versions) or finish_reason not in ("stop", "length"):
+        raise EngineError(
+            f"engine vllm: {len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions, "
+            f"finish reason {finish_reason!r}; expected one of each for each token, and stop or length"
+        )
+    reason: FinishReason = finish_reason
+    return Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=reason)

@@ -1,0 +1,78 @@
+"""The engine ``vllm``: vLLM in a child process."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_core.engines.child import ChildEngine
+from grpo_core.errors import ConfigError
+from grpo_core.records import EngineSetup
+from grpo_plugin_vllm.options import Options
+
+
+class VllmEngine(ChildEngine):
+    """Decodes with vLLM in a child process of its own (see ``ChildEngine`` and ``grpo_plugin_vllm.server``).
+
+    Args:
+        device: "cpu", "cuda", or "auto".
+        dtype: of weights and keys ("float32", "bfloat16", "float16"); "auto": as the trainer sends them.
+        max_rows: requests decoded at once; the others wait in order (those for a single token go first).
+        max_model_len: tokens of prompt and completion at most; None: as many as the model has positions for.
+        tensor_parallel: GPUs that share each tensor.
+        memory_fraction: of a GPU, for weights and keys; leave the trainer its part where they share one.
+        cache_mib: memory for keys and values; None: 256 MiB on a CPU, the rest of the fraction on a GPU.
+        keep_cache: let running requests keep the keys and values of older weights across an update.
+            By default these are computed again, so that each token's logprob is that of one version alone.
+        seeds: draw each request's tokens by its seed.  Without, vLLM draws from a generator of its own:
+            faster in large batches, and not repeatable.
+        sleep_after: seconds without a request after which a GPU's memory is given back until the next one
+            (for a trainer on the same GPU); 0: never.
+        vllm: further arguments of ``vllm.EngineArgs``; these win.
+
+    Raises ConfigError if vLLM is not installed, ValueError if an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_rows: int = 256,
+        max_model_len: int | None = None,
+        tensor_parallel: int = 1,
+        memory_fraction: float = 0.85,
+        cache_mib: int | None = None,
+        keep_cache: bool = False,
+        seeds: bool = True,
+        sleep_after: float = 0.0,
+        vllm: Mapping[str, Any] | None = None,
+    ) -> None:
+        options = Options(
+            device=device,
+            dtype=dtype,
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            tensor_parallel=tensor_parallel,
+            memory_fraction=memory_fraction,
+            cache_mib=cache_mib,
+            keep_cache=keep_cache,
+            seeds=seeds,
+            sleep_after=sleep_after,
+            vllm=dict(vllm or {}),
+        )
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "engine vllm: vLLM is not installed here; on a GPU: pip install 'grpo-plugin-vllm[cuda]'; on "
+                "a CPU: see docs/engines.md"
+            )
+        super().__init__(
+            setup,
+            name="vllm",
+            server="grpo_plugin_vllm.server:Server",
+            options={"options": options},
+            # threads that spin while they wait would take the trainer's cores
+            environ={"VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive"},
+        )

@@ -1,0 +1,221 @@
+"""The engine ``vllm:http``: a vLLM server that somebody else started.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --enable-scale-out --generation-config vllm \\
+        --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "grpo_core"}'
+
+The server needs this plugin installed (vLLM loads the backend ``grpo_core`` from it), and a path to the
+weights: the trainer's shared memory on the same machine, or a file in ``directory``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from grpo_core.engines import wire
+from grpo_core.errors import EngineError, WeightSyncError
+from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_plugin_vllm.client import Client, ServerError
+from grpo_plugin_vllm.completing import EMPTY, checked, sampling
+from grpo_plugin_vllm.transfer import as_table
+
+TORN = "updating"
+"""The server's version while its weights change: tokens that carry it are thrown away."""
+
+
+class HttpEngine:
+    """Satisfies ``grpo_core.protocols.Engine``.
+
+    Args:
+        url: of the server.
+        directory: where the weights are written for a server that cannot read the trainer's memory; it and
+            the trainer must both see it.  None: the server reads the trainer's memory.
+        request_deadline: seconds for one completion.
+        connect_deadline: seconds for a connection.
+        attempts: of a request that the server has not begun.
+        keep_cache, seeds: as in ``VllmEngine``.
+        remote: allow a server on another machine, whose routes for weights anybody there may use.
+
+    A server that was started again is given the last weights before it is asked for anything.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        url: str = "http://127.0.0.1:8000",
+        directory: str | None = None,
+        request_deadline: float = 600.0,
+        connect_deadline: float = 10.0,
+        attempts: int = 5,
+        keep_cache: bool = False,
+        seeds: bool = True,
+        remote: bool = False,
+    ) -> None:
+        self._client = Client(
+            url, seconds=request_deadline, connect_seconds=connect_deadline, attempts=attempts, remote=remote
+        )
+        self._setup = setup
+        self._directory = Path(directory) if directory is not None else None
+        self._keep_cache = keep_cache
+        self._seeds = seeds
+        self._weights: Weights | None = None
+        """The last that the server held."""
+        self._ready = False
+        """The server holds ``_weights``, as far as is known."""
+        self._positions = 0
+        self._closed = False
+        self._syncing = asyncio.Lock()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """One completion for each request, in order.  Cancelling the task frees the server's rows.
+
+        Raises EngineError if the server refused or failed, or is not what it was (ask again).
+        """
+        await self._make_ready()
+        for request in requests:
+            if (problem := wire.problem(request, "vllm:http", 2**31, self._positions)) is not None:
+                raise EngineError(problem)
+        tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Returns when every later token is sampled from ``weights``.
+
+        Raises WeightSyncError, with the server's own words, if the server does not hold them.
+        """
+        async with self._syncing:
+            try:
+                async with asyncio.timeout(self._setup.deadline):
+                    await self._push(weights)
+            except TimeoutError:
+                raise WeightSyncError(
+                    f"engine vllm:http does not hold version {weights.version}: no answer within "
+                    f"{self._setup.deadline:g} s (engine.deadline)"
+                ) from None
+            except (EngineError, OSError) as error:
+                raise WeightSyncError(
+                    f"engine vllm:http does not hold version {weights.version}: {error}"
+                ) from error
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._client.aclose()
+
+    # ------------------------------------------------------------------------------ generation
+
+    async def _complete(self, request: GenerationRequest) -> Completion:
+        if not request.max_tokens:
+            return EMPTY
+        body: dict[str, Any] = {
+            "token_ids": list(request.prompt_ids),
+            "sampling_params": sampling(request, seeds=self._seeds),
+        }
+        if self._keep_cache:
+            assert self._weights is not None
+            body["cache_salt"] = str(self._weights.version)
+        try:
+            answer = await self._client.post("/inference/v1/generate", body, repeatable=True)
+            return self._read(answer)
+        except ServerError:
+            self._ready = False  # it may come back without its weights
+            raise
+
+    def _read(self, answer: Mapping[str, Any]) -> Completion:
+        try:
+            (choice,) = answer["choices"]
+            token_ids = tuple(choice["token_ids"])
+            logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
+            versions = [
+                span["version"]
+                for span in choice["weight_versions"] or ()
+                for _ in range(span["start"], span["end"])
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"engine vllm:http: the server's answer lacks {error}; expected that of vLLM >= 0.32"
+            ) from None
+        if not all(version.isdecimal() for version in versions):
+            raise ServerError(
+                f"engine vllm:http: the server sampled with weights {sorted(set(versions))}, expected those "
+                "that it was sent; it was started again, or somebody else changes its weights. Ask again"
+            )
+        return checked(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=tuple(map(int, versions)),
+            finish_reason=choice["finish_reason"],
+        )
+
+    async def _make_ready(self) -> None:
+        """Look whether the server still holds the last weights, and give it them if not."""
+        async with self._syncing:
+            if self._closed:
+                raise EngineError("engine vllm:http is closed")
+            if self._weights is None:
+                raise EngineError("engine vllm:http: generate before the first update_weights")
+            if self._ready:
+                return
+            held = (await self._client.get("/weight_info"))["weight_version"]
+            if held != str(self._weights.version):
+                try:
+                    await self._push(self._weights)
+                except (WeightSyncError, OSError) as error:
+                    raise EngineError(
+                        f"engine vllm:http: the server holds weights {held!r}, and version "
+                        f"{self._weights.version} could not be given again: {error}"
+                    ) from error
+            self._ready = True
+
+    # ------------------------------------------------------------------------------ weights
+
+    async def _push(self, weights: Weights) -> None:
+        """From the pause on, what fails leaves a server whose tokens are refused until it is sent weights."""
+        where = await asyncio.to_thread(self._published, weights)
+        if not self._ready:
+            await self._meet()
+        self._ready = False
+        post, seconds = self._client.post, self._setup.deadline
+        query = {"mode": "keep", "clear_cache": str(not self._keep_cache).lower()}
+        await post("/pause", query=query, repeatable=True, seconds=seconds)
+        try:
+            await post("/update_weight_version", {"new_version": TORN}, repeatable=True)
+            await post("/start_weight_update")
+            await post("/update_weights", {"update_info": as_table(where)}, seconds=seconds)
+            await post("/finish_weight_update", {"weight_version": str(weights.version)}, seconds=seconds)
+        finally:
+            await post("/resume", repeatable=True)
+        self._weights, self._ready = weights, True
+
+    async def _meet(self) -> None:
+        """A server that is new to us, or that may have been started again."""
+        models = await self._client.get("/v1/models")
+        self._positions = int(models["data"][0]["max_model_len"])
+        await self._client.post("/init_weight_transfer_engine", {"init_info": {}}, repeatable=True)
+
+    def _published(self, weights: Weights) -> Weights:
+        """Where the server reads them, verified.  Raises WeightSyncError if they are not what was written."""
+        import torch
+
+        from grpo_core.weights import read
+
+        tensors = read(weights)
+        if self._directory is None:
+            return weights
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path, beside = self._directory / "weights.bin", self._directory / "weights.part"
+        with beside.open("wb") as file:
+            for info in weights.tensors:
+                file.seek(info.offset)
+                file.write(tensors[info.name].contiguous().view(-1).view(torch.uint8).numpy().data)
+            file.truncate(weights.nbytes)
+        beside.replace(path)
+        return evolve(weights, location=str(path.absolute()))

@@ -1,0 +1,77 @@
+"""What a user may say of the engine ``vllm``, and what vLLM is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen, validators
+
+from grpo_core.records import EngineSetup
+from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
+
+CPU_CACHE_MIB = 256
+
+
+@frozen(kw_only=True)
+class Options:
+    """See ``grpo_plugin_vllm.engine.VllmEngine``."""
+
+    device: str = field(validator=validators.in_(("auto", "cpu", "cuda")))
+    dtype: str = field(validator=validators.in_(("auto", "float32", "bfloat16", "float16")))
+    max_rows: int = field(validator=validators.ge(1))
+    max_model_len: int | None
+    tensor_parallel: int = field(validator=validators.ge(1))
+    memory_fraction: float = field(validator=[validators.gt(0), validators.le(1)])
+    cache_mib: int | None
+    keep_cache: bool
+    seeds: bool
+    sleep_after: float = field(validator=validators.ge(0))
+    vllm: Mapping[str, Any]
+
+
+def arguments(options: Options, setup: EngineSetup, *, device: str, dtype: str) -> dict[str, Any]:
+    """For ``vllm.EngineArgs``.  The weights are made up: the first update brings them all."""
+    chosen: dict[str, Any] = {
+        "model": setup.model,
+        "load_format": "dummy",
+        "dtype": dtype,
+        "seed": setup.seed,
+        "trust_remote_code": setup.trust_remote_code,
+        "skip_tokenizer_init": not has_tokenizer(setup.model),
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_rows,
+        "tensor_parallel_size": options.tensor_parallel,
+        "scheduling_policy": "priority",
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",  # the model's own would change how tokens are drawn
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was drawn from
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,
+    }
+    if options.cache_mib is not None or device == "cpu":
+        chosen["kv_cache_memory_bytes"] = (options.cache_mib or CPU_CACHE_MIB) << 20
+    if device == "cpu":
+        chosen["enforce_eager"] = True
+        chosen["async_scheduling"] = False  # there is nothing to hide behind a step on the same cores
+        chosen["block_size"] = 32  # the default of 128 tokens shares no shorter prompt
+        chosen["enable_chunked_prefill"] = False  # a seeded request whose prompt is split ends the engine
+    else:
+        chosen["gpu_memory_utilization"] = options.memory_fraction
+        chosen["enable_sleep_mode"] = options.sleep_after > 0
+    return chosen | dict(options.vllm)
+
+
+def has_tokenizer(model: str) -> bool:
+    return (Path(model) / "tokenizer.json").is_file()
+
+
+def prepare(device: str) -> None:
+    """Set what vLLM reads from the environment of its processes; before it is imported."""
+    os.environ[SERVER] = str(os.getpid())
+    if device == "cpu":
+        os.environ[PLAIN_LINEAR] = "1"
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: no core to spare
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes 25 s and gains nothing

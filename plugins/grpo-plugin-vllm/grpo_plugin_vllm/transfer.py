@@ -1,0 +1,81 @@
+"""How vLLM takes weights from grpo-core: its own API for RL, with a backend that reads the trainer's memory.
+
+vLLM loads the backend in each of its processes by the entry point ``vllm.general_plugins``.  What it is sent
+is a ``grpo_core.records.Weights`` as a table; the bytes stay where the trainer put them until they are copied
+into the model's parameters, once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict
+
+from grpo_core.processes import die_with
+from grpo_core.records import TensorInfo, Weights
+
+if TYPE_CHECKING:
+    import torch
+
+BACKEND = "grpo_core"
+PLAIN_LINEAR = "GRPO_CORE_VLLM_PLAIN_LINEAR"
+"""Environment variable for vLLM on a CPU: "1" makes it multiply by the parameters themselves.
+
+By default it multiplies by copies in a layout of its own.  They cannot be updated in place, and the copy of
+an output layer that is tied to the embeddings is forgotten: it keeps the old weights.
+"""
+
+SERVER = "GRPO_CORE_VLLM_SERVER"
+"""Environment variable: the process that vLLM's processes must not outlive."""
+
+
+def as_table(weights: Weights) -> dict[str, Any]:
+    """What the backend is sent: plain values, for msgpack or JSON."""
+    return {
+        "version": weights.version,
+        "location": weights.location,
+        "nbytes": weights.nbytes,
+        "tensors": [{**asdict(info), "shape": list(info.shape)} for info in weights.tensors],
+    }
+
+
+def from_table(version: int, location: str, nbytes: int, tensors: Iterable[dict[str, Any]]) -> Weights:
+    infos = tuple(TensorInfo(**{**info, "shape": tuple(info["shape"])}) for info in tensors)
+    return Weights(version=version, location=location, nbytes=nbytes, tensors=infos)
+
+
+def difference(given: Weights, held: Weights) -> str:
+    """What another model's weights are told by; "" if names and shapes are the same."""
+    new = {info.name: tuple(info.shape) for info in given.tensors}
+    old = {info.name: tuple(info.shape) for info in held.tensors}
+    told = [f"missing: {name}" for name in old if name not in new]
+    told += [f"unknown: {name}" for name in new if name not in old]
+    told += [
+        f"{name} is {new[name]}, expected {old[name]}"
+        for name in new
+        if old.get(name, new[name]) != new[name]
+    ]
+    return "; ".join(told[:10])
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, perhaps several times."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    if os.environ.get(SERVER, str(os.getpid())) != str(os.getpid()):
+        die_with(os.getppid())
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "grpo_plugin_vllm.worker", "SharedMemory")
+    if os.environ.get(PLAIN_LINEAR) == "1" and current_platform.is_cpu():
+        import vllm.model_executor.layers.utils as layers
+
+        layers.dispatch_cpu_unquantized_gemm = _plain_linear
+
+
+def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    from torch.nn.functional import linear
+
+    layer.cpu_linear = linear  # type: ignore[assignment]

@@ -1,0 +1,82 @@
+"""The worker's part of ``grpo_plugin_vllm.transfer``; imported by vLLM alone.
+
+Checksums are verified before (``grpo_plugin_vllm.server``): once a parameter is written there is no way back.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.platforms import current_platform
+
+from grpo_core.weights import views
+from grpo_plugin_vllm.transfer import PLAIN_LINEAR, from_table
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """There is nothing to agree on."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """See ``transfer.as_table``."""
+
+    version: int
+    location: str
+    nbytes: int
+    tensors: list[dict[str, Any]]
+
+
+class SharedMemory(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Copies from the trainer's memory into the parameters: in place on a CPU, layer by layer on a GPU."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._in_place = current_platform.is_cpu()
+        if self._in_place and os.environ.get(PLAIN_LINEAR) != "1":
+            raise RuntimeError(
+                f"vLLM on a CPU cannot take weights from grpo-core as it is: start it with {PLAIN_LINEAR}=1 "
+                "in its environment"
+            )
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        if not self._in_place:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the trainer may write there again once this returns
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        tensors = views(from_table(**vars(update_info)))
+        loaded = self.model.load_weights(iter(tensors.items()))
+        missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
+        if loaded is not None and missing:
+            raise ValueError(f"version {update_info.version} has nothing for {sorted(missing)}")
+
+    def finish_weight_update(self) -> None:
+        if not self._in_place:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass

@@ -1,0 +1,348 @@
+"""The engine `vllm:http` and a server that is slow, busy, absent or not what it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+import stamina
+from aiohttp import web
+from attrs import evolve
+
+from grpo_core.errors import ConfigError, EngineError, WeightSyncError
+from grpo_core.records import EngineSetup, GenerationRequest
+from grpo_core.weights import WeightsWriter
+from grpo_plugin_vllm.client import Client, ServerError, checked_url
+from grpo_plugin_vllm.http import HttpEngine
+
+REQUEST = GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=2)
+
+
+class Server:
+    """The routes of a vLLM server in this process; ``faults`` are answered first, by path."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+        self.bodies: list[object] = []
+        self.faults: dict[str, list[object]] = {}
+        self.version = "default"
+        self.running = 0
+        self.aborted = 0
+        self.most = 0
+        self.gate: asyncio.Event | None = None
+        self.changed = asyncio.Condition()
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.answer)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *error):
+        await self.runner.cleanup()
+
+    async def answer(self, request):
+        self.calls.append(request.path)
+        body = await request.json() if request.can_read_body else None
+        self.bodies.append(body)
+        if self.faults.get(request.path):
+            fault = self.faults[request.path].pop(0)
+            if fault == "drop":
+                request.transport.close()
+                return web.Response()
+            if fault == "hang":
+                await asyncio.Event().wait()
+            if isinstance(fault, tuple):
+                return web.Response(status=fault[0], text=fault[1])
+        return await getattr(self, request.path.strip("/").replace("/", "_"), self.ok)(body)
+
+    async def count(self, n):
+        async with self.changed:
+            self.running += n
+            self.most = max(self.most, self.running)
+            self.changed.notify_all()
+
+    async def ok(self, body):
+        return web.json_response({})
+
+    async def v1_models(self, body):
+        return web.json_response({"data": [{"max_model_len": 100}]})
+
+    async def weight_info(self, body):
+        return web.json_response({"weight_version": self.version})
+
+    async def update_weight_version(self, body):
+        self.version = body["new_version"]
+        return web.json_response({})
+
+    async def finish_weight_update(self, body):
+        self.version = body["weight_version"]
+        return web.json_response({})
+
+    async def inference_v1_generate(self, body):
+        await self.count(+1)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            await self.count(-1)
+        n = body["sampling_params"]["max_tokens"]
+        choice = {
+            "token_ids": [body["token_ids"][0]] * n,
+            "logprobs": {"content": [{"logprob": -0.5}] * n},
+            "weight_versions": [{"version": self.version, "start": 0, "end": n}],
+            "finish_reason": "length",
+        }
+        return web.json_response({"choices": [choice]})
+
+
+def weights(version):
+    import torch
+
+    return WRITER.write(version, [("a", torch.arange(6.0)), ("b", torch.ones(3, dtype=torch.bfloat16))])
+
+
+WRITER = WeightsWriter()
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting():
+    stamina.set_testing(True, attempts=3)
+    yield
+    stamina.set_testing(False)
+
+
+def played(story, *, deadline=5.0, **options):
+    """The story with an engine that holds version 1 and its server."""
+
+    async def main():
+        async with Server() as server:
+            engine = HttpEngine(EngineSetup(model="m", deadline=deadline), url=server.url, **options)
+            try:
+                await engine.update_weights(weights(1))
+                return await story(engine, server)
+            finally:
+                await engine.aclose()
+
+    return asyncio.run(main())
+
+
+# ---------------------------------------------------------------------------------- what is said to whom
+
+
+def test_a_url_that_is_none_or_of_another_machine_is_refused():
+    for url in ("127.0.0.1:8000", "ftp://127.0.0.1", "http://"):
+        with pytest.raises(ConfigError, match="expected something like"):
+            checked_url(url, remote=False)
+    for url in ("http://10.0.0.7:8000", "https://gpu.example.org"):
+        with pytest.raises(ConfigError, match=r"another machine.*replace its model"):
+            checked_url(url, remote=False)
+        assert checked_url(url + "/", remote=True) == url
+    for url in ("http://localhost:1", "http://127.3.4.5:1", "http://[::1]:1"):
+        assert checked_url(url, remote=False) == url
+
+
+@pytest.mark.parametrize("attempts", [0, -1])
+def test_no_attempts_are_an_error_and_not_a_result_of_none(attempts):
+    with pytest.raises(ConfigError, match="expected at least 1"):
+        Client("http://127.0.0.1:1", seconds=1, connect_seconds=1, attempts=attempts, remote=False)
+
+
+def test_an_update_is_the_servers_own_sequence_with_a_label_that_no_token_may_carry():
+    async def story(engine, server):
+        (completion,) = await engine.generate([REQUEST])
+        assert (completion.token_ids, completion.versions) == ((1, 1), (1, 1))
+        assert server.calls[2:-1] == [
+            "/pause",
+            "/update_weight_version",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/resume",
+        ]
+        assert server.bodies[3] == {"new_version": "updating"}
+        sent = server.bodies[5]["update_info"]
+        assert [tensor["name"] for tensor in sent["tensors"]] == ["a", "b"]
+        assert server.bodies[-1]["sampling_params"]["logprobs"] == 0
+
+    played(story)
+
+
+def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_path):
+    async def story(engine, server):
+        sent = server.bodies[5]["update_info"]
+        assert sent["location"] == str(tmp_path / "w" / "weights.bin")
+        from grpo_core.weights import read
+        from grpo_plugin_vllm.transfer import from_table
+
+        tensors = read(from_table(**sent))
+        assert tensors["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+    played(story, directory=str(tmp_path / "w"))
+
+
+# ---------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("code", [429, 502, 503, 504])
+def test_a_busy_server_is_asked_again_and_a_refusal_is_not(code):
+    async def story(engine, server):
+        generate = "/inference/v1/generate"
+        server.faults[generate] = [(code, "no"), (code, "no")]
+        assert len(await engine.generate([REQUEST])) == 1
+        assert server.calls.count(generate) == 3
+        for refusal in (400, 404, 422, 500):
+            server.faults[generate] = [(refusal, "this is why")]
+            before = server.calls.count(generate)
+            with pytest.raises(ServerError, match=rf"status {refusal}: this is why"):
+                await engine.generate([REQUEST])
+            assert server.calls.count(generate) == before + 1
+
+    played(story)
+
+
+def test_what_stays_busy_ends_in_an_error_that_says_how_often_it_was_asked():
+    async def story(engine, server):
+        server.faults["/inference/v1/generate"] = [(503, "loading")] * 9
+        with pytest.raises(EngineError, match=r"/inference/v1/generate: status 503: loading \(3 attempts\)"):
+            await engine.generate([REQUEST])
+
+    played(story, attempts=3)
+
+
+def test_every_status_of_an_update_is_looked_at():
+    async def story(engine, server):
+        paths = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+        for version, path in enumerate(paths, 2):
+            server.faults[path] = [(500, "out of memory")]
+            with pytest.raises(
+                WeightSyncError, match=rf"version {version}: .*{path}: status 500: out of memory"
+            ):
+                await engine.update_weights(weights(version))
+            assert "/resume" in server.calls[-2:], "it generates again"
+        await engine.update_weights(weights(9))
+        assert (await engine.generate([REQUEST]))[0].versions == (9, 9)
+
+    played(story)
+
+
+def test_steps_of_an_update_are_not_done_twice_but_a_dropped_completion_is_asked_again():
+    async def story(engine, server):
+        server.faults["/update_weights"] = ["drop"]
+        with pytest.raises(WeightSyncError, match="version 2"):
+            await engine.update_weights(weights(2))
+        assert server.calls.count("/update_weights") == 2
+        await engine.update_weights(weights(3))
+        server.faults["/inference/v1/generate"] = ["drop"]
+        assert (await engine.generate([REQUEST]))[0].versions == (3, 3)
+
+    played(story)
+
+
+def test_an_update_that_is_not_answered_ends_with_its_deadline():
+    async def story(engine, server):
+        server.faults["/update_weights"] = ["hang"]
+        engine._setup = evolve(engine._setup, deadline=0.2)
+        with pytest.raises(WeightSyncError, match=r"version 2: .*no answer within 0\.2 s"):
+            await engine.update_weights(weights(2))
+
+    played(story)
+
+
+def test_a_completion_that_is_not_answered_ends_with_its_deadline():
+    async def story(engine, server):
+        server.faults["/inference/v1/generate"] = ["hang"]
+        with pytest.raises(EngineError, match=r"no answer within 1 s"):
+            await engine.generate([REQUEST])
+
+    played(story, request_deadline=1.0)
+
+
+def test_a_server_that_is_not_there_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+
+        async def story():
+            engine = HttpEngine(EngineSetup(model="m", deadline=5), url=url, attempts=3)
+            with pytest.raises(WeightSyncError, match=rf"GET {url}/v1/models: no connection.*3 attempts"):
+                await engine.update_weights(weights(1))
+            await engine.aclose()
+
+        asyncio.run(story())
+
+
+def test_something_else_that_answers_is_no_vllm_server():
+    async def story(engine, server):
+        server.faults["/inference/v1/generate"] = [(200, "<html>hello"), (200, "{}")]
+        with pytest.raises(EngineError, match=r"expected JSON, got '<html>hello'; is this a vLLM server"):
+            await engine.generate([REQUEST])
+        with pytest.raises(EngineError, match="lacks 'choices'"):
+            await engine.generate([REQUEST])
+
+    played(story)
+
+
+def test_damaged_weights_are_never_sent():
+    async def story(engine, server):
+        published, before = weights(2), len(server.calls)
+        first, *rest = published.tensors
+        with pytest.raises(WeightSyncError, match="tensor 'a'"):
+            await engine.update_weights(evolve(published, tensors=(evolve(first, checksum=1), *rest)))
+        assert len(server.calls) == before
+
+    played(story)
+
+
+# ---------------------------------------------------------------------------------- a life of its own
+
+
+def test_a_server_that_was_started_again_is_given_the_weights_before_it_generates():
+    async def story(engine, server):
+        server.version = "default"
+        with pytest.raises(EngineError, match=r"sampled with weights \['default'\].*Ask again"):
+            await engine.generate([REQUEST])
+        assert (await engine.generate([REQUEST]))[0].versions == (1, 1)
+
+    played(story)
+
+
+def test_hundreds_of_requests_are_with_the_server_at_once_and_leave_it_when_they_are_cancelled():
+    async def story(engine, server):
+        server.gate = asyncio.Event()
+        task = asyncio.ensure_future(engine.generate([REQUEST] * 300))
+        async with server.changed:
+            await server.changed.wait_for(lambda: server.running == 300)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with server.changed:
+            await server.changed.wait_for(lambda: not server.running)
+        assert (server.most, server.aborted) == (300, 300)
+
+    played(story)
+
+
+def test_a_request_beyond_the_servers_context_is_refused_here():
+    async def story(engine, server):
+        with pytest.raises(EngineError, match="exceed the model's 100 positions"):
+            await engine.generate([evolve(REQUEST, max_tokens=98)])
+
+    played(story)
+
+
+def test_a_closed_engine_says_so():
+    async def story(engine, server):
+        await engine.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate([REQUEST])
+
+    played(story)

@@ -1,0 +1,132 @@
+"""Real vLLM, on this machine's CPU: the same contract as any engine, and what is vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from killing import Run, left_after
+
+from grpo_core.laws import Laws
+from grpo_core.testing.decoding import (
+    LAWS,
+    Tried,
+    each_token_is_of_the_version_that_it_names,
+    make_model,
+    name,
+    start,
+)
+from grpo_core.testing.engines import check_engine
+from grpo_plugin_vllm.engine import VllmEngine
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    model = make_model(tmp_path_factory.mktemp("model"))
+    with asyncio.Runner() as runner:
+        engine = runner.run(start(VllmEngine, model, max_rows=64, cache_mib=64))
+        yield (
+            runner,
+            Tried(engine=engine, model=model, recomputes=True),
+        )
+        runner.run(engine.aclose())
+
+
+@pytest.mark.parametrize("law", LAWS, ids=name)
+def test_vllm_computes_what_it_should(tried, law):
+    runner, engine = tried
+    runner.run(law(engine))
+
+
+def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, monkeypatch):
+    """As on GPUs; and when its parent is killed, it does not stay behind with their memory."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+    async def story():
+        engine = await start(VllmEngine, make_model(tmp_path), max_rows=64, cache_mib=64)
+        tried = Tried(engine=engine, model=tmp_path / "m", recomputes=True)
+        await tried.engine.update_weights(tried.publish(0))
+        await each_token_is_of_the_version_that_it_names(tried)
+        pid = engine._child.pid
+        decoding = children(pid)
+        assert decoding
+        os.kill(pid, signal.SIGKILL)
+        assert not left_after([pid, *decoding])
+        await engine.aclose()
+
+    asyncio.run(story())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sleep_after", [0.0, 0.001], ids=["beside the trainer", "in turn with it"])
+def test_vllm_shares_a_gpu_with_the_trainer(sleep_after, tmp_path):
+    options = {"memory_fraction": 0.3, "sleep_after": sleep_after, "dtype": "float32", "max_rows": 64}
+
+    async def story():
+        engine = await start(VllmEngine, make_model(tmp_path), device="cuda", **options)
+        tried = Tried(engine=engine, model=tmp_path / "m", recomputes=True, tolerance=1e-3)
+        beside = torch.empty(torch.cuda.mem_get_info()[1] // 2, dtype=torch.uint8, device="cuda")
+        for law in LAWS:
+            await law(tried)
+        del beside
+        await engine.aclose()
+
+    asyncio.run(story())
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_vllm_keeps_the_contract_of_engines(tmp_path):
+    async def story():
+        engine = await start(VllmEngine, make_model(tmp_path), max_rows=64, cache_mib=64)
+        await check_engine(engine, Tried(engine=engine, model=tmp_path / "m").publish, prompt_ids=(5, 8, 2))
+
+    asyncio.run(story())
+
+
+class Learning(Run):
+    """Some steps of the demo, with a model whose heads are as wide as vLLM's kernels want them."""
+
+    def __init__(self, cwd):
+        self.cwd, self.directory, self.kills, self.memory = cwd, cwd / "run", 0, set()
+        settings = {
+            "model.width": 128,
+            "trainer.steps": 24,
+            "validation.every": 24,
+            "checkpoint.every": 24,
+            "engine.options.cache_mib": 64,
+        }
+        chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        self._start("--env", "math:sort", "--engine", "vllm", *chosen, "--output", "run")
+
+
+def test_a_run_learns_and_loses_nothing_when_its_engine_is_killed_in_the_middle_of_a_step(tmp_path):
+    run = Learning(tmp_path)
+    run.wait(lambda: run.steps >= 5, seconds=120)
+    run.kill("engine")
+    said = run.end(seconds=200)
+    assert run.process.returncode == 0, said
+    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
+    laws = Laws()
+    for event in events:
+        laws.observe(event)
+    assert not laws.violations
+    assert laws.steps == 24
+    first, last = (event["results"]["sort"]["accuracy"] for event in events if event["event"] == "Validated")
+    assert last >= first + 0.15, "it learns"

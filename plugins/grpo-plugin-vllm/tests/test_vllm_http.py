@@ -1,0 +1,118 @@
+"""A real vLLM server on this machine's CPU, as docs/engines.md says to start it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from grpo_core.testing.decoding import (
+    LAWS,
+    Tried,
+    a_dead_engine_is_replaced_and_holds_the_last_weights,
+    make_model,
+    name,
+    start,
+    weights_of_another_model_are_refused_and_change_nothing,
+)
+from grpo_core.testing.engines import check_engine
+from grpo_plugin_vllm.http import HttpEngine
+from grpo_plugin_vllm.transfer import PLAIN_LINEAR
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make install-vllm"
+    ),
+]
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    PLAIN_LINEAR: "1",
+}
+ARGUMENTS = [
+    "--enable-scale-out",
+    *("--generation-config", "vllm"),
+    *("--logprobs-mode", "processed_logprobs"),
+    *("--weight-transfer-config", '{"backend": "grpo_core"}'),
+    *("--load-format", "dummy"),
+    *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
+    *("--block-size", "32", "--no-enable-chunked-prefill"),
+]
+NOT_THERE = {
+    a_dead_engine_is_replaced_and_holds_the_last_weights,  # the server is somebody else's to start again
+    weights_of_another_model_are_refused_and_change_nothing,  # its tokens are refused until the next version
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    model = make_model(tmp_path_factory.mktemp("model"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open(model.parent / "server.log", "wb") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), *ARGUMENTS),
+            ],
+            env=os.environ | ENVIRONMENT,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process, model.parent / "server.log")
+        yield f"http://127.0.0.1:{port}", model
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(url, process, log, seconds=120.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def test_a_server_keeps_the_contract_of_engines(server):
+    url, model = server
+
+    async def story():
+        engine = await start(HttpEngine, model, url=url)
+        await check_engine(engine, Tried(engine=engine, model=model).publish, prompt_ids=(5, 8, 2))
+
+    asyncio.run(story())
+
+
+def test_a_server_computes_what_an_engine_should_from_a_file_as_well(server, tmp_path):
+    url, model = server
+
+    async def story():
+        engine = await start(HttpEngine, model, url=url, directory=str(tmp_path / "weights"))
+        tried = Tried(engine=engine, model=model, recomputes=True, crowd=400)
+        for law in LAWS:
+            if law not in NOT_THERE:
+                print(name(law))
+                await law(tried)
+        await engine.aclose()
+
+    asyncio.run(story())

@@ -1,0 +1,125 @@
+"""How long validation takes on simulated latencies: batched, pipelined, and with one call for each rollout.
+
+    python tests/benchmarks/bench_validation.py
+
+256 prompts; an engine that generates all of them beside each other, 20 seconds for most and up to a few times
+as many for some; an environment with one process, half a second for a call and two milliseconds for each
+episode in it.  The limit is the slowest rollout with a call of its own for each of its turns, as if nobody
+else used the environment.  Under the virtual clock: these seconds are exact, and the same everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable
+
+from grpo_core.batcher import BatchedJudge
+from grpo_core.config import EnvironmentConfig
+from grpo_core.records import Episode, Prompt, Verdict, Weights
+from grpo_core.rollout import Sampling
+from grpo_core.strategies import Strategy
+from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, clock
+from grpo_core.validation import Context, run_strategy
+
+PROMPTS, SEEDS = 256, range(20)
+CALL, EPISODE = 0.5, 0.002
+
+
+class Environment(FakeJudge):
+    """Takes a while for each call, and a little more for each episode in it."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__(lambda episode: self.said(episode, turns), max_turns=turns)
+
+    @staticmethod
+    def said(episode: Episode, turns: int) -> Verdict:
+        last = episode.turn + 1 == turns
+        return Verdict(reward=1.0) if last else Verdict(done=False, messages="go on")
+
+    async def evaluate(self, episodes):
+        self.seconds = CALL + EPISODE * len(episodes)
+        return await super().evaluate(episodes)
+
+
+def validated(mode: str, turns: int, seed: int, wrap: Callable) -> tuple[float, int]:
+    """Virtual seconds, and calls of the environment."""
+
+    async def story() -> float:
+        engine = FakeEngine(latency=lambda rng: rng.lognormvariate(3.0, 0.4), update_seconds=0.0)
+        await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
+        prompts = [Prompt(messages=f"{i}", id=f"{i}", environment="task") for i in range(PROMPTS)]
+        context = Context(
+            version=0,
+            prompts={"task": prompts},
+            engine=engine,
+            judges={"task": wrap(environment)},
+            renderer=FakeRenderer(),
+            sampling=Sampling(temperature=1.0, max_tokens=8),
+            seed=seed,
+        )
+        results = await run_strategy(mode, Strategy(mode=mode), context)
+        assert results["task"]["prompts"] == PROMPTS
+        return asyncio.get_running_loop().time()
+
+    environment = Environment(turns)
+    return clock.run(story()), len(environment.calls)
+
+
+def batcher(**options):
+    return lambda judge: BatchedJudge(judge, EnvironmentConfig(**options))
+
+
+def show(name: str, value: float, limit: float | None = None, *, below: bool = False) -> None:
+    verdict = ""
+    if limit is not None:
+        good = value <= limit if below else value >= limit
+        verdict = f"{'<=' if below else '>='} {limit:g}  {'ok' if good else 'short'}"
+    print(f"{name:62} {value:10.3f}  {verdict}", flush=True)
+
+
+def compare(turns: int) -> None:
+    merged = batcher(max_batch=256, max_wait=0.005)
+    each = {
+        "alone": [validated("pipelined", turns, seed, lambda judge: judge) for seed in SEEDS],
+        "batched": [validated("batched", turns, seed, merged) for seed in SEEDS],
+        "pipelined": [validated("pipelined", turns, seed, merged) for seed in SEEDS],
+        "one call each": [validated("pipelined", turns, seed, batcher(max_batch=1)) for seed in SEEDS],
+    }
+
+    def times_the_limit(name: str) -> list[float]:
+        pairs = zip(each[name], each["alone"], strict=True)
+        return [seconds / limit for (seconds, _), (limit, _) in pairs]
+
+    what = f"{turns} turn{'s' * (turns > 1)}"
+    limit = statistics.median(seconds for seconds, _ in each["alone"])
+    show(f"{what}: seconds of the slowest rollout with its calls", limit)
+    show(
+        f"{what}: one call for each rollout, x the limit", statistics.median(times_the_limit("one call each"))
+    )
+    worst = max(times_the_limit("batched"))
+    show(
+        f"{what}: batched, x the limit (worst of {len(SEEDS)})",
+        worst,
+        *([1.05] if turns == 1 else []),
+        below=True,
+    )
+    show(f"{what}: batched, calls of the environment", max(c for _, c in each["batched"]), turns, below=True)
+    worst = max(times_the_limit("pipelined"))
+    show(f"{what}: pipelined, x the limit (worst of {len(SEEDS)})", worst, 1.05, below=True)
+    calls = statistics.median(count for _, count in each["pipelined"])
+    show(
+        f"{what}: pipelined, calls for each of one call for each rollout",
+        calls / (PROMPTS * turns),
+        0.5,
+        below=True,
+    )
+    faster = statistics.median(times_the_limit("one call each")) / statistics.median(
+        times_the_limit("pipelined")
+    )
+    show(f"{what}: pipelined, x as fast as one call for each rollout", faster, 1.0)
+
+
+if __name__ == "__main__":
+    for turns in (1, 3):
+        compare(turns)

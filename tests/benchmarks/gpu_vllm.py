@@ -1,0 +1,106 @@
+"""All that can be said of the engine `vllm` on a GPU, in one call.
+
+    python tests/benchmarks/gpu_vllm.py [--model DIRECTORY]
+
+1. what every engine must compute, in float32 and bfloat16, with graphs, asleep and awake again, and with two
+   GPUs;  2. the figures of ``bench_vllm``;  3. a run that learns, with its trainer on the same GPU.
+Ends with status 1 if anything of 1 or 3 fails.  Needs vLLM for CUDA (docs/engines.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import bench_vllm
+import torch
+
+from grpo_core.errors import EngineError
+from grpo_core.testing.decoding import LAWS, Tried, make_model, name, start
+
+FLOAT32 = {"dtype": "float32", "memory_fraction": 0.3}
+CASES: dict[str, dict[str, Any]] = {
+    "float32": FLOAT32,
+    "float32, without graphs": FLOAT32 | {"vllm": {"enforce_eager": True}},
+    "float32, asleep between requests": FLOAT32 | {"sleep_after": 0.001},
+    "bfloat16": {"dtype": "bfloat16", "memory_fraction": 0.3},
+    "float32, on two GPUs": FLOAT32 | {"tensor_parallel": 2},
+}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+"""Of a logprob: GPUs add up in other orders than CPUs, and in fewer bits where TF32 is allowed."""
+
+
+async def laws(options: dict[str, Any], directory: Path) -> list[str]:
+    """The laws that do not hold, with what was wrong."""
+    from grpo_plugin_vllm.engine import VllmEngine
+
+    model = make_model(directory)
+    engine = await start(VllmEngine, model, device="cuda", max_rows=64, **options)
+    tried = Tried(engine=engine, model=model, recomputes=True, tolerance=TOLERANCE[options["dtype"]])
+    broken = []
+    for law in LAWS:
+        try:
+            await law(tried)
+        except (AssertionError, EngineError, TimeoutError) as error:
+            broken.append(f"{name(law)}: {error or traceback.format_exc(limit=-1)}")
+    await engine.aclose()
+    return broken
+
+
+def train(directory: Path) -> str:
+    """What is wrong with a run that shares its GPU; "" if it learns."""
+    settings = {
+        "model.width": 128,
+        "trainer.steps": 60,
+        "trainer.device": "cuda",
+        "validation.every": 60,
+        "engine.options.memory_fraction": 0.3,
+        "engine.options.device": "cuda",
+    }
+    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    grpo = Path(sys.executable).with_name("grpo-core")
+    command = [str(grpo), "train", "--env", "math:sort", "--engine", "vllm", *chosen, "--output", "run"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return done.stdout[-2000:] + done.stderr[-2000:]
+    events = map(json.loads, (directory / "run/events.jsonl").read_text().splitlines())
+    first, last = (e["results"]["sort"]["accuracy"] for e in events if e["event"] == "Validated")
+    print(f"run: {first:.1%} -> {last:.1%}")
+    return "" if last > first + 0.15 else "it does not learn"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="for the figures; default: a tiny one")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no CUDA device here")
+        return 1
+    print(torch.cuda.get_device_name(), f"x {torch.cuda.device_count()}")
+    failed = False
+    for case, chosen in CASES.items():
+        if chosen.get("tensor_parallel", 1) > torch.cuda.device_count():
+            print(f"{case}: there are not so many")
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            broken = asyncio.run(laws(chosen, Path(directory)))
+        print(f"{case}: " + ("; ".join(broken) or f"{len(LAWS)} laws hold"), flush=True)
+        failed |= bool(broken)
+    asyncio.run(bench_vllm.measure("cuda", options.model))
+    with tempfile.TemporaryDirectory() as directory:
+        problem = train(Path(directory))
+    print(problem or "run: ok")
+    return int(failed or bool(problem))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,350 @@
+"""``grpo-core check``, and what an environment has to be for training on it to mean something."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import grpo_core as grpo
+from grpo_core import check
+from grpo_core.cli import app
+from grpo_core.errors import ConfigError, PluginError
+from grpo_core.plugins import PluginHost
+from grpo_core.testing.conformance import Conformance
+from grpo_core.testing.contracts import check_environment
+from grpo_core.testing.subjects import Hosted
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+MADE = iter(range(10**6))
+
+
+class Words(grpo.Environment):
+    """Keeps the contract."""
+
+    def prompts(self, split):
+        numbers = range(40) if split == "train" else range(40, 50)
+        return [grpo.Prompt(messages=f"Spell backwards: w{n}x", answer=f"x{n}w"[::-1][::-1]) for n in numbers]
+
+    def evaluate(self, episodes):
+        return [self.judge(e.reply, e.prompt.answer) for e in episodes]
+
+    def judge(self, reply, answer):
+        return float(reply == answer)
+
+
+class Empty(Words):
+    def prompts(self, split):
+        return []
+
+
+class Shuffled(Words):
+    """Other prompts each time."""
+
+    def prompts(self, split):
+        made = next(MADE)
+        return [grpo.Prompt(messages=f"{made} {n}", answer=str(n)) for n in range(9)]
+
+
+class Mean(Words):
+    """Its own solution gets half of the marks."""
+
+    def judge(self, reply, answer):
+        return 0.5 * (reply == answer)
+
+
+class Gullible(Words):
+    """Any reply in which the answer's first letter stands is right."""
+
+    def judge(self, reply, answer):
+        return float(reply == answer or "x" in reply or "reward" in reply)
+
+
+class Fragile(Words):
+    """Breaks on a reply that it cannot read."""
+
+    def judge(self, reply, answer):
+        return float(reply == answer) if reply[0] else 0.0
+
+
+class Silent(Words):
+    def judge(self, reply, answer):
+        return float(reply == answer) if reply.strip() else None
+
+
+class Mute(Words):
+    def judge(self, reply, answer):
+        raise KeyError("gold")
+
+
+class Relative(Words):
+    """Compares the episodes of a batch, though they are of different groups."""
+
+    def evaluate(self, episodes):
+        longest = max(len(e.reply) for e in episodes)
+        return [float(e.reply == e.prompt.answer) + (len(e.reply) == longest) / 9 for e in episodes]
+
+
+class RelativeInGroups(Words):
+    needs_group = True
+
+    def evaluate(self, episodes):
+        sizes = {e.group: sum(len(o.reply) for o in episodes if o.group == e.group) for e in episodes}
+        return [float(e.reply == e.prompt.answer) - 1e-6 * (sizes[e.group] % 7) / 9 + 1e-6 for e in episodes]
+
+
+class Moody(Words):
+    """As a judge that is asked for an opinion."""
+
+    def judge(self, reply, answer):
+        return float(reply == answer) + next(MADE) * 1e-9
+
+
+class Sessions(Words):
+    """What an episode is judged by lies in its session, which is opened once and closed once."""
+
+    live: dict = {}  # noqa: RUF012
+
+    def open(self, prompt):
+        self.live[prompt.id] = self.live.get(prompt.id, 0) + 1
+        return SimpleNamespace(answer=prompt.answer, id=prompt.id)
+
+    def evaluate(self, episodes):
+        return [self.judge(e.reply, e.session.answer) for e in episodes]
+
+    def close(self, session):
+        self.live[session.id] -= 1
+
+
+class TwoTurns(Words):
+    """Asks for the answer once more; each time it is worth half."""
+
+    max_turns = 2
+    needs_group = True
+
+    def solve(self, prompt):
+        return prompt.answer + ("!" if prompt.messages[-1]["content"] == "louder" else "")
+
+    def evaluate(self, episodes):
+        return [self.verdict(e, e.prompt.answer + "!" * e.turn) for e in episodes]
+
+    def verdict(self, episode, answer):
+        messages = () if episode.turn else "louder"
+        return grpo.Verdict(reward=(episode.reply == answer) / 2, done=bool(episode.turn), messages=messages)
+
+
+class Speechless(TwoTurns):
+    """Knows how to begin."""
+
+    def solve(self, prompt):
+        return super().solve(prompt) if len(prompt.messages) == 1 else None
+
+
+def findings(make):
+    return {finding.check: finding for finding in Conformance(Hosted(make)).run()}
+
+
+def failed(make):
+    return {name: finding.told for name, finding in findings(make).items() if finding.outcome == "failed"}
+
+
+# ---------------------------------------------------------------------------------- environments
+
+
+@pytest.mark.parametrize("kept", [Words, RelativeInGroups, Sessions, TwoTurns])
+def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
+    assert {name: (f.outcome, f.told) for name, f in findings(kept).items() if f.outcome != "passed"} == {}
+    assert set(Sessions.live.values()) <= {0}, "each session is closed, and once"
+
+
+@pytest.mark.parametrize(
+    ("broken", "where", "told"),
+    [
+        (Empty, "prompts to train on", 'prompts("train") is empty'),
+        (Shuffled, "the same prompts each time", "9 prompts of which 9 differ"),
+        (Mean, "a solution gets full marks", "its own solution: reward 0.5, expected at least 1"),
+        (Gullible, "rubbish does not get full marks", "full marks, as for 8 of 8 prompts"),
+        (Fragile, "every reply gets a verdict", "IndexError"),
+        (Silent, "every reply gets a verdict", "reply '': no verdict (None)"),
+        (Mute, "a reply gets a verdict", "KeyError"),
+        (Relative, "the place in the batch makes no difference", "judge each episode by itself"),
+    ],
+)
+def test_an_environment_that_breaks_it_is_told_where_and_what_to_do(broken, where, told):
+    found = failed(broken)
+    assert told in found.pop(where)
+    assert not found or broken is Fragile
+    with pytest.raises(AssertionError, match=where):
+        check_environment(broken)
+
+
+def test_without_a_verdict_there_is_nothing_more_to_find():
+    assert list(findings(Mute)) == [
+        "prompts to train on",
+        "held-out prompts",
+        "the same prompts each time",
+        "a reply gets a verdict",
+    ]
+
+
+def test_a_judge_may_be_moody_which_is_noted():
+    found = findings(Moody)
+    assert found["the same reply gets the same reward"].outcome == "noted"
+    assert found["the place in the batch makes no difference"].outcome == "noted"
+
+
+def test_a_solution_that_ends_too_early_is_noted():
+    finding = findings(Speechless)["a solution gets full marks"]
+    assert (finding.outcome, finding.told) == (
+        "noted",
+        "solve(prompt) knows how to begin, but not how to end",
+    )
+
+
+def test_held_out_prompts_that_are_trained_on_are_noted():
+    class Same(Words):
+        def prompts(self, split):
+            return super().prompts("train")
+
+    assert "40 of 40 are trained on as well" in findings(Same)["held-out prompts"].told
+
+
+# ---------------------------------------------------------------------------------- by name
+
+
+def checked(capsys, *arguments):
+    """The status and what was printed."""
+    status = app(["check", *map(str, arguments)], result_action="return_value")
+    return status, capsys.readouterr().out
+
+
+def test_a_sampler_whose_options_name_tasks_has_to_be_told_of_them(capsys):
+    status, told = checked(capsys, "chosen", "--set", 'order=["hard", "easy"]')
+    assert status == 1
+    assert "there is no task 'hard' to choose" in told
+    assert "name them: --task A --task B" in told
+
+
+@pytest.mark.slow
+def test_a_sampler_of_certain_tasks_is_checked_with_them(capsys):
+    given = ["--set", 'order=["hard", "easy"]', "--task", "hard", "--task", "easy"]
+    status, told = checked(capsys, "chosen", *given)
+    assert (status, told.splitlines()[-1]) == (0, "2 passed, 0 failed")
+
+
+def test_a_sampler_that_breaks_its_contract_is_shown_with_the_shortest_calls(capsys, tmp_path):
+    (tmp_path / "few.py").write_text(
+        "class TooFew:\n    def sample(self, loaders, request):\n"
+        "        return next(iter(loaders.values())).take(request.expected_prompts - 1)\n"
+    )
+    status, told = checked(capsys, tmp_path / "few.py:TooFew")
+    assert status == 1
+    assert "FAILED  its contract: sampler 'TooFew' returned" in told
+    assert "state = Contract()" in told
+
+
+def test_a_validation_strategy_is_checked(capsys):
+    status, told = checked(capsys, "greedy")
+    assert (status, told.splitlines()[-1]) == (0, "6 passed, 0 failed")
+    status, told = checked(capsys, "greedy", "--set", "n=0")
+    assert status == 1
+
+
+def test_a_name_that_is_not_offered_names_the_nearest_of_any_kind():
+    host = PluginHost.discover(allow=[])
+    with pytest.raises(PluginError, match=r"no sampler 'curiculum'\. Did you mean 'curriculum'"):
+        check.find(host, "curiculum")
+
+
+def test_what_a_file_holds_is_told_by_its_methods_or_by_the_user(tmp_path):
+    file = tmp_path / "parts.py"
+    file.write_text(
+        "class A:\n    def evaluate(self): ...\n\nclass B:\n    def sample(self): ...\n\n"
+        "class C:\n    def validate(self): ...\n\ndef make(): return B()\n"
+    )
+    host = PluginHost.discover(allow=[])
+    kinds = [check.find(host, f"{file}:{name}").kind for name in "ABC"]
+    assert kinds == ["environment", "sampler", "validation_strategy"]
+    with pytest.raises(ConfigError, match="tell what it is with --kind: environment, sampler"):
+        check.find(host, f"{file}:make")
+    assert check.find(host, f"{file}:make", "sampler").kind == "sampler"
+    with pytest.raises(ConfigError, match="--kind engine: cannot be checked; one of environment, sampler"):
+        check.find(host, f"{file}:make", "engine")
+
+
+# ---------------------------------------------------------------------------------- as users do it
+
+
+@pytest.mark.slow
+def test_an_environment_that_hangs_or_crashes_is_a_failed_check(tmp_path):
+    (tmp_path / "env.py").write_text(
+        "import os\nimport grpo_core as grpo\nclass Dies(grpo.Environment):\n"
+        "    def prompts(self, split): return [grpo.Prompt(messages='a', answer='b')]\n"
+        "    def evaluate(self, episodes): os._exit(11)\n"
+    )
+    done = subprocess.run([GRPO, "check", "./env.py:Dies"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "FAILED  a reply gets a verdict" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+PLUGIN = {
+    "pyproject.toml": """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "grpo-plugin-backwards"
+version = "0.1"
+dependencies = ["grpo-core>=0.1,<1"]
+
+[project.entry-points.grpo_core]
+backwards = "grpo_plugin_backwards"
+
+[tool.setuptools]
+py-modules = ["grpo_plugin_backwards"]
+""",
+    "grpo_plugin_backwards.py": """
+import grpo_core as grpo
+
+class Backwards(grpo.Environment):
+    def prompts(self, split):
+        words = ["alpha", "beta", "gamma"] if split == "train" else ["delta", "omega"]
+        return [grpo.Prompt(messages=f"Spell backwards: {w}", answer=w[::-1]) for w in words]
+
+    def evaluate(self, episodes):
+        return [float(e.reply.strip() == e.prompt.answer) for e in episodes]
+
+@grpo.hookimpl
+def grpo_environments():
+    return {"backwards": Backwards}
+""",
+}
+
+
+@pytest.mark.slow
+def test_the_smallest_plugin_is_installed_checked_and_trained_on(tmp_path):
+    """pip install . && grpo-core check backwards && grpo-core train --env backwards"""
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for name, text in PLUGIN.items():
+        (source / name).write_text(text)
+    environ = os.environ | {"PYTHONPATH": str(site)}
+
+    def done(*command):
+        finished = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished.stdout
+
+    done(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
+         "--target", str(site), str(source))  # fmt: skip
+    assert "11 passed, 0 failed" in done(GRPO, "check", "backwards")
+    told = done(GRPO, "train", "--env", "backwards", "--output", "run", "--set", "trainer.steps=2",
+                "--set", "trainer.prompts_per_step=4", "--set", "model.warm_start_steps=5")  # fmt: skip
+    assert "finished: backwards: validation" in told
+    assert (tmp_path / "run" / "report.html").is_file()

@@ -1,0 +1,32 @@
+"""The engine `local` computes what every engine has to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from grpo_core.engines.local import LocalEngine
+from grpo_core.testing.decoding import LAWS, Tried, make_model, name, start
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    model = make_model(tmp_path_factory.mktemp("model"))
+    with asyncio.Runner() as runner:
+        engine = runner.run(start(LocalEngine, model, max_rows=64))
+        yield (
+            runner,
+            Tried(engine=engine, model=model, kill=lambda: os.kill(engine._child.pid, signal.SIGKILL)),
+        )
+        runner.run(engine.aclose())
+
+
+@pytest.mark.parametrize("law", LAWS, ids=name)
+def test_local_computes_what_it_should(tried, law):
+    runner, engine = tried
+    runner.run(law(engine))

@@ -1,0 +1,149 @@
+"""A checkpoint is whole or not there, wherever the process dies or the power fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from grpo_core import checkpoint
+from grpo_core.errors import CheckpointError
+from grpo_core.testing.disk import Dead, FaultyDisk
+
+STEPS = (1, 2, 3, 3, 4)
+"""A run that is stopped twice within a step saves it twice."""
+
+
+async def save(disk, parent, step, keep):
+    async def save_trainer(directory):
+        async def written():
+            disk.write(directory / "trainer" / "model.safetensors", b"weights of step %d" % step)
+
+        return written
+
+    finish = await checkpoint.begin(
+        parent,
+        step=step,
+        pipeline={"buffer": {"step": step}},
+        loaders={"task": {"position": step}},
+        save_trainer=save_trainer,
+        keep=keep,
+        disk=disk,
+    )
+    await finish()
+
+
+class Direct(FaultyDisk):
+    """Without threads."""
+
+    async def run(self, work):
+        return work()
+
+
+def live(root, steps, keep, **faults):
+    """Save these steps; returns the disk and the steps whose checkpoints were complete before its death."""
+    disk, saved = Direct(root, **faults), []
+    try:
+        for step in steps:
+            asyncio.run(save(disk, root / "checkpoints", step, keep))
+            saved.append(step)
+    except Dead:
+        pass
+    return disk, saved
+
+
+def operations(tmp_path, keep):
+    return live(tmp_path / "counted", STEPS, keep)[0].operations
+
+
+def check(root, saved):
+    """The newest is whole, and is no older than what was said to be saved."""
+    found = checkpoint.newest(root / "checkpoints")
+    if found is None:
+        assert not any(saved)
+        return 0
+    assert found.step >= max(saved, default=0)
+    step = found.step
+    assert checkpoint.read_pipeline(found.directory)["buffer"] == {"step": step}
+    assert checkpoint.read_loader(found.directory, "task") == {"position": step}
+    weights = found.directory / "trainer" / "model.safetensors"
+    assert weights.read_bytes() == b"weights of step %d" % step
+    return step
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_process_that_is_killed_at_any_operation_loses_nothing_that_was_saved(tmp_path, keep):
+    for at in range(1, operations(tmp_path, keep) + 1):
+        root = tmp_path / str(at)
+        disk, saved = live(root, STEPS, keep, dies_at=at)
+        assert disk.dead
+        check(root, saved)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_power_cut_at_any_operation_loses_nothing_that_was_saved(tmp_path, keep):
+    for at in range(1, operations(tmp_path, keep) + 1):
+        for seed in range(3):
+            root = tmp_path / f"{at} {seed}"
+            disk, saved = live(root, STEPS, keep, dies_at=at)
+            disk.cut_power(random.Random(seed))
+            check(root, saved)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_death_leaves_is_no_obstacle_to_the_lives_after_it(tmp_path, seed):
+    chance, done, disk, keep = random.Random(seed), 0, None, 1 + seed % 2
+    while done < 12:
+        disk, saved = live(tmp_path, range(done + 1, 13), keep, before=disk, dies_at=chance.randrange(1, 60))
+        if disk.dead and chance.random() < 0.7:
+            disk.cut_power(chance)
+        done = check(tmp_path, [done, *saved])
+    live(tmp_path, [13], keep, before=disk)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names[-1] == "step-000013"
+    assert len(names) == keep
+
+
+def test_a_disk_that_is_full_at_any_byte_costs_only_what_was_being_written(tmp_path):
+    live(tmp_path, [1], 2)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    for room in range(size):
+        with pytest.raises(
+            CheckpointError, match=r"No space left on device .* the checkpoints before it are"
+        ):
+            live(tmp_path, [2], 2, room=room)
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    check(tmp_path, [1])
+    assert live(tmp_path, [2], 2, room=size)[1] == [2]
+
+
+def test_without_syncs_the_model_loses_checkpoints(tmp_path):
+    """Or the stories above would prove nothing."""
+
+    class Careless(Direct):
+        def sync(self, path):
+            pass
+
+    lost = 0
+    for seed in range(20):
+        root = tmp_path / str(seed)
+        disk = Careless(root)
+        asyncio.run(save(disk, root / "checkpoints", 1, 1))
+        disk.cut_power(random.Random(seed))
+        try:
+            lost += checkpoint.newest(root / "checkpoints") is None
+        except CheckpointError:
+            lost += 1
+    assert lost == 20
+
+
+def test_the_real_disk_keeps_the_same_contract(tmp_path):
+    parent = tmp_path / "checkpoints"
+    for step in STEPS:
+        asyncio.run(save(checkpoint.Disk(), parent, step, keep=2))
+    assert [step for step, _ in checkpoint.complete_names(parent)] == [3, 4]
+    assert {path.name for path in parent.iterdir()} == {"step-000003", "step-000004"}
+    assert json.loads((parent / "step-000004" / "manifest.json").read_text())["step"] == 4
+    check(tmp_path, [4])

@@ -1,0 +1,443 @@
+"""Engines and environments in workers of a real Ray cluster of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from killing import GRPO, Run, left_after
+
+from grpo_core.config import EnvironmentConfig
+from grpo_core.copies import Copies
+from grpo_core.engines.local import LocalEngine
+from grpo_core.environment_pool import EnvironmentPool
+from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
+from grpo_core.plugins import PluginHost
+from grpo_core.pool import EnginePool
+from grpo_core.ray_workers import cluster
+from grpo_core.ray_workers.cluster import Origin
+from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
+from grpo_core.ray_workers.environments import EnvironmentSetup, RayEnvironment
+from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
+from grpo_core.testing.engines import check_engine
+from grpo_core.tiny import encode, make_tiny_model
+from grpo_core.weights import WeightsWriter
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    # of Ray's own making, whose files and sockets are closed when they are collected
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+PROMPT = encode("12=")
+VLLM = pytest.param(
+    "vllm",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None or importlib.util.find_spec("grpo_plugin_vllm") is None,
+        reason="vLLM is not installed",
+    ),
+)
+
+
+class Publisher:
+    """A trainer's side: a model whose weights change with each version."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.directory = directory
+        self.model = AutoModelForCausalLM.from_pretrained(directory)
+        self.writer = WeightsWriter()
+
+    def __call__(self, version: int) -> Weights:
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+            logprobs = self.model(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)
+        best = logprobs.topk(3)
+        canary = Canary(
+            prompt_ids=PROMPT, token_ids=tuple(best.indices.tolist()), logprobs=tuple(best.values.tolist())
+        )
+        return attrs.evolve(self.writer.write(version, self.model.named_parameters()), canary=(canary,))
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with cluster.connected("", cpus=100):
+        yield
+
+
+@pytest.fixture(scope="module")
+def publisher(tmp_path_factory: pytest.TempPathFactory) -> Publisher:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("model") / "model"
+    make_tiny_model(directory, [("12=", "12"), ("21=", "12")], warm_start_steps=1)
+    torch.set_num_threads(threads)
+    return Publisher(directory)
+
+
+def origin(kind: str, name: str) -> Origin:
+    return Origin.of(PluginHost.discover().find(kind, name))
+
+
+def ray_pool(publisher: Publisher, workers: int, engine: str = "local", **changes) -> EnginePool:
+    store = Store()
+    made_from = WorkerSetup(
+        origin=changes.pop("origin", None) or origin("engine", engine),
+        setup=EngineSetup(model=str(publisher.directory), log_directory=changes.pop("logs", None)),
+        environ={"GRPO_TEST": "1"},
+    )
+    return EnginePool(
+        lambda number: RayEngine(f"engine {number}", made_from, store=store, resources={"num_cpus": 1}),
+        workers,
+        hold=store.hold,
+        **{"deadline": 60.0, **changes},
+    )
+
+
+def local_pool(publisher: Publisher, workers: int, **changes) -> EnginePool:
+    setup = EngineSetup(model=str(publisher.directory), log_directory=changes.pop("logs", None))
+    return EnginePool(
+        lambda number: LocalEngine(setup), workers, hold=Copies().hold, **{"deadline": 60.0, **changes}
+    )
+
+
+def groups(n: int, *, max_tokens: int = 40) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(prompt_ids=PROMPT, max_tokens=max_tokens, seed=i, group=str(i // 8))
+        for i in range(8 * n)
+    ]
+
+
+def processes_of_engines() -> set[int]:
+    """Child processes in which `local` decodes, of whichever parent."""
+    listed = subprocess.run(["pgrep", "-f", "grpo_core.*processes.main"], capture_output=True, text=True)
+    return {int(pid) for pid in listed.stdout.split()}
+
+
+# ---------------------------------------------------------------------------------- the contract
+
+
+@pytest.mark.parametrize("engine", ["local", VLLM])
+def test_an_engine_in_ray_workers_keeps_the_contract(ray, publisher, engine):
+    async def story():
+        pool = ray_pool(publisher, 2 if engine == "local" else 1, engine, deadline=240.0)
+        await check_engine(pool, publisher, prompt_ids=PROMPT)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_engine_in_child_processes_keeps_it_too(publisher, workers):
+    async def story():
+        alone = LocalEngine(EngineSetup(model=str(publisher.directory)))
+        engine = local_pool(publisher, workers) if workers else alone
+        if workers:
+            await alone.aclose()
+        await check_engine(engine, publisher, prompt_ids=PROMPT)
+
+    asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------- death
+
+
+@pytest.mark.parametrize("victim", ["actor", "engine"])
+def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim, tmp_path):
+    async def story():
+        told = []
+        pool = ray_pool(publisher, 2, logs=str(tmp_path), tell=told.append)
+        await pool.update_weights(publisher(0))
+        calm = await pool.generate(groups(4))
+        calls = [asyncio.create_task(pool.generate(groups(4))) for _ in range(3)]
+        await pool.generate(groups(1, max_tokens=1))
+        pid = children_of_worker(pool, 0)[0] if victim == "engine" else pid_of_worker(pool, 0)
+        os.kill(pid, signal.SIGKILL)
+        for call in calls:
+            assert tokens(await call) == tokens(calm), "the same weights and seeds: the same tokens"
+        await pool.update_weights(publisher(1))
+        assert {v for c in await pool.generate(groups(4)) for v in c.versions} == {1}
+        if victim == "actor":
+            await asyncio.wait_for(until(lambda: pool.statistics().serving == 2), 60)
+            assert "engine 0 is replaced: engine 0" in told[0]
+            assert pool.statistics().replaced == 1
+        everybody = [pid_of_worker(pool, i) for i in range(2)]
+        everybody += [child for i in range(2) for child in children_of_worker(pool, i)]
+        await pool.aclose()
+        assert left_after(everybody) == []
+
+    asyncio.run(story())
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def pid_of_worker(pool, number):
+    engine = next(m.engine for m in pool._members if m.number == number)
+    return int(engine.name.rsplit("process ", 1)[1].rstrip(")"))
+
+
+def children_of_worker(pool, number):
+    """Child processes that any thread of the worker has started."""
+    tasks = Path(f"/proc/{pid_of_worker(pool, number)}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - it is true of other processes
+        await asyncio.sleep(0.05)
+
+
+def test_weights_are_put_once_and_a_late_worker_gets_them(ray, publisher):
+    async def story():
+        pool = ray_pool(publisher, 1)
+        store_puts = []
+        hold = pool._hold
+
+        async def counted(weights):
+            store_puts.append(weights.version)
+            return await hold(weights)
+
+        pool._hold = counted
+        await pool.update_weights(publisher(0))
+        publisher(9)  # the trainer's memory holds other weights now
+        number = pool.join()
+        await asyncio.wait_for(until(lambda: pool.statistics().serving == 2), 60)
+        await pool.leave(0)
+        assert {v for c in await pool.generate(groups(1)) for v in c.versions} == {0}
+        assert (number, store_puts) == (1, [0])
+        await pool.aclose()
+
+    asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------- faults that have a name
+
+
+def test_a_worker_with_other_versions_is_refused_by_name(ray, publisher):
+    async def story():
+        other = attrs.evolve(
+            origin("engine", "local"),
+            versions={"grpo-core": "9.9", "grpo-plugin-none": "1.2", "python": "2.7"},
+        )
+        pool = ray_pool(publisher, 1, origin=other)
+        with pytest.raises(PluginError) as refused:
+            await pool.update_weights(publisher(0))
+        assert "engine 0 (" in str(refused.value)
+        assert "grpo-core 0.1.0 (the driver has 9.9)" in str(refused.value)
+        assert "grpo-plugin-none is not installed (the driver has 1.2)" in str(refused.value)
+        await pool.aclose()
+
+    asyncio.run(story())
+
+
+def test_a_model_that_is_not_on_the_workers_machine_is_named(ray, publisher):
+    async def story():
+        away = Publisher.__new__(Publisher)
+        away.directory = Path("/nowhere/model")
+        pool = ray_pool(away, 1)
+        with pytest.raises(ModelError, match="there is no /nowhere/model on this machine"):
+            await pool.update_weights(publisher(0))
+        await pool.aclose()
+
+    asyncio.run(story())
+
+
+def test_a_cluster_without_room_is_told_with_what_was_asked_for(ray, publisher):
+    async def story():
+        store = Store()
+        made_from = WorkerSetup(
+            origin=origin("engine", "local"), setup=EngineSetup(model=str(publisher.directory), deadline=2.0)
+        )
+        engine = RayEngine("engine 0", made_from, store=store, resources={"num_gpus": 64})
+        held = await store.hold(publisher(0))
+        with pytest.raises(Exception, match=r"not started within 1.8 s; it asks for .'num_gpus': 64"):
+            await engine.update_weights(held.weights)
+        await engine.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(groups(1))
+
+    asyncio.run(story())
+
+
+def test_weights_that_were_not_put_are_refused(ray, publisher):
+    with pytest.raises(WeightSyncError, match=r"is not in Ray's object store"):
+        Store().reference(publisher(0))
+
+
+def test_a_cluster_that_is_not_there_is_a_configuration_error():
+    """In a process of its own: here is one already."""
+    train = [GRPO, "train", "--env", "math:sort", "--ray", "127.0.0.1:1"]
+    done = subprocess.run(train, capture_output=True, text=True)
+    assert done.returncode == ConfigError.exit_status
+    assert "--ray 127.0.0.1:1: cannot be joined or started" in done.stderr
+    assert "ray start --head" in done.stderr
+
+
+# ---------------------------------------------------------------------------------- environments
+
+
+SORT = """
+import os
+import grpo_core as grpo
+
+class Sort(grpo.Environment):
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"{i}=", answer=str(i)) for i in range(4)]
+    def evaluate(self, episodes):
+        for episode in episodes:
+            if episode.reply == "die":
+                os.kill(os.getppid(), 9)
+        return [grpo.Verdict(reward=float(e.reply == e.prompt.answer), metrics={"pid": os.getpid()})
+                for e in episodes]
+"""
+
+
+def ray_environments(directory: Path, workers: int) -> EnvironmentPool:
+    (directory / "sort.py").write_text(SORT)
+    config = EnvironmentConfig()
+    made_from = EnvironmentSetup(
+        task="sort",
+        origin=origin("environment", f"{directory}/sort.py:Sort"),
+        options={},
+        config=config,
+        log=None,
+    )
+    make = partial(RayEnvironment, made_from=made_from, resources={"num_cpus": 1})
+    return EnvironmentPool([make(f"environment sort {i}") for i in range(workers)], config)
+
+
+def test_environments_in_ray_workers_share_the_episodes(ray, tmp_path):
+    async def story():
+        pool = ray_environments(tmp_path, 2)
+        await pool.start()
+        prompts = await pool.prompts("train")
+        assert [prompt.id for prompt in prompts] == ["0", "1", "2", "3"]
+        assert await pool.solve(prompts) == ["0", "1", "2", "3"]
+        verdicts = await pool.evaluate([episode(prompt, "1") for prompt in prompts])
+        assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 0.0]
+        assert len({verdict.metrics["pid"] for verdict in verdicts}) == 2
+        killed = await asyncio.wait_for(died_of(pool, prompts), 60)
+        assert "workers died in a row" in str(killed)
+        verdicts = await pool.evaluate([episode(prompt, "2") for prompt in prompts])
+        assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 1.0, 0.0]
+        await pool.aclose()
+
+    asyncio.run(story())
+
+
+async def died_of(pool, prompts):
+    with pytest.raises(PluginError) as error:
+        await pool.evaluate([episode(prompts[0], "die")])
+    return error.value
+
+
+def episode(prompt: Prompt, reply: str) -> Episode:
+    said = {"role": "assistant", "content": reply}
+    return Episode(prompt=prompt, messages=(*prompt.messages, said), group=prompt.id)
+
+
+# ---------------------------------------------------------------------------------- whole runs
+
+
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from test_ray import Publisher, cluster, groups, ray_pool
+
+async def story():
+    publisher = Publisher(Path(sys.argv[1]))
+    with cluster.connected("", cpus=4):
+        pool = ray_pool(publisher, 1)
+        await pool.update_weights(publisher(0))
+        print("ready", flush=True)
+        while True:
+            await pool.generate(groups(4))
+
+asyncio.run(story())
+"""
+RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""They look for Ray's head for a minute, when a driver was killed together with it, and end then."""
+
+
+class RayRun(Run):
+    """A run with two engines and an environment in Ray workers."""
+
+    def _start(self, *arguments: str) -> None:
+        more = ["--ray", "--set", "engine.workers=2"]
+        super()._start(*arguments, *(more if "--env" in arguments else []))
+
+    def workers(self) -> list[int]:
+        """Actors with an engine."""
+        return [pid for pid in below(self.process.pid) if "EngineWorker" in command(pid)]
+
+
+def below(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found, some = [], [pid]
+    while some:
+        found += some
+        listed = subprocess.run(["pgrep", "-P", ",".join(map(str, some))], capture_output=True, text=True)
+        some = [int(child) for child in listed.stdout.split()]
+    return found
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def verified(directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([GRPO, "verify", directory], capture_output=True, text=True)
+
+
+def test_a_run_loses_nothing_when_workers_die_and_leaves_no_process_behind(tmp_path):
+    run = RayRun(tmp_path)
+    try:
+        run.wait(lambda: run.steps >= 2)
+        victim = random.Random(0).choice(run.workers())
+        os.kill(victim, signal.SIGKILL)
+        at = run.steps
+        run.wait(lambda: run.steps >= at + 3)
+        run.wait(lambda: len(run.workers()) == 2)
+        everybody = below(run.process.pid)
+        os.killpg(run.process.pid, signal.SIGINT)  # ctrl-C reaches all that have the terminal
+        said = run.end()
+        assert "interrupted" in said, said
+        assert left_after(everybody, 10.0) == []
+        assert verified(run.directory).returncode == 0, verified(run.directory).stdout
+    finally:
+        if run.running:
+            os.killpg(run.process.pid, signal.SIGKILL)
+
+
+def test_a_driver_that_is_killed_takes_its_cluster_along(publisher):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, publisher.directory],
+        cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with driver, driver.stdout as said:
+        assert said.readline() == "ready\n"
+        everybody = [pid for pid in below(driver.pid) if not command(pid).startswith(RAYS_OWN)]
+        assert any("EngineWorker" in command(pid) for pid in everybody)
+        driver.kill()
+    assert left_after(everybody, 20.0) == []

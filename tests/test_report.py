@@ -1,0 +1,296 @@
+"""A run on one page: whatever its files hold, and however it ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core import charts, report
+from grpo_core.charts import Series, chart, label, shortened, smoothed, ticks
+from grpo_core.cli import app
+from grpo_core.config import Config, TaskConfig
+from grpo_core.curves import tasks_of
+from grpo_core.errors import ConfigError
+from grpo_core.events import (
+    ErrorRaised,
+    GroupsReady,
+    PromptSkipped,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    Validated,
+    WarningRaised,
+)
+from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.report import Files
+from grpo_core.tracking import Recorder, RunDirectory
+
+HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}&amp;\ud800\x00'
+
+
+class Page(HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def group(task, replies, *, prompt="52341="):
+    """Of a prompt; replies and their rewards."""
+    question = {"role": "user", "content": prompt}
+    rollouts = tuple(
+        Rollout(
+            prompt_ids=(1,),
+            token_ids=(2,),
+            sampled=(True,),
+            logprobs=(-0.5,),
+            versions=(0,),
+            messages=(question, {"role": "assistant", "content": reply}),
+            reward=reward,
+            turns=1,
+            finish_reason="stop",
+        )
+        for reply, reward in replies.items()
+    )
+    return Group(
+        prompt=Prompt(messages=(question,), id=prompt, environment=task, answer="12345"),
+        rollouts=rollouts,
+        generation_version=0,
+        target_version=1,
+        slot=0,
+    )
+
+
+def metrics(step, *tasks):
+    by_task = {
+        name.format(task): value
+        for task in tasks
+        for name, value in {"reward/{}": step / 20, "accuracy/{}": step / 20, "groups/{}": 4.0,
+                            "staleness/{}/mean": 1.0, "completion_tokens/{}": 6.0, "truncated/{}": 0.0,
+                            "filtered/{}": 4.0, "filtered_share/{}": 0.5, "equal_rewards/{}": 0.0}.items()
+    }  # fmt: skip
+    return by_task | {
+        "time/step": 2.0, "time/train": 1.0, "tokens_per_second/generation": 1e6, "overlap": 0.75,
+        "staleness/mean": 1.0, "staleness/max": 2.0, "kl": math.nan if step == 2 else 0.01 * step,
+        "logprob_diff/mean": 0.02, "buffer/ready": 3.0,
+    }  # fmt: skip
+
+
+def record(path, events, tasks=("sort",)):
+    config = Config(tasks={task: TaskConfig(env="math:sort") for task in tasks})
+    recorder = Recorder(RunDirectory.create(path, config))
+    for event in events:
+        recorder(event)
+    recorder.close()
+    return (path / report.REPORT).read_text(encoding="utf-8")
+
+
+def run_of(*tasks, steps=4):
+    yield RunStarted(directory="d", config={})
+    yield Validated(step=0, version=0, results={task: {"accuracy": 0.125} for task in tasks})
+    for step in range(steps):
+        yield GroupsReady(step=step, groups=tuple(group(t, {"12345": 1.0, "54321": 0.0}) for t in tasks))
+        yield StepEnded(step=step + 1, metrics=metrics(step + 1, *tasks))
+    yield Validated(step=steps, version=steps, results={task: {"accuracy": 0.97} for task in tasks})
+    yield RunEnded(step=steps, reason="finished")
+
+
+# ---------------------------------------------------------------------------------- what is told
+
+
+def test_a_run_that_ends_leaves_a_report_of_what_was_learnt(tmp_path):
+    page = Page(record(tmp_path / "a-run", run_of("sort")))
+    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "75%", "of the time",
+                 "max_staleness is 1", "52341=", "54321", "[tasks.sort]"):  # fmt: skip
+        assert told in page.text, told
+    assert re.search(r"tokens generated\s*8M", page.text), "a million per second, in four steps of two"
+    assert re.search(r"groups filtered\s*50%", page.text)
+
+
+def test_each_task_has_its_curve_and_its_numbers(tmp_path):
+    html = record(tmp_path / "run", run_of("easy", "hard"), ("easy", "hard", "never"))
+    titles = [name for name in re.findall(r'aria-label="(\w+), by step"', html) if name in ("easy", "hard")]
+    assert titles == ["easy", "hard"]
+    rows = dict(re.findall(r"<tr><td>(\w+)</td>(.*?)</tr>", html))
+    cells = {task: re.findall(r"<td[^>]*>([^<]*)</td>", row) for task, row in rows.items()}
+    learnt = ["97.0%", "0.125", "12.5%", "50.0%", "0.0%", "6", "0.0%", "1", "16", "0"]
+    assert cells == {"easy": learnt, "hard": learnt, "never": [*"--------", "0", "0"]}
+
+
+def test_what_went_wrong_is_told_once_for_each_cause(tmp_path):
+    events = [
+        *(WarningRaised(step=step, cause="kl", message=f"kl is {step}") for step in (3, 4, 5)),
+        PromptSkipped(step=5, task="sort", prompt="seven", error="ValueError: bad row"),
+        ErrorRaised(step=5, message="trainer: out of memory", traceback="Traceback: here"),
+        RunEnded(step=5, reason="failed"),
+    ]
+    text = Page(record(tmp_path / "run", [RunStarted(directory="d", config={}), *events])).text
+    for told in ("3 times from step 3 to 5: kl is 5", "1 prompts skipped", "seven: ValueError: bad row",
+                 "trainer: out of memory", "Traceback: here", "failed"):  # fmt: skip
+        assert told in text, told
+
+
+def test_a_report_opens_without_a_network(tmp_path):
+    page = Page(record(tmp_path / "run", run_of("sort")))
+    assert not [attrs for _, attrs in page.tags if {"src", "href"} & set(attrs)]
+
+
+# ---------------------------------------------------------------------------------- what is shown as it is
+
+
+def test_hostile_text_stays_text(tmp_path):
+    harmless = Page(record(tmp_path / "harmless", run_of("sort"))).tags
+    events = [
+        RunStarted(directory="d", config={}),
+        Validated(step=0, version=0, results={HOSTILE[:-2]: {"accuracy": 0.5}}),
+        GroupsReady(step=0, groups=(group(HOSTILE[:-2], {HOSTILE: 1.0, "no": 0.0}, prompt=HOSTILE),)),
+        StepEnded(step=1, metrics=metrics(1, HOSTILE[:-2])),
+        WarningRaised(step=1, cause=HOSTILE, message=HOSTILE),
+        PromptSkipped(step=1, task=HOSTILE, prompt=HOSTILE, error=HOSTILE),
+        ErrorRaised(step=1, message=HOSTILE, traceback=HOSTILE),
+    ]
+    page = Page(record(tmp_path / "hostile", events))
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in harmless} | {"details", "summary"}
+    scripts = [attrs for tag, attrs in page.tags if tag == "script"]
+    assert all(attrs == {"type": "application/json"} for attrs in scripts[:-1])
+    assert scripts[-1] == {}
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+    assert page.text.count("{{ 7*7 }}") > 5, "it is shown as it is"
+
+
+def test_the_readings_of_a_chart_are_json_that_ends_no_script(tmp_path):
+    events = [StepEnded(step=step, metrics=metrics(step, "</script>", "b")) for step in (1, 2)]
+    html = record(tmp_path / "run", events)
+    blocks = re.findall(r'<script type="application/json">(.*?)</script>', html)
+    names = {name for block in blocks for name, _, _ in json.loads(block)["series"]}
+    assert "</script>" in names
+
+
+# ---------------------------------------------------------------------------------- incomplete runs
+
+
+def test_a_run_without_a_step_has_a_report(tmp_path):
+    text = Page(record(tmp_path / "run", [])).text
+    assert "No step has been trained and nothing was measured yet." in text
+    assert "unfinished" in text
+
+
+def test_a_run_that_was_killed_has_a_report_of_what_is_there(tmp_path):
+    run = tmp_path / "run"
+    record(run, [event for event in run_of("sort") if not isinstance(event, RunEnded)])
+    for name in ("metrics.jsonl", "events.jsonl", "rollouts/step-000004.jsonl"):
+        whole = (run / name).read_bytes()
+        (run / name).write_bytes(whole[: len(whole) - 20])
+    (run / report.REPORT).unlink()
+    files = Files.read(run)
+    assert [row["step"] for row in files.steps] == [1, 2, 3, 4]
+    assert [row["step"] for row in files.validations] == [0], "half of a line is none"
+    text = Page(report.write(run).read_text()).text
+    assert "unfinished" in text
+    assert "could not be read: what a process was writing when it was killed" in text
+
+
+def test_files_of_any_other_kind_are_no_reason_to_fail(tmp_path):
+    (tmp_path / "config.toml").write_text("half = [")
+    (tmp_path / "metrics.jsonl").write_bytes(b'[1]\nnull\n{"step": "x", "time/step": {}}\n\xff\xfe{}\n')
+    (tmp_path / "events.jsonl").write_text('{"event": "RunEnded"}\n{"event": "WarningRaised"}\n')
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step-000001.jsonl").write_text('{"messages": [3, {"role": "assistant"}]}\n7\n')
+    (tmp_path / "rollouts" / "step-new.jsonl").write_text("{}")
+    assert "5 lines could not be read" in report.render(Files.read(tmp_path))
+
+
+def test_a_report_that_cannot_be_made_does_not_end_a_run(tmp_path, monkeypatch, caplog):
+    def fail(path):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(report, "write", fail)
+    recorder = Recorder(RunDirectory.create(tmp_path / "run", Config()))
+    recorder.close()
+    assert "no report could be made" in caplog.text
+
+
+def test_the_command_makes_it_at_any_time(tmp_path, capsys):
+    record(tmp_path / "run", run_of("sort"))
+    (tmp_path / "run" / report.REPORT).unlink()
+    assert app(["report", str(tmp_path / "run")], result_action="return_value") == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / report.REPORT)
+    assert (tmp_path / "run" / report.REPORT).is_file()
+    with pytest.raises(ConfigError, match="holds no run"):
+        app(["report", str(tmp_path)], result_action="return_value")
+
+
+def test_a_task_of_any_name_is_found_in_the_metrics():
+    rows = [{"step": 1, "groups/a/b": 2.0, "reward/a/b": 0.5}]
+    (task,) = tasks_of(rows, [{"step": 0, "validation/a/b/pass@4": 0.25}], {})
+    assert (task.name, task.metric, task.groups) == ("a/b", "pass@4", 2)
+    assert (task.rewards, task.validation) == ([(1, 0.5)], [(0, 0.25)])
+
+
+# ---------------------------------------------------------------------------------- charts
+
+NUMBERS = st.floats(-charts.LARGEST, charts.LARGEST)
+
+
+@given(NUMBERS, NUMBERS, st.integers(2, 8))
+def test_ticks_are_few_and_enclose_what_is_shown(one, other, about):
+    low, high = sorted((one, other))
+    found = ticks(low, high, about)
+    assert 2 <= len(found) <= about + 3
+    assert found == sorted(set(found))
+    span = max(abs(low), abs(high), found[-1] - found[0])
+    assert found[0] <= low + 1e-6 * span
+    assert found[-1] >= high - 1e-6 * span
+
+
+@given(st.lists(st.floats(), max_size=40))
+def test_every_point_lies_in_the_view(values):
+    drawn = chart("c", [Series(name="s", points=list(enumerate(values)))])
+    finite = [value for value in values if abs(value) <= charts.LARGEST]
+    assert (drawn is None) == (not finite)
+    if drawn is not None:
+        places = [tuple(map(float, place.split())) for place in re.split("[ML]", drawn.lines[0])[1:]]
+        assert len(places) == len(finite)
+        assert all(charts.LEFT <= x <= charts.WIDTH - charts.RIGHT for x, _ in places)
+        assert all(charts.TOP <= y <= charts.HEIGHT - charts.BOTTOM for _, y in places)
+
+
+def test_a_line_has_a_gap_where_nothing_was_measured():
+    drawn = chart("c", [Series(name="s", points=[(0, 1), (1, 2), (2, math.nan), (3, 1)])])
+    assert drawn is not None
+    assert re.sub(r"[\d. ]", "", drawn.lines[0]) == "MLM"
+
+
+def test_a_long_line_is_drawn_through_means_of_neighbours():
+    series = Series(name="s", points=[(x, float(x % 2)) for x in range(1001)])
+    points = shortened(series, most=100).points
+    assert len(points) == 91
+    assert points[0] == (5, pytest.approx(5 / 11))
+
+
+def test_smoothing_keeps_a_straight_line_and_bridges_gaps():
+    line = [(x, 2.0 * x) for x in range(9)]
+    assert smoothed(line, 2)[2:-2] == line[2:-2]
+    assert smoothed([(0, 1.0), (1, math.nan), (2, 3.0)], 1)[1] == (1, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.25, "0.25"), (1500, "1,500"), (20_000, "20k"), (1.5e6, "1.5M"), (4e-4, "4e-4")],
+)
+def test_labels_are_short(value, text):
+    assert label(value) == text

@@ -1,0 +1,543 @@
+"""Rollouts of several turns: what was sampled is what is trained; tools, sessions, groups and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grpo_core as grpo
+from grpo_core.errors import EngineError
+from grpo_core.records import Completion, Verdict, Weights
+from grpo_core.rollout import Sampling, Start, play, seed_of
+from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, prompts, run
+from grpo_core.testing.hosted import HostedJudge
+from grpo_core.validation import Context
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=200_000)
+
+
+def weights(version):
+    return Weights(version=version, location="", nbytes=0, tensors=())
+
+
+def scripted(*replies):
+    """What the model says in its turns: a turn is known by the number of answers that the row has."""
+
+    def reply(request, rng):
+        text = FakeRenderer().text(request.prompt_ids)
+        turn = sum(text.count(reply) for reply in dict.fromkeys(replies))
+        return replies[min(turn, len(replies) - 1)]
+
+    return FakeEngine(reply=reply)
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def played(judge, engine, n=1, *, sampling=SAMPLING, deadline=None, group="g", renderer=None):
+    async def story():
+        await engine.update_weights(weights(0))
+        return await play(
+            [Start(prompt=prompts(1)[0], seed=i, group=group) for i in range(n)],
+            engine=engine,
+            judges={"task": judge},
+            renderer=renderer or FakeRenderer(),
+            sampling=sampling,
+            deadline=deadline,
+        )
+
+    return run(story())
+
+
+# ---------------------------------------------------------------------------------- the row
+
+
+class Remembering(FakeEngine):
+    """Says what it was told to; remembers each request with what it said."""
+
+    def __init__(self, lengths, cut):
+        super().__init__()
+        self.lengths, self.cut, self.said = lengths, cut, []
+
+    async def generate(self, requests):
+        completions = []
+        for request in requests:
+            await asyncio.sleep(0.7)
+            n = min(self.lengths[len(self.said) % len(self.lengths)], request.max_tokens)
+            place = len(self.said)
+            completion = Completion(
+                token_ids=tuple(0x4E00 + 100 * place + i for i in range(n)),
+                logprobs=tuple(-(i + 1) / 8 for i in range(n)),
+                versions=tuple(self.version if i >= n // 2 else max(0, self.version - 1) for i in range(n)),
+                finish_reason="length" if place in self.cut or n == request.max_tokens else "stop",
+            )
+            self.said.append((request, completion))
+            completions.append(completion)
+        return completions
+
+
+@settings(max_examples=150)
+@given(
+    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6),
+    answers=st.lists(st.text("xyz", max_size=5), min_size=1, max_size=4),
+    cut=st.sets(st.integers(0, 12), max_size=2),
+    n=st.integers(1, 3),
+    turns=st.integers(1, 4),
+    total=st.sampled_from([0, 12, 20, 30]),
+)
+def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers, cut, n, turns, total):
+    """Whatever is said, answered, cut off or limited, while the weights are updated."""
+    engine = Remembering(lengths, cut)
+    told = []
+
+    def verdict(episode):
+        answer = answers[episode.turn % len(answers)]
+        told.append((episode.prompt.id, answer))
+        return Verdict(reward=0.5, done=episode.turn == len(answers), messages=answer)
+
+    async def story():
+        await engine.update_weights(weights(0))
+        rows = asyncio.create_task(
+            play(
+                [Start(prompt=prompt, seed=i) for i, prompt in enumerate(prompts(n))],
+                engine=engine,
+                judges={"task": FakeJudge(verdict, max_turns=turns)},
+                renderer=FakeRenderer(),
+                sampling=Sampling(temperature=1.0, max_tokens=8, max_total_tokens=total),
+            )
+        )
+        version = 0
+        while not rows.done():
+            version += 1
+            await engine.update_weights(weights(version))
+        return await rows
+
+    for rollout in run(story()):
+        spoken = [
+            (r, c) for r, c in engine.said if r.prompt_ids[: len(rollout.prompt_ids)] == rollout.prompt_ids
+        ]
+        place = 0
+        for request, completion in spoken:
+            end = len(request.prompt_ids) - len(rollout.prompt_ids)
+            assert request.prompt_ids == rollout.prompt_ids + rollout.token_ids[:end], "seen = kept"
+            assert not any(rollout.sampled[place:end]), "answers are not trained"
+            assert set(rollout.versions[place:end]) <= {-1}
+            assert set(rollout.logprobs[place:end]) <= {0.0}
+            place = end + len(completion.token_ids)
+            assert all(rollout.sampled[end:place])
+            assert rollout.token_ids[end:place] == completion.token_ids
+            assert rollout.logprobs[end:place] == completion.logprobs
+            assert rollout.versions[end:place] == completion.versions
+        assert place == len(rollout.token_ids), "a row ends with what was sampled"
+        assert sum(rollout.sampled) == sum(len(c.token_ids) for _, c in spoken)
+        assert rollout.turns == len(spoken) <= turns
+        assert rollout.reward == 0.5 * rollout.turns
+        assert not total or len(rollout.prompt_ids) + len(rollout.token_ids) <= total
+
+
+# ---------------------------------------------------------------------------------- tools
+
+
+class Shop(grpo.Environment):
+    """Tells prices; right is who says 7 at the end."""
+
+    max_turns = 4
+
+    def __init__(self):
+        def price(item: str, count: int = 1) -> int:
+            """What something costs.
+
+            Args:
+                item: its name
+                count: how many
+            """
+            if item == "unicorn":
+                raise LookupError("not in this world")
+            return 7 * count
+
+        self.tools = [price]
+        self.seen = []
+
+    def prompts(self, split):
+        return prompts(3)
+
+    def evaluate(self, episodes):
+        self.seen += [episode.messages[-1]["content"] for episode in episodes]
+        return [Verdict(reward=float("7" in e.reply), metrics={"turn": e.turn}) for e in episodes]
+
+
+def answered(*calls):
+    """What the tools of the shop answer to calls in one message."""
+    shop = Shop()
+    (rollout,) = played(HostedJudge(shop), scripted("".join(calls), "done 7"))
+    assert shop.seen == ["done 7"], "the environment sees only what calls nothing"
+    assert (rollout.turns, rollout.reward, rollout.tool_calls) == (2, 1.0, len(calls))
+    return [m for m in rollout.messages if m["role"] == "tool"]
+
+
+def test_tools_answer_and_the_model_speaks_again():
+    judge = HostedJudge(Shop())
+    (rollout,) = played(judge, scripted(call("price", item="tea"), "it costs 7"))
+    _, said, told, last = rollout.messages
+    assert said["content"] == ""
+    assert said["tool_calls"] == [
+        {
+            "type": "function",
+            "id": "call00000",
+            "function": {"name": "price", "arguments": {"item": "tea"}},
+        }
+    ]
+    assert told == {"role": "tool", "tool_call_id": "call00000", "name": "price", "content": "7"}
+    assert last == {"role": "assistant", "content": "it costs 7"}
+    assert FakeRenderer().text(rollout.token_ids) == call("price", item="tea") + "7" + "it costs 7"
+    assert (rollout.reward, rollout.metrics, rollout.finish_reason) == (1.0, {"turn": 1.0}, "stop")
+    assert judge.calls == [1, 1]
+
+
+def test_several_calls_of_one_message_are_answered_in_order():
+    first, second = answered(call("price", item="tea"), call("price", item="cake", count=2))
+    assert [first["content"], second["content"]] == ["7", "14"]
+    assert [first["tool_call_id"], second["tool_call_id"]] == ["call00000", "call00001"]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (call("price", item="unicorn"), "error: LookupError: not in this world"),
+        (call("prise", item="tea"), "error: there is no tool 'prise'; there is price"),
+        (call("price"), "error: price: missing a required argument: 'item'"),
+        (
+            call("price", item="tea", colour="red"),
+            "error: price: got an unexpected keyword argument 'colour'",
+        ),
+        (call("price", item="tea", count="2"), "error: price: argument 'count' is '2', expected an integer"),
+        (
+            call("price", item="tea", count=True),
+            "error: price: argument 'count' is True, expected an integer",
+        ),
+        (
+            "<tool_call>{'name': price}</tool_call>",
+            "error: not a call: \"{'name': price}\"; expected a JSON object with a name and arguments",
+        ),
+        (
+            '<tool_call>{"name": "price", "arguments": "tea"}</tool_call>',
+            "error: the arguments of price are 'tea', expected a JSON object",
+        ),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", None),
+    ],
+)
+def test_what_goes_wrong_with_a_call_is_told_to_the_model(said, told):
+    (message,) = answered(said)
+    assert message["content"].startswith("error: not a call" if told is None else told)
+
+
+def test_text_around_a_call_is_kept():
+    shop = Shop()
+    (rollout,) = played(HostedJudge(shop), scripted("Let me see. " + call("price", item="tea"), "7"))
+    assert rollout.messages[1]["content"] == "Let me see."
+
+
+def test_an_environment_without_tools_sees_such_text_as_it_is():
+    seen = []
+    judge = FakeJudge(lambda e: seen.append(e.messages[-1]) or Verdict(reward=1.0))
+    played(judge, scripted(call("price")))
+    assert seen == [{"role": "assistant", "content": call("price")}]
+
+
+# ---------------------------------------------------------------------------------- limits
+
+
+def go_on(episode):
+    return Verdict(reward=0.25, done=False, messages="more")
+
+
+@pytest.mark.parametrize(
+    ("judge", "limits", "reason", "turns", "reward"),
+    [
+        (FakeJudge(go_on, max_turns=3), {}, "turns", 3, 0.75),
+        (FakeJudge(go_on, max_turns=9), {"max_turns": 2}, "turns", 2, 0.5),
+        (FakeJudge(go_on, max_turns=2), {"max_turns": 9}, "turns", 2, 0.5),
+        (FakeJudge(go_on, max_turns=9), {"max_total_tokens": 8 + 4 + 4 + 4}, "tokens", 2, 0.5),
+        (FakeJudge(go_on, max_turns=9), {"max_tokens": 4}, "length", 1, 0.25),
+        (FakeJudge(max_turns=1), {}, "stop", 1, 0.0),
+        (FakeJudge(max_turns=9), {}, "stop", 1, 0.0),
+        (HostedJudge(Shop()), {"max_turns": 2}, "turns", 2, 1.0),
+        (HostedJudge(Shop()), {}, "turns", 4, 1.0),
+        (HostedJudge(Shop()), {"max_tool_calls": 2}, "tool_calls", 3, 1.0),
+        (HostedJudge(Shop()), {"max_total_tokens": 100}, "tokens", 2, 1.0),
+    ],
+)
+def test_each_limit_ends_a_rollout_with_its_own_reason(judge, limits, reason, turns, reward):
+    shop = isinstance(judge, HostedJudge)
+    say = "7 " + call("price", item="tea") if shop else "said"
+
+    class Talker(FakeEngine):
+        async def generate(self, requests):
+            completions = await super().generate(requests)
+            return [self.cut(c, r.max_tokens) for c, r in zip(completions, requests, strict=True)]
+
+        def cut(self, completion, n):
+            if len(completion.token_ids) < n:
+                return completion
+            return Completion(
+                token_ids=completion.token_ids[:n],
+                logprobs=completion.logprobs[:n],
+                versions=completion.versions[:n],
+                finish_reason="length",
+            )
+
+    engine = Talker(reply=lambda request, rng: say)
+    (rollout,) = played(judge, engine, sampling=evolve(SAMPLING, **limits))
+    assert (rollout.finish_reason, rollout.turns, rollout.reward) == (reason, turns, reward)
+    assert rollout.messages[-1]["role"] == "assistant", "nothing follows that nobody reads"
+    assert rollout.sampled[-1]
+    assert rollout.error is None
+
+
+def test_calls_that_nobody_could_answer_are_not_run_and_the_environment_judges():
+    shop = Shop()
+    asked = []
+    original, shop.evaluate = shop.evaluate, lambda e: asked.extend(e) or original(e)
+    played(HostedJudge(shop), FakeEngine(reply=lambda *_: call("price", item="tea")))
+    (episode,) = asked
+    assert (episode.turn, episode.finish_reason, episode.reply) == (3, "turns", "")
+
+
+def test_time_that_is_over_is_a_reason_of_its_own_and_no_verdict():
+    judge = FakeJudge(go_on, max_turns=99, seconds=1.0)
+    (rollout,) = played(judge, FakeEngine(latency=lambda rng: 1.0), deadline=5.5)
+    assert (rollout.finish_reason, rollout.reward, rollout.lost) == ("deadline", None, True)
+    assert rollout.turns == 3
+
+
+def test_a_prompt_that_is_longer_than_a_rollout_may_be_is_told():
+    (rollout,) = played(FakeJudge(), FakeEngine(), sampling=evolve(SAMPLING, max_total_tokens=8))
+    assert rollout.error == (
+        "the prompt has 8 tokens, as many as a whole rollout may have (rollout.max_total_tokens is 8) or more"
+    )
+    assert not rollout.lost
+
+
+def test_later_turns_end_where_the_models_positions_end():
+    renderer = FakeRenderer()
+    renderer.context = 20
+    engine = Remembering([4], set())
+    (rollout,) = played(
+        FakeJudge(go_on, max_turns=9), engine, sampling=evolve(SAMPLING, max_tokens=9), renderer=renderer
+    )
+    assert [request.max_tokens for request, _ in engine.said] == [9, 4]
+    assert (rollout.turns, rollout.finish_reason) == (2, "tokens")
+
+
+# ---------------------------------------------------------------------------------- sessions
+
+
+class Counters(grpo.Environment):
+    """Each rollout has a counter of its own, which its tool moves; the reward is where it stands."""
+
+    max_turns = 3
+
+    def __init__(self, fault=""):
+        self.fault, self.log = fault, []
+
+    def prompts(self, split):
+        return prompts(3)
+
+    def open(self, prompt):
+        if self.fault == "open":
+            raise OSError("no more of them")
+        counter = Tally(self.log, self.fault)
+        self.log.append(("open", id(counter)))
+        return counter
+
+    def evaluate(self, episodes):
+        if self.fault == "evaluate":
+            raise KeyError("gold")
+        return [float(episode.session.value) for episode in episodes]
+
+    def close(self, session):
+        self.log.append(("close", id(session)))
+        session.log = None
+
+
+class Tally:
+    def __init__(self, log, fault):
+        self.value, self.log, self._fault = 0, log, fault
+
+    def add(self, amount: int) -> str:
+        """Moves the counter.
+
+        Args:
+            amount: how far
+        """
+        self.value += amount
+        return str(self.value)
+
+    def _hidden(self):
+        """No tool."""
+
+
+def test_public_methods_of_a_session_are_tools_and_sessions_do_not_meet():
+    environment = Counters()
+    said = {i: call("add", amount=i + 1) for i in range(4)}
+
+    def reply(request, rng):
+        first = len(request.prompt_ids) == len("prompt 0")
+        return said[request.seed] if first else "so"
+
+    rollouts = played(HostedJudge(environment), FakeEngine(reply=reply), n=4)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 2.0, 3.0, 4.0]
+    opened = Counter(name for what, name in environment.log if what == "open")
+    closed = Counter(name for what, name in environment.log if what == "close")
+    assert sum(opened.values()) == 4
+    assert opened == closed
+
+
+@pytest.mark.parametrize(
+    "end", ["verdicts", "deadline", "engine", "bug", "cancelled", "cancelled twice", "evaluate"]
+)
+def test_a_session_is_closed_once_however_its_rollout_ends(end):
+    environment = Counters("evaluate" if end == "evaluate" else "")
+    faults = {"engine": EngineError("died"), "bug": ZeroDivisionError()}
+    engine = FakeEngine(
+        latency=lambda rng: 100.0 if end in ("deadline", "cancelled", "cancelled twice") else 1.0,
+        fault=lambda request: faults.get(end),
+    )
+    judge = HostedJudge(environment)
+
+    async def story():
+        await engine.update_weights(weights(0))
+        rollouts = asyncio.create_task(
+            play(
+                [Start(prompt=prompts(1)[0], seed=i) for i in range(3)],
+                engine=engine,
+                judges={"task": judge},
+                renderer=FakeRenderer(),
+                sampling=SAMPLING,
+                deadline=10.0 if end == "deadline" else None,
+            )
+        )
+        await asyncio.sleep(5.0)
+        if "cancelled" in end:
+            rollouts.cancel()
+        if "twice" in end:
+            await asyncio.sleep(0)
+            rollouts.cancel()
+        await asyncio.wait([rollouts])
+
+    run(story())
+    assert Counter(what for what, _ in environment.log) == {"open": 3, "close": 3}
+    assert not judge.host._sessions
+
+
+def test_a_session_that_cannot_be_opened_is_no_verdict_and_is_not_closed():
+    environment = Counters("open")
+    (rollout,) = played(HostedJudge(environment), FakeEngine())
+    assert (rollout.reward, rollout.lost, rollout.turns) == (None, False, 0)
+    assert rollout.error == "open raised OSError: no more of them"
+    assert environment.log == []
+
+
+# ---------------------------------------------------------------------------------- groups that are compared
+
+
+class Ranking(Shop):
+    """The reward is the rank of the reply's length in its group."""
+
+    needs_group = True
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def evaluate(self, episodes):
+        self.sizes.append(len(episodes))
+        lengths = sorted(len(e.reply) for e in episodes)
+        return [float(lengths.index(len(e.reply))) for e in episodes]
+
+
+def test_a_group_that_is_compared_is_judged_when_none_of_it_calls_a_tool_any_more():
+    environment = Ranking()
+
+    calls_of = {seed_of(i, turn) if turn else i: i for i in range(3) for turn in range(4)}
+
+    def reply(request, rng):
+        """The first calls no tool, the second one, the third two after each other."""
+        made = FakeRenderer().text(request.prompt_ids).count("<tool_call>")
+        return call("price", item="tea") if made < calls_of[request.seed] else "x" * (1 + made)
+
+    rollouts = played(HostedJudge(environment), FakeEngine(reply=reply), n=3)
+    assert environment.sizes == [3]
+    assert [r.turns for r in rollouts] == [1, 2, 3]
+    assert [r.reward for r in rollouts] == [0.0, 1.0, 2.0]
+
+
+def test_a_group_stays_whole_when_some_of_it_have_ended():
+    shown = []
+
+    def verdict(episode):
+        shown.append((episode.turn, episode.reply))
+        return Verdict(reward=1.0, done=episode.reply == "a", messages="again")
+
+    judge = FakeJudge(verdict, max_turns=3, needs_group=True)
+    rollouts = played(judge, FakeEngine(), n=4)
+    assert set(judge.calls) == {4}, "each call has all of the group"
+    assert [r.reward for r in rollouts] == [float(r.turns) for r in rollouts], (
+        "what ended is not judged again"
+    )
+    assert len({r.turns for r in rollouts}) > 1, "some have ended before the others"
+
+
+# ---------------------------------------------------------------------------------- the same everywhere
+
+
+@pytest.mark.parametrize("mode", ["batched", "pipelined"])
+def test_training_and_validation_play_the_same(mode):
+    """Turns, rewards, metrics and types, of an environment with tools."""
+
+    def reply(request, rng):
+        text = FakeRenderer().text(request.prompt_ids)
+        if "<tool_call>" in text:
+            return "costs 7"
+        return call("price", item="tea") if ord(text[7]) % 2 else "no idea"
+
+    items = prompts(6)
+    engine = FakeEngine(reply=reply)
+
+    async def story():
+        await engine.update_weights(weights(0))
+        judges = {"task": HostedJudge(Shop())}
+        trained = []
+        for prompt in items:
+            trained += await play(
+                [Start(prompt=prompt, seed=i, group=prompt.id) for i in range(2)],
+                engine=engine,
+                judges=judges,
+                renderer=FakeRenderer(),
+                sampling=SAMPLING,
+            )
+        context = Context(
+            version=0,
+            prompts={"task": items},
+            engine=engine,
+            judges=judges,
+            renderer=FakeRenderer(),
+            sampling=SAMPLING,
+        )
+        return trained, await context.rollout(items, n=2, temperature=1.0, mode=mode)
+
+    trained, validated = run(story())
+    assert trained == validated
+    assert {r.turns for r in trained} == {1, 2}
+    for a, b in zip(trained, validated, strict=True):
+        for name in ("token_ids", "sampled", "logprobs", "versions"):
+            assert list(map(type, getattr(a, name))) == list(map(type, getattr(b, name)))
+        assert type(a.reward) is type(b.reward) is float
+        assert all(type(value) is float for value in (*a.metrics.values(), *b.metrics.values()))

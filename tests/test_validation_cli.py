@@ -1,0 +1,168 @@
+"""``grpo-core validate`` as a user meets it, and validation in a run with an engine of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_core.config import as_table, as_toml, build
+from grpo_core.errors import ConfigError, ModelError
+from grpo_core.measured import find, without_what_is_replaced
+from grpo_core.plugins import PluginHost
+from grpo_core.testing.strategies import check_validation_strategy
+from grpo_core.tracking import RunDirectory
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_validation.py"
+
+
+def grpo(cwd, *arguments):
+    return subprocess.run([GRPO, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+# ---------------------------------------------------------------------------------- configuration
+
+
+def test_an_engine_for_validation_is_written_and_read_like_any_other_table(tmp_path):
+    plain, with_engine = {"tasks": {"a": {"env": "math:sort"}}}, {"engine": {"options": {"max_rows": 4}}}
+    config = build([plain, {"validation": with_engine}])
+    assert config.validation.engine.name == "local"
+    assert build([as_table(config)]) == config
+    RunDirectory.create(tmp_path / "run", config)
+    assert RunDirectory.open(tmp_path / "run")[1] == config
+    assert build([plain]).validation.engine is None
+    assert "None" not in as_toml(build([plain]))
+    with pytest.raises(ConfigError, match=r"unknown configuration key 'validation\.engine\.nam'"):
+        build([plain, {"validation": {"engine": {"nam": "local"}}}])
+
+
+# ---------------------------------------------------------------------------------- what is measured
+
+
+def a_run(path, **validation):
+    table = {
+        "model": {"path": "tiny"},
+        "tasks": {"a": {"env": "math:sort"}},
+        "validation": {"name": "batched", "options": {"temperature": 1.0}, **validation},
+    }
+    run = RunDirectory.create(path, build([table]))
+    run.model.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (run.model / name).write_text("{}")
+    return run
+
+
+def test_a_run_without_a_checkpoint_is_measured_as_it_starts(tmp_path):
+    run = a_run(tmp_path / "run")
+    measured = find(str(run.path))
+    assert (measured.model, measured.version) == (run.model, 0)
+    assert "no checkpoint yet: measuring the model that it starts from" in measured.notes[0]
+    (run.model / "config.json").unlink()
+    with pytest.raises(ConfigError, match="no checkpoint yet, nor the model that it would start from"):
+        find(str(run.path))
+
+
+def test_a_model_directory_is_measured_and_anything_else_is_named(tmp_path):
+    run = a_run(tmp_path / "run")
+    measured = find(str(run.model))
+    assert (measured.model, measured.version) == (run.model, 0)
+    assert measured.table == {"model": {"path": str(run.model)}}
+    checkpoint = run.checkpoints / "step-000004"
+    checkpoint.mkdir(parents=True)
+    run.model.rename(checkpoint / "trainer")
+    with pytest.raises(
+        ConfigError, match=r"neither a run .* nor a model .* this checkpoint's model is .*trainer"
+    ):
+        find(str(checkpoint))
+    with pytest.raises(ConfigError, match=r"neither a run \(there is no config.toml in it\) nor a model"):
+        find(str(tmp_path))
+    with pytest.raises(ModelError, match="there is no such directory"):
+        find(str(tmp_path / "nothing"))
+
+
+def test_options_of_another_strategy_and_other_tasks_are_left_out(tmp_path):
+    measured = find(str(a_run(tmp_path / "run", engine={"name": "local"}).path))
+
+    def replaced(tasks=False, **changes):
+        return without_what_is_replaced(measured, changes, tasks=tasks).table
+
+    assert replaced() == measured.table
+    same = replaced(validation={"name": "batched", "prompts": 3})
+    assert same["validation"]["options"] == {"temperature": 1.0}
+    other = replaced(validation={"name": "mine"})
+    assert "options" not in other["validation"]
+    assert other["validation"]["engine"]["name"] == "local"
+    assert "engine" not in replaced(engine={"name": "vllm"})["validation"]
+    assert "tasks" not in replaced(tasks=True)
+
+
+def test_the_example_keeps_the_contract():
+    make = PluginHost.discover(None, ()).factory("validation_strategy", f"{EXAMPLE}:Reliable")
+    check_validation_strategy(lambda: make(k=2, n=3))
+    check_validation_strategy(make, score="pass^4")
+
+
+# ---------------------------------------------------------------------------------- by hand
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A short run that validates on an engine of its own."""
+    cwd = tmp_path_factory.mktemp("validated")
+    done = grpo(cwd, "train", "--env", "math:sort", "--set", "tasks.sort.options.length=3", "--output", "run",
+        "--set", "trainer.steps=4", "--set", "trainer.prompts_per_step=4", "--set", "validation.every=2",
+        "--set", "validation.prompts=30", "--set", "validation.engine.threads=1")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return cwd / "run"
+
+
+@pytest.mark.slow
+def test_a_run_validates_on_an_engine_of_its_own(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
+    assert (run / "logs" / "validation" / "engine-local.log").exists()
+    assert "laws hold over 4 steps" in grpo(run.parent, "verify", "run").stdout
+    again = json.loads(grpo(run.parent, "validate", "run", "--json").stdout)
+    last = {name: value for name, value in rows[-1].items() if name.startswith("validation/")}
+    assert last == {f"validation/sort/{name}": value for name, value in again["results"]["sort"].items()}
+    assert (again["version"], again["validation"], again["model"]) == (4, "batched", "run")
+
+
+@pytest.mark.slow
+def test_a_run_and_a_model_are_measured_with_another_strategy(run):
+    chosen = "--validation", "pass_at_k", "--set", "validation.options.k=[1,4]"
+    done = grpo(run.parent, "validate", "run", *chosen)
+    assert done.returncode == 0, done.stderr
+    first, empty, head, *rows = done.stdout.splitlines()
+    assert (first, empty) == ("run, version 4, measured by pass_at_k", "")
+    assert head.split() == ["task", "metric", "value", "interval"]
+    assert [row.split()[0] for row in rows[1:3]] == ["pass@4", "accuracy"]
+    model = "run/checkpoints/step-000004/trainer"
+    options = ["--env", "math:sort", "--set", "tasks.sort.options.length=3", "--set", "validation.prompts=30",
+        "--set", "rollout.max_tokens=16"]  # fmt: skip
+    same = grpo(run.parent, "validate", model, *options, *chosen)
+    assert same.stdout.splitlines()[2:] == done.stdout.splitlines()[2:], same.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "--env", "math:sort"], "model 'nowhere': there is no such directory"),
+        (["run/logs", "--env", "math:sort"], "run/logs: is neither a run"),
+        (["run/model"], "no task to measure: give an environment with --env NAME"),
+        (["run", "--validation", "pass_at"], "there is no validation strategy 'pass_at'. Did you mean"),
+        (["run", "--validation", "pass_at_k", "--set", "validation.options.k=0"], "k is 0; expected whole"),
+        (["run", "--validation", "majority", "--set", "validation.options.m=2"], "'m'"),
+    ],
+)
+def test_bad_input_gets_one_clear_message(run, arguments, message):
+    done = grpo(run.parent, "validate", *arguments)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,330 @@
+"""What the built-in strategies compute, and the contract that they and others keep."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from functools import partial
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.errors import ConfigError
+from grpo_core.estimates import interval, majority, pass_at_k
+from grpo_core.records import Rollout
+from grpo_core.results import headline, table
+from grpo_core.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
+from grpo_core.testing.strategies import check_validation_strategy
+
+# ---------------------------------------------------------------------------------- estimates
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_draws_of_k_with_a_correct_one(case):
+    n, correct, k = case
+    draws = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+    assert pass_at_k(n, correct, k) == pytest.approx(fmean(map(any, draws)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (8, 8), (10, 3)])
+def test_pass_at_k_is_unbiased(n, k):
+    p = 0.3
+    chances = [
+        (correct, pass_at_k(n, correct, k) * p**correct * (1 - p) ** (n - correct))
+        for correct in range(n + 1)
+    ]
+    expectation = sum(
+        value * len(list(itertools.combinations(range(n), correct))) for correct, value in chances
+    )
+    assert expectation == pytest.approx(1 - (1 - p) ** k)
+
+
+@pytest.mark.parametrize("case", [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
+def test_pass_at_k_of_something_else_is_an_error(case):
+    with pytest.raises(ValueError, match="expected 0 <= correct <= n and 1 <= k <= n"):
+        pass_at_k(*case)
+
+
+@pytest.mark.parametrize(
+    ("votes", "worth"),
+    [
+        ([("4", 1.0)], 1.0),
+        ([("4", 1.0), ("4", 1.0), ("5", 0.0)], 1.0),
+        ([("5", 0.0), ("5", 0.0), ("4", 1.0)], 0.0),
+        ([("4", 1.0), ("5", 0.0)], 0.5),
+        ([("4", 1.0), ("5", 0.0), ("6", 0.0)], 1 / 3),
+        ([("4", 1.0), ("4", 1.0), ("5", 0.0), ("5", 0.0), ("6", 0.0)], 0.5),
+        ([("4", 1.0), ("4", 0.0), ("5", 0.0)], 0.5),
+    ],
+)
+def test_a_majority_and_its_ties_whatever_the_order(votes, worth):
+    for order in itertools.permutations(votes):
+        assert majority(order) == pytest.approx(worth)
+
+
+values = st.lists(st.floats(-1, 1), min_size=1, max_size=30)
+
+
+@given(values, st.integers(0, 9))
+def test_an_interval_lies_within_the_values_and_does_not_depend_on_their_order(given_values, seed):
+    found = interval(given_values, seed=seed)
+    assert min(given_values) - 1e-9 <= found.low <= found.high <= max(given_values) + 1e-9
+    assert interval(sorted(given_values), seed=seed) == found
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    rng = random.Random(0)
+    held = {0.8: 0, 0.95: 0}
+    for trial in range(400):
+        sample = [float(rng.random() < 0.3) for _ in range(100)]
+        for confidence in held:
+            found = interval(sample, seed=trial, confidence=confidence)
+            held[confidence] += found.low <= 0.3 <= found.high
+    assert 0.74 <= held[0.8] / 400 <= 0.86
+    assert 0.91 <= held[0.95] / 400 <= 0.98
+
+
+def test_more_prompts_narrow_an_interval_and_more_rollouts_of_the_same_do_not_widen_it():
+    few, many = [0.0, 1.0] * 10, [0.0, 1.0] * 1000
+    wide, narrow = interval(few, seed=0), interval(many, seed=0)
+    assert narrow.high - narrow.low < (wide.high - wide.low) / 5
+
+
+# ---------------------------------------------------------------------------------- strategies
+
+
+class Given:
+    """A context whose rollouts are known: rewards, and answers, of each prompt."""
+
+    version = 0
+
+    def __init__(self, rewards, answers=None, replies=None):
+        self.prompts = {"task": list(range(len(rewards)))}
+        self.rewards, self.answers, self.replies = rewards, answers, replies
+
+    async def rollout(self, prompts, *, n, temperature, max_tokens, mode):
+        self.asked = n, temperature, max_tokens, mode
+        assert all(len(rewards) == n for rewards in self.rewards)
+        return [
+            Rollout(
+                prompt_ids=(1,),
+                token_ids=(2, 3),
+                sampled=(True, True),
+                reward=reward,
+                answer=self.answers[p][i] if self.answers else None,
+                messages=({"role": "assistant", "content": self.replies[p][i] if self.replies else ""},),
+                metrics={"fluent": 0.5},
+                finish_reason="stop" if i else "length",
+            )
+            for p in prompts
+            for i, reward in enumerate(self.rewards[p])
+        ]
+
+
+def measured(strategy, *args):
+    return asyncio.run(strategy.validate(Given(*args)))["task"]
+
+
+def test_each_prompt_weighs_the_same_however_many_of_its_rollouts_have_a_verdict():
+    metrics = measured(Batched(n=4), [[1.0, None, None, None], [0.0, 0.0, 0.0, 0.0], [None] * 4])
+    assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (0.5, 2, 7)
+    assert (metrics["accuracy/low"], metrics["accuracy/high"]) == (0.0, 1.0)
+    assert (metrics["reward/fluent"], metrics["completion_tokens"]) == (0.5, 2.0)
+    assert metrics["truncated"] == pytest.approx(2 / 5)
+
+
+def test_partial_rewards_are_no_full_marks():
+    metrics = measured(Greedy(), [[0.5], [1.0], [1.5], [-1.0]])
+    assert (metrics["accuracy"], metrics["reward"]) == (0.5, 0.5)
+
+
+def test_pass_at_k_per_prompt_then_over_prompts():
+    metrics = measured(PassAtK(k=[1, 2, 4], n=4), [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    assert metrics["pass@1"] == metrics["accuracy"] == pytest.approx(0.5)
+    assert metrics["pass@2"] == pytest.approx(fmean([0.5, 1.0]))
+    assert metrics["pass@4"] == 1.0
+    assert headline(metrics) == metrics["accuracy"]
+
+
+def test_a_prompt_with_less_than_k_verdicts_does_not_count_for_pass_at_k():
+    metrics = measured(PassAtK(k=2, n=3), [[1.0, None, None], [0.0, 0.0, None], [0.0, 1.0, 0.0]])
+    assert (metrics["prompts"], metrics["errors"]) == (2, 3)
+    assert metrics["pass@2"] == pytest.approx(fmean([0.0, 2 / 3]))
+
+
+def test_a_majority_votes_on_the_answers_that_the_environment_names():
+    rewards = [[1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, None, 0.0]]
+    answers = [["4", "4", "5", "6", None], ["7", "8", "8", "7", None]]
+    metrics = measured(Majority(n=5), rewards, answers, [["all", "the", "same", "", ""]] * 2)
+    assert metrics["maj@5"] == pytest.approx(0.5)
+    assert metrics["accuracy"] == pytest.approx(fmean([2 / 5, 1 / 4]))
+
+
+def test_replies_are_compared_where_no_answer_is_named():
+    replies = [["It is  four", "it is\nFOUR", "five"], ["a", "b", "c"]]
+    metrics = measured(Majority(n=3), [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], None, replies)
+    assert metrics["maj@3"] == pytest.approx(fmean([1.0, 1 / 3]))
+
+
+def test_intervals_are_the_same_every_time():
+    rewards = [[float(i % 3 == 0)] for i in range(50)]
+    assert measured(Greedy(), rewards) == measured(Greedy(), rewards)
+    wide, narrow = (measured(Greedy(confidence=c), rewards) for c in (0.99, 0.5))
+    assert wide["accuracy/low"] < narrow["accuracy/low"] < wide["accuracy"]
+    assert wide["accuracy"] < narrow["accuracy/high"] < wide["accuracy/high"]
+
+
+def test_strategies_ask_for_what_their_options_say():
+    for strategy, asked in [
+        (Greedy(max_tokens=7), (1, 0.0, 7, "batched")),
+        (Batched(n=2, temperature=0.5), (2, 0.5, None, "batched")),
+        (Pipelined(n=2), (2, 1.0, None, "pipelined")),
+        (PassAtK(k=2), (2, 1.0, None, "batched")),
+        (Majority(n=2, mode="pipelined"), (2, 1.0, None, "pipelined")),
+    ]:
+        context = Given([[1.0] * strategy.n])
+        asyncio.run(strategy.validate(context))
+        assert context.asked == asked
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            partial(Greedy, mode="both"),
+            "mode is 'both'; expected 'batched' or 'pipelined'",
+        ),
+        (partial(Batched, n=0), "n is 0; expected a whole number of at least 1"),
+        (partial(Batched, temperature=-1), "temperature is -1; expected 0 or more"),
+        (partial(Pipelined, max_tokens=0.5), "max_tokens is 0.5"),
+        (partial(Batched, confidence=95), "confidence is 95; expected within 0 and 1"),
+        (partial(PassAtK, k=8, n=4), "n is 4; expected at least the largest k, 8"),
+        (partial(PassAtK, k="8"), "k is '8'; expected whole numbers of at least 1"),
+        (partial(PassAtK, k=[]), "k is \\[\\]; expected whole numbers"),
+        (partial(PassAtK, k=8, temperature=0), "temperature is 0; expected more than 0: greedy rollouts are"),
+        (partial(Majority, n=True), "n is True; expected a whole number"),
+    ],
+)
+def test_options_out_of_their_range_are_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+# ---------------------------------------------------------------------------------- the contract
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Greedy, Batched, Pipelined, partial(PassAtK, k=3), partial(Majority, n=3, mode="pipelined")],
+    ids=["greedy", "batched", "pipelined", "pass_at_k", "majority"],
+)
+def test_the_built_in_strategies_keep_the_contract(make):
+    check_validation_strategy(make)
+
+
+class Mine:
+    """A strategy as somebody might write it; subclasses get one thing wrong."""
+
+    async def validate(self, context):
+        return {task: self.score(await self.play(context, task)) for task in context.prompts}
+
+    async def play(self, context, task):
+        return await context.rollout(context.prompts[task])
+
+    def score(self, rollouts):
+        rewards = [r.reward for r in rollouts if r.reward is not None]
+        return {"accuracy": fmean(rewards)}
+
+
+class CountsAnErrorAsWrong(Mine):
+    def score(self, rollouts):
+        return {"accuracy": fmean(r.reward or 0.0 for r in rollouts)}
+
+
+class OneAfterTheOther(Mine):
+    async def play(self, context, task):
+        return [(await context.rollout([prompt]))[0] for prompt in context.prompts[task]]
+
+
+class ThrowsADice(Mine):
+    def score(self, rollouts):
+        rewards = [r.reward for r in rollouts if r.reward is not None]
+        return {"accuracy": fmean(random.SystemRandom().choices(rewards, k=20))}
+
+
+class DoesNotLetGo(Mine):
+    async def play(self, context, task):
+        try:
+            return await super().play(context, task)
+        except asyncio.CancelledError:
+            return [Rollout(prompt_ids=(), reward=1.0)]
+
+
+class LeavesSomethingBehind(Mine):
+    async def play(self, context, task):
+        self.left = asyncio.create_task(asyncio.sleep(1e5))
+        return await super().play(context, task)
+
+
+class TakesPromptsAway(Mine):
+    async def play(self, context, task):
+        rollouts = await super().play(context, task)
+        context.prompts[task].pop()
+        return rollouts
+
+
+class Meddles(Mine):
+    async def play(self, context, task):
+        rollouts = await super().play(context, task)
+        if context.version:
+            context.engine.reply = lambda request, rng: "?"
+        return rollouts
+
+
+class Optimist(Mine):
+    def score(self, rollouts):
+        return {"accuracy": 1.0}
+
+
+def test_a_strategy_of_ones_own_keeps_the_contract():
+    check_validation_strategy(Mine)
+    check_validation_strategy(OneAfterTheOther, rounds=24)
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (Optimist, "a policy of garbage scores 1.0, expected 0.0"),
+        (CountsAnErrorAsWrong, "a rollout whose reward is None must not count as wrong"),
+        (ThrowsADice, "with batches of"),
+        (OneAfterTheOther, "48 environment calls for 24 rollouts of 2 turns, expected at most 6"),
+        (DoesNotLetGo, "cancelled at 0 s, it went on to its end"),
+        (LeavesSomethingBehind, "and these go on"),
+        (TakesPromptsAway, "the context's prompts were changed"),
+        (Meddles, "training with validation is not training without it"),
+    ],
+)
+def test_the_contract_finds_what_is_wrong(make, fault):
+    with pytest.raises(AssertionError, match=fault):
+        check_validation_strategy(make)
+
+
+# ---------------------------------------------------------------------------------- the table
+
+
+def test_results_are_shown_with_their_intervals():
+    results = {
+        "sort": {"pass@8": 0.9, "pass@8/low": 0.85, "pass@8/high": 0.955, "reward": 0.25, "prompts": 200.0},
+        "gsm8k": {"accuracy": 1.0, "kl/low": 0.5},
+    }
+    assert table(results).splitlines() == [
+        "task   metric     value        interval",
+        "sort   pass@8     90.0%  85.0% to 95.5%",
+        "       reward      0.25",
+        "       prompts      200",
+        "gsm8k  accuracy  100.0%",
+        "       kl/low       0.5",
+    ]
