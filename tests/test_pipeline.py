@@ -12,7 +12,16 @@ import pytest
 from grpo_core.advantages import group as group_advantages
 from grpo_core.buffer import Buffer
 from grpo_core.errors import CheckpointError, DeadlineExceeded, EngineError, PluginError, WeightSyncError
-from grpo_core.events import GroupsReady, PromptSkipped, Saved, Saving, StepEnded, Validated
+from grpo_core.events import (
+    Dispatched,
+    GroupsReady,
+    PromptSkipped,
+    Saved,
+    Saving,
+    StepEnded,
+    Synced,
+    Validated,
+)
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.records import Verdict
 from grpo_core.rollout import Sampling
@@ -446,16 +455,21 @@ def test_an_update_that_waits_for_running_rollouts_admits_no_others():
     chance = random.Random(0)
     judge = FakeJudge(lambda e: Verdict(error="again") if chance.random() < 0.1 else Verdict(reward=1.0))
     done = Run(max_staleness=3, judge=judge, max_retries=9, schedule={"in_flight_updates": False})
-    running, update = [], done.engine.update_weights
-
-    async def watched(weights):
-        running.append(done.buffer.in_flight)
-        await update(weights)
-        running.append(done.buffer.in_flight)
-
-    done.engine.update_weights = watched
+    times = []
+    done.pipeline.emit = lambda event: times.append((asyncio.get_running_loop().time(), event))
     done(seed=1)
-    assert running == [0] * 2 * 13
+    published, admitted = None, []
+    for at, event in times:
+        match event:
+            case StepEnded():
+                published = at
+            case Synced():
+                published = None
+            case Dispatched() if published is not None and at > published:
+                admitted.append(event)
+    assert not admitted
+    done.events = [event for _, event in times]
+    assert any(slot.attempts for event in done.of(Dispatched) for slot in event.slots)
 
 
 # ---------------------------------------------------------------------------------- checkpoints

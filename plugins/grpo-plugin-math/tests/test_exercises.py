@@ -38,7 +38,7 @@ EXAMPLES = {
 
 
 def test_the_plugin_offers_these():
-    assert set(grpo_environments()) == {*NAMES, "gsm8k"}
+    assert set(grpo_environments()) == {*NAMES, "gsm8k", "arrivals", "calculator"}
 
 
 @pytest.mark.parametrize("name", NAMES)
