@@ -267,7 +267,10 @@ class Connection:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def receive(self, *, wait: bool | float = True) -> Call | None:
-        """The next call; None if there is none now, or within ``wait`` seconds.  EOFError: the parent is gone."""
+        """The next call; None if there is none now, or within ``wait`` seconds.
+
+        Raises EOFError if the parent is gone.
+        """
         if wait is not True and not self._selector.select(wait):
             return None
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
