@@ -175,8 +175,8 @@ async def run_strategy(
     for task, tally in context.tallies.items():
         if tally.errors == tally.rollouts:
             raise PluginError(
-                f"validation strategy {name!r}: none of the {tally.rollouts} rollouts of task {task!r} came "
-                f"to a verdict; the first one: {tally.first}"
+                f"task {task!r}: none of the {tally.rollouts} rollouts of the validation strategy {name!r} "
+                f"came to a verdict; the first one: {tally.first}"
             )
     errors = {task: {"errors": float(tally.errors)} for task, tally in context.tallies.items()}
     return {

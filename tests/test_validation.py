@@ -132,7 +132,7 @@ def test_what_has_no_verdict_is_counted_and_is_no_wrong_answer():
 
 
 def test_without_any_verdict_there_is_an_error_and_no_accuracy_of_zero():
-    with pytest.raises(PluginError, match=r"none of the 10 rollouts of task 'task' .* first one: no judge"):
+    with pytest.raises(PluginError, match=r"task 'task': none of the 10 rollouts .* first one: no judge"):
         validated(Greedy(), FakeJudge(lambda e: Verdict(error="no judge")))
 
 
