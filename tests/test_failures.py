@@ -156,6 +156,11 @@ def test_28_a_long_run_needs_no_more_memory_than_a_short_one():
             self.batches.clear()
             return await super().step(batch)
 
+    class ForgetfulJudge(FakeJudge):
+        async def close(self, sessions):
+            self.opened.clear()
+            self.calls.clear()
+
     used = []
 
     def measure(event):
@@ -166,7 +171,7 @@ def test_28_a_long_run_needs_no_more_memory_than_a_short_one():
     class Memory:  # the requests that the sampler of these stories would keep
         append = staticmethod(lambda request: None)
 
-    long = Run(steps=510, trainer=Forgetful())
+    long = Run(steps=510, trainer=Forgetful(), judge=ForgetfulJudge())
     long.pipeline.emit, long.pipeline.sampler = measure, Memory()
     tracemalloc.start()
     try:
