@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from attrs import define, field
 
 from grpo_core.engines import wire
-from grpo_core.errors import EngineError, WeightSyncError
+from grpo_core.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.processes import Call, Connection
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_plugin_vllm import completing
@@ -212,6 +212,8 @@ class Server:
             raise WeightSyncError(
                 f"engine vllm: vLLM does not start: {type(error).__name__}: {error}"
             ) from error
+        if self._device == "cpu":
+            _check_heads(engine.model_config.get_head_size())
         self._engine = engine
         self._limits = (engine.model_config.get_vocab_size(), engine.model_config.max_model_len)
 
@@ -238,6 +240,19 @@ class Server:
         if self._asleep:
             self._engine.wake_up()
             self._asleep = False
+
+
+def _check_heads(width: int) -> None:
+    """Raises ModelError for what vLLM's attention on CPUs finds out at the first token only."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    widths = CPUAttentionBackend.get_supported_head_sizes()
+    if width not in widths:
+        raise ModelError(
+            f"engine vllm: the model's attention heads are {width} wide; on a CPU vLLM computes those of "
+            f"{', '.join(map(str, widths))}. Use the engine local, or for the tiny model "
+            "--set model.width=128"
+        )
 
 
 def _resolve(device: str) -> str:

@@ -13,7 +13,10 @@ import pytest
 import torch
 from killing import Run, left_after
 
+from grpo_core import tiny
+from grpo_core.errors import ModelError
 from grpo_core.laws import Laws
+from grpo_core.records import EngineSetup
 from grpo_core.testing.decoding import (
     LAWS,
     Tried,
@@ -23,6 +26,7 @@ from grpo_core.testing.decoding import (
     start,
 )
 from grpo_core.testing.engines import check_engine
+from grpo_core.weights import WeightsWriter, load_tensors
 from grpo_plugin_vllm.engine import VllmEngine
 
 pytestmark = [
@@ -130,3 +134,15 @@ def test_a_run_learns_and_loses_nothing_when_its_engine_is_killed_in_the_middle_
     assert laws.steps == 24
     first, last = (event["results"]["sort"]["accuracy"] for event in events if event["event"] == "Validated")
     assert last >= first + 0.15, "it learns"
+
+
+def test_a_model_that_vllms_kernels_for_cpus_cannot_compute_is_refused_before_the_first_token(tmp_path):
+    tiny.make_tiny_model(tmp_path / "m", [("12=", "12")], warm_start_steps=1)
+
+    async def story():
+        engine = VllmEngine(EngineSetup(model=str(tmp_path / "m")), device="cpu", cache_mib=64)
+        with pytest.raises(ModelError, match=r"heads are 16 wide.*--set model\.width=128"):
+            await engine.update_weights(WeightsWriter().write(0, load_tensors(tmp_path / "m")))
+        await engine.aclose()
+
+    asyncio.run(story())
