@@ -36,6 +36,7 @@ The ids are those of a list of cases for this kind of program.  What is not here
 from __future__ import annotations
 
 import pytest
+from test_buffer import fill
 
 from grpo_core.buffer import Buffer
 from grpo_core.errors import PluginError
@@ -60,15 +61,6 @@ def at(version, **changes):
     return buffer
 
 
-def reserve_all(buffer):
-    slots = []
-    while (offered := buffer.reserve()) is not None:
-        fresh = [slot for slot in offered if slot.prompt is None]
-        slots += [slot for slot in offered if slot.prompt is not None]
-        slots += buffer.fill(fresh, [slot.id for slot in fresh])
-    return slots
-
-
 def targets(slots):
     return [slot.target_version for slot in slots]
 
@@ -82,17 +74,17 @@ def targets(slots):
 )
 def test_the_steps_that_may_train_follow_from_the_version_and_the_staleness(version, staleness, expected):
     buffer = at(version, max_staleness=staleness)
-    slots = reserve_all(buffer)
+    slots = fill(buffer)
     assert targets(slots) == expected
     buffer.complete(slots[0], "group")
     buffer.take()
     buffer.advance()
-    assert targets(reserve_all(buffer)) == [expected[-1] + 1]
+    assert targets(fill(buffer)) == [expected[-1] + 1]
 
 
 def test_no_prompt_is_drawn_for_a_slot_that_is_not_free():
     buffer = a_buffer(prompts_per_step=2, policy="deadline")
-    slots = reserve_all(buffer)
+    slots = fill(buffer)
     buffer.complete(slots[0], "group")
     assert buffer.reserve() is None, "the second prompt of the batch is not drawn for nothing"
     buffer.complete(slots[1], "group")
@@ -103,27 +95,27 @@ def test_no_prompt_is_drawn_for_a_slot_that_is_not_free():
 
 def test_a_failure_is_counted_by_prompt_and_success_ends_its_account():
     buffer = a_buffer(max_staleness=0, max_retries=2)
-    (slot,) = reserve_all(buffer)
+    (slot,) = fill(buffer)
     assert buffer.fail(slot)
-    (slot,) = reserve_all(buffer)
+    (slot,) = fill(buffer)
     buffer.complete(slot, "group")
     buffer.take()
     buffer.advance()
     outcomes = []
     for _ in range(3):
-        (slot,) = reserve_all(buffer)
+        (slot,) = fill(buffer)
         outcomes.append(buffer.fail(slot))
     assert outcomes == [True, True, False]
 
 
 def test_a_target_that_was_delayed_or_failed_is_generated_before_the_next():
     buffer = a_buffer(max_staleness=3, prompts_per_step=1)
-    first, second, *_ = reserve_all(buffer)
+    first, second, *_ = fill(buffer)
     buffer.complete(first, "group")
     buffer.take()
     buffer.advance()
     buffer.fail(second)
-    (again, *fresh) = reserve_all(buffer)
+    (again, *fresh) = fill(buffer)
     assert (again.target_version, again.generation_version, targets(fresh)) == (1, 1, [4])
 
 
@@ -132,7 +124,7 @@ def test_a_target_that_was_delayed_or_failed_is_generated_before_the_next():
 
 def test_half_a_step_is_not_taken_and_stays():
     buffer = at(4, prompts_per_step=2)
-    first, second, *_ = reserve_all(buffer)
+    first, second, *_ = fill(buffer)
     buffer.complete(first, "a")
     assert buffer.take() is None
     assert (buffer.step, buffer.statistics().ready) == (4, 1)
@@ -143,12 +135,12 @@ def test_half_a_step_is_not_taken_and_stays():
 
 def test_the_oldest_deadline_is_trained_first_and_nothing_is_evicted():
     buffer = a_buffer(policy="deadline", max_staleness=2)
-    old, middle, young = reserve_all(buffer)
+    old, middle, young = fill(buffer)
     for slot in (young, middle):
         buffer.complete(slot, slot.id)
     assert buffer.take() == [middle.id]
     buffer.advance()
-    (new,) = reserve_all(buffer)
+    (new,) = fill(buffer)
     buffer.complete(new, new.id)
     buffer.complete(old, old.id)
     taken = []
@@ -160,21 +152,21 @@ def test_the_oldest_deadline_is_trained_first_and_nothing_is_evicted():
 
 def test_the_groups_that_are_missing_of_a_step_are_reserved_and_no_more():
     buffer = at(5, prompts_per_step=3, max_staleness=0)
-    slots = reserve_all(buffer)
+    slots = fill(buffer)
     buffer.complete(slots[0], "group")
     buffer.filter(slots[1])
-    assert targets(reserve_all(buffer)) == [5], "one of three is missing"
+    assert targets(fill(buffer)) == [5], "one of three is missing"
 
 
 @pytest.mark.parametrize(("finished", "missing"), [(0, 2), (1, 1), (2, 0)])
 def test_a_restored_step_is_filled_up_with_what_it_lacks(finished, missing):
     buffer = a_buffer(prompts_per_step=2, max_staleness=1)
-    slots = reserve_all(buffer)
+    slots = fill(buffer)
     for slot in slots[:finished]:
         buffer.complete(slot, slot.id)
     restored = a_buffer(prompts_per_step=2, max_staleness=1)
     restored.load_state_dict(buffer.state_dict())
-    again = reserve_all(restored)
+    again = fill(restored)
     assert targets(again).count(0) == missing
     assert targets(again).count(1) == 2
     for slot in again:
@@ -184,7 +176,7 @@ def test_a_restored_step_is_filled_up_with_what_it_lacks(finished, missing):
 
 def test_in_order_a_group_waits_for_its_step():
     buffer = at(5)
-    now, later = reserve_all(buffer)
+    now, later = fill(buffer)
     buffer.complete(later, "later")
     assert buffer.take() is None
     buffer.complete(now, "now")
@@ -193,14 +185,14 @@ def test_in_order_a_group_waits_for_its_step():
 
 def test_admission_goes_on_with_the_version_and_not_before():
     buffer = a_buffer(policy="deadline")
-    slots = reserve_all(buffer)
+    slots = fill(buffer)
     assert len(slots) == 2
     for slot in slots:
         buffer.complete(slot, slot.id)
     buffer.take()
     assert buffer.reserve() is None
     buffer.advance()
-    assert len(reserve_all(buffer)) == 1
+    assert len(fill(buffer)) == 1
 
 
 # ---------------------------------------------------------------------------------- H: data
