@@ -177,16 +177,17 @@ def newest(parent: Path) -> Found | None:
     """
     passed_over = [f"{path.name}: was never finished" for path in sorted(parent.glob(f"step-*{_PARTIAL}"))]
     for step, directory in reversed(complete_names(parent)):
-        fault = _fault(directory)
-        if fault is None:
+        reason = fault(directory)
+        if reason is None:
             return Found(directory=directory, step=step, passed_over=tuple(passed_over))
-        passed_over.append(f"{directory.name}: {fault}")
+        passed_over.append(f"{directory.name}: {reason}")
     if not complete_names(parent):
         return None
     raise CheckpointError(f"{parent}: no checkpoint can be used:\n    " + "\n    ".join(passed_over))
 
 
-def _fault(directory: Path) -> str | None:
+def fault(directory: Path) -> str | None:
+    """Why a checkpoint cannot be used; None if every file of it is what was written."""
     try:
         manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:

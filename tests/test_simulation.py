@@ -84,6 +84,11 @@ def test_a_checkpoint_that_has_rotted_is_passed_over_and_the_one_before_it_is_ta
     assert outcome.lives[-1] == "finished"
 
 
+def test_the_only_checkpoint_that_holds_does_not_rot():
+    """Nothing could survive that.  Beside it lies one whose removal was cut short."""
+    holds(30011, "in_order", 0)
+
+
 @pytest.mark.slow
 def test_a_seed_tells_the_same_story_in_every_process():
     """Whatever the hash seed: no order of a set has a part in it."""

@@ -314,11 +314,12 @@ class Simulation:
             self._disk.cut_power(self._dice.random)
 
     def _rot(self) -> None:
-        complete = checkpoint.complete_names(self._checkpoints)
-        if len(complete) > 1 and self._dice.happens("rot"):
+        """Of the newest checkpoint, if there is another to go on from."""
+        named = [directory for _, directory in checkpoint.complete_names(self._checkpoints)]
+        if len(named) > 1 and self._dice.happens("rot") and not all(map(checkpoint.fault, named[:-1])):
             assert self._disk is not None
-            self._disk.rot(complete[-1][1] / "pipeline.json", self._dice.random)
-            self._tell(f"a byte of {complete[-1][1].name} has changed")
+            self._disk.rot(named[-1] / "pipeline.json", self._dice.random)
+            self._tell(f"a byte of {named[-1].name} has changed")
 
     # ------------------------------------------------------------------------------ the parts
 
