@@ -156,13 +156,18 @@ async def _by_environment(
     by_environment: dict[str, list[int]] = defaultdict(list)
     for i, p in enumerate(plays):
         by_environment[p.start.prompt.environment].append(i)
+
+    async def of(places: list[int]) -> Sequence[R]:
+        return await ask(plays[places[0]].judge, [items[i] for i in places])
+
+    groups = list(by_environment.values())
+    if len(groups) == 1:  # as in training: without a task of its own
+        answers = [await of(groups[0])]
+    else:
+        answers = await asyncio.gather(*map(of, groups))
     results: dict[int, R] = {}
-
-    async def of(places: list[int]) -> None:
-        answer = await ask(plays[places[0]].judge, [items[i] for i in places])
+    for places, answer in zip(groups, answers, strict=True):
         results.update(zip(places, answer, strict=True))
-
-    await asyncio.gather(*map(of, by_environment.values()))
     return [results[i] for i in range(len(plays))]
 
 

@@ -314,12 +314,15 @@ class Simulation:
             self._disk.cut_power(self._dice.random)
 
     def _rot(self) -> None:
-        """Of the newest checkpoint, if there is another to go on from."""
+        """Of the newest checkpoint that holds, if there is another to go on from."""
         named = [directory for _, directory in checkpoint.complete_names(self._checkpoints)]
-        if len(named) > 1 and self._dice.happens("rot") and not all(map(checkpoint.fault, named[:-1])):
+        if len(named) < 2 or not self._dice.happens("rot"):
+            return
+        whole = [directory for directory in named if checkpoint.fault(directory) is None]
+        if len(whole) > 1:
             assert self._disk is not None
-            self._disk.rot(named[-1] / "pipeline.json", self._dice.random)
-            self._tell(f"a byte of {named[-1].name} has changed")
+            self._disk.rot(whole[-1] / "pipeline.json", self._dice.random)
+            self._tell(f"a byte of {whole[-1].name} has changed")
 
     # ------------------------------------------------------------------------------ the parts
 
