@@ -45,7 +45,8 @@ class MicroBatcher(Generic[T, R]):
         max_wait: seconds that the first item waits for others, while no call is running.
         together: never split a submission, however long it is (an environment that compares rollouts).
 
-    An exception of ``call`` reaches those whose items were in it, and nobody else.
+    An exception of ``call`` reaches those whose items were in it, and nobody else; a PluginError that none of
+    them waits for any more, whoever submits next.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class MicroBatcher(Generic[T, R]):
         self._waiting = 0
         self._timer: asyncio.TimerHandle | None = None
         self._running: asyncio.Task[None] | None = None
+        self._broken: PluginError | None = None
+        """A broken contract that nobody has heard of."""
         self._closed = False
         self.calls = 0
         self.items = 0
@@ -72,6 +75,8 @@ class MicroBatcher(Generic[T, R]):
         """One result for each item, in order.  A caller that is cancelled takes its items along."""
         if self._closed:
             raise GrpoError("the batcher is closed")
+        if self._broken is not None:
+            raise self._broken
         if not items:
             return []
         loop = asyncio.get_running_loop()
@@ -145,6 +150,8 @@ class MicroBatcher(Generic[T, R]):
                 self._fail(submission, GrpoError("the batcher was closed during its call"))
             raise
         except Exception as error:
+            if isinstance(error, PluginError) and all(submission.answer.done() for submission, _ in parts):
+                self._broken = error
             for submission, _ in parts:
                 self._fail(submission, error)
         else:

@@ -110,6 +110,7 @@ def _tidy(disk: Disk, parent: Path, step: int, keep: int) -> None:
         disk.remove(path)
     for unfinished in parent.glob(f"step-*{_PARTIAL}"):
         disk.remove(unfinished)
+    disk.sync(parent)  # what a power cut brought back might be newer than what a later life goes on from
 
 
 def _failed(error: OSError, disk: Disk, partial: Path) -> CheckpointError:

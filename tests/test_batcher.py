@@ -66,6 +66,25 @@ def test_what_arrives_within_the_wait_shares_a_call():
     tell(story)
 
 
+def test_a_broken_contract_that_nobody_waited_for_is_told_to_the_next_caller():
+    """All who waited have passed their deadlines; yet no later call can be trusted."""
+
+    class TooMany(Calls):
+        async def __call__(self, items):
+            return [*await super().__call__(items), 0]
+
+    async def story(batcher, calls):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await batcher.submit([1])
+        await asyncio.sleep(1.0)
+        with pytest.raises(PluginError, match="a call with 1 items returned 2 results"):
+            await batcher.submit([2])
+        assert calls.batches == [[1]]
+
+    tell(story, TooMany())
+
+
 def test_a_full_batch_does_not_wait():
     async def story(batcher, calls):
         await asyncio.gather(*(batcher.submit([n]) for n in range(4)))

@@ -106,6 +106,15 @@ def test_what_a_death_leaves_is_no_obstacle_to_the_lives_after_it(tmp_path, seed
     assert len(names) == keep
 
 
+def test_what_was_removed_when_a_save_returned_does_not_come_back(tmp_path):
+    """Another life may have gone on from an older checkpoint since."""
+    for seed in range(20):
+        disk, _ = live(tmp_path / str(seed), STEPS, keep=2)
+        disk.cut_power(random.Random(seed))
+        names = sorted(path.name for path in (tmp_path / str(seed) / "checkpoints").iterdir())
+        assert names == ["step-000003", "step-000004"]
+
+
 def test_a_disk_that_is_full_at_any_byte_costs_only_what_was_being_written(tmp_path):
     live(tmp_path, [1], 2)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())

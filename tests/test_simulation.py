@@ -87,9 +87,16 @@ def test_a_checkpoint_that_has_rotted_is_passed_over_and_the_one_before_it_is_ta
     assert all("passed over" in line for line in rotted)
 
 
-def test_the_only_checkpoint_that_holds_does_not_rot():
-    """Nothing could survive that.  Beside it lies one whose removal was cut short."""
-    holds(30011, "in_order", 0)
+@pytest.mark.parametrize(
+    ("seed", "policy", "max_staleness"),
+    [
+        pytest.param(30011, "in_order", 0, id="the only checkpoint that holds does not rot"),
+        pytest.param(43960, "deadline", 0, id="a power cut brings no checkpoint back that was removed"),
+        pytest.param(44655, "in_order", 2, id="a broken contract that nobody waits for is heard of"),
+    ],
+)
+def test_a_story_that_broke_a_law_once(seed, policy, max_staleness):
+    holds(seed, policy, max_staleness)
 
 
 @pytest.mark.slow
