@@ -6,7 +6,7 @@ grpo-core train examples/two_tasks.toml --set sampler.name=./examples/custom_sam
 from collections.abc import Mapping, Sequence
 
 import grpo_core as grpo
-from grpo_core.samplers import Weighted, draw
+from grpo_core.data.samplers import Weighted, draw
 
 
 class HardLater:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import comb
 
 import grpo_core as grpo
-from grpo_core.estimates import with_interval
+from grpo_core.validation.estimates import with_interval
 
 
 class Reliable:

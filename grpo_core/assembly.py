@@ -15,25 +15,25 @@ from attrs import evolve
 from grpo_core import checkpoint, workers
 from grpo_core.buffer import Buffer
 from grpo_core.config import TINY, Config
+from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.samplers import checked_sample
 from grpo_core.demonstrations import demonstrations
 from grpo_core.dynamic import DynamicSampling
-from grpo_core.environments import ErrorBudget
+from grpo_core.environments.process import ErrorBudget
 from grpo_core.events import Event, WarningRaised
 from grpo_core.health import Limits
-from grpo_core.loaders import TaskLoader
 from grpo_core.models import local_directory
 from grpo_core.pipeline import Pipeline, Schedule, Validate
-from grpo_core.plugins import PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout, Verdict
 from grpo_core.rendering import Renderer
+from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.rollout import EngineBudget, Sampling
-from grpo_core.samplers import checked_sample
 from grpo_core.tasks import Tasks
-from grpo_core.tracking import RunDirectory
-from grpo_core.trainer_process import ProcessTrainer, TrainerSetup, thread_count
-from grpo_core.validation import Context, Results, run_strategy
-from grpo_core.validation_engine import OnItsOwnEngine, Remembering
+from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
+from grpo_core.validation.engine import OnItsOwnEngine, Remembering
+from grpo_core.validation.runner import Context, Results, run_strategy
 
 SYNC_GRACE = 5.0
 """Seconds after which an engine that has not kept its own deadline is given up."""

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core.config import EnvironmentConfig, merge, parse_setting
-from grpo_core.environments import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
-from grpo_core.offers import Offer
-from grpo_core.plugins import Kind, PluginHost
+from grpo_core.plugins.host import Kind, PluginHost
+from grpo_core.plugins.offers import Offer
 from grpo_core.records import Episode, Opened, Prompt, Verdict
 from grpo_core.testing.conformance import Conformance, Finding
 

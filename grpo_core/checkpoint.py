@@ -29,9 +29,9 @@ import cattrs
 from attrs import frozen
 
 from grpo_core.buffer import Buffer, Slot
+from grpo_core.data.loaders import TaskLoader
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError
-from grpo_core.loaders import TaskLoader
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout
 

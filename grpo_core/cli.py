@@ -192,7 +192,7 @@ def plugins(*, json: bool = False) -> int:
     json
         As JSON.
     """
-    from grpo_core.plugins import PluginHost, listing
+    from grpo_core.plugins.host import PluginHost, listing
 
     rows = listing(PluginHost.discover())
     if json:

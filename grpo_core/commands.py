@@ -18,12 +18,12 @@ from grpo_core.cli import LATEST, RUNS
 from grpo_core.config import TINY, Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.laws import Laws, summary
-from grpo_core.measured import find, without_what_is_replaced
-from grpo_core.plugins import Kind, PluginHost
-from grpo_core.report import write as write_report
-from grpo_core.results import table
-from grpo_core.terminal import Terminal
-from grpo_core.tracking import RunDirectory
+from grpo_core.plugins.host import Kind, PluginHost
+from grpo_core.reporting.report import write as write_report
+from grpo_core.reporting.terminal import Terminal
+from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.validation.measured import find, without_what_is_replaced
+from grpo_core.validation.results import table
 
 T = TypeVar("T")
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
-from grpo_core.environment_pool import EnvironmentPool
+from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.environments.tools import numbered, parse_calls
 from grpo_core.records import Episode, Message, Prompt
 from grpo_core.tasks import Tasks
-from grpo_core.tools import numbered, parse_calls
 
 MOST = 5000
 """Prompts, of all tasks together."""

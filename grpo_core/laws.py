@@ -119,8 +119,8 @@ class _Account:
 class Laws:
     """Watches one run through all its lives.
 
-    ``observe`` takes an event as ``grpo_core.tracking.plain`` gives it, ``check`` the buffer's statistics
-    of the same moment.  What does not hold is collected in ``violations``.
+    ``observe`` takes an event as ``grpo_core.reporting.tracking.plain`` gives it, ``check`` the buffer's
+    statistics of the same moment.  What does not hold is collected in ``violations``.
     """
 
     def __init__(self) -> None:

@@ -30,9 +30,10 @@ from typing import Any, TypeVar
 
 from attrs import define, field, frozen
 
-from grpo_core import canary, health
+from grpo_core import health
 from grpo_core.buffer import Buffer, Slot
 from grpo_core.dynamic import DynamicSampling
+from grpo_core.engines import canary
 from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
 from grpo_core.events import (
     Dispatched,
@@ -109,7 +110,7 @@ class Pipeline:
     validate: Validate | None = None
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
-    """Prompts, in tokens, that the engine is asked after each weight sync; see ``grpo_core.canary``."""
+    """Prompts, in tokens, that the engine is asked after each sync; see ``grpo_core.engines.canary``."""
     canary_tolerance: float = 1e-3
     """Difference of logprobs between engine and trainer after a weight sync, at most."""
     limits: Mapping[str, health.Limits] = field(factory=dict)

@@ -162,7 +162,7 @@ class Trainer(Protocol):
     async def step(self, batch: Batch) -> StepResult: ...
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        """The current weights, and what they say of the canary's prompts (see ``grpo_core.canary``).
+        """The current weights, and what they say of the canary's prompts (see ``grpo_core.engines.canary``).
 
         What was published before may be overwritten.
         """

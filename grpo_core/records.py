@@ -155,7 +155,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     checksum: int
-    """Sum of the tensor's bytes read as integers, modulo 2**64 (``grpo_core.weights.checksum``)."""
+    """Sum of the tensor's bytes read as integers, modulo 2**64 (``grpo_core.weights.shared.checksum``)."""
 
 
 @frozen(kw_only=True)
@@ -179,7 +179,7 @@ class Weights:
     nbytes: int
     tensors: tuple[TensorInfo, ...]
     canary: tuple[Canary, ...] = ()
-    """What an engine that holds these weights must say; see ``grpo_core.canary``."""
+    """What an engine that holds these weights must say; see ``grpo_core.engines.canary``."""
 
 
 @frozen(kw_only=True)

@@ -20,12 +20,12 @@ from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
 from grpo_core.pipeline import Pipeline
-from grpo_core.plugins import PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.rendering import Renderer
-from grpo_core.results import headline
+from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.tasks import Tasks
-from grpo_core.tracking import Recorder, RunDirectory
-from grpo_core.trainer_process import thread_count
+from grpo_core.training.process import thread_count
+from grpo_core.validation.results import headline
 
 
 @frozen(kw_only=True)
@@ -114,7 +114,7 @@ async def validate(
     status: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, Mapping[str, float]]:
     """Measure the weights in a model directory with the configuration's strategy and tasks."""
-    from grpo_core.weights import WeightsWriter, load_tensors
+    from grpo_core.weights.shared import WeightsWriter, load_tensors
 
     config = evolve(config, engine=config.validation.engine or config.engine)
     async with contextlib.AsyncExitStack() as stack:

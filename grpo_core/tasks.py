@@ -12,11 +12,11 @@ from attrs import define
 
 from grpo_core import workers
 from grpo_core.config import Config
-from grpo_core.environment_pool import EnvironmentPool
+from grpo_core.data.sources import find_source
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.pipeline import root_cause
 from grpo_core.protocols import Judge
 from grpo_core.records import Prompt
-from grpo_core.sources import find_source
 
 T = TypeVar("T")
 

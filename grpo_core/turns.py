@@ -16,6 +16,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from grpo_core.environments.tools import numbered
 from grpo_core.protocols import Judge
 from grpo_core.records import (
     Completion,
@@ -29,7 +30,6 @@ from grpo_core.records import (
     Verdict,
 )
 from grpo_core.rendering import Renderer
-from grpo_core.tools import numbered
 
 _SESSIONS = itertools.count()
 """Names of sessions, each used once in the life of this process."""

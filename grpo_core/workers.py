@@ -10,14 +10,14 @@ from pathlib import Path
 from attrs import evolve
 
 from grpo_core.config import Config, TaskConfig
-from grpo_core.copies import Copies
-from grpo_core.environment_pool import EnvironmentPool, EnvironmentWorker
-from grpo_core.environments import EnvironmentProcess
+from grpo_core.engines.pool import EnginePool
+from grpo_core.environments.pool import EnvironmentPool, EnvironmentWorker
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError
-from grpo_core.plugins import PluginHost
-from grpo_core.pool import EnginePool
+from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.records import EngineSetup
+from grpo_core.weights.copies import Copies
 
 STRATEGIES = {"pack": "DEFAULT", "spread": "SPREAD"}
 """Ray's names of ``engine.placement``."""

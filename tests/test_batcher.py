@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.batcher import BatchedJudge, MicroBatcher
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.batcher import BatchedJudge, MicroBatcher
 from grpo_core.errors import GrpoError, PluginError
 from grpo_core.records import Episode, Prompt, Verdict
 from grpo_core.testing import clock

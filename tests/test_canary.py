@@ -8,7 +8,7 @@ import attrs
 import pytest
 from test_pipeline import Run
 
-from grpo_core import canary
+from grpo_core.engines import canary
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.events import Dispatched, GroupsReady
 from grpo_core.records import Canary, Completion, Weights

@@ -39,10 +39,10 @@ import pytest
 from test_buffer import fill
 
 from grpo_core.buffer import Buffer
+from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.samplers import Chosen, RoundRobin, checked_sample
 from grpo_core.errors import PluginError
-from grpo_core.loaders import TaskLoader
 from grpo_core.records import SampleRequest
-from grpo_core.samplers import Chosen, RoundRobin, checked_sample
 from grpo_core.testing import prompts
 from grpo_core.testing.contracts import MemoryLoader
 

@@ -14,7 +14,7 @@ import grpo_core as grpo
 from grpo_core import check
 from grpo_core.cli import app
 from grpo_core.errors import ConfigError, PluginError
-from grpo_core.plugins import PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.testing.conformance import Conformance
 from grpo_core.testing.contracts import check_environment
 from grpo_core.testing.subjects import Hosted

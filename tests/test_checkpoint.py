@@ -11,10 +11,10 @@ import pytest
 
 from grpo_core import checkpoint
 from grpo_core.buffer import Buffer
+from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.samplers import RoundRobin
 from grpo_core.errors import CheckpointError
-from grpo_core.loaders import TaskLoader
 from grpo_core.records import Group, Rollout
-from grpo_core.samplers import RoundRobin
 from grpo_core.testing import prompts
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.curriculum import Curriculum, Schedule, interpolate
+from grpo_core.data.curriculum import Curriculum, Schedule, interpolate
 from grpo_core.errors import ConfigError
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.testing.contracts import MemoryLoader

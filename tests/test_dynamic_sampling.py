@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from grpo_core import checkpoint
 from grpo_core.advantages import group as group_advantages
 from grpo_core.buffer import Buffer
-from grpo_core.curriculum import Curriculum, Schedule
+from grpo_core.data.curriculum import Curriculum, Schedule
+from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.samplers import Mix, RoundRobin, checked_sample
 from grpo_core.dynamic import DynamicSampling
 from grpo_core.errors import SamplingError
 from grpo_core.events import Dispatched, GroupFiltered, GroupsReady, StepEnded
-from grpo_core.loaders import TaskLoader
 from grpo_core.pipeline import Pipeline
 from grpo_core.pipeline import Schedule as When
 from grpo_core.records import Group, Prompt, Rollout, Verdict
 from grpo_core.rollout import Sampling
-from grpo_core.samplers import Mix, RoundRobin, checked_sample
 from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer, prompts, run
 
 # ---------------------------------------------------------------------------------- which groups

@@ -26,7 +26,7 @@ from grpo_core.engines.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.processes import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest
-from grpo_core.weights import WeightsWriter
+from grpo_core.weights.shared import WeightsWriter
 
 VOCABULARY = 60
 STOP = 3

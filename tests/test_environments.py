@@ -10,12 +10,12 @@ import attrs
 import pytest
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environment_host import EnvironmentHost
-from grpo_core.environments import EnvironmentProcess, ErrorBudget
+from grpo_core.environments.host import EnvironmentHost
+from grpo_core.environments.process import EnvironmentProcess, ErrorBudget
+from grpo_core.environments.verdicts import verdicts
 from grpo_core.errors import PluginError
 from grpo_core.protocols import Judge
 from grpo_core.records import Episode, Prompt, Verdict
-from grpo_core.verdicts import verdicts
 
 SCENES = """
     import asyncio, os, signal, sys, time

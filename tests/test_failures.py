@@ -26,18 +26,18 @@ from hypothesis import strategies as st
 from test_pipeline import Run, cut, resumed
 
 import grpo_core
-from grpo_core import policy, tiny
 from grpo_core.assembly import _schedule
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
+from grpo_core.data.loaders import TaskLoader
 from grpo_core.engines.local import LocalEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
-from grpo_core.loaders import TaskLoader
 from grpo_core.processes import Child
 from grpo_core.records import EngineSetup, GenerationRequest, Verdict
+from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.testing import FakeEngine, FakeJudge, FakeTrainer, prompts
-from grpo_core.tracking import Recorder, RunDirectory
-from grpo_core.weights import WeightsWriter, read
+from grpo_core.training import policy, tiny
+from grpo_core.weights.shared import WeightsWriter, read
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(Path(grpo_core.__file__).parent.rglob("*.py"))

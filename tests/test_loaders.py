@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.data.loaders import TaskLoader
 from grpo_core.errors import CheckpointError, PluginError
-from grpo_core.loaders import TaskLoader
 from grpo_core.protocols import Loader
 from grpo_core.records import Prompt
 
@@ -119,7 +119,7 @@ def test_a_task_without_prompts_is_an_error():
 def test_torch_is_not_imported_before_the_first_draw():
     code = """if True:
         import sys
-        from grpo_core.loaders import TaskLoader
+        from grpo_core.data.loaders import TaskLoader
         from grpo_core.records import Prompt
         loader = TaskLoader("a", [Prompt(messages="x", id="0")], seed=0)
         loader.load_state_dict(loader.state_dict())

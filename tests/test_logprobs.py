@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core import logprobs as fused
-from grpo_core.logprobs import token_logprobs
+from grpo_core.training import logprobs as fused
+from grpo_core.training.logprobs import token_logprobs
 
 
 def naive(

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
-from grpo_core.plugins import PluginHost, listing
+from grpo_core.plugins.host import PluginHost, listing
 from grpo_core.records import Episode
 
 NAMES = (
@@ -56,7 +56,7 @@ def test_it_is_found_and_its_offers_are_listed():
 def test_listing_it_imports_nothing_heavy():
     code = """if True:
         import sys
-        from grpo_core.plugins import PluginHost
+        from grpo_core.plugins.host import PluginHost
         PluginHost.discover(allow=["math"]).find("environment", "math:gsm8k")
         print([name for name in ("sympy", "math_verify", "datasets", "grpo_plugin_math.gsm8k")
                if name in sys.modules])

@@ -12,7 +12,7 @@ import grpo_core
 from grpo_core import errors
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.events import RunStarted, StepEnded
-from grpo_core.plugins import HOOKS, PluginHost, listing
+from grpo_core.plugins.host import HOOKS, PluginHost, listing
 
 VERSION = grpo_core.__version__
 
@@ -443,7 +443,7 @@ def test_every_hook_has_a_kind_and_a_docstring():
     [
         "import grpo_core",
         "from grpo_core import *",
-        "from grpo_core.plugins import *; listing(PluginHost.discover())",
+        "from grpo_core.plugins.host import *; listing(PluginHost.discover())",
     ],
 )
 def test_importing_and_listing_load_nothing_heavy(code):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
 
+from grpo_core.engines.members import Held
+from grpo_core.engines.pool import ATTEMPTS, MAX_FAILURES, EnginePool
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.events import StepEnded
-from grpo_core.members import Held
-from grpo_core.pool import ATTEMPTS, MAX_FAILURES, EnginePool
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, run
 

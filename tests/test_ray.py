@@ -19,20 +19,20 @@ import torch
 from killing import GRPO, Run, left_after
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.copies import Copies
 from grpo_core.engines.local import LocalEngine
-from grpo_core.environment_pool import EnvironmentPool
+from grpo_core.engines.pool import EnginePool
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
-from grpo_core.plugins import PluginHost
-from grpo_core.pool import EnginePool
+from grpo_core.plugins.host import PluginHost
 from grpo_core.ray_workers import cluster
 from grpo_core.ray_workers.cluster import Origin
 from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
 from grpo_core.ray_workers.environments import EnvironmentSetup, RayEnvironment
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing.engines import check_engine
-from grpo_core.tiny import encode, make_tiny_model
-from grpo_core.weights import WeightsWriter
+from grpo_core.training.tiny import encode, make_tiny_model
+from grpo_core.weights.copies import Copies
+from grpo_core.weights.shared import WeightsWriter
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core import charts, report
-from grpo_core.charts import Series, chart, label, shortened, smoothed, ticks
 from grpo_core.cli import app
 from grpo_core.config import Config, TaskConfig
-from grpo_core.curves import tasks_of
 from grpo_core.errors import ConfigError
 from grpo_core.events import (
     ErrorRaised,
@@ -28,8 +25,11 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.records import Group, Prompt, Rollout
-from grpo_core.report import Files
-from grpo_core.tracking import Recorder, RunDirectory
+from grpo_core.reporting import charts, report
+from grpo_core.reporting.charts import Series, chart, label, shortened, smoothed, ticks
+from grpo_core.reporting.curves import tasks_of
+from grpo_core.reporting.report import Files
+from grpo_core.reporting.tracking import Recorder, RunDirectory
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}&amp;\ud800\x00'
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.curriculum import Curriculum, Schedule
+from grpo_core.data.curriculum import Curriculum, Schedule
+from grpo_core.data.samplers import Chosen, Mix, RoundRobin, checked_sample
 from grpo_core.errors import ConfigError, PluginError
-from grpo_core.plugins import PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt, SampleRequest
-from grpo_core.samplers import Chosen, Mix, RoundRobin, checked_sample
 from grpo_core.testing.contracts import MemoryLoader, check_sampler
 
 

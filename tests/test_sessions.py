@@ -13,8 +13,8 @@ from collections import Counter
 import pytest
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environment_host import EnvironmentHost
-from grpo_core.environments import EnvironmentProcess
+from grpo_core.environments.host import EnvironmentHost
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
 from grpo_core.protocols import Environment, Judge
 from grpo_core.records import Episode, Opened, Prompt, Verdict, Weights
@@ -448,7 +448,7 @@ def test_whatever_a_tool_raises_is_told_to_the_model():
 def test_a_schema_needs_no_torch():
     program = """
         import sys
-        from grpo_core.tools import Toolbox
+        from grpo_core.environments.tools import Toolbox
 
         def price(item: str, tags: list[str], count: int = 1) -> float:
             '''What it costs.

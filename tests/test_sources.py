@@ -6,9 +6,9 @@ import pickle
 import pytest
 
 from grpo_core.config import SourceConfig, build
+from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.sources import Source, find_source
 from grpo_core.errors import CheckpointError, ConfigError
-from grpo_core.loaders import TaskLoader
-from grpo_core.sources import Source, find_source
 
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1), "level": i % 3} for i in range(7)]
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_core import tiny
 from grpo_core.errors import ConfigError
-from grpo_core.policy import Policy, collate
+from grpo_core.training import tiny
+from grpo_core.training.policy import Policy, collate
 
 SORTED = tuple(
     (f"{a}{b}{c}=", "".join(sorted(f"{a}{b}{c}"))) for a in range(5) for b in range(5) for c in range(5)

@@ -12,9 +12,9 @@ from grpo_core.config import Config
 from grpo_core.errors import ConfigError
 from grpo_core.events import GroupsReady, PromptSkipped, RunStarted, StepEnded, Validated
 from grpo_core.records import Group, Rollout
-from grpo_core.terminal import Terminal, sparkline
+from grpo_core.reporting.terminal import Terminal, sparkline
+from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.testing import prompts
-from grpo_core.tracking import Recorder, RunDirectory
 
 
 def groups():

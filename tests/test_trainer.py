@@ -13,16 +13,17 @@ import pytest
 import torch
 import transformers
 
-from grpo_core import assembly, cpu, policy, tiny
+from grpo_core import assembly, cpu
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
-from grpo_core.logprobs import KEEP_BYTES
-from grpo_core.plugins import PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row
-from grpo_core.tracking import RunDirectory
-from grpo_core.trainer import TorchTrainer, create, learning_rate, token_budget
-from grpo_core.trainer_process import ProcessTrainer, TrainerSetup, thread_count
-from grpo_core.weights import read
+from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.training import policy, tiny
+from grpo_core.training.logprobs import KEEP_BYTES
+from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
+from grpo_core.training.trainer import TorchTrainer, create, learning_rate, token_budget
+from grpo_core.weights.shared import read
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from grpo_core.records import Completion, Verdict, Weights
 from grpo_core.rollout import Sampling, Start, play, seed_of
 from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, prompts, run
 from grpo_core.testing.hosted import HostedJudge
-from grpo_core.validation import Context
+from grpo_core.validation.runner import Context
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=200_000)
 

@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 
-from grpo_core.batcher import BatchedJudge
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.batcher import BatchedJudge
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.records import Prompt, Verdict, Weights
 from grpo_core.rollout import Sampling
-from grpo_core.strategies import Batched, Greedy, Pipelined
 from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, run
-from grpo_core.validation import Context, run_strategy
+from grpo_core.validation.runner import Context, run_strategy
+from grpo_core.validation.strategies import Batched, Greedy, Pipelined
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=16)
 

@@ -15,14 +15,14 @@ from grpo_core.events import Dispatched, GroupFinished, GroupsReady, StepEnded, 
 from grpo_core.laws import Laws
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.records import Prompt, SampleRequest
+from grpo_core.reporting.tracking import plain
 from grpo_core.rollout import Sampling
-from grpo_core.strategies import Batched, PassAtK, Pipelined
 from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer, run
 from grpo_core.testing.faults import NONE, Faults
 from grpo_core.testing.simulation import Simulation
-from grpo_core.tracking import plain
-from grpo_core.validation import Context, run_strategy
-from grpo_core.validation_engine import OnItsOwnEngine, Remembering
+from grpo_core.validation.engine import OnItsOwnEngine, Remembering
+from grpo_core.validation.runner import Context, run_strategy
+from grpo_core.validation.strategies import Batched, PassAtK, Pipelined
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8)
 STEPS = 12

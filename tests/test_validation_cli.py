@@ -11,10 +11,10 @@ import pytest
 
 from grpo_core.config import as_table, as_toml, build
 from grpo_core.errors import ConfigError, ModelError
-from grpo_core.measured import find, without_what_is_replaced
-from grpo_core.plugins import PluginHost
+from grpo_core.plugins.host import PluginHost
+from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.testing.strategies import check_validation_strategy
-from grpo_core.tracking import RunDirectory
+from grpo_core.validation.measured import find, without_what_is_replaced
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_validation.py"

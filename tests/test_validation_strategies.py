@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.errors import ConfigError
-from grpo_core.estimates import interval, majority, pass_at_k
 from grpo_core.records import Rollout
-from grpo_core.results import headline, table
-from grpo_core.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
 from grpo_core.testing.strategies import check_validation_strategy
+from grpo_core.validation.estimates import interval, majority, pass_at_k
+from grpo_core.validation.results import headline, table
+from grpo_core.validation.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
 
 # ---------------------------------------------------------------------------------- estimates
 

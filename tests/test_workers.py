@@ -9,15 +9,15 @@ import pytest
 
 from grpo_core.cli import _with_values
 from grpo_core.config import Config, EngineConfig, EnvironmentConfig, RayConfig, build
-from grpo_core.copies import Copies, mapped
-from grpo_core.environment_pool import EnvironmentPool
+from grpo_core.engines.pool import EnginePool
+from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, PluginError, WeightSyncError
-from grpo_core.plugins import PluginHost
-from grpo_core.pool import EnginePool
+from grpo_core.plugins.host import PluginHost
 from grpo_core.ray_workers import cluster
 from grpo_core.ray_workers.cluster import Origin, absolute, brief
 from grpo_core.records import EngineSetup, Episode, Opened, Verdict, Weights
 from grpo_core.testing import FakeEngine, FakeJudge, prompts, run
+from grpo_core.weights.copies import Copies, mapped
 from grpo_core.workers import cluster as cluster_of
 from grpo_core.workers import make_engine
 

@@ -10,7 +10,6 @@ import torch
 from attrs import define, field
 
 from grpo_core import cpu
-from grpo_core import weights as shared_weights
 from grpo_core.engines import wire
 from grpo_core.engines.batch import Model
 from grpo_core.engines.decoder import Decoder
@@ -19,6 +18,7 @@ from grpo_core.engines.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError
 from grpo_core.processes import Call, Connection
 from grpo_core.records import Completion, EngineSetup, Weights
+from grpo_core.weights import shared as shared_weights
 
 
 @define

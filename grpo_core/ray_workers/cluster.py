@@ -16,7 +16,7 @@ from typing import Any
 from attrs import field, frozen
 
 from grpo_core.errors import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.offers import Offer
+from grpo_core.plugins.offers import Offer
 from grpo_core.processes import RemoteTraceback
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}

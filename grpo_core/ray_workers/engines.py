@@ -20,14 +20,14 @@ from weakref import WeakValueDictionary
 
 from attrs import evolve, field, frozen
 
-from grpo_core.copies import Copies, mapped
 from grpo_core.engines import wire
+from grpo_core.engines.members import Held
 from grpo_core.errors import DeadlineExceeded, EngineError, GrpoError, ModelError, WeightSyncError
-from grpo_core.members import Held
-from grpo_core.plugins import PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.ray_workers.cluster import Origin, brief, call, load, where
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core.weights.copies import Copies, mapped
 
 LINGER = 0.005
 """Seconds that a finished completion waits for others to share its way."""

@@ -10,7 +10,7 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ChildDied, PluginError
 from grpo_core.protocols import Environment
 from grpo_core.ray_workers.cluster import Origin, call, load, where

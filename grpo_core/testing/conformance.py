@@ -15,11 +15,11 @@ from typing import Literal
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.environments.tools import numbered, parse_calls
 from grpo_core.errors import GrpoError
 from grpo_core.metrics import FULL_MARKS
 from grpo_core.records import Episode, Message, Prompt, Verdict
 from grpo_core.testing.subjects import Subject
-from grpo_core.tools import numbered, parse_calls
 
 Outcome = Literal["passed", "failed", "noted"]
 

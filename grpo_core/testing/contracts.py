@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from grpo_core.loaders import ShuffledIndices
+from grpo_core.data.loaders import ShuffledIndices
+from grpo_core.data.samplers import checked_sample
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
-from grpo_core.samplers import checked_sample
 from grpo_core.testing.conformance import Conformance
 from grpo_core.testing.subjects import Hosted
 
@@ -210,6 +210,7 @@ def check_sampler(
         deadline=None,
         database=None,
         print_blob=False,
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
     try:

@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 
-from grpo_core import policy
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.tiny import CONTEXT, make_tiny_model
-from grpo_core.weights import WeightsWriter
+from grpo_core.training import policy
+from grpo_core.training.tiny import CONTEXT, make_tiny_model
+from grpo_core.weights.shared import WeightsWriter
 
 PATIENCE = 60.0
 """Seconds after which what should have been answered is lost."""

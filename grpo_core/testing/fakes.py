@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_core.environments.tools import parse_calls
 from grpo_core.errors import EngineError
 from grpo_core.records import (
     Batch,
@@ -25,7 +26,6 @@ from grpo_core.records import (
     Verdict,
     Weights,
 )
-from grpo_core.tools import parse_calls
 
 
 def prompts(n: int, task: str = "task") -> list[Prompt]:

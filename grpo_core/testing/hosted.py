@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_core.environment_host import EnvironmentHost
+from grpo_core.environments.host import EnvironmentHost
 from grpo_core.records import Episode, Opened, Prompt, Verdict
 
 

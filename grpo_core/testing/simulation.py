@@ -29,19 +29,20 @@ from attrs import asdict, define, field, frozen
 
 from grpo_core import checkpoint
 from grpo_core.advantages import group as group_advantages
-from grpo_core.batcher import BatchedJudge
 from grpo_core.buffer import Buffer, Slot
 from grpo_core.config import EnvironmentConfig
+from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
+from grpo_core.data.samplers import Mix, checked_sample
 from grpo_core.dynamic import DynamicSampling
+from grpo_core.environments.batcher import BatchedJudge
 from grpo_core.errors import GrpoError
 from grpo_core.events import Event, GroupsReady, RunEnded, RunStarted, Saving, Synced
 from grpo_core.laws import Laws, Violation
-from grpo_core.loaders import ShuffledIndices, TaskLoader, fingerprint
 from grpo_core.pipeline import Pipeline, Schedule, Written
 from grpo_core.protocols import Judge
 from grpo_core.records import Group, Prompt
+from grpo_core.reporting.tracking import plain
 from grpo_core.rollout import Sampling, Start, play
-from grpo_core.samplers import Mix, checked_sample
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeRenderer
 from grpo_core.testing.faults import NONE, Dice, Faults
@@ -53,7 +54,6 @@ from grpo_core.testing.world import (
     SimulatedTrainer,
     Truth,
 )
-from grpo_core.tracking import plain
 
 Policy = Literal["deadline", "in_order"]
 

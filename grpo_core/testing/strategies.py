@@ -22,18 +22,18 @@ from typing import Any
 from attrs import define, field
 
 from grpo_core.advantages import group as group_advantages
-from grpo_core.batcher import BatchedJudge
 from grpo_core.buffer import Buffer
 from grpo_core.config import EnvironmentConfig
-from grpo_core.loaders import ShuffledIndices
+from grpo_core.data.loaders import ShuffledIndices
+from grpo_core.environments.batcher import BatchedJudge
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.protocols import ValidationStrategy
 from grpo_core.records import Episode, GenerationRequest, Group, Prompt, SampleRequest, Verdict, Weights
-from grpo_core.results import headline
 from grpo_core.rollout import Sampling
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer
-from grpo_core.validation import Context, Results, run_strategy
+from grpo_core.validation.results import headline
+from grpo_core.validation.runner import Context, Results, run_strategy
 
 Policy = Callable[[GenerationRequest, random.Random], str]
 

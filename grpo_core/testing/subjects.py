@@ -6,9 +6,9 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from grpo_core.environment_host import EnvironmentHost, units
+from grpo_core.environments.host import EnvironmentHost, units
+from grpo_core.environments.verdicts import named
 from grpo_core.records import Episode, Opened, Prompt, Verdict
-from grpo_core.verdicts import named
 
 
 class Subject(Protocol):

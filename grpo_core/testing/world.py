@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from attrs import evolve
 
 from grpo_core.advantages import group as group_advantages
+from grpo_core.environments.verdicts import verdicts
 from grpo_core.errors import EngineError, TrainerError, WeightSyncError
 from grpo_core.laws import Violation
 from grpo_core.records import (
@@ -36,7 +37,6 @@ from grpo_core.records import (
 )
 from grpo_core.testing.disk import Dead, FaultyDisk
 from grpo_core.testing.faults import Dice
-from grpo_core.verdicts import verdicts
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Memory:
         return Weights(version=version, location="simulated", nbytes=0, tensors=infos)
 
     def read(self, weights: Weights) -> dict[str, bytes]:
-        """Raises WeightSyncError if a tensor is lost or altered, as ``grpo_core.weights.read`` does."""
+        """Raises WeightSyncError if a tensor is lost or altered, as ``weights.shared.read`` does."""
         for info in weights.tensors:
             if zlib.crc32(self.tensors.get(info.name, b"")) != info.checksum:
                 raise WeightSyncError(f"version {weights.version}: tensor {info.name!r} is not what was sent")

@@ -17,11 +17,12 @@ from statistics import median
 
 import torch
 
-from grpo_core import checkpoint, tiny
+from grpo_core import checkpoint
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.records import Batch, Row
-from grpo_core.trainer import TorchTrainer, create
-from grpo_core.trainer_process import TrainerSetup
+from grpo_core.training import tiny
+from grpo_core.training.process import TrainerSetup
+from grpo_core.training.trainer import TorchTrainer, create
 
 REPEATS = 9
 LIMIT = 1.2

@@ -28,7 +28,7 @@ from grpo_core.engines.decoder import Decoder
 from grpo_core.engines.llama import Llama, Shape
 from grpo_core.engines.local import LocalEngine
 from grpo_core.records import EngineSetup, GenerationRequest
-from grpo_core.weights import WeightsWriter
+from grpo_core.weights.shared import WeightsWriter
 
 warnings.simplefilter("ignore")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from grpo_core.environments import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.records import Episode, Prompt
 from grpo_plugin_math.exercises import sort
 from grpo_plugin_math.gsm8k import GSM8K

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments import EnvironmentProcess
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.records import Episode, Prompt, Verdict
 
 BATCH = 64

@@ -28,7 +28,7 @@ from grpo_core.advantages import group
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.engines.local import LocalEngine
 from grpo_core.records import Batch, EngineSetup, GenerationRequest, Row
-from grpo_core.trainer_process import ProcessTrainer, TrainerSetup
+from grpo_core.training.process import ProcessTrainer, TrainerSetup
 
 HERE = Path(__file__).parent
 PEER = HERE.parent.parent / ".venv-peers" / "bin" / "python"

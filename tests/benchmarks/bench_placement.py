@@ -23,10 +23,10 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.engines.decoder import Decoder
 from grpo_core.engines.llama import Llama, Shape
 from grpo_core.records import Batch, GenerationRequest, Row
-from grpo_core.tiny import encode, make_tiny_model
-from grpo_core.trainer import TorchTrainer
-from grpo_core.trainer_process import TrainerSetup
-from grpo_core.weights import load_tensors
+from grpo_core.training.process import TrainerSetup
+from grpo_core.training.tiny import encode, make_tiny_model
+from grpo_core.training.trainer import TorchTrainer
+from grpo_core.weights.shared import load_tensors
 
 STEPS = 15
 

@@ -24,8 +24,8 @@ from typing import Any
 from sleepy import Sleepy
 
 from grpo_core.engines import wire
-from grpo_core.plugins import PluginHost
-from grpo_core.pool import EnginePool
+from grpo_core.engines.pool import EnginePool
+from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.ray_workers import cluster
 from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
@@ -163,8 +163,8 @@ async def cpu_per_rollout(run: Callable[[], Awaitable[int]]) -> float:
 
 
 async def restart(scratch: Path) -> None:
-    from grpo_core.tiny import encode, make_tiny_model
-    from grpo_core.weights import WeightsWriter, load_tensors
+    from grpo_core.training.tiny import encode, make_tiny_model
+    from grpo_core.weights.shared import WeightsWriter, load_tensors
 
     make_tiny_model(scratch / "model", [("12=", "12"), ("21=", "12")], warm_start_steps=1)
     store, told = Store(), []

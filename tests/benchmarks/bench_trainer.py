@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.logprobs import token_logprobs
 from grpo_core.records import Batch, Row, StepResult, Weights
-from grpo_core.tiny import make_tiny_model
-from grpo_core.trainer import TorchTrainer, create
-from grpo_core.trainer_process import ProcessTrainer, TrainerSetup
+from grpo_core.training.logprobs import token_logprobs
+from grpo_core.training.process import ProcessTrainer, TrainerSetup
+from grpo_core.training.tiny import make_tiny_model
+from grpo_core.training.trainer import TorchTrainer, create
 
 
 def report(name: str, value: float, unit: str, limit: float | None = None, *, most: bool = True) -> None:

@@ -14,13 +14,13 @@ import asyncio
 import statistics
 from collections.abc import Callable
 
-from grpo_core.batcher import BatchedJudge
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.batcher import BatchedJudge
 from grpo_core.records import Episode, Prompt, Verdict, Weights
 from grpo_core.rollout import Sampling
-from grpo_core.strategies import Strategy
 from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, clock
-from grpo_core.validation import Context, run_strategy
+from grpo_core.validation.runner import Context, run_strategy
+from grpo_core.validation.strategies import Strategy
 
 PROMPTS, SEEDS = 256, range(20)
 CALL, EPISODE = 0.5, 0.002

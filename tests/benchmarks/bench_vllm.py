@@ -27,7 +27,7 @@ import torch
 from grpo_core.engines import wire
 from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.testing.decoding import Tried, make_model, mixed
-from grpo_core.tiny import make_tiny_model
+from grpo_core.training.tiny import make_tiny_model
 
 ROUNDS = 5
 

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any
 
 import grpo_core as grpo
+from grpo_core.data.samplers import Weighted
 from grpo_core.records import Group, SampleRequest
-from grpo_core.samplers import Weighted
 
 LARGEST = 0.25
 """Variance of a reward that is 0 or 1."""

@@ -10,8 +10,8 @@ from statistics import fmean
 import pytest
 
 import grpo_core as grpo
-from grpo_core.environments import EnvironmentProcess
-from grpo_core.plugins import PluginHost
+from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.plugins.host import PluginHost
 from grpo_core.testing.contracts import check_environment
 from grpo_plugin_reasoning_gym.environment import ReasoningGym, last_answer
 from grpo_plugin_reasoning_gym.tasks import REFUSED, is_answer
@@ -45,7 +45,7 @@ def answering(answer):
 def test_a_task_is_found_by_its_prefix_and_listing_it_imports_nothing():
     code = """if True:
         import sys
-        from grpo_core.plugins import PluginHost
+        from grpo_core.plugins.host import PluginHost
         offer = PluginHost.discover(allow=["reasoning_gym"]).find("environment", "reasoning_gym:chain_sum")
         print(offer.args, "reasoning_gym" in sys.modules)
     """

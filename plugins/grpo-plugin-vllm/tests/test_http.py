@@ -12,7 +12,7 @@ from attrs import evolve
 
 from grpo_core.errors import ConfigError, EngineError, WeightSyncError
 from grpo_core.records import EngineSetup, GenerationRequest
-from grpo_core.weights import WeightsWriter
+from grpo_core.weights.shared import WeightsWriter
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
 from grpo_plugin_vllm.http import HttpEngine
 
@@ -180,7 +180,7 @@ def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_p
     async def story(engine, server):
         sent = server.bodies[5]["update_info"]
         assert sent["location"] == str(tmp_path / "w" / "weights.bin")
-        from grpo_core.weights import read
+        from grpo_core.weights.shared import read
         from grpo_plugin_vllm.transfer import from_table
 
         tensors = read(from_table(**sent))

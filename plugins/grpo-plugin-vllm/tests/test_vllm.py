@@ -13,7 +13,6 @@ import pytest
 import torch
 from killing import Run, left_after
 
-from grpo_core import tiny
 from grpo_core.errors import ModelError
 from grpo_core.laws import Laws
 from grpo_core.records import EngineSetup
@@ -26,7 +25,8 @@ from grpo_core.testing.decoding import (
     start,
 )
 from grpo_core.testing.engines import check_engine
-from grpo_core.weights import WeightsWriter, load_tensors
+from grpo_core.training import tiny
+from grpo_core.weights.shared import WeightsWriter, load_tensors
 from grpo_plugin_vllm.engine import VllmEngine
 
 pytestmark = [

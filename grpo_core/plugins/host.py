@@ -30,8 +30,8 @@ import pluggy
 import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, did_you_mean
-from grpo_core.installed import import_file, import_plugin, installed, module_name, names_of
-from grpo_core.offers import (
+from grpo_core.plugins.installed import import_file, import_plugin, installed, module_name, names_of
+from grpo_core.plugins.offers import (
     HOOKS,
     Factory,
     Kind,
@@ -84,7 +84,7 @@ class PluginHost:
             name=BUILT_IN,
             distribution="grpo-core",
             version=grpo_core.__version__,
-            module="grpo_core.builtins",
+            module="grpo_core.plugins.builtins",
         )
         host._load(core, lambda: importlib.import_module(core.module))
         found = installed([BUILT_IN])

@@ -2,7 +2,7 @@
 
 What a trainer publishes is overwritten by its next ``publish``.  A pool gives weights to engines that are
 late, and a worker on another machine has not got the trainer's memory at all: both read a copy.  Needs no
-torch; the checksums of ``grpo_core.weights`` go along, so that a copy is checked as the original is.
+torch; the checksums of ``grpo_core.weights.shared`` go along, so that a copy is checked as the original is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import weakref
 
 from attrs import evolve
 
+from grpo_core.engines.members import Held
 from grpo_core.errors import WeightSyncError
-from grpo_core.members import Held
 from grpo_core.records import Weights
 
 

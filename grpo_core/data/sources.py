@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol, overload
 
 from grpo_core.config import SourceConfig
+from grpo_core.data.loaders import fingerprint
 from grpo_core.errors import ConfigError
-from grpo_core.loaders import fingerprint
 from grpo_core.records import Prompt
 
 PROMPT_FIELDS = ("prompt", "messages", "question")

@@ -60,7 +60,7 @@ class ProcessTrainer:
 
     def __init__(self, setup: TrainerSetup, *, log: Path | None = None) -> None:
         self._deadline = setup.trainer.deadline
-        self._child = Child("grpo_core.trainer:create", {"setup": setup}, name="trainer", log=log)
+        self._child = Child("grpo_core.training.trainer:create", {"setup": setup}, name="trainer", log=log)
 
     async def started(self) -> dict[str, Any]:
         """Wait until the model is loaded; returns ``TorchTrainer.description()``, raises what it raised."""

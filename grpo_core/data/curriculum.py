@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from grpo_core.data.samplers import Weighted
 from grpo_core.errors import ConfigError
 from grpo_core.records import Group, SampleRequest
-from grpo_core.samplers import Weighted
 
 
 class Schedule(Weighted):

@@ -10,22 +10,22 @@ from grpo_core.hookspecs import hookimpl
 @hookimpl
 def grpo_samplers() -> Mapping[str, str]:
     return {
-        "mix": "grpo_core.samplers:Mix",
-        "round_robin": "grpo_core.samplers:RoundRobin",
-        "chosen": "grpo_core.samplers:Chosen",
-        "schedule": "grpo_core.curriculum:Schedule",
-        "curriculum": "grpo_core.curriculum:Curriculum",
+        "mix": "grpo_core.data.samplers:Mix",
+        "round_robin": "grpo_core.data.samplers:RoundRobin",
+        "chosen": "grpo_core.data.samplers:Chosen",
+        "schedule": "grpo_core.data.curriculum:Schedule",
+        "curriculum": "grpo_core.data.curriculum:Curriculum",
     }
 
 
 @hookimpl
 def grpo_validation_strategies() -> Mapping[str, str]:
     return {
-        "batched": "grpo_core.strategies:Batched",
-        "pipelined": "grpo_core.strategies:Pipelined",
-        "greedy": "grpo_core.strategies:Greedy",
-        "pass_at_k": "grpo_core.strategies:PassAtK",
-        "majority": "grpo_core.strategies:Majority",
+        "batched": "grpo_core.validation.strategies:Batched",
+        "pipelined": "grpo_core.validation.strategies:Pipelined",
+        "greedy": "grpo_core.validation.strategies:Greedy",
+        "pass_at_k": "grpo_core.validation.strategies:PassAtK",
+        "majority": "grpo_core.validation.strategies:Majority",
     }
 
 

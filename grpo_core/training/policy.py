@@ -13,9 +13,9 @@ from attrs import field, frozen
 from torch import Tensor, nn
 
 from grpo_core.errors import ModelError, TrainerError
-from grpo_core.logprobs import token_logprobs
 from grpo_core.models import keep_softcapping
 from grpo_core.records import Canary, Row
+from grpo_core.training.logprobs import token_logprobs
 
 SHORT = 64
 """Tokens of a row, padding included, up to which its attention scores are computed as a whole."""

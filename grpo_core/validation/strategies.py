@@ -13,11 +13,11 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from grpo_core.errors import ConfigError
-from grpo_core.estimates import majority, pass_at_k, with_interval
 from grpo_core.metrics import FULL_MARKS
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
 from grpo_core.turns import seed_of
+from grpo_core.validation.estimates import majority, pass_at_k, with_interval
 
 Mode = Literal["batched", "pipelined"]
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import attrs
 
+from grpo_core.environments.tools import TEMPLATES, Toolbox, message, methods
+from grpo_core.environments.verdicts import is_message, named, verdicts
 from grpo_core.errors import PluginError
-from grpo_core.plugins import PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Opened, Prompt, Verdict
-from grpo_core.tools import TEMPLATES, Toolbox, message, methods
-from grpo_core.verdicts import is_message, named, verdicts
 
 MOST_PROMPTS = 100_000
 """Of an environment that yields its prompts: they are all drawn once, since an epoch has to have a length."""

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from grpo_core.batcher import BatchedJudge
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.batcher import BatchedJudge
 from grpo_core.protocols import Judge
 from grpo_core.records import Episode, Opened, Prompt, Verdict
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from grpo_core.errors import ConfigError
-from grpo_core.policy import Policy, collate
 from grpo_core.records import Row
+from grpo_core.training.policy import Policy, collate
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 CHARACTERS = "\n" + "".join(c for c in map(chr, range(32, 127)) if c in string.printable)

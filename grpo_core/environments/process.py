@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environment_host import UNREADABLE, units
+from grpo_core.environments.host import UNREADABLE, units
+from grpo_core.environments.verdicts import named
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Opened, Prompt, Verdict
-from grpo_core.verdicts import named
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -199,7 +199,7 @@ class EnvironmentProcess:
         await self._end()
         self.starts += 1
         child = Child(
-            "grpo_core.environment_host:EnvironmentHost",
+            "grpo_core.environments.host:EnvironmentHost",
             self._made_with,
             name=f"environment of task {self.task!r}",
             environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},  # sets in the same order

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core import canary
+from grpo_core.engines import canary
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights

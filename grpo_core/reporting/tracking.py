@@ -22,12 +22,12 @@ from typing import Any, TextIO
 
 from attrs import asdict
 
-from grpo_core import report
 from grpo_core.buffer import Slot
 from grpo_core.config import Config, as_toml, build, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.events import Dispatched, Event, GroupsReady, StepEnded, Validated
 from grpo_core.records import Group, Prompt
+from grpo_core.reporting import report
 
 CONFIG = "config.toml"
 

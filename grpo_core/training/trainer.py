@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_core import cpu, policy
+from grpo_core import cpu
 from grpo_core import loss as losses
 from grpo_core.batching import microbatches, split_updates
 from grpo_core.config import TINY, TrainerConfig
@@ -37,14 +37,15 @@ from grpo_core.errors import (
     PluginError,
     TrainerError,
 )
-from grpo_core.logprobs import KEEP_BYTES
-from grpo_core.plugins import PluginHost
-from grpo_core.policy import MicroBatch, Policy
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
-from grpo_core.snapshot import Snapshot
-from grpo_core.totals import Totals, off_policy
-from grpo_core.trainer_process import TrainerSetup, thread_count
-from grpo_core.weights import WeightsWriter
+from grpo_core.training import policy
+from grpo_core.training.logprobs import KEEP_BYTES
+from grpo_core.training.policy import MicroBatch, Policy
+from grpo_core.training.process import TrainerSetup, thread_count
+from grpo_core.training.snapshot import Snapshot
+from grpo_core.training.totals import Totals, off_policy
+from grpo_core.weights.shared import WeightsWriter
 
 MAX_LOST_UPDATES = 3
 """Updates in a row without a finite gradient after which the trainer gives up."""
@@ -334,7 +335,7 @@ class TorchTrainer:
         if not self._setup.model_directory:
             raise ModelError('model.path = "tiny" needs a directory to be made in')
         if not (directory / "config.json").exists():
-            from grpo_core.tiny import make_tiny_model
+            from grpo_core.training.tiny import make_tiny_model
 
             make_tiny_model(
                 directory,

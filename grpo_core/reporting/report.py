@@ -1,8 +1,8 @@
 """``report.html``: a run on one page, which opens offline, on a phone and in the dark.
 
-It is made from the files of the run (see ``grpo_core.tracking``) and needs nothing else, so that it can be
-made of a run that goes on, was killed, or lies on another machine.  Whatever the files hold is text to it:
-the template escapes everything, and what cannot be read is left out and counted.
+It is made from the files of the run (see ``grpo_core.reporting.tracking``) and needs nothing else, so that it
+can be made of a run that goes on, was killed, or lies on another machine.  Whatever the files hold is text to
+it: the template escapes everything, and what cannot be read is left out and counted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core.charts import readings
-from grpo_core.curves import Task, charts, tasks_of
+from grpo_core.reporting.charts import readings
+from grpo_core.reporting.curves import Task, charts, tasks_of
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -124,7 +124,7 @@ def render(files: Files) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("grpo_core"),
+        loader=PackageLoader("grpo_core.reporting"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -13,7 +13,7 @@ from typing import Any
 import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import PluginError
-from grpo_core.offers import Plugin
+from grpo_core.plugins.offers import Plugin
 
 
 def installed(reserved: Iterable[str]) -> list[tuple[Plugin, EntryPoint]]:

@@ -1,7 +1,7 @@
 """Samplers that come with the core, and the check that each sampler's draw passes.
 
 ``mix``, ``round_robin`` and ``chosen`` are here; ``schedule`` and ``curriculum``, whose weights change while
-the run goes on, are in ``grpo_core.curriculum``.
+the run goes on, are in ``grpo_core.data.curriculum``.
 """
 
 from __future__ import annotations

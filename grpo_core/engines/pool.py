@@ -32,8 +32,8 @@ from typing import Any, TypeVar
 
 from attrs import frozen
 
+from grpo_core.engines.members import MENDABLE, Held, Member, Untrue, tokens_of
 from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
-from grpo_core.members import MENDABLE, Held, Member, Untrue, tokens_of
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
 
@@ -77,7 +77,7 @@ class EnginePool:
     Args:
         make: a new engine for the member of this number; called again to replace one.
         workers: members at the start, numbered from 0.
-        tolerance: of each member's canary, see ``grpo_core.canary``.
+        tolerance: of each member's canary, see ``grpo_core.engines.canary``.
         deadline: seconds for a member to start, take weights and answer its canary.
         lag: seconds, see above.
         hold: makes published weights last; the pool gives them to members that start, are replaced or catch

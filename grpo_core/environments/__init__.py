@@ -1,0 +1,1 @@
+"""Environments: their processes, and what judges and tools are asked."""

@@ -1,0 +1,1 @@
+"""Plugins: found, checked, loaded, asked for what they offer."""

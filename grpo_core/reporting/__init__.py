@@ -1,0 +1,1 @@
+"""What a run shows: its files, its terminal, its report."""

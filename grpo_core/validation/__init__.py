@@ -1,0 +1,1 @@
+"""Validation: strategies, estimates, and where they run."""
