@@ -51,13 +51,15 @@ class Disk:
 
 
 def seal(disk: Disk, directory: Path) -> dict[str, dict[str, Any]]:
-    """Sync all that is in a directory; returns sha256 and size of each file, by relative name."""
+    """Sync all that is below a directory, but not its own names: more may come.
+
+    Returns sha256 and size of each file, by relative name.
+    """
     found = {}
     for path in sorted(directory.rglob("*")):
         if not path.is_dir():
             found[str(path.relative_to(directory))] = fingerprint(path)
         disk.sync(path)
-    disk.sync(directory)
     return found
 
 

@@ -175,7 +175,8 @@ class Weights:
 
     version: int
     location: str
-    """A path that can be memory-mapped by any process of this machine while the trainer lives."""
+    """A path that can be memory-mapped by any process of this machine while the trainer lives; or, for an
+    engine whose ``transports`` say so, what ``grpo_core.weights.reading`` reads."""
     nbytes: int
     tensors: tuple[TensorInfo, ...]
     canary: tuple[Canary, ...] = ()

@@ -114,7 +114,8 @@ async def validate(
     status: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, Mapping[str, float]]:
     """Measure the weights in a model directory with the configuration's strategy and tasks."""
-    from grpo_core.weights.shared import WeightsWriter, load_tensors
+    from grpo_core.weights.layout import load_tensors
+    from grpo_core.weights.shared import WeightsWriter
 
     config = evolve(config, engine=config.validation.engine or config.engine)
     async with contextlib.AsyncExitStack() as stack:

@@ -37,7 +37,8 @@ from grpo_core.records import EngineSetup, GenerationRequest, Verdict
 from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.testing import FakeEngine, FakeJudge, FakeTrainer, prompts
 from grpo_core.training import policy, tiny
-from grpo_core.weights.shared import WeightsWriter, read
+from grpo_core.weights.reading import read
+from grpo_core.weights.shared import WeightsWriter
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(Path(grpo_core.__file__).parent.rglob("*.py"))

@@ -23,7 +23,7 @@ from grpo_core.training import policy, tiny
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
 from grpo_core.training.trainer import TorchTrainer, create, learning_rate, token_budget
-from grpo_core.weights.shared import read
+from grpo_core.weights.reading import read
 
 
 @pytest.fixture(scope="module")

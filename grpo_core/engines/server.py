@@ -18,7 +18,7 @@ from grpo_core.engines.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError
 from grpo_core.processes import Call, Connection
 from grpo_core.records import Completion, EngineSetup, Weights
-from grpo_core.weights import shared as shared_weights
+from grpo_core.weights import reading
 
 
 @define
@@ -101,7 +101,7 @@ class Server:
     def update_weights(self, weights: Weights) -> dict[str, Any]:
         """Read, check and apply; returns what the engine is."""
         begin = time.perf_counter()
-        tensors = shared_weights.read(weights)
+        tensors = reading.read(weights)
         if self._decoder is None:
             model = self._make_model(tensors)
             decoder = Decoder(model, max_rows=self._max_rows, stops=StopStrings(self._setup.model))

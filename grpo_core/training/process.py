@@ -6,7 +6,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 
@@ -34,6 +34,9 @@ class TrainerSetup:
     """A directory that ``save`` wrote."""
     saves_beside: bool = True
     """See ``CheckpointConfig.beside``."""
+    transport: Literal["host", "device", "relay"] = "host"
+    """See ``EngineConfig``; from a CPU, ``device`` is the host's memory."""
+    relay_host: str = "127.0.0.1"
     max_non_finite: float = 0.1
     """See ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None

@@ -45,6 +45,8 @@ from grpo_core.training.policy import MicroBatch, Policy
 from grpo_core.training.process import TrainerSetup, thread_count
 from grpo_core.training.snapshot import Snapshot
 from grpo_core.training.totals import Totals, off_policy
+from grpo_core.weights.device import DeviceWriter
+from grpo_core.weights.relay import RelayWriter
 from grpo_core.weights.shared import WeightsWriter
 
 MAX_LOST_UPDATES = 3
@@ -113,7 +115,7 @@ class TorchTrainer:
         self._overhead = _overhead(sum(p.numel() for p in self._parameters), self._device)
         self._budget = token_budget(self._config, self._policy.vocabulary, self._device)
         self._optimizer = _adamw(self._parameters, self._config)
-        self._writer = WeightsWriter()
+        self._writer = _writer(setup, self._device)
         self._snapshot = Snapshot(copies=setup.saves_beside)
         self._lost_updates = 0
         self.version = 0
@@ -270,7 +272,7 @@ class TorchTrainer:
     # ------------------------------------------------------------------------------ weights and files
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        """The current weights in shared memory; what was published before is overwritten."""
+        """The current weights, where engines read them; what was published before is overwritten."""
         weights = self._writer.write(self.version, self._named)
         return evolve(weights, canary=self._policy.next_tokens(canary))
 
@@ -355,6 +357,14 @@ class TorchTrainer:
             checkpointing=self._config.gradient_checkpointing,
         )
         return Policy(model, getattr(torch, self._setup.model.dtype))
+
+
+def _writer(setup: TrainerSetup, device: torch.device) -> WeightsWriter | DeviceWriter | RelayWriter:
+    if setup.transport == "relay":
+        return RelayWriter(device, setup.relay_host)
+    if setup.transport == "device" and device.type == "cuda":
+        return DeviceWriter(device)
+    return WeightsWriter()
 
 
 def _os_error(error: SafetensorError) -> OSError:

@@ -26,7 +26,7 @@ from grpo_core.records import Batch, GenerationRequest, Row
 from grpo_core.training.process import TrainerSetup
 from grpo_core.training.tiny import encode, make_tiny_model
 from grpo_core.training.trainer import TorchTrainer
-from grpo_core.weights.shared import load_tensors
+from grpo_core.weights.layout import load_tensors
 
 STEPS = 15
 

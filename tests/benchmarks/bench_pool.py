@@ -164,7 +164,8 @@ async def cpu_per_rollout(run: Callable[[], Awaitable[int]]) -> float:
 
 async def restart(scratch: Path) -> None:
     from grpo_core.training.tiny import encode, make_tiny_model
-    from grpo_core.weights.shared import WeightsWriter, load_tensors
+    from grpo_core.weights.layout import load_tensors
+    from grpo_core.weights.shared import WeightsWriter
 
     make_tiny_model(scratch / "model", [("12=", "12"), ("21=", "12")], warm_start_steps=1)
     store, told = Store(), []

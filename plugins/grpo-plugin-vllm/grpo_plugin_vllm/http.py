@@ -205,7 +205,7 @@ class HttpEngine:
         """Where the server reads them, verified.  Raises WeightSyncError if they are not what was written."""
         import torch
 
-        from grpo_core.weights.shared import read
+        from grpo_core.weights.reading import read
 
         tensors = read(weights)
         if self._directory is None:

@@ -86,7 +86,7 @@ class Server:
                 self._forget(int(call.args[0]))
                 connection.fail(call.id, error)
         elif call.method == "update_weights":
-            from grpo_core.weights.shared import read
+            from grpo_core.weights.reading import read
 
             self._verifying = (call, self._verifier.submit(read, call.args[0]))
         else:

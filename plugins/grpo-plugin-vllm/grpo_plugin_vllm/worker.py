@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from grpo_core.weights.shared import views
+from grpo_core.weights.reading import views
 from grpo_plugin_vllm.transfer import PLAIN_LINEAR, from_table
 
 

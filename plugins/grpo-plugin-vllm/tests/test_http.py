@@ -180,7 +180,7 @@ def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_p
     async def story(engine, server):
         sent = server.bodies[5]["update_info"]
         assert sent["location"] == str(tmp_path / "w" / "weights.bin")
-        from grpo_core.weights.shared import read
+        from grpo_core.weights.reading import read
         from grpo_plugin_vllm.transfer import from_table
 
         tensors = read(from_table(**sent))

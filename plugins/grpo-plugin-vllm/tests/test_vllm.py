@@ -26,7 +26,8 @@ from grpo_core.testing.decoding import (
 )
 from grpo_core.testing.engines import check_engine
 from grpo_core.training import tiny
-from grpo_core.weights.shared import WeightsWriter, load_tensors
+from grpo_core.weights.layout import load_tensors
+from grpo_core.weights.shared import WeightsWriter
 from grpo_plugin_vllm.engine import VllmEngine
 
 pytestmark = [

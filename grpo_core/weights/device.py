@@ -1,0 +1,87 @@
+"""Weights in the memory of a GPU, for the processes of its machine: CUDA's handles, without a copy to the host.
+
+A handle is plain data (JSON, not pickle).  Who opens it sees the trainer's block itself, on the trainer's
+GPU, which must be among those that it can use.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from grpo_core.errors import WeightSyncError
+from grpo_core.records import Weights
+from grpo_core.weights.layout import pack
+
+SCHEME = "cuda:"
+_BYTES = ("handle", "counter", "event")
+_HANDLE = ("device", "handle", "size", "offset", "counter", "counter_offset", "event", "must_wait")
+"""What ``torch.UntypedStorage._share_cuda_`` returns, and ``_new_shared_cuda`` takes, in order."""
+
+
+class DeviceWriter:
+    """Owns a block of a GPU; each ``write`` replaces what was there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._block: torch.Tensor | None = None
+        self._location = ""
+
+    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+        """Copy the tensors there; they are there when this returns."""
+        weights = pack(version, tensors, block=self._memory, location=lambda: self._location)
+        torch.cuda.synchronize(self._device)
+        return weights
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        if self._block is None or self._block.numel() < nbytes:
+            self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            handle = self._block.untyped_storage()._share_cuda_()  # type: ignore[attr-defined]
+            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            self._location = described(uuid, handle)
+        return self._block
+
+
+def described(uuid: str, handle: Iterable[Any]) -> str:
+    """A handle as a location; of the device its identity, since processes number devices differently."""
+    fields = dict(zip(_HANDLE, handle, strict=True))
+    fields |= {name: base64.b64encode(fields[name]).decode() for name in _BYTES}
+    return SCHEME + json.dumps(fields | {"device": uuid})
+
+
+def handle_of(location: str, uuids: Iterable[str]) -> list[Any]:
+    """Back again, with the number of the device here.  Raises ValueError if none has its identity."""
+    fields = json.loads(location.removeprefix(SCHEME))
+    here = list(uuids)
+    if fields["device"] not in here:
+        raise ValueError(f"the trainer's GPU {fields['device']} is none of {here}")
+    fields |= {name: base64.b64decode(fields[name]) for name in _BYTES}
+    fields["device"] = here.index(fields["device"])
+    return [fields[name] for name in _HANDLE]
+
+
+_opened: dict[str, torch.Tensor] = {}
+"""The last one."""
+
+
+def opened(weights: Weights) -> torch.Tensor:
+    """The trainer's block, uint8 [n >= nbytes].  Raises WeightSyncError if it cannot be opened here."""
+    if weights.location not in _opened:
+        _opened.clear()
+        try:
+            count = torch.cuda.device_count()
+            uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+            number, *handle = handle_of(weights.location, uuids)
+            storage = torch.UntypedStorage._new_shared_cuda(number, *handle)  # type: ignore[attr-defined]
+            empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", number))
+            _opened[weights.location] = empty.set_(storage)  # type: ignore[call-overload]
+        except (RuntimeError, ValueError) as error:
+            raise WeightSyncError(
+                f"version {weights.version}: the trainer's GPU memory cannot be opened here ({error}); trainer "
+                'and engine must see the same GPU of one machine, or use engine.transport = "host"'
+            ) from None
+    return _opened[weights.location]

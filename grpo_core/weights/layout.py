@@ -1,0 +1,91 @@
+"""Named tensors in one block of bytes, wherever it lies, with a checksum of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from grpo_core.errors import ModelError, WeightSyncError
+from grpo_core.records import TensorInfo, Weights
+
+_ALIGNMENT = 64
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Sum of a tensor's bytes read as little-endian integers of up to 8 bytes, modulo 2**64.
+
+    One pass at memory speed.  It tells a lost, doubled or altered tensor; it is no protection against
+    somebody who means harm.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    total = int(flat[:whole].view(torch.int64).sum()) if whole else 0
+    return (total + int(flat[whole:].to(torch.int64).sum())) % 2**64
+
+
+def pack(
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    block: Callable[[int], torch.Tensor],
+    location: Callable[[], str],
+) -> Weights:
+    """Copy tensors into a block, one after the other.  Tied tensors are given once, under one name.
+
+    Args:
+        block: makes it: uint8 [n], with n at least the number given.
+        location: where it is then.
+    """
+    named = [(name, tensor.detach()) for name, tensor in tensors]
+    offsets, nbytes = [], 0
+    for _, tensor in named:
+        offsets.append(nbytes)
+        nbytes += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    target = block(nbytes)
+    infos = []
+    for (name, tensor), offset in zip(named, offsets, strict=True):
+        size = tensor.numel() * tensor.element_size()
+        there = target[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+        there.copy_(tensor)
+        infos.append(
+            TensorInfo(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                offset=offset,
+                checksum=checksum(there),
+            )
+        )
+    return Weights(version=version, location=location(), nbytes=nbytes, tensors=tuple(infos))
+
+
+def unpack(weights: Weights, block: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors as views into a block, uint8 [nbytes]."""
+    tensors = {}
+    for info in weights.tensors:
+        dtype = getattr(torch, info.dtype)
+        size = torch.Size(info.shape).numel() * dtype.itemsize
+        tensors[info.name] = block[info.offset : info.offset + size].view(dtype).view(info.shape)
+    return tensors
+
+
+def verify(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises WeightSyncError if a tensor's checksum is not the trainer's."""
+    for info in weights.tensors:
+        if (found := checksum(tensors[info.name])) != info.checksum:
+            raise WeightSyncError(
+                f"version {weights.version}: tensor {info.name!r} {tuple(info.shape)} is not what the "
+                f"trainer wrote (checksum {found:#x}, expected {info.checksum:#x})"
+            )
+
+
+def load_tensors(directory: Path) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a model directory's safetensors files.  Raises ModelError if it has none."""
+    from safetensors.torch import load_file
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"model {str(directory)!r}: there are no *.safetensors files in it")
+    return [item for file in files for item in load_file(file).items()]

@@ -1,0 +1,39 @@
+"""Published weights, as an engine reads them, wherever they are."""
+
+from __future__ import annotations
+
+import torch
+
+from grpo_core.errors import WeightSyncError
+from grpo_core.records import Weights
+from grpo_core.weights import device, relay, shared
+from grpo_core.weights.layout import unpack, verify
+
+
+def read(weights: Weights) -> dict[str, torch.Tensor]:
+    """The tensors as views of a block: copy them before the trainer publishes again.
+
+    Raises WeightSyncError if they cannot be read or a tensor's checksum is not the trainer's.
+    """
+    tensors = views(weights)
+    verify(weights, tensors)
+    return tensors
+
+
+def views(weights: Weights) -> dict[str, torch.Tensor]:
+    """As ``read``, without looking at a byte.  Raises WeightSyncError if they cannot be read."""
+    return unpack(weights, _block(weights))
+
+
+def _block(weights: Weights) -> torch.Tensor:
+    if weights.location.startswith(relay.SCHEME):
+        return relay.pulled(weights)
+    if weights.location.startswith(device.SCHEME):
+        return device.opened(weights)
+    try:
+        return shared.mapped(weights)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(
+            f"version {weights.version}: the trainer's shared memory {weights.location} cannot be read "
+            f"({error}); trainer and engine must run on one machine, under one user"
+        ) from None
