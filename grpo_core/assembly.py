@@ -162,6 +162,8 @@ def _trainer(
         demonstrations=demonstrations,
         resume_from=str(resume.directory) if resume else None,
         saves_beside=config.checkpoint.beside,
+        transport=workers.transport(config, host),
+        relay_host=config.engine.relay_host,
         max_non_finite=config.health.max_non_finite,
         plugins=None if config.plugins is None else tuple(config.plugins),
         block=host.block,

@@ -126,8 +126,8 @@ class EngineConfig(PluginChoice):
     """Environment variables of each Ray worker, set before the engine's plugin is loaded."""
     transport: Literal["auto", "host", "device", "relay"] = "auto"
     """How weights come from the trainer: through the host's memory (and Ray's object store); by a handle to
-    memory of the trainer's device; or sent, by NCCL between GPUs, else by gloo. auto: `device` to one engine of
-    this machine that can take it so, `relay` to Ray workers with GPUs, else `host`."""
+    memory of the trainer's device; or sent, by NCCL between GPUs, else by gloo. auto: `device` to one engine
+    of this machine that can take it so, `relay` to Ray workers with GPUs, else `host`."""
     relay_host: str = "127.0.0.1"
     """Address of the trainer's machine at which engines reach it, for `relay`."""
 

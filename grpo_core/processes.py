@@ -110,7 +110,9 @@ class Child:
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **(environ or {})},
-                    start_new_session=True,
+                    # for killpg, and out of ctrl-C's reach; no session: where Linux shares the cores among
+                    # sessions, those that compute may keep the one that wakes up waiting for a second
+                    process_group=0,
                 )
         finally:
             theirs.close()
@@ -162,7 +164,7 @@ class Child:
         if self._process.poll() is None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has not made its session yet, or is gone
+            except ProcessLookupError:  # it has not made its group yet, or is gone
                 self._process.kill()
             self._process.wait()
         if self._writer is not None:

@@ -6,11 +6,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from attrs import evolve
 
 from grpo_core.config import Config, TaskConfig
-from grpo_core.engines.pool import EnginePool
+from grpo_core.engines.pool import EnginePool, as_published
 from grpo_core.environments.pool import EnvironmentPool, EnvironmentWorker
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError
@@ -22,6 +23,7 @@ from grpo_core.weights.copies import Copies
 STRATEGIES = {"pack": "DEFAULT", "spread": "SPREAD"}
 """Ray's names of ``engine.placement``."""
 
+Transport = Literal["host", "device", "relay"]
 Tell = Callable[[str], None]
 MakeEnvironment = Callable[[int, Path | None], EnvironmentWorker]
 """Of a number and a log file."""
@@ -69,9 +71,43 @@ def make_engine(
         engine.workers,
         tolerance=tolerance,
         deadline=engine.deadline,
-        hold=copies.hold,
+        hold=as_published if transport(config, host) == "relay" else copies.hold,
         tell=tell,
     )
+
+
+def transport(config: Config, host: PluginHost) -> Transport:
+    """How the trainer's weights come to the engines.
+
+    Raises ConfigError if an engine cannot take them so, PluginError if there is no such engine.
+    """
+    engines = [config.engine]
+    if config.validation.engine is not None and config.validation.every:
+        engines.append(config.validation.engine)
+        if config.validation.engine.transport != "auto":
+            raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
+    shared = config.ray.enabled or any(engine.workers > 1 for engine in engines)
+    takes = set.intersection(*(_transports(host, engine.name) for engine in engines))
+    chosen = config.engine.transport
+    if chosen == "auto":
+        on_gpus = config.ray.enabled and config.engine.gpus_per_worker > 0
+        chosen = ("relay" if on_gpus else "host") if shared else "device"
+        return chosen if chosen in takes else "host"
+    if chosen not in takes:
+        names = " and ".join(repr(engine.name) for engine in engines)
+        raise ConfigError(
+            f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
+        )
+    if chosen == "device" and shared:
+        raise ConfigError(
+            'engine.transport = "device" is for one engine: of several, one that is late would read what the '
+            'trainer writes next; use "relay" or "host"'
+        )
+    return chosen
+
+
+def _transports(host: PluginHost, engine: str) -> set[Transport]:
+    return {"host", *getattr(host.find("engine", engine).load(), "transports", ())}
 
 
 def _one(config: Config, host: PluginHost, setup: EngineSetup) -> Engine:
@@ -122,7 +158,7 @@ def _ray_pool(
         engine.workers,
         tolerance=tolerance,
         deadline=engine.deadline,
-        hold=store.hold,
+        hold=as_published if transport(config, host) == "relay" else store.hold,
         tell=tell,
     )
 

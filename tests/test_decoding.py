@@ -19,10 +19,9 @@ def tried(tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("model"))
     with asyncio.Runner() as runner:
         engine = runner.run(start(LocalEngine, model, max_rows=64))
-        yield (
-            runner,
-            Tried(engine=engine, model=model, kill=lambda: os.kill(engine._child.pid, signal.SIGKILL)),
-        )
+        tried = Tried(engine=engine, model=model, kill=lambda: os.kill(engine._child.pid, signal.SIGKILL))
+        runner.run(engine.update_weights(tried.publish(0)))
+        yield runner, tried
         runner.run(engine.aclose())
 
 

@@ -103,6 +103,16 @@ def test_a_call_is_answered_on_the_childs_main_thread():
     story(closing(child(), use))
 
 
+def test_a_child_has_a_group_of_its_own_in_its_parents_session():
+    """So ctrl-C in a terminal does not reach it, and Linux shares the cores among all of a run's processes."""
+
+    async def use(c):
+        await c.started(seconds=20)
+        assert (os.getpgid(c.pid), os.getsid(c.pid)) == (c.pid, os.getsid(0))
+
+    story(closing(child(), use))
+
+
 def test_an_exception_is_raised_here_with_the_childs_traceback_as_its_cause():
     async def use(c):
         with pytest.raises(KeyError, match="gold") as caught:

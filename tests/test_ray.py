@@ -20,7 +20,7 @@ from killing import GRPO, Run, left_after
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.engines.local import LocalEngine
-from grpo_core.engines.pool import EnginePool
+from grpo_core.engines.pool import EnginePool, as_published
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
@@ -32,6 +32,7 @@ from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, P
 from grpo_core.testing.engines import check_engine
 from grpo_core.training.tiny import encode, make_tiny_model
 from grpo_core.weights.copies import Copies
+from grpo_core.weights.relay import RelayWriter
 from grpo_core.weights.shared import WeightsWriter
 
 pytestmark = [
@@ -109,8 +110,7 @@ def ray_pool(publisher: Publisher, workers: int, engine: str = "local", **change
     return EnginePool(
         lambda number: RayEngine(f"engine {number}", made_from, store=store, resources={"num_cpus": 1}),
         workers,
-        hold=store.hold,
-        **{"deadline": 60.0, **changes},
+        **{"deadline": 60.0, "hold": store.hold, **changes},
     )
 
 
@@ -156,6 +156,29 @@ def test_an_engine_in_child_processes_keeps_it_too(publisher, workers):
         if workers:
             await alone.aclose()
         await check_engine(engine, publisher, prompt_ids=PROMPT)
+
+    asyncio.run(story())
+
+
+def test_weights_are_sent_to_workers_that_come_and_go(ray, tmp_path):
+    """By relay: no copy in the object store; a worker that is late is refused and gets the next version."""
+    publisher = published(tmp_path / "model", 64)
+    publisher.writer = RelayWriter(torch.device("cpu"), "127.0.0.1")
+
+    async def story():
+        pool = ray_pool(publisher, 2, hold=as_published)
+        await pool.update_weights(publisher(0))
+        calm = await pool.generate(groups(2))
+        late = publisher(1)  # not told of yet
+        pool.join()
+        await asyncio.sleep(0)
+        await pool.update_weights(late)
+        await asyncio.wait_for(until(lambda: pool.statistics().serving == 3), 60)
+        await pool.leave(0)
+        after = await pool.generate(groups(2))
+        assert {v for c in after for v in c.versions} == {1}
+        assert tokens(after) != tokens(calm)
+        await pool.aclose()
 
     asyncio.run(story())
 

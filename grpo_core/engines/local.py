@@ -15,6 +15,9 @@ class LocalEngine(ChildEngine):
         max_rows: requests decoded at once; the others wait in order (those for a single token go first).
     """
 
+    transports = ("host", "device", "relay")
+    """How it can take weights: its server uses ``grpo_core.weights.reading``."""
+
     def __init__(
         self, setup: EngineSetup, *, device: str = "auto", dtype: str = "auto", max_rows: int = 512
     ) -> None:

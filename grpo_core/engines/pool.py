@@ -53,7 +53,8 @@ HOMES = 10_000
 
 
 async def as_published(weights: Weights) -> Held:
-    """For members that need the weights no longer when ``update_weights`` of the pool returns."""
+    """For members that need the weights no longer when ``update_weights`` of the pool returns, or are refused
+    what the trainer has written over."""
     return Held(weights=weights)
 
 
@@ -277,6 +278,9 @@ class EnginePool:
             member.refuses, self._failed[member.number] = held, str(error)
             self._notify()
             await self._until(lambda: self._target is not held or self._holders(held) or not member.holds)
+            with contextlib.suppress(TimeoutError):  # there may be others already: then it is only late
+                async with asyncio.timeout(self._lag):
+                    await self._until(lambda: self._target is not held)
             if self._target is held:
                 await self._replace(member, error)
         except MENDABLE as error:

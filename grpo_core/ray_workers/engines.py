@@ -27,6 +27,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.ray_workers.cluster import Origin, brief, call, load, where
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core.weights import RELAY
 from grpo_core.weights.copies import Copies, mapped
 
 LINGER = 0.005
@@ -74,9 +75,15 @@ class EngineWorker:
         return self._who
 
     async def update_weights(self, weights: Weights, data: Any) -> None:
-        """``data``: all bytes, uint8 [nbytes], in the memory that the workers of a machine share."""
+        """``data``: all bytes, uint8 [nbytes], in the memory that the workers of a machine share.
+
+        None: the engine fetches them itself, by ``relay``.
+        """
         assert self._engine is not None
         self._held = None  # one copy will do, as one is what a trainer publishes in
+        if data is None:
+            await self._engine.update_weights(weights)
+            return
         self._held = held = await asyncio.to_thread(self._copies.copy, weights, memoryview(data))
         await self._engine.update_weights(held.weights)
 
@@ -133,8 +140,8 @@ def _prepare_files(who: str, setup: EngineSetup) -> None:
 class RayEngine:
     """Satisfies ``grpo_core.protocols.Engine``; its worker starts at once.
 
-    Takes weights that ``Store.hold`` made.  Once its worker has died, everything raises EngineError: a pool
-    puts another one in its place.
+    Takes weights that ``Store.hold`` made, or that are sent by ``relay``.  Once its worker has died,
+    everything raises EngineError: a pool puts another one in its place.
 
     Args:
         name: how messages call it ("engine 0").
@@ -182,7 +189,8 @@ class RayEngine:
         self._alive()
         if not self._started:
             await self._start()
-        await self._call("update_weights", weights, self._store.reference(weights))
+        data = None if weights.location.startswith(RELAY) else self._store.reference(weights)
+        await self._call("update_weights", weights, data)
 
     async def aclose(self) -> None:
         """End the worker, and its engine before it."""

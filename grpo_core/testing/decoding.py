@@ -33,6 +33,7 @@ from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.training import policy
 from grpo_core.training.tiny import CONTEXT, make_tiny_model
+from grpo_core.weights.relay import RelayWriter
 from grpo_core.weights.shared import WeightsWriter
 
 PATIENCE = 60.0
@@ -68,7 +69,7 @@ class Tried:
     kill: Callable[[], None] | None = None
     """Ends the process that decodes, as an accident would; None: there is none."""
     version: int = 0
-    _writer: WeightsWriter = field(factory=WeightsWriter, init=False)
+    writer: WeightsWriter | RelayWriter = field(factory=WeightsWriter)
     _module: Any = field(default=None, init=False)
 
     @property
@@ -84,7 +85,7 @@ class Tried:
 
     def publish(self, version: int, *, without: str = "") -> Weights:
         """With a canary; ``without`` the tensor of that name."""
-        weights = self._writer.write(version, [item for item in self.tensors(version) if item[0] != without])
+        weights = self.writer.write(version, [item for item in self.tensors(version) if item[0] != without])
         logprobs = self.logprobs((5, 6, 7), version)[-1].topk(5)
         known = Canary(
             prompt_ids=(5, 6, 7),

@@ -1,7 +1,7 @@
-"""Weights in the memory of a GPU, for the processes of its machine: CUDA's handles, without a copy to the host.
+"""Weights in the memory of a GPU, for the processes of its machine: a handle, and no copy to the host.
 
-A handle is plain data (JSON, not pickle).  Who opens it sees the trainer's block itself, on the trainer's
-GPU, which must be among those that it can use.
+CUDA's handle is plain data (JSON, not pickle).  Who opens it sees the trainer's block itself, on the
+trainer's GPU, which must be among those that it can use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeviceWriter:
     def _memory(self, nbytes: int) -> torch.Tensor:
         if self._block is None or self._block.numel() < nbytes:
             self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            handle = self._block.untyped_storage()._share_cuda_()  # type: ignore[attr-defined]
+            handle = self._block.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
             uuid = str(torch.cuda.get_device_properties(self._device).uuid)
             self._location = described(uuid, handle)
         return self._block
@@ -76,12 +76,12 @@ def opened(weights: Weights) -> torch.Tensor:
             count = torch.cuda.device_count()
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
             number, *handle = handle_of(weights.location, uuids)
-            storage = torch.UntypedStorage._new_shared_cuda(number, *handle)  # type: ignore[attr-defined]
+            storage = torch.UntypedStorage._new_shared_cuda(number, *handle)
             empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", number))
-            _opened[weights.location] = empty.set_(storage)  # type: ignore[call-overload]
+            _opened[weights.location] = empty.set_(storage)
         except (RuntimeError, ValueError) as error:
             raise WeightSyncError(
-                f"version {weights.version}: the trainer's GPU memory cannot be opened here ({error}); trainer "
-                'and engine must see the same GPU of one machine, or use engine.transport = "host"'
+                f"version {weights.version}: the trainer's GPU memory cannot be opened here ({error}); both "
+                'must see the same GPU of one machine, or use engine.transport = "host"'
             ) from None
     return _opened[weights.location]

@@ -6,7 +6,7 @@ import torch
 
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
-from grpo_core.weights import device, relay, shared
+from grpo_core.weights import RELAY, device, relay, shared
 from grpo_core.weights.layout import unpack, verify
 
 
@@ -26,7 +26,7 @@ def views(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def _block(weights: Weights) -> torch.Tensor:
-    if weights.location.startswith(relay.SCHEME):
+    if weights.location.startswith(RELAY):
         return relay.pulled(weights)
     if weights.location.startswith(device.SCHEME):
         return device.opened(weights)

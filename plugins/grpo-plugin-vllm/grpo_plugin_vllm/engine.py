@@ -34,6 +34,9 @@ class VllmEngine(ChildEngine):
     Raises ConfigError if vLLM is not installed, ValueError if an option is out of its range.
     """
 
+    transports = ("host", "device", "relay")
+    """How it can take weights: its server uses ``grpo_core.weights.reading``."""
+
     def __init__(
         self,
         setup: EngineSetup,

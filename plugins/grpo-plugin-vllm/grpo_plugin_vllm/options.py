@@ -49,6 +49,7 @@ def arguments(options: Options, setup: EngineSetup, *, device: str, dtype: str) 
         "generation_config": "vllm",  # the model's own would change how tokens are drawn
         "logprobs_mode": "processed_logprobs",  # of the distribution that was drawn from
         "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": "grpo_plugin_vllm.worker.Fetching",
         "disable_log_stats": True,
     }
     if options.cache_mib is not None or device == "cpu":

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from attrs import define, field
 
 from grpo_core.engines import wire
-from grpo_core.errors import EngineError, ModelError, WeightSyncError
+from grpo_core.errors import EngineError, GrpoError, ModelError, WeightSyncError
 from grpo_core.processes import Call, Connection
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_plugin_vllm import completing
@@ -55,26 +54,26 @@ class Server:
         """The model's tokens, and the longest prompt with its completion."""
         self._held: Weights | None = None
         self._open: dict[int, _Open] = {}
-        self._verifier = ThreadPoolExecutor(1)
-        self._verifying: tuple[Call, Future[Any]] | None = None
+        self._fetching: Call | None = None
+        """The ``update_weights`` whose weights the workers fetch."""
         self._asleep = False
 
     def serve(self, connection: Connection) -> None:
         while True:
             call = connection.receive(wait=self._patience())
-            if call is None and not self._open and self._verifying is None:
+            if call is None and not self._open and self._fetching is None:
                 self._sleep()
             while call is not None:
                 self._take(connection, call)
                 call = connection.receive(wait=False)
-            if self._verifying is not None and (not self._open or self._verifying[1].done()):
-                self._update(connection)
+            if self._fetching is not None:
+                self._update(connection, self._fetching)
             if self._open:
                 self._step(connection)
 
     def _patience(self) -> bool | float:
         """Whether, or how many seconds, to wait for a call."""
-        if self._open or self._verifying is not None:
+        if self._open or self._fetching is not None:
             return False
         return self._options.sleep_after if self._options.sleep_after and not self._asleep else True
 
@@ -86,9 +85,12 @@ class Server:
                 self._forget(int(call.args[0]))
                 connection.fail(call.id, error)
         elif call.method == "update_weights":
-            from grpo_core.weights.reading import read
-
-            self._verifying = (call, self._verifier.submit(read, call.args[0]))
+            try:
+                self._fetch(call.args[0])
+            except GrpoError as error:
+                connection.fail(call.id, error)
+            else:
+                self._fetching = call
         else:
             connection.answer(call, self)
 
@@ -96,7 +98,7 @@ class Server:
 
     def _generate(self, connection: Connection, call: Call) -> None:
         ticket, requests = int(call.args[0]), wire.unpack_requests(call.args[1])
-        if self._engine is None:
+        if self._held is None:
             raise EngineError("engine vllm: generate before the first update_weights")
         for request in requests:
             if (problem := self._problem(request)) is not None:
@@ -159,27 +161,36 @@ class Server:
 
     # ------------------------------------------------------------------------------ weights
 
-    def _update(self, connection: Connection) -> None:
-        """Between two decoding steps; the checksums were verified beside those before."""
-        assert self._verifying is not None
-        (call, verified), self._verifying = self._verifying, None
+    def _fetch(self, weights: Weights) -> None:
+        """Let the workers fetch and verify them, beside decoding."""
+        if self._held is not None and (problem := difference(weights, self._held)):
+            raise WeightSyncError(f"engine vllm: version {weights.version} is not this model's: {problem}")
+        if self._engine is None:
+            self._start(weights)
+        self._ask_workers("fetch_weights", as_table(weights))
+
+    def _update(self, connection: Connection, call: Call) -> None:
+        """Between two decoding steps, once the workers have what they need."""
         weights: Weights = call.args[0]
-        try:
-            verified.result()
-            if self._held is not None and (problem := difference(weights, self._held)):
-                raise WeightSyncError(
-                    f"engine vllm: version {weights.version} is not this model's: {problem}"
-                )
-            if self._engine is None:
-                self._start(weights)
-        except Exception as error:
-            connection.fail(call.id, error)
+        found = self._ask_workers("fetched_weights", not self._open)
+        if None in found:
+            return
+        self._fetching = None
+        if any(found):
+            connection.fail(call.id, WeightSyncError("; ".join(sorted({*found} - {""}))))
             return
         began = time.perf_counter()
         self._load(weights)
         seconds = time.perf_counter() - began
         print(f"engine vllm: version {weights.version}, {seconds:.4f} s without decoding", flush=True)
         connection.reply(call.id, {"description": self.description(), "version": weights.version})
+
+    def _ask_workers(self, method: str, argument: Any) -> list[Any]:
+        try:
+            answers: list[Any] = self._engine.collective_rpc(method, args=(argument,))
+        except Exception as error:
+            _end(f"{method} failed: {error!r}")
+        return answers
 
     def _load(self, weights: Weights) -> None:
         """vLLM's own sequence for RL: pause, start, update, finish, resume."""

@@ -1,8 +1,8 @@
-"""How vLLM takes weights from grpo-core: its own API for RL, with a backend that reads the trainer's memory.
+"""How vLLM takes weights from grpo-core: its own API for RL, with a backend that reads what was published.
 
 vLLM loads the backend in each of its processes by the entry point ``vllm.general_plugins``.  What it is sent
-is a ``grpo_core.records.Weights`` as a table; the bytes stay where the trainer put them until they are copied
-into the model's parameters, once.
+is a ``grpo_core.records.Weights`` as a table; the bytes stay where the trainer put them (or, by ``relay``,
+where they were sent) until they are copied into the model's parameters, once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def register() -> None:
     if os.environ.get(SERVER, str(os.getpid())) != str(os.getpid()):
         die_with(os.getppid())
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "grpo_plugin_vllm.worker", "SharedMemory")
+        WeightTransferEngineFactory.register_engine(BACKEND, "grpo_plugin_vllm.worker", "Backend")
     if os.environ.get(PLAIN_LINEAR) == "1" and current_platform.is_cpu():
         import vllm.model_executor.layers.utils as layers
 

@@ -1,11 +1,13 @@
 """The worker's part of ``grpo_plugin_vllm.transfer``; imported by vLLM alone.
 
-Checksums are verified before (``grpo_plugin_vllm.server``): once a parameter is written there is no way back.
+Weights are fetched and verified beside decoding, and then loaded between two steps: once a parameter is
+written there is no way back.
 """
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from grpo_core.weights.reading import views
+from grpo_core.errors import WeightSyncError
+from grpo_core.weights.reading import read, views
 from grpo_plugin_vllm.transfer import PLAIN_LINEAR, from_table
 
 
@@ -36,8 +39,35 @@ class UpdateInfo(WeightTransferUpdateInfo):
     tensors: list[dict[str, Any]]
 
 
-class SharedMemory(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Copies from the trainer's memory into the parameters: in place on a CPU, layer by layer on a GPU."""
+class Fetching:
+    """What vLLM's workers are asked beside its own sequence; mixed into their class."""
+
+    device: torch.device
+
+    def fetch_weights(self, table: dict[str, Any]) -> None:
+        """Begin to fetch and verify what ``transfer.as_table`` tells of, in a thread."""
+        self._fetching: Future[str] = _fetcher.submit(_fetch, table, self.device)
+
+    def fetched_weights(self, wait: bool) -> str | None:
+        """What is wrong with them, "" if nothing is; None while that is not known."""
+        return self._fetching.result() if wait or self._fetching.done() else None
+
+
+_fetcher = ThreadPoolExecutor(1)
+
+
+def _fetch(table: dict[str, Any], device: torch.device) -> str:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    try:
+        read(from_table(**table))
+    except WeightSyncError as error:
+        return str(error)
+    return ""
+
+
+class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Copies what was fetched into the parameters: in place on a CPU, layer by layer on a GPU."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

@@ -23,10 +23,12 @@ from grpo_core.testing.decoding import (
     make_model,
     name,
     start,
+    weights_of_another_model_are_refused_and_change_nothing,
 )
 from grpo_core.testing.engines import check_engine
 from grpo_core.training import tiny
 from grpo_core.weights.layout import load_tensors
+from grpo_core.weights.relay import RelayWriter
 from grpo_core.weights.shared import WeightsWriter
 from grpo_plugin_vllm.engine import VllmEngine
 
@@ -43,10 +45,9 @@ def tried(tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("model"))
     with asyncio.Runner() as runner:
         engine = runner.run(start(VllmEngine, model, max_rows=64, cache_mib=64))
-        yield (
-            runner,
-            Tried(engine=engine, model=model, recomputes=True),
-        )
+        tried = Tried(engine=engine, model=model, recomputes=True)
+        runner.run(engine.update_weights(tried.publish(0)))
+        yield runner, tried
         runner.run(engine.aclose())
 
 
@@ -57,14 +58,16 @@ def test_vllm_computes_what_it_should(tried, law):
 
 
 def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, monkeypatch):
-    """As on GPUs; and when its parent is killed, it does not stay behind with their memory."""
+    """As on GPUs, with weights that are sent; and when its parent is killed, it does not stay behind."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
     async def story():
         engine = await start(VllmEngine, make_model(tmp_path), max_rows=64, cache_mib=64)
-        tried = Tried(engine=engine, model=tmp_path / "m", recomputes=True)
+        writer = RelayWriter(torch.device("cpu"), "127.0.0.1")
+        tried = Tried(engine=engine, model=tmp_path / "m", recomputes=True, writer=writer)
         await tried.engine.update_weights(tried.publish(0))
         await each_token_is_of_the_version_that_it_names(tried)
+        await weights_of_another_model_are_refused_and_change_nothing(tried)
         pid = engine._child.pid
         decoding = children(pid)
         assert decoding

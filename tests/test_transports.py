@@ -1,0 +1,240 @@
+"""Weights reach engines whole and by number, or not at all: by relay, by handle, through the host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from attrs import evolve
+
+from grpo_core.config import Config, EngineConfig, RayConfig, ValidationConfig
+from grpo_core.engines.local import LocalEngine
+from grpo_core.errors import ConfigError, WeightSyncError
+from grpo_core.plugins.host import PluginHost
+from grpo_core.testing.decoding import (
+    Tried,
+    a_dead_engine_is_replaced_and_holds_the_last_weights,
+    each_token_is_of_the_version_that_it_names,
+    make_model,
+    nothing_of_older_weights_is_left,
+    start,
+    weights_of_another_model_are_refused_and_change_nothing,
+)
+from grpo_core.weights import device, relay
+from grpo_core.weights.reading import read
+from grpo_core.weights.relay import RelayWriter, pulled
+from grpo_core.workers import transport
+
+CPU = torch.device("cpu")
+
+
+def named(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((3, 5), value)), ("b", torch.full((7,), value, dtype=torch.bfloat16))]
+
+
+@pytest.fixture
+def writer():
+    yield RelayWriter(CPU, "127.0.0.1")
+    relay._hang_up()
+
+
+# ---------------------------------------------------------------------------------- relay
+
+
+def test_what_is_sent_is_what_was_written(writer):
+    for version in range(3):
+        tensors = read(writer.write(version, named(version + 0.5)))
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+            name: tensor.tolist() for name, tensor in named(version + 0.5)
+        }
+
+
+def test_a_version_that_was_written_over_is_refused_and_the_next_is_sent(writer):
+    old = writer.write(1, named(1.0))
+    new = writer.write(2, named(2.0))
+    with pytest.raises(WeightSyncError, match=r"version 1 did not arrive.*the trainer holds version 2 now"):
+        read(old)
+    assert read(new)["a"][0, 0] == 2.0
+
+
+def test_the_same_version_is_sent_once(writer):
+    weights = writer.write(1, named(1.0))
+    first = pulled(weights)
+    writer.write(2, named(2.0))
+    assert pulled(weights) is first
+    assert read(weights)["a"][0, 0] == 1.0
+
+
+def test_a_tensor_that_changed_on_its_way_is_named(writer):
+    weights = writer.write(1, named(1.0))
+    wrong = evolve(weights.tensors[1], checksum=7)
+    with pytest.raises(WeightSyncError, match="tensor 'b'"):
+        read(evolve(weights, tensors=(weights.tensors[0], wrong)))
+
+
+def test_nothing_is_told_without_the_secret_and_the_sockets_are_of_the_loopback(writer):
+    host, port, secret, _ = json.loads(writer.write(1, named(1.0)).location.removeprefix("relay:"))
+    assert host == "127.0.0.1"
+    wrong = b'{"secret": "%s", "cuda": false}\n' % (b"0" * len(secret))
+    for said in (wrong, b"hello\n", b"[]\n"):
+        with socket.create_connection((host, port), timeout=10) as stranger:
+            stranger.sendall(said)
+            assert stranger.recv(100) == b""
+    assert read(writer.write(2, named(2.0)))["a"][0, 0] == 2.0, "and it serves on"
+
+
+def test_a_trainer_that_is_gone_is_an_error_with_a_name():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    weights = evolve(
+        RelayWriter(CPU, "127.0.0.1").write(1, named(1.0)),
+        location=f'relay:["127.0.0.1", {port}, "secret", 1]',
+    )
+    with pytest.raises(WeightSyncError, match=r"did not arrive.*Connection refused.*engine\.relay_host"):
+        read(weights)
+
+
+PARTNER = """
+import json, sys, time
+from grpo_core.weights import relay
+*where, publication = json.loads(sys.argv[1].removeprefix("relay:"))
+line = relay._Line(*where)
+if sys.argv[2] == "asks":
+    relay._send(line._lines, {"publication": publication})  # and does not receive what is sent
+print("here", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["idle", "asks"])
+def test_an_engine_that_dies_does_not_stop_the_trainer(writer, moment):
+    size = [("a", torch.ones(50 << 20, dtype=torch.uint8))]
+    weights = writer.write(1, size)
+    command = [sys.executable, "-c", PARTNER, weights.location, moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as partner:
+        assert partner.stdout is not None
+        assert partner.stdout.readline() == b"here\n"
+        partner.kill()
+    assert read(writer.write(2, size))["a"].all()
+
+
+@pytest.mark.slow
+def test_an_engine_takes_weights_that_are_sent(tmp_path, writer):
+    async def story():
+        model = make_model(tmp_path)
+        engine = await start(LocalEngine, model, max_rows=64)
+        tried = Tried(
+            engine=engine, model=model, writer=writer, kill=lambda: os.kill(engine._child.pid, signal.SIGKILL)
+        )
+        await tried.engine.update_weights(tried.publish(0))
+        for law in (
+            each_token_is_of_the_version_that_it_names,
+            weights_of_another_model_are_refused_and_change_nothing,
+            nothing_of_older_weights_is_left,
+            a_dead_engine_is_replaced_and_holds_the_last_weights,
+        ):
+            await law(tried)
+        await engine.aclose()
+
+    asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------- handles
+
+
+def test_a_handle_is_plain_text_and_names_its_gpu_by_identity():
+    handle = [0, b"\x00\xff", 1 << 40, 512, b"counter", 3, b"event", True]
+    location = device.described("GPU-b", handle)
+    assert device.handle_of(location, ["GPU-a", "GPU-b"]) == [1, *handle[1:]]
+    with pytest.raises(ValueError, match=r"GPU GPU-b is none of \['GPU-a'\]"):
+        device.handle_of(location, ["GPU-a"])
+
+
+def test_a_handle_that_cannot_be_opened_is_an_error_that_says_what_to_do(writer):
+    location = device.described("GPU-a", [0, b"", 0, 0, b"", 0, b"", True])
+    weights = evolve(writer.write(1, named(1.0)), location=location)
+    with pytest.raises(WeightSyncError, match=r'GPU-a is none of.*engine\.transport = "host"'):
+        read(weights)
+
+
+READER = """
+import pickle, sys
+from grpo_core.weights.reading import read
+weights = pickle.loads(bytes.fromhex(sys.argv[1]))
+print([float(tensor.float().mean()) for tensor in read(weights).values()])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["device", "relay"])
+def test_another_process_reads_the_memory_of_a_gpu(kind):
+    """By relay a GPU's memory is sent to another GPU; with one alone NCCL refuses."""
+    if kind == "relay" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    gpu = torch.device("cuda", 0)
+    writer = device.DeviceWriter(gpu) if kind == "device" else RelayWriter(gpu, "127.0.0.1")
+    weights = writer.write(1, [(name, tensor.to(gpu)) for name, tensor in named(2.5)])
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0" if kind == "device" else "1"}
+    told = subprocess.run(
+        [sys.executable, "-c", READER, pickle.dumps(weights).hex()],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.stdout == "[2.5, 2.5]\n", told.stderr
+
+
+# ---------------------------------------------------------------------------------- which
+
+
+RAY, GPUS = RayConfig(enabled=True), EngineConfig(gpus_per_worker=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Config(), "device"),  # from a CPU that is the host's memory
+        (Config(engine=EngineConfig(workers=2)), "host"),
+        (Config(ray=RAY), "host"),
+        (Config(ray=RAY, engine=GPUS), "relay"),
+        (Config(engine=EngineConfig(transport="host")), "host"),
+        (Config(engine=EngineConfig(workers=2, transport="relay")), "relay"),
+        (Config(validation=ValidationConfig(engine=EngineConfig(workers=2))), "host"),
+    ],
+)
+def test_the_transport_follows_from_where_the_engines_are(config, expected):
+    assert transport(config, PluginHost.discover()) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(engine=EngineConfig(workers=2, transport="device")), r'"device" is for one engine.*"relay"'),
+        (
+            Config(engine=EngineConfig(name="tests/test_transports.py:Elsewhere", transport="relay")),
+            "takes weights by host only",
+        ),
+        (
+            Config(validation=ValidationConfig(engine=EngineConfig(transport="relay"))),
+            r"validation\.engine\.transport: weights come to all engines by engine\.transport",
+        ),
+    ],
+)
+def test_a_transport_that_cannot_be_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        transport(config, PluginHost.discover())
+
+
+class Elsewhere:
+    """An engine that knows nothing of transports."""
