@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
@@ -23,6 +26,7 @@ CHECKED: Mapping[Kind, str] = {
     "environment": "evaluate",
     "sampler": "sample",
     "validation_strategy": "validate",
+    "engine": "generate",
 }
 """What can be checked, and the method that tells what a class is."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
@@ -92,6 +96,8 @@ def findings(
             yield from _environment(offer.name, options, host.block)
         case "sampler":
             yield from _sampler(host, offer.name, options, tasks)
+        case "engine":
+            yield from _engine(host, offer.name, options)
         case _:
             yield from _strategy(host, offer.name, options)
 
@@ -210,10 +216,40 @@ def _strategy(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterat
         contract.training_goes_on_as_if_it_were_not_there,
     ):
         about = clause.__name__.replace("_", " ")
+        yield _found(about, clause)
+
+
+# ---------------------------------------------------------------------------------- engines
+
+
+def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """With a small random model: the story of the contract, and what it computes."""
+    from grpo_core.testing import decoding
+    from grpo_core.testing.engines import check_engine
+
+    with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
+        model = decoding.make_model(Path(directory))
+        made = functools.partial(decoding.start, functools.partial(host.make, "engine", name), model)
         try:
-            clause()
-        except Exception as error:  # of the contract, or of the strategy, which may raise anything
-            named = str(error) if isinstance(error, AssertionError | GrpoError) else f"{error!r}"
-            yield Finding(about, "failed", named)
-        else:
-            yield Finding(about, "passed", "")
+            tried = decoding.Tried(engine=runner.run(made(**options)), model=model)
+        except GrpoError as error:
+            yield Finding("it can be made", "failed", str(error))
+            return
+        yield Finding("it can be made", "passed", "")
+        story = check_engine(tried.engine, tried.publish, prompt_ids=(5, 8, 2))
+        yield _found("its contract", functools.partial(runner.run, story))
+        tried = decoding.Tried(engine=runner.run(made(**options)), model=model)
+        runner.run(tried.engine.update_weights(tried.publish(0)))
+        for law in decoding.LAWS:
+            yield _found(decoding.name(law), functools.partial(runner.run, law(tried)))
+        runner.run(tried.engine.aclose())
+
+
+def _found(check: str, ask: Callable[[], object]) -> Finding:
+    try:
+        ask()
+    except Exception as error:  # of the contract, or of what is checked, which may raise anything
+        told = str(error) if isinstance(error, AssertionError | GrpoError) else f"{error!r}"
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return Finding(check, "failed", told or f"this does not hold: {where.line}")
+    return Finding(check, "passed", "")

@@ -1,6 +1,6 @@
 """The command line: ``train``, ``validate``, ``verify``, ``report``, ``check``, ``plugins``.
 
-Imports are inside the commands: ``--help``, ``plugins`` and ``check`` load neither torch nor transformers.
+Imports are inside the commands: ``--help``, ``plugins`` and ``check`` (but of an engine) load no torch.
 """
 
 from __future__ import annotations
@@ -163,14 +163,14 @@ def check(
     task: Annotated[list[str] | None, Parameter(negative="")] = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
-    """Find out whether an environment, a sampler or a validation strategy keeps its contract.
+    """Find out whether an environment, a sampler, a validation strategy or an engine keeps its contract.
 
     Parameters
     ----------
     name
         What a plugin offers, as "math:sort" or "./file.py:Class".
     kind
-        environment, sampler, or validation_strategy, if the name does not tell.
+        environment, sampler, validation_strategy or engine, if the name does not tell.
     set_
         One of its options, as "length=3"; may be repeated.
     task

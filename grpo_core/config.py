@@ -129,7 +129,8 @@ class EngineConfig(PluginChoice):
     memory of the trainer's device; or sent, by NCCL between GPUs, else by gloo. auto: `device` to one engine
     of this machine that can take it so, `relay` to Ray workers with GPUs, else `host`."""
     relay_host: str = "127.0.0.1"
-    """Address of the trainer's machine at which engines reach it, for `relay`."""
+    """Address of this machine at which engines reach the trainer, for `relay`; on a cluster one of its
+    network, without which auto is `host` there."""
 
 
 @frozen(kw_only=True)

@@ -23,6 +23,8 @@ from grpo_core.weights.copies import Copies
 STRATEGIES = {"pack": "DEFAULT", "spread": "SPREAD"}
 """Ray's names of ``engine.placement``."""
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 Transport = Literal["host", "device", "relay"]
 Tell = Callable[[str], None]
 MakeEnvironment = Callable[[int, Path | None], EnvironmentWorker]
@@ -89,14 +91,20 @@ def transport(config: Config, host: PluginHost) -> Transport:
     shared = config.ray.enabled or any(engine.workers > 1 for engine in engines)
     takes = set.intersection(*(_transports(host, engine.name) for engine in engines))
     chosen = config.engine.transport
+    reachable = not config.ray.address or config.engine.relay_host not in LOOPBACK
     if chosen == "auto":
-        on_gpus = config.ray.enabled and config.engine.gpus_per_worker > 0
-        chosen = ("relay" if on_gpus else "host") if shared else "device"
+        sent = config.ray.enabled and config.engine.gpus_per_worker > 0 and reachable
+        chosen = ("relay" if sent else "host") if shared else "device"
         return chosen if chosen in takes else "host"
     if chosen not in takes:
         names = " and ".join(repr(engine.name) for engine in engines)
         raise ConfigError(
             f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
+        )
+    if chosen == "relay" and not reachable:
+        raise ConfigError(
+            'engine.transport = "relay": workers on other machines cannot reach engine.relay_host = '
+            f"{config.engine.relay_host!r}; set it to an address of this machine in the cluster's network"
         )
     if chosen == "device" and shared:
         raise ConfigError(

@@ -137,6 +137,13 @@ class TwoTurns(Words):
         return grpo.Verdict(reward=(episode.reply == answer) / 2, done=bool(episode.turn), messages=messages)
 
 
+class SameBeginning(TwoTurns):
+    """What an episode is about comes in its later turns, and is in the answer."""
+
+    def prompts(self, split):
+        return [grpo.Prompt(messages="Ready?", answer=p.answer, id=p.answer) for p in super().prompts(split)]
+
+
 class Speechless(TwoTurns):
     """Knows how to begin."""
 
@@ -155,7 +162,7 @@ def failed(make):
 # ---------------------------------------------------------------------------------- environments
 
 
-@pytest.mark.parametrize("kept", [Words, RelativeInGroups, Sessions, TwoTurns])
+@pytest.mark.parametrize("kept", [Words, RelativeInGroups, Sessions, TwoTurns, SameBeginning])
 def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
     assert {name: (f.outcome, f.told) for name, f in findings(kept).items() if f.outcome != "passed"} == {}
     assert set(Sessions.live.values()) <= {0}, "each session is closed, and once"
@@ -348,3 +355,43 @@ def test_the_smallest_plugin_is_installed_checked_and_trained_on(tmp_path):
                 "--set", "trainer.prompts_per_step=4", "--set", "model.warm_start_steps=5")  # fmt: skip
     assert "finished: backwards: validation" in told
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+# ---------------------------------------------------------------------------------- engines
+
+
+class Constant:
+    """An engine that says the same whatever it is asked."""
+
+    def __init__(self, setup):
+        self.version = 0
+
+    async def generate(self, requests):
+        said = grpo.Completion(
+            token_ids=(5,), logprobs=(-1.0,), versions=(self.version,), finish_reason="stop"
+        )
+        return [said for _ in requests]
+
+    async def update_weights(self, weights):
+        self.version = weights.version
+
+    async def aclose(self):
+        pass
+
+
+@pytest.mark.slow
+def test_an_engine_is_held_to_its_contract_and_to_what_it_must_compute():
+    host = PluginHost.discover()
+    found = list(check.findings(host, check.find(host, "local"), {"max_rows": 64}))
+    assert [(f.check, f.told) for f in found if f.outcome != "passed"] == []
+    assert len(found) > 8
+
+
+@pytest.mark.slow
+def test_an_engine_that_breaks_it_is_told_where():
+    host = PluginHost.discover()
+    offer = check.find(host, f"{__file__}:Constant")
+    assert offer.kind == "engine"
+    failed = {f.check: f.told for f in check.findings(host, offer, {}) if f.outcome == "failed"}
+    assert {"its contract", "logprobs are those of the model"} <= failed.keys()
+    assert all(failed.values()), "each says what is wrong"

@@ -198,7 +198,8 @@ def test_another_process_reads_the_memory_of_a_gpu(kind):
 # ---------------------------------------------------------------------------------- which
 
 
-RAY, GPUS = RayConfig(enabled=True), EngineConfig(gpus_per_worker=1)
+RAY, JOINED = RayConfig(enabled=True), RayConfig(enabled=True, address="head:6379")
+GPUS = EngineConfig(gpus_per_worker=1)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +209,8 @@ RAY, GPUS = RayConfig(enabled=True), EngineConfig(gpus_per_worker=1)
         (Config(engine=EngineConfig(workers=2)), "host"),
         (Config(ray=RAY), "host"),
         (Config(ray=RAY, engine=GPUS), "relay"),
+        (Config(ray=JOINED, engine=GPUS), "host"),
+        (Config(ray=JOINED, engine=evolve(GPUS, relay_host="10.0.0.1")), "relay"),
         (Config(engine=EngineConfig(transport="host")), "host"),
         (Config(engine=EngineConfig(workers=2, transport="relay")), "relay"),
         (Config(validation=ValidationConfig(engine=EngineConfig(workers=2))), "host"),
@@ -221,6 +224,10 @@ def test_the_transport_follows_from_where_the_engines_are(config, expected):
     ("config", "message"),
     [
         (Config(engine=EngineConfig(workers=2, transport="device")), r'"device" is for one engine.*"relay"'),
+        (
+            Config(ray=JOINED, engine=EngineConfig(transport="relay")),
+            r"cannot reach engine\.relay_host = '127\.0\.0\.1'",
+        ),
         (
             Config(engine=EngineConfig(name="tests/test_transports.py:Elsewhere", transport="relay")),
             "takes weights by host only",

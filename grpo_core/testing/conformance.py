@@ -129,13 +129,17 @@ class Conformance:
         held_out = self.subject.prompts("validation")
         if not held_out:
             raise Noted('prompts("validation") is empty: nothing will be measured')
-        trained = {repr(prompt.messages) for prompt in self._train}
-        both = sum(repr(prompt.messages) in trained for prompt in held_out)
+        trained = {self._task_of(prompt) for prompt in self._train}
+        both = sum(self._task_of(prompt) in trained for prompt in held_out)
         if both:
             raise Noted(
                 f"{both:,} of {len(held_out):,} are trained on as well: validation measures memory, too"
             )
         return f"{len(held_out):,}, none of which is trained on"
+
+    def _task_of(self, prompt: Prompt) -> str:
+        """What is to be learnt: of several turns the first message is not all; the answer may tell more."""
+        return repr((prompt.messages, prompt.answer if self.subject.max_turns > 1 else None))
 
     def _same_prompts(self) -> str:
         self.subject.restart()

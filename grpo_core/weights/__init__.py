@@ -1,4 +1,31 @@
-"""Weights on their way from the trainer to engines."""
+"""Weights on their way from the trainer to engines.
+
+``shared``, ``device`` and ``relay`` are the ways, each with a writer for the trainer; ``reading`` reads what
+any of them published, and ``copies`` keeps it.  This module is what they share, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+from grpo_core.errors import WeightSyncError
+from grpo_core.records import Weights
 
 RELAY = "relay:"
 """Begins a location that names a trainer's socket, see ``relay``."""
+
+
+def anonymous_file(name: str) -> int:
+    """A file in memory, by descriptor: it has no name on any disk and vanishes with its process."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    return os.dup(tempfile.TemporaryFile().fileno())  # pragma: no cover - not on Linux
+
+
+def unreadable(weights: Weights, error: Exception) -> WeightSyncError:
+    """What to raise if the file of a machine's memory cannot be mapped."""
+    return WeightSyncError(
+        f"version {weights.version}: the trainer's shared memory {weights.location} cannot be read "
+        f"({error}); it is read on the machine of the trainer, under its user"
+    )

@@ -15,8 +15,8 @@ import weakref
 from attrs import evolve
 
 from grpo_core.engines.members import Held
-from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
+from grpo_core.weights import anonymous_file, unreadable
 
 
 def mapped(weights: Weights) -> mmap.mmap:
@@ -25,10 +25,7 @@ def mapped(weights: Weights) -> mmap.mmap:
         with open(weights.location, "rb") as file:
             return mmap.mmap(file.fileno(), weights.nbytes, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise WeightSyncError(
-            f"version {weights.version}: the trainer's shared memory {weights.location} cannot be read "
-            f"({error}); it is read on the machine of the trainer, under its user"
-        ) from None
+        raise unreadable(weights, error) from None
 
 
 class Copies:
@@ -57,6 +54,6 @@ class Copies:
                 return file, memory
             memory.close()
             os.close(file)
-        file = os.memfd_create("grpo-core-copy")
+        file = anonymous_file("grpo-core-copy")
         os.ftruncate(file, nbytes)
         return file, mmap.mmap(file, nbytes)

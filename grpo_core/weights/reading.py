@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
-from grpo_core.weights import RELAY, device, relay, shared
+from grpo_core.weights import RELAY, device, relay, shared, unreadable
 from grpo_core.weights.layout import unpack, verify
 
 
@@ -22,10 +21,11 @@ def read(weights: Weights) -> dict[str, torch.Tensor]:
 
 def views(weights: Weights) -> dict[str, torch.Tensor]:
     """As ``read``, without looking at a byte.  Raises WeightSyncError if they cannot be read."""
-    return unpack(weights, _block(weights))
+    return unpack(weights, block(weights))
 
 
-def _block(weights: Weights) -> torch.Tensor:
+def block(weights: Weights) -> torch.Tensor:
+    """All tensors' bytes, uint8 [nbytes or more].  Raises WeightSyncError if they cannot be read."""
     if weights.location.startswith(RELAY):
         return relay.pulled(weights)
     if weights.location.startswith(device.SCHEME):
@@ -33,7 +33,4 @@ def _block(weights: Weights) -> torch.Tensor:
     try:
         return shared.mapped(weights)
     except (OSError, ValueError) as error:
-        raise WeightSyncError(
-            f"version {weights.version}: the trainer's shared memory {weights.location} cannot be read "
-            f"({error}); trainer and engine must run on one machine, under one user"
-        ) from None
+        raise unreadable(weights, error) from None

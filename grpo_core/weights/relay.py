@@ -10,6 +10,7 @@ weights: bind it to addresses of a network that is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import itertools
 import json
@@ -34,6 +35,8 @@ _dist: Any = torch.distributed
 
 SECONDS = 300.0
 """Patience with a partner in the middle of a transfer."""
+LONGEST = 1000
+"""Bytes of a message."""
 _TRAINER, _ENGINE = 0, 1
 """Ranks in a group."""
 
@@ -83,7 +86,7 @@ class RelayWriter:
 
     def _serve(self, connection: socket.socket) -> None:
         """One engine, until it goes away."""
-        with connection, connection.makefile("rwb") as lines:
+        with connection, connection.makefile("rwb") as lines, _aside(self._device):
             try:
                 hello = _receive(lines)
                 if hello is None or not hmac.compare_digest(str(hello["secret"]), self._secret):
@@ -132,8 +135,9 @@ class _Line:
             raise ValueError(answer["problem"])
         if self._block.numel() != nbytes:
             self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._block.device)
-        self._group.recv([self._block], _TRAINER, 0).wait(timedelta(seconds=SECONDS))
-        _settle(self._block)
+        with _aside(self._block.device):
+            self._group.recv([self._block], _TRAINER, 0).wait(timedelta(seconds=SECONDS))
+            _settle(self._block)
         self._publication = publication
         return self._block
 
@@ -199,10 +203,15 @@ def _group(store: Any, rank: int, *, cuda: bool, host: str) -> Any:
     return _dist.ProcessGroupGloo(store, rank, 2, options)
 
 
+def _aside(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """On a GPU a stream of its own, so that a transfer waits for no training and no decoding."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _settle(block: torch.Tensor) -> None:
-    """What a GPU was asked to do with it is done when this returns."""
+    """What this thread asked a GPU to do with it is done when this returns."""
     if block.is_cuda:
-        torch.cuda.synchronize(block.device)
+        torch.cuda.current_stream(block.device).synchronize()
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -216,5 +225,5 @@ def _send(lines: BufferedRWPair, message: dict[str, Any]) -> None:
 
 def _receive(lines: BufferedRWPair) -> dict[str, Any] | None:
     """None if the other end has hung up."""
-    line = lines.readline()
+    line = lines.readline(LONGEST)
     return json.loads(line) if line else None

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable
 from typing import BinaryIO
 
 import torch
 
 from grpo_core.records import Weights
+from grpo_core.weights import anonymous_file
 from grpo_core.weights.layout import pack
 
 
@@ -36,16 +36,10 @@ class WeightsWriter:
 
     def _memory(self, nbytes: int) -> mmap.mmap:
         if self._map is None or len(self._map) < nbytes:
-            self._file = _anonymous_file()
+            self._file = anonymous_file("grpo-core-weights")
             os.ftruncate(self._file, nbytes)
             self._map = mmap.mmap(self._file, nbytes)
         return self._map
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("grpo-core-weights")
-    return os.dup(tempfile.TemporaryFile().fileno())  # pragma: no cover - not on Linux
 
 
 def mapped(weights: Weights) -> torch.Tensor:

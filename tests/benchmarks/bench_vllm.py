@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,9 @@ from grpo_core.engines import wire
 from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.testing.decoding import Tried, make_model, mixed
 from grpo_core.training.tiny import make_tiny_model
+from grpo_core.weights.device import DeviceWriter
+from grpo_core.weights.reading import block
+from grpo_core.weights.shared import WeightsWriter
 
 ROUNDS = 5
 
@@ -171,16 +175,20 @@ async def updates(device: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "m"
         make_tiny_model(model, (), width=1024, layers=6, warm_start_steps=0)
-        tried = Tried(engine=engine(model, device, cache_mib=256), model=model)
+        writer = WeightsWriter() if device == "cpu" else DeviceWriter(torch.device(device, 0))
+        tried = Tried(engine=engine(model, device, cache_mib=256), model=model, writer=writer)
         await tried.update()
         weights = tried.publish(tried.version)
-        source = torch.from_file(weights.location, shared=True, size=weights.nbytes, dtype=torch.uint8)
+        elsewhere = partial(torch.ones, weights.nbytes, dtype=torch.uint8, device=device)
+        source = block(weights) if device == "cpu" else elsewhere()  # a handle is for other processes
         target = torch.empty_like(source)
         memcpy, seconds = [], []
         torch.set_num_threads(1)
         for _ in range(ROUNDS + 1):
             began = time.perf_counter()
             target.copy_(source)
+            if device != "cpu":
+                torch.cuda.synchronize()
             memcpy.append(time.perf_counter() - began)
             began = time.perf_counter()
             await tried.engine.update_weights(weights)

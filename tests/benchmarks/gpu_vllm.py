@@ -2,8 +2,9 @@
 
     python tests/benchmarks/gpu_vllm.py [--model DIRECTORY]
 
-1. what every engine must compute, in float32 and bfloat16, with graphs, asleep and awake again, and with two
-   GPUs;  2. the figures of ``bench_vllm``;  3. a run that learns, with its trainer on the same GPU.
+1. what every engine must compute, in float32 and bfloat16, with graphs, asleep and awake again, with weights
+   by each transport, and with two GPUs;  2. the figures of ``bench_vllm``;  3. a run that learns, with its
+   trainer on the same GPU.
 Ends with status 1 if anything of 1 or 3 fails.  Needs vLLM for CUDA (docs/engines.md).
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,11 @@ import torch
 
 from grpo_core.errors import EngineError
 from grpo_core.testing.decoding import LAWS, Tried, make_model, name, start
+from grpo_core.weights.device import DeviceWriter
+from grpo_core.weights.relay import RelayWriter
+from grpo_core.weights.shared import WeightsWriter
+
+Writer = WeightsWriter | DeviceWriter | RelayWriter
 
 FLOAT32 = {"dtype": "float32", "memory_fraction": 0.3}
 CASES: dict[str, dict[str, Any]] = {
@@ -31,19 +38,29 @@ CASES: dict[str, dict[str, Any]] = {
     "float32, without graphs": FLOAT32 | {"vllm": {"enforce_eager": True}},
     "float32, asleep between requests": FLOAT32 | {"sleep_after": 0.001},
     "bfloat16": {"dtype": "bfloat16", "memory_fraction": 0.3},
+    "float32, weights by handle": FLOAT32,
+    "float32, weights by relay": FLOAT32,
     "float32, on two GPUs": FLOAT32 | {"tensor_parallel": 2},
 }
+WRITERS: dict[str, Callable[[], Writer]] = {
+    "float32, weights by handle": lambda: DeviceWriter(torch.device("cuda", 0)),
+    "float32, weights by relay": lambda: RelayWriter(torch.device("cuda", 1), "127.0.0.1"),
+}
+"""Others than the host's memory.  The engine is on the first GPU; NCCL sends from another one."""
+NEEDED = {"float32, on two GPUs": 2, "float32, weights by relay": 2}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Of a logprob: GPUs add up in other orders than CPUs, and in fewer bits where TF32 is allowed."""
 
 
-async def laws(options: dict[str, Any], directory: Path) -> list[str]:
+async def laws(options: dict[str, Any], writer: Writer, directory: Path) -> list[str]:
     """The laws that do not hold, with what was wrong."""
     from grpo_plugin_vllm.engine import VllmEngine
 
     model = make_model(directory)
     engine = await start(VllmEngine, model, device="cuda", max_rows=64, **options)
-    tried = Tried(engine=engine, model=model, recomputes=True, tolerance=TOLERANCE[options["dtype"]])
+    tolerance = TOLERANCE[options["dtype"]]
+    tried = Tried(engine=engine, model=model, recomputes=True, tolerance=tolerance, writer=writer)
+    await engine.update_weights(tried.publish(0))
     broken = []
     for law in LAWS:
         try:
@@ -88,11 +105,11 @@ def main() -> int:
     print(torch.cuda.get_device_name(), f"x {torch.cuda.device_count()}")
     failed = False
     for case, chosen in CASES.items():
-        if chosen.get("tensor_parallel", 1) > torch.cuda.device_count():
+        if NEEDED.get(case, 1) > torch.cuda.device_count():
             print(f"{case}: there are not so many")
             continue
         with tempfile.TemporaryDirectory() as directory:
-            broken = asyncio.run(laws(chosen, Path(directory)))
+            broken = asyncio.run(laws(chosen, WRITERS.get(case, WeightsWriter)(), Path(directory)))
         print(f"{case}: " + ("; ".join(broken) or f"{len(LAWS)} laws hold"), flush=True)
         failed |= bool(broken)
     asyncio.run(bench_vllm.measure("cuda", options.model))
