@@ -94,6 +94,7 @@ async def train(
         emit(RunEnded(step=step, reason=reason, metrics=scores.last))
     finally:
         recorder.close()
+        await asyncio.to_thread(host.close)
     return Outcome(
         reason=reason,
         step=step,

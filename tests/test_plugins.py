@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -12,7 +13,8 @@ import grpo_core
 from grpo_core import errors
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.events import RunStarted, StepEnded
-from grpo_core.plugins.host import HOOKS, PluginHost, listing
+from grpo_core.plugins import listening
+from grpo_core.plugins.host import HOOKS, Plugin, PluginHost, listing
 
 VERSION = grpo_core.__version__
 
@@ -384,6 +386,7 @@ def test_a_listener_that_raises_is_reported_once_and_not_called_again(install, c
     with caplog.at_level(logging.WARNING):
         host.emit(RunStarted(directory=".", config={}))
         host.emit(StepEnded(step=1, metrics={}))
+        host.close()
     assert sys.modules["counting_module"].calls == [1, 1]
     assert len(sys.modules["faulty_module"].calls) == 1
     (record,) = caplog.records
@@ -391,6 +394,27 @@ def test_a_listener_that_raises_is_reported_once_and_not_called_again(install, c
         "plugin 'faulty' (faulty 1.2): its grpo_event hook raised on RunStarted; it is not called again"
     )
     assert "no network" in caplog.text
+
+
+def test_a_listener_that_hangs_holds_up_neither_the_run_nor_other_listeners(monkeypatch, caplog):
+    monkeypatch.setattr(listening, "PATIENCE", 0.1)
+    monkeypatch.setattr(listening, "BACKLOG", 20)
+    forever, heard = threading.Event(), []
+    host = PluginHost()
+    for name, listener in (("stuck", lambda event: forever.wait()), ("quick", heard.append)):
+        host.plugins.append(
+            Plugin(name=name, distribution="d", version="1", module=name, listeners=[listener])
+        )
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            host.emit(StepEnded(step=step, metrics={}))
+        host.close()
+        assert [event.step for event in heard] == [0, 1, 2]
+        assert "plugin 'stuck' (d 1): its grpo_event hook has not returned from StepEnded" in caplog.text
+        for step in range(40):
+            host.emit(StepEnded(step=step, metrics={}))
+        assert "hook is 20 events behind, in StepEnded; it is not called again" in caplog.text
+    forever.set()
 
 
 # ---------------------------------------------------------------------------------- the public API

@@ -31,6 +31,7 @@ import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, did_you_mean
 from grpo_core.plugins.installed import import_file, import_plugin, installed, module_name, names_of
+from grpo_core.plugins.listening import Audience
 from grpo_core.plugins.offers import (
     HOOKS,
     Factory,
@@ -63,6 +64,7 @@ class PluginHost:
         """Installed plugins that were not imported, and why."""
         self.block: tuple[str, ...] = ()
         """What was to be left out: other processes of the run leave it out, too."""
+        self._audiences: dict[str, Audience] = {}
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -161,20 +163,21 @@ class PluginHost:
         raise self._unknown(kind, name)
 
     def emit(self, event: Event) -> None:
-        """Tell all listeners.  One that raises is reported in the log, once, and not called again."""
+        """Tell all listeners; returns at once (see ``Audience``)."""
         for plugin in self.plugins:
-            try:
-                for listener in plugin.listeners:
-                    listener(event)
-            except Exception:
-                import logging
+            if plugin.listeners:
+                if plugin.name not in self._audiences:
+                    who = f"{plugin}: its {EVENT_HOOK} hook"
+                    self._audiences[plugin.name] = Audience(who, plugin.listeners)
+                self._audiences[plugin.name].tell(event)
 
-                plugin.listeners = []
-                logging.getLogger(__name__).warning(
-                    "%s: its %s hook raised on %s; it is not called again",
-                    *(plugin, EVENT_HOOK, type(event).__name__),
-                    exc_info=True,
-                )
+    def close(self) -> None:
+        """Let all listeners hear the rest, as far as they can in some seconds."""
+        audiences, self._audiences = list(self._audiences.values()), {}
+        for audience in audiences:
+            audience.end()
+        for audience in audiences:
+            audience.join()
 
     # ------------------------------------------------------------------------------ loading
 

@@ -38,7 +38,7 @@ class Plugin:
     module: str
     offers: dict[Kind, dict[str, Factory | str]] = field(factory=dict)
     listeners: list[Callable[[Event], Any]] = field(factory=list)
-    """Its ``grpo_event`` hooks; emptied when one of them raises."""
+    """Its ``grpo_event`` hooks."""
     fault: BaseException | None = None
     """Why it is broken."""
     note: str = ""

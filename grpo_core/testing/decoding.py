@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +270,7 @@ async def a_dead_engine_is_replaced_and_holds_the_last_weights(tried: Tried) -> 
     assert set(after.versions) == {tried.version}
 
 
-Law = Callable[[Tried], Awaitable[None]]
+Law = Callable[[Tried], Coroutine[Any, Any, None]]
 
 LAWS: Sequence[Law] = (
     logprobs_are_those_of_the_model,

@@ -205,7 +205,9 @@ def _group(store: Any, rank: int, *, cuda: bool, host: str) -> Any:
 
 def _aside(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """On a GPU a stream of its own, so that a transfer waits for no training and no decoding."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _settle(block: torch.Tensor) -> None:
