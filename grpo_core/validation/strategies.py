@@ -102,6 +102,8 @@ class Strategy:
 class Batched(Strategy):
     """Turn by turn: one environment call a turn for all live episodes of a task, of ``max_batch`` at most."""
 
+    played: Mode = "batched"
+
     def __init__(
         self,
         n: int = 1,
@@ -109,20 +111,13 @@ class Batched(Strategy):
         max_tokens: int | None = None,
         confidence: float = 0.95,
     ) -> None:
-        super().__init__(n, temperature, max_tokens, "batched", confidence)
+        super().__init__(n, temperature, max_tokens, self.played, confidence)
 
 
-class Pipelined(Strategy):
+class Pipelined(Batched):
     """Each rollout goes on as soon as it can; environment calls are merged by what arrives together."""
 
-    def __init__(
-        self,
-        n: int = 1,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        confidence: float = 0.95,
-    ) -> None:
-        super().__init__(n, temperature, max_tokens, "pipelined", confidence)
+    played: Mode = "pipelined"
 
 
 class Greedy(Strategy):
