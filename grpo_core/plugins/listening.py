@@ -68,8 +68,8 @@ class Audience:
                 for listener in self._listeners:
                     listener(event)
             except Exception:
-                self._left = True
                 log.warning(
                     "%s raised on %s; it is not called again", self._who, self._hearing, exc_info=True
                 )
+                self._left = True
                 return
