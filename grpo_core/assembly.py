@@ -29,7 +29,7 @@ from grpo_core.protocols import Engine, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout, Verdict
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.tracking import RunDirectory
-from grpo_core.rollout import EngineBudget, Sampling
+from grpo_core.rollout import LostBudget, Sampling
 from grpo_core.tasks import Tasks
 from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
 from grpo_core.validation.engine import OnItsOwnEngine, Remembering
@@ -306,13 +306,13 @@ def _limits(config: Config) -> dict[str, Limits]:
 
 
 def _budgets(config: Config, tasks: Tasks) -> Callable[[str, Rollout], None]:
-    """Faults of environments by task, those of the engine together."""
+    """Faults of environments by task; rollouts that were lost, by whatever, together."""
     budgets = {task: ErrorBudget(task, config.environment.max_error_rate) for task in tasks.processes}
     outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
-    engine = EngineBudget(outstanding * config.rollout.group_size * (config.rollout.max_retries + 1))
+    lost = LostBudget(outstanding * config.rollout.group_size * (config.rollout.max_retries + 1))
 
     def observe(task: str, rollout: Rollout) -> None:
-        engine.observe(rollout)
+        lost.observe(rollout)
         if rollout.lost:
             return
         verdict = Verdict(reward=rollout.reward, error=rollout.error)

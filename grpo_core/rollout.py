@@ -23,7 +23,7 @@ from grpo_core.records import Completion, EndReason, GenerationRequest, Message,
 from grpo_core.rendering import Renderer
 from grpo_core.turns import Play, Sampling, Start, seed_of
 
-__all__ = ["EngineBudget", "Sampling", "Start", "check_completions", "play", "seed_of"]
+__all__ = ["LostBudget", "Sampling", "Start", "check_completions", "play", "seed_of"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -186,8 +186,8 @@ def _give_up(plays: Sequence[Play], error: str, reason: EndReason | None = None)
             p.give_up(error, lost=True)
 
 
-class EngineBudget:
-    """Tells when an engine gives up all that it is asked: ``in_a_row`` rollouts with none between them."""
+class LostBudget:
+    """Tells when all rollouts are lost, by the engine or with their sessions: ``in_a_row`` of them."""
 
     def __init__(self, in_a_row: int) -> None:
         self._in_a_row = in_a_row
@@ -198,6 +198,6 @@ class EngineBudget:
         self._streak = self._streak + 1 if rollout.lost else 0
         if self._streak >= self._in_a_row:
             raise EngineError(
-                f"engine: the last {self._streak} rollouts were lost, as many as all that may be in flight "
+                f"the last {self._streak} rollouts were lost, as many as all that may be in flight "
                 f"with all their retries; the last one: {rollout.error}"
             )

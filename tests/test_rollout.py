@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grpo_core.advantages import group as group_advantages
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.records import Group, Prompt, Rollout, Verdict, Weights
-from grpo_core.rollout import EngineBudget, Sampling, Start, play, seed_of
+from grpo_core.rollout import LostBudget, Sampling, Start, play, seed_of
 from grpo_core.rows import check_staleness, make_batch
 from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, prompts, run
 
@@ -116,7 +116,7 @@ def test_what_the_engine_loses_is_no_fault_of_the_environment():
 def test_an_engine_that_loses_everything_in_flight_with_all_retries_ends_the_run():
     lost = Rollout(prompt_ids=(1,), error="engine: died", lost=True)
     fine = Rollout(prompt_ids=(1,), reward=0.0)
-    budget = EngineBudget(8)
+    budget = LostBudget(8)
     for _ in range(3):
         for rollout in (*[lost] * 7, fine):
             budget.observe(rollout)
