@@ -35,10 +35,20 @@ SCENES = """
                 print("about to leave")
                 sys.stdout.flush()
                 os._exit(7)
+            if mode == "dies once":
+                self.die_once("made")
+
+        def die_once(self, of):
+            try:
+                os.close(os.open(f"{__file__}.{of}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
 
         def prompts(self, split):
             prompts = [grpo.Prompt(messages=f"{split} {i}", answer=str(i)) for i in range(3)]
             match self.mode:
+                case "dies once": self.die_once("asked")
                 case "raises": raise OSError("the disk is gone")
                 case "yields": return iter(prompts)
                 case "yields without end":
@@ -369,6 +379,17 @@ def test_an_environment_that_cannot_be_made_is_fatal(scenes, tmp_path, options, 
             assert "about to leave" in str(caught.value), "what it printed last is shown"
 
     run(scenes, story, log=tmp_path / "play.log", **options)
+
+
+@pytest.mark.slow
+def test_an_environment_that_is_killed_while_it_starts_or_offers_prompts_is_started_again(scenes):
+    async def story(process):
+        await process.start()
+        assert process.starts == 2
+        assert len(await process.prompts("train")) == 3
+        assert process.starts == 3
+
+    run(scenes, story, mode="dies once")
 
 
 @pytest.mark.slow

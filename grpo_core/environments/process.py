@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,9 @@ R = TypeVar("R")
 
 GIVE_UP_AFTER = 20
 """Failures in a row after which the environment, not an episode, is to blame."""
+
+STARTS = 3
+"""In a row, of a process that dies while it starts, or while it offers its prompts."""
 
 CLOSING = 5.0
 """Seconds that open sessions have to be closed when the process is to end."""
@@ -77,6 +80,7 @@ class EnvironmentProcess:
         }
         self._log = log
         self._child: Child | None = None
+        self._closed = False
         self._turn = asyncio.Lock()
         self._has_sessions = False
         self._tools: tuple[Mapping[str, Any], ...] = ()
@@ -126,6 +130,7 @@ class EnvironmentProcess:
 
     async def aclose(self) -> None:
         """Close the sessions that are open and end the process; what waits for it gets ChildDied."""
+        self._closed = True
         await self._end()
         if self._closer is not None:
             await asyncio.wait([self._closer])
@@ -179,8 +184,11 @@ class EnvironmentProcess:
             return results
 
     async def _call(self, method: str, argument: Any) -> Any:
-        async with self._turn:
+        async def ask() -> Any:
             return await self._ask(await self._started(), method, argument, self._config.start_deadline)
+
+        async with self._turn:
+            return await _again_if_it_dies(ask)
 
     async def _ask(self, child: Child, method: str, argument: Any, seconds: float) -> Any:
         try:
@@ -196,7 +204,19 @@ class EnvironmentProcess:
         """The running child, or a new one.  Raises PluginError if the environment cannot be made."""
         if self._child is not None and self._child.alive:
             return self._child
+        if self._closed:
+            raise ChildDied(f"the environment of task {self.task!r} is closed")
         await self._end()
+        try:
+            return await _again_if_it_dies(self._start)
+        except ChildDied as error:
+            raise self._cannot_start(error) from error
+
+    def _cannot_start(self, error: GrpoError) -> PluginError:
+        return PluginError(f"task {self.task!r}: the environment cannot be started: {error}")
+
+    async def _start(self) -> Child:
+        """Raises ChildDied, PluginError."""
         self.starts += 1
         child = Child(
             "grpo_core.environments.host:EnvironmentHost",
@@ -209,10 +229,8 @@ class EnvironmentProcess:
             description = await child.started(seconds=self._config.start_deadline)
         except BaseException as error:
             await child.aclose(seconds=0)
-            if isinstance(error, ChildDied | DeadlineExceeded):
-                raise PluginError(
-                    f"task {self.task!r}: the environment cannot be started: {error}"
-                ) from error
+            if isinstance(error, DeadlineExceeded):
+                raise self._cannot_start(error) from error
             raise
         self._child = child
         self._who = description["who"]
@@ -221,6 +239,14 @@ class EnvironmentProcess:
         self._has_sessions = description["sessions"]
         self._tools = description["tools"]
         return child
+
+
+async def _again_if_it_dies(ask: Callable[[], Awaitable[R]]) -> R:
+    """It may have been an accident.  Raises ChildDied in the end."""
+    for _ in range(STARTS - 1):
+        with contextlib.suppress(ChildDied):
+            return await ask()
+    return await ask()
 
 
 def _traceback(error: BaseException) -> str:
