@@ -21,7 +21,7 @@ from attrs import evolve
 from grpo_core.advantages import group as group_advantages
 from grpo_core.buffer import Buffer
 from grpo_core.pipeline import Pipeline, Schedule
-from grpo_core.records import Completion, StepResult, Verdict
+from grpo_core.records import Completion, Opened, StepResult, Verdict
 from grpo_core.rollout import Sampling
 from grpo_core.testing import FakeJudge, FakeRenderer, FakeTrainer, clock, prompts
 from grpo_core.testing.faults import NONE
@@ -84,7 +84,13 @@ def pipeline(*, prompts_per_step: int, steps: int, judge: FakeJudge) -> Pipeline
 
 
 class Judge(FakeJudge):
-    """Keeps no account of its calls."""
+    """Keeps no account of its calls and sessions."""
+
+    async def open(self, prompts):
+        return [Opened()] * len(prompts)
+
+    async def close(self, sessions):
+        pass
 
     async def evaluate(self, episodes):
         return [Verdict(reward=float(i % 2)) for i in range(len(episodes))]
@@ -105,7 +111,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-def growth(steps: int = 6000) -> float:
+def growth(steps: int = 100_000) -> float:
     """KB of memory for each step, over the second half of many."""
     half: list[int] = []
 
