@@ -403,6 +403,7 @@ def test_a_child_generates_and_changes_its_weights(setup: EngineSetup, reference
 
         endless = [GenerationRequest(prompt_ids=(1,), max_tokens=250, seed=i) for i in range(400)]
         long = asyncio.ensure_future(engine.generate(endless))
+        await asyncio.sleep(0)
         await engine.generate([attrs.evolve(endless[0], max_tokens=3)])  # comes after the others
         await engine.update_weights(writer.write(5, references("llama").named_parameters()))
         assert {version for completion in await long for version in completion.versions} == {4, 5}
@@ -434,6 +435,7 @@ def test_a_dead_child_is_replaced_and_holds_the_last_weights(setup: EngineSetup,
         before = await engine.generate([request])
         endless = [attrs.evolve(request, max_tokens=250, seed=i) for i in range(400)]
         running = [asyncio.ensure_future(engine.generate(endless)) for _ in range(2)]
+        await asyncio.sleep(0)
         assert await engine.generate([]) == []
         await killed(engine)
         for outcome in await asyncio.gather(*running, return_exceptions=True):
@@ -475,6 +477,7 @@ def test_a_cancelled_generate_frees_its_rows(setup: EngineSetup, references: Any
         await engine.update_weights(WeightsWriter().write(1, references("llama").named_parameters()))
         endless = [GenerationRequest(prompt_ids=(1,), max_tokens=255, seed=i) for i in range(10**4)]
         task = asyncio.ensure_future(engine.generate(endless))
+        await asyncio.sleep(0)
         assert await engine.generate([]) == []  # answered in order: the child has the others
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
