@@ -24,6 +24,7 @@ from grpo_core.reporting.terminal import Terminal
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.validation.measured import find, without_what_is_replaced
 from grpo_core.validation.results import table
+from grpo_core.workers import transport
 
 T = TypeVar("T")
 
@@ -193,6 +194,7 @@ def _checked_host(config: Config, block: Sequence[str], *, purpose: str = "train
     for kind, name in wanted:
         host.find(kind, name)
     host.make("validation_strategy", config.validation.name, **config.validation.options)  # are they right?
+    transport(config, host)  # is it possible?
     return host
 
 

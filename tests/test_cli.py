@@ -111,6 +111,9 @@ def metrics(run):
 # ---------------------------------------------------------------------------------- mistakes before any work
 
 
+TWO_ENGINES = ["--env", "math:sort", "--set", "engine.workers=2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,6 +124,7 @@ def metrics(run):
         (["--env", "math:sort", "--set", "trainer.lrr=1"], "key 'trainer.lrr'. Did you mean 'lr'?"),
         (["--env", "math:sort", "--set", "trainer.lr"], "expected section.key=value"),
         (["--env", "math:sort", "--set", "trainer.lr=fast"], "'trainer.lr': expected a number, got 'fast'"),
+        ([*TWO_ENGINES, "--set", "engine.transport=device"], 'engine.transport = "device" is for one engine'),
         (["nowhere.toml"], "nowhere.toml: there is no such file"),
         ([], "no task to train on: give an environment with --env NAME"),
         (["--env", "./nowhere.py:X"], "nowhere.py"),

@@ -31,7 +31,6 @@ import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, did_you_mean
 from grpo_core.plugins.installed import import_file, import_plugin, installed, module_name, names_of
-from grpo_core.plugins.listening import Audience
 from grpo_core.plugins.offers import (
     HOOKS,
     Factory,
@@ -47,6 +46,7 @@ from grpo_core.plugins.offers import (
 
 if TYPE_CHECKING:
     from grpo_core.events import Event
+    from grpo_core.plugins.listening import Audience
 
 __all__ = ["BUILT_IN", "EVENT_HOOK", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listing"]
 
@@ -167,6 +167,8 @@ class PluginHost:
         for plugin in self.plugins:
             if plugin.listeners:
                 if plugin.name not in self._audiences:
+                    from grpo_core.plugins.listening import Audience  # its imports would slow down a listing
+
                     who = f"{plugin}: its {EVENT_HOOK} hook"
                     self._audiences[plugin.name] = Audience(who, plugin.listeners)
                 self._audiences[plugin.name].tell(event)

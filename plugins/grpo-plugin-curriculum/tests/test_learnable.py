@@ -3,9 +3,10 @@
 import pytest
 
 import grpo_core as grpo
+from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Rollout, SampleRequest
 from grpo_core.testing.contracts import check_sampler
-from grpo_plugin_curriculum import Learnable, grpo_samplers
+from grpo_plugin_curriculum.learnable import Learnable
 
 REQUEST = SampleRequest(generation_version=0, target_version=0, current_version=0, expected_prompts=1)
 
@@ -46,7 +47,8 @@ def test_it_moves_gradually():
 
 
 def test_it_is_offered_by_name():
-    assert grpo_samplers() == {"learnable": Learnable}
+    offered = PluginHost.discover(allow=["curriculum"]).find("sampler", "learnable")
+    assert offered.load() is Learnable
 
 
 @pytest.mark.parametrize("options", [{"floor": 0}, {"memory": 1.0}])
