@@ -397,7 +397,7 @@ def test_a_listener_that_raises_is_reported_once_and_not_called_again(install, c
 
 
 def test_a_listener_that_hangs_holds_up_neither_the_run_nor_other_listeners(monkeypatch, caplog):
-    monkeypatch.setattr(listening, "PATIENCE", 0.1)
+    monkeypatch.setattr(listening, "PATIENCE", 1.0)
     monkeypatch.setattr(listening, "BACKLOG", 20)
     forever, heard = threading.Event(), []
     host = PluginHost()
@@ -413,7 +413,7 @@ def test_a_listener_that_hangs_holds_up_neither_the_run_nor_other_listeners(monk
         assert "plugin 'stuck' (d 1): its grpo_event hook has not returned from StepEnded" in caplog.text
         for step in range(40):
             host.emit(StepEnded(step=step, metrics={}))
-        assert "hook is 20 events behind, in StepEnded; it is not called again" in caplog.text
+        assert "plugin 'stuck' (d 1): its grpo_event hook is 20 events behind" in caplog.text
     forever.set()
 
 

@@ -32,7 +32,7 @@ class Audience:
     def __init__(self, who: str, listeners: Sequence[Callable[[Event], Any]]) -> None:
         self._who, self._listeners = who, listeners
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._hearing = ""
+        self._hearing = "no event yet"
         """The event that they are called with."""
         self._left = False
         self._thread = threading.Thread(target=self._listen, name=who, daemon=True)
