@@ -238,11 +238,13 @@ def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator
         yield Finding("it can be made", "passed", "")
         story = check_engine(tried.engine, tried.publish, prompt_ids=(5, 8, 2))
         yield _found("its contract", functools.partial(runner.run, story))
-        tried = decoding.Tried(engine=runner.run(made(**options)), model=model)
-        runner.run(tried.engine.update_weights(tried.publish(0)))
-        for law in decoding.LAWS:
+        tried.engine = runner.run(made(**options))
+        update = tried.engine.update_weights(tried.publish(0))
+        taken = _found("it takes weights", functools.partial(runner.run, update))
+        yield taken
+        for law in decoding.LAWS if taken.outcome == "passed" else ():
             yield _found(decoding.name(law), functools.partial(runner.run, law(tried)))
-        runner.run(tried.engine.aclose())
+        yield _found("it can be closed", functools.partial(runner.run, tried.engine.aclose()))
 
 
 def _found(check: str, ask: Callable[[], object]) -> Finding:

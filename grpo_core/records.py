@@ -155,7 +155,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     checksum: int
-    """Sum of the tensor's bytes read as integers, modulo 2**64 (``grpo_core.weights.shared.checksum``)."""
+    """Sum of the tensor's bytes read as integers, modulo 2**64 (``grpo_core.weights.layout.checksum``)."""
 
 
 @frozen(kw_only=True)

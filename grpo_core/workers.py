@@ -11,7 +11,7 @@ from typing import Literal
 from attrs import evolve
 
 from grpo_core.config import Config, TaskConfig
-from grpo_core.engines.pool import EnginePool, as_published
+from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool, EnvironmentWorker
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError
@@ -73,7 +73,7 @@ def make_engine(
         engine.workers,
         tolerance=tolerance,
         deadline=engine.deadline,
-        hold=as_published if transport(config, host) == "relay" else copies.hold,
+        hold=copies.hold,
         tell=tell,
     )
 
@@ -166,7 +166,7 @@ def _ray_pool(
         engine.workers,
         tolerance=tolerance,
         deadline=engine.deadline,
-        hold=as_published if transport(config, host) == "relay" else store.hold,
+        hold=store.hold,
         tell=tell,
     )
 

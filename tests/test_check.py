@@ -395,3 +395,18 @@ def test_an_engine_that_breaks_it_is_told_where():
     failed = {f.check: f.told for f in check.findings(host, offer, {}) if f.outcome == "failed"}
     assert {"its contract", "logprobs are those of the model"} <= failed.keys()
     assert all(failed.values()), "each says what is wrong"
+
+
+class Deaf(Constant):
+    """An engine that takes no weights."""
+
+    async def update_weights(self, weights):
+        raise RuntimeError("no room")
+
+
+@pytest.mark.slow
+def test_an_engine_that_takes_no_weights_is_a_finding_and_not_asked_for_more():
+    host = PluginHost.discover()
+    found = list(check.findings(host, check.find(host, f"{__file__}:Deaf"), {}))
+    assert {f.check: f.told for f in found}["it takes weights"] == "RuntimeError('no room')"
+    assert [f.outcome for f in found] == ["passed", "failed", "failed", "passed"]

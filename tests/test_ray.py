@@ -20,7 +20,7 @@ from killing import GRPO, Run, left_after
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.engines.local import LocalEngine
-from grpo_core.engines.pool import EnginePool, as_published
+from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
@@ -110,7 +110,8 @@ def ray_pool(publisher: Publisher, workers: int, engine: str = "local", **change
     return EnginePool(
         lambda number: RayEngine(f"engine {number}", made_from, store=store, resources={"num_cpus": 1}),
         workers,
-        **{"deadline": 60.0, "hold": store.hold, **changes},
+        hold=store.hold,
+        **{"deadline": 60.0, **changes},
     )
 
 
@@ -166,7 +167,7 @@ def test_weights_are_sent_to_workers_that_come_and_go(ray, tmp_path):
     publisher.writer = RelayWriter(torch.device("cpu"), "127.0.0.1")
 
     async def story():
-        pool = ray_pool(publisher, 2, hold=as_published)
+        pool = ray_pool(publisher, 2)
         await pool.update_weights(publisher(0))
         calm = await pool.generate(groups(2))
         late = publisher(1)  # not told of yet

@@ -50,6 +50,12 @@ def test_memory_that_nobody_has_any_more_is_used_again(tmp_path):
     assert mapped(copies.copy(larger, mapped(larger)).weights)[:] == b"b" * 5000
 
 
+def test_weights_that_are_sent_to_whoever_asks_need_no_copy():
+    """Whatever a pool's own configuration says: the trainer decides how its weights come."""
+    weights = Weights(version=3, location="relay:[]", nbytes=9, tensors=())
+    assert asyncio.run(Copies().hold(weights)).weights is weights
+
+
 def test_memory_that_is_gone_is_an_error_of_the_sync(tmp_path):
     weights = published(tmp_path / "memory", b"data")
     (tmp_path / "memory").unlink()

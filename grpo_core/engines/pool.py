@@ -53,8 +53,7 @@ HOMES = 10_000
 
 
 async def as_published(weights: Weights) -> Held:
-    """For members that need the weights no longer when ``update_weights`` of the pool returns, or are refused
-    what the trainer has written over."""
+    """For members that need the weights no longer when ``update_weights`` of the pool returns."""
     return Held(weights=weights)
 
 

@@ -140,8 +140,8 @@ def _prepare_files(who: str, setup: EngineSetup) -> None:
 class RayEngine:
     """Satisfies ``grpo_core.protocols.Engine``; its worker starts at once.
 
-    Takes weights that ``Store.hold`` made, or that are sent by ``relay``.  Once its worker has died,
-    everything raises EngineError: a pool puts another one in its place.
+    Takes weights that ``Store.hold`` made.  Once its worker has died, everything raises EngineError: a pool
+    puts another one in its place.
 
     Args:
         name: how messages call it ("engine 0").
@@ -189,8 +189,7 @@ class RayEngine:
         self._alive()
         if not self._started:
             await self._start()
-        data = None if weights.location.startswith(RELAY) else self._store.reference(weights)
-        await self._call("update_weights", weights, data)
+        await self._call("update_weights", weights, self._store.reference(weights))
 
     async def aclose(self) -> None:
         """End the worker, and its engine before it."""
@@ -281,15 +280,24 @@ class Store:
         self._held: WeakValueDictionary[str, Held] = WeakValueDictionary()
 
     async def hold(self, weights: Weights) -> Held:
-        """Put what a trainer of this machine has published.  Raises WeightSyncError."""
-        reference = await asyncio.to_thread(self._put, weights)
-        location = f"ray:{reference.hex()}"
-        held = Held(weights=evolve(weights, location=location), memory=reference)
-        self._held[location] = held
+        """Put what a trainer of this machine has published, unless it sends them itself.
+
+        Raises WeightSyncError.
+        """
+        if weights.location.startswith(RELAY):
+            held = Held(weights=weights)
+        else:
+            reference = await asyncio.to_thread(self._put, weights)
+            location = f"ray:{reference.hex()}"
+            held = Held(weights=evolve(weights, location=location), memory=reference)
+        self._held[held.weights.location] = held
         return held
 
     def reference(self, weights: Weights) -> Any:
-        """Where the bytes are.  Raises WeightSyncError for weights that were not put, or are not held."""
+        """Where the bytes are; None if the trainer sends them.
+
+        Raises WeightSyncError for weights that were not put, or are not held.
+        """
         held = self._held.get(weights.location)
         if held is None:
             raise WeightSyncError(

@@ -33,8 +33,7 @@ from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.training import policy
 from grpo_core.training.tiny import CONTEXT, make_tiny_model
-from grpo_core.weights.device import DeviceWriter
-from grpo_core.weights.relay import RelayWriter
+from grpo_core.weights.layout import Writer
 from grpo_core.weights.shared import WeightsWriter
 
 PATIENCE = 60.0
@@ -70,7 +69,7 @@ class Tried:
     kill: Callable[[], None] | None = None
     """Ends the process that decodes, as an accident would; None: there is none."""
     version: int = 0
-    writer: WeightsWriter | DeviceWriter | RelayWriter = field(factory=WeightsWriter)
+    writer: Writer = field(factory=WeightsWriter)
     _module: Any = field(default=None, init=False)
 
     @property

@@ -130,7 +130,7 @@ class Memory:
         return Weights(version=version, location="simulated", nbytes=0, tensors=infos)
 
     def read(self, weights: Weights) -> dict[str, bytes]:
-        """Raises WeightSyncError if a tensor is lost or altered, as ``weights.shared.read`` does."""
+        """Raises WeightSyncError if a tensor is lost or altered, as ``weights.reading.read`` does."""
         for info in weights.tensors:
             if zlib.crc32(self.tensors.get(info.name, b"")) != info.checksum:
                 raise WeightSyncError(f"version {weights.version}: tensor {info.name!r} is not what was sent")

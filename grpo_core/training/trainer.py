@@ -46,6 +46,7 @@ from grpo_core.training.process import TrainerSetup, thread_count
 from grpo_core.training.snapshot import Snapshot
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.weights.device import DeviceWriter
+from grpo_core.weights.layout import Writer
 from grpo_core.weights.relay import RelayWriter
 from grpo_core.weights.shared import WeightsWriter
 
@@ -359,7 +360,7 @@ class TorchTrainer:
         return Policy(model, getattr(torch, self._setup.model.dtype))
 
 
-def _writer(setup: TrainerSetup, device: torch.device) -> WeightsWriter | DeviceWriter | RelayWriter:
+def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
     if setup.transport == "relay":
         return RelayWriter(device, setup.relay_host)
     if setup.transport == "device" and device.type == "cuda":

@@ -16,7 +16,7 @@ from attrs import evolve
 
 from grpo_core.engines.members import Held
 from grpo_core.records import Weights
-from grpo_core.weights import anonymous_file, unreadable
+from grpo_core.weights import RELAY, anonymous_file, unreadable
 
 
 def mapped(weights: Weights) -> mmap.mmap:
@@ -35,7 +35,12 @@ class Copies:
         self._free: list[tuple[int, mmap.mmap]] = []
 
     async def hold(self, weights: Weights) -> Held:
-        """A copy of what a trainer of this machine has published.  Raises WeightSyncError."""
+        """A copy of what a trainer of this machine has published; none of what it sends to whoever asks.
+
+        Raises WeightSyncError.
+        """
+        if weights.location.startswith(RELAY):
+            return Held(weights=weights)
         return await asyncio.to_thread(lambda: self.copy(weights, mapped(weights)))
 
     def copy(self, weights: Weights, data: mmap.mmap | memoryview) -> Held:

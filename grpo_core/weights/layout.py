@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,14 @@ from grpo_core.errors import ModelError, WeightSyncError
 from grpo_core.records import TensorInfo, Weights
 
 _ALIGNMENT = 64
+
+
+class Writer(Protocol):
+    """A trainer's end of a way to engines: owns the block that it publishes in."""
+
+    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+        """Copy the tensors there; what was there before is overwritten."""
+        ...
 
 
 def checksum(tensor: torch.Tensor) -> int:

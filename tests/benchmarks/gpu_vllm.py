@@ -27,10 +27,9 @@ import torch
 from grpo_core.errors import EngineError
 from grpo_core.testing.decoding import LAWS, Tried, make_model, name, start
 from grpo_core.weights.device import DeviceWriter
+from grpo_core.weights.layout import Writer
 from grpo_core.weights.relay import RelayWriter
 from grpo_core.weights.shared import WeightsWriter
-
-Writer = WeightsWriter | DeviceWriter | RelayWriter
 
 FLOAT32 = {"dtype": "float32", "memory_fraction": 0.3}
 CASES: dict[str, dict[str, Any]] = {
