@@ -6,7 +6,7 @@ grpo-core train examples/two_tasks.toml --set sampler.name=./examples/custom_sam
 from collections.abc import Mapping, Sequence
 
 import grpo_core as grpo
-from grpo_core.data.samplers import Weighted, draw
+from grpo_core.data.samplers import WeightedTaskSampler, draw
 
 
 class HardLater:
@@ -35,7 +35,7 @@ class HardLater:
         self.drawn = state["drawn"]
 
 
-class Fading(Weighted):
+class Fading(WeightedTaskSampler):
     """The same with a base class that draws at random by weights, and keeps the state."""
 
     name = "fading"

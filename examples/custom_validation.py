@@ -34,7 +34,7 @@ class Reliable:
         return results
 
     def score(self, rollouts: Sequence[grpo.Rollout]) -> float | None:
-        """Of one prompt; None if too few of its rollouts have a verdict."""
+        """Of one prompt; None if too few of its rollouts have feedback."""
         judged = [r.reward for r in rollouts if r.reward is not None]
         correct = sum(reward >= 1 for reward in judged)
         return comb(correct, self.k) / comb(len(judged), self.k) if len(judged) >= self.k else None

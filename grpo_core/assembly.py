@@ -26,13 +26,13 @@ from grpo_core.models import local_directory
 from grpo_core.pipeline import Pipeline, Schedule, Validate
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, Sampler
-from grpo_core.records import EngineSetup, Group, Prompt, Rollout, Verdict
+from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.tracking import RunDirectory
-from grpo_core.rollout import LostBudget, Sampling
+from grpo_core.rollout import LostBudget, SamplingParams
 from grpo_core.tasks import Tasks
 from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
-from grpo_core.validation.engine import OnItsOwnEngine, Remembering
+from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.runner import Context, Results, run_strategy
 
 SYNC_GRACE = 5.0
@@ -103,7 +103,7 @@ async def assemble(
     watch: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (trainer.watch,)
     validate: Validate = measure
     if own is not None:
-        engine = Remembering(engine)
+        engine = WeightsTrackingEngine(engine)
         beside = _on_its_own_engine(config, measure, own, engine, emit)
         validate, watch = beside, (*watch, beside.watch)
 
@@ -116,7 +116,7 @@ async def assemble(
         ),
         engine=engine,
         trainer=trainer,
-        judges=tasks.judges,
+        environments=tasks.environments,
         renderer=renderer,
         sampling=sampling,
         group_size=config.rollout.group_size,
@@ -125,7 +125,7 @@ async def assemble(
         seed=config.seed,
         schedule=_schedule(config),
         emit=emit,
-        observe_verdict=_budgets(config, tasks),
+        observe_rollout=_budgets(config, tasks),
         validate=validate,
         save=save,
         canary=_canary(prompts, renderer),
@@ -157,13 +157,13 @@ def _trainer(
         trainer=config.trainer,
         loss=config.loss,
         seed=config.seed,
-        generates_beside=config.pipeline.max_staleness > 0,
+        colocated=config.pipeline.max_staleness > 0,
         model_directory=str(run.model),
         demonstrations=demonstrations,
         resume_from=str(resume.directory) if resume else None,
-        saves_beside=config.checkpoint.beside,
+        async_save=config.checkpoint.async_save,
         transport=workers.transport(config, host),
-        relay_host=config.engine.relay_host,
+        collective_host=config.engine.collective_host,
         max_non_finite=config.health.max_non_finite,
         plugins=None if config.plugins is None else tuple(config.plugins),
         block=host.block,
@@ -219,11 +219,11 @@ def _on_its_own_engine(
     config: Config,
     measure: Callable[[int], Awaitable[Results]],
     engine: Engine,
-    trained: Remembering,
+    trained: WeightsTrackingEngine,
     emit: Callable[[Event], None],
-) -> OnItsOwnEngine:
+) -> DedicatedValidator:
     assert config.validation.engine is not None
-    return OnItsOwnEngine(
+    return DedicatedValidator(
         measure=measure,
         engine=engine,
         trained=trained,
@@ -246,9 +246,9 @@ def _sampler(config: Config, host: PluginHost) -> Sampler:
     return sampler
 
 
-def _sampling(config: Config) -> Sampling:
+def _sampling(config: Config) -> SamplingParams:
     rollout = config.rollout
-    return Sampling(
+    return SamplingParams(
         temperature=rollout.temperature,
         max_tokens=rollout.max_tokens,
         stop=tuple(rollout.stop),
@@ -259,11 +259,11 @@ def _sampling(config: Config) -> Sampling:
 
 
 def _dynamic(config: Config) -> DynamicSampling | None:
-    sampling = config.sampling
-    if not sampling.dynamic:
+    given = config.dynamic_sampling
+    if not given.enabled:
         return None
-    extra = sampling.max_extra_groups or EXTRA_GROUPS * config.trainer.prompts_per_step
-    return DynamicSampling(tolerance=sampling.tolerance, max_extra_groups=extra)
+    extra = given.max_extra_groups or EXTRA_GROUPS * config.trainer.prompts_per_step
+    return DynamicSampling(tolerance=given.tolerance, max_extra_groups=extra)
 
 
 def _schedule(config: Config) -> Schedule:
@@ -297,11 +297,11 @@ def _tolerance(config: Config) -> float:
 def _limits(config: Config) -> dict[str, Limits]:
     health = config.health
     return {
-        "logprob_diff/mean": Limits(*health.logprob_diff),
-        "kl": Limits(*health.kl),
-        "importance_ratio/effective_sample_size": Limits(*health.effective_sample_size),
-        "clip_fraction/low": Limits(*health.clip_fraction),
-        "clip_fraction/high": Limits(*health.clip_fraction),
+        "logprob_diff_mean": Limits(*health.logprob_diff),
+        "mismatch_kl": Limits(*health.mismatch_kl),
+        "effective_sample_size": Limits(*health.effective_sample_size),
+        "clip_fraction_low": Limits(*health.clip_fraction),
+        "clip_fraction_high": Limits(*health.clip_fraction),
     }
 
 
@@ -315,8 +315,8 @@ def _budgets(config: Config, tasks: Tasks) -> Callable[[str, Rollout], None]:
         lost.observe(rollout)
         if rollout.lost:
             return
-        verdict = Verdict(reward=rollout.reward, error=rollout.error)
-        budgets[task].observe(verdict, tasks.processes[task].first_traceback)
+        feedback = Feedback(reward=rollout.reward, error=rollout.error)
+        budgets[task].observe(feedback, tasks.processes[task].first_traceback)
 
     return observe
 
@@ -338,7 +338,7 @@ def make_validation(
             version=version,
             prompts={task: part[: config.validation.prompts] for task, part in held_out.items() if part},
             engine=engine,
-            judges=tasks.judges,
+            environments=tasks.environments,
             renderer=renderer,
             sampling=_sampling(config),
             deadline=config.validation.deadline,

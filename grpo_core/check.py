@@ -19,7 +19,7 @@ from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Offer
-from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.testing.conformance import Conformance, Finding
 
 CHECKED: Mapping[Kind, str] = {
@@ -105,8 +105,8 @@ def findings(
 # ---------------------------------------------------------------------------------- environments
 
 
-class Supervised:
-    """A ``Subject`` in its own process, as in a run: it may hang, crash, or end."""
+class EnvironmentInChild:
+    """An ``EnvironmentUnderTest`` in its own process, as in a run: it may hang, crash, or end."""
 
     needs_group: bool
     max_turns: int
@@ -135,10 +135,10 @@ class Supervised:
     def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         return self._runner.run(self._process.solve(prompts))
 
-    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[Opened]:
+    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
         return self._runner.run(self._process.open(dict(prompts)))
 
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         return self._runner.run(self._process.evaluate(episodes))
 
     def close(self, sessions: Sequence[str]) -> None:
@@ -156,7 +156,7 @@ class Supervised:
 def _environment(name: str, options: Mapping[str, Any], block: Sequence[str]) -> Iterator[Finding]:
     with asyncio.Runner() as runner:
         try:
-            subject = Supervised(name, options, block, runner)
+            subject = EnvironmentInChild(name, options, block, runner)
         except GrpoError as error:
             yield Finding("it can be made", "failed", str(error))
             return

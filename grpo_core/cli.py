@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-if TYPE_CHECKING:
-    pass
-
-RUNS = Path("runs")
-LATEST = "latest"
-ALONE = {"--resume": LATEST, "--ray": ""}
+ALONE = {"--resume": "latest", "--ray": ""}
 """What an option means without its value."""
 
 app = App(

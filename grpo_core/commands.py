@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core import checkpoint, run
-from grpo_core.cli import LATEST, RUNS
 from grpo_core.config import TINY, Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.laws import Laws, summary
@@ -22,11 +21,14 @@ from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.terminal import Terminal
 from grpo_core.reporting.tracking import RunDirectory
-from grpo_core.validation.measured import find, without_what_is_replaced
 from grpo_core.validation.results import table
+from grpo_core.validation.target import drop_overridden, find
 from grpo_core.workers import transport
 
 T = TypeVar("T")
+
+RUNS = Path("runs")
+"""The directory in which runs are made unless ``--output`` names another one."""
 
 
 def train(
@@ -90,7 +92,7 @@ def validate(
 ) -> int:
     """``grpo-core validate``; returns the exit status."""
     changes = _changes(envs, chosen, settings)
-    measured = without_what_is_replaced(find(target), changes, tasks=bool(envs))
+    measured = drop_overridden(find(target), changes, tasks=bool(envs))
     config = configure([measured.table], changes)
     host = _checked_host(config, block, purpose="measure")
     console = Console(stderr=True)
@@ -199,7 +201,7 @@ def _checked_host(config: Config, block: Sequence[str], *, purpose: str = "train
 
 
 def _resumed(resume: str, changes: Mapping[str, Any]) -> tuple[RunDirectory, Config, checkpoint.Found | None]:
-    path = RunDirectory.latest(RUNS) if resume == LATEST else Path(resume)
+    path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
     directory, config = RunDirectory.open(path)
     if changes:
         config = build([as_table(config), changes])

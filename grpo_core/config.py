@@ -97,10 +97,10 @@ class SamplerConfig(PluginChoice):
 
 
 @frozen(kw_only=True)
-class SamplingConfig:
+class DynamicSamplingConfig:
     """Dynamic sampling: groups whose rewards are all equal teach nothing, and are replaced."""
 
-    dynamic: bool = False
+    enabled: bool = False
     """Train only groups whose rewards differ; generate others in the place of the rest."""
     tolerance: float = field(default=0.0, validator=ge(0))
     """Rewards of a group that differ by no more than this are equal."""
@@ -122,15 +122,15 @@ class EngineConfig(PluginChoice):
     """That Ray gives to each."""
     placement: Literal["pack", "spread"] = "pack"
     """Ray workers on as few machines as possible, or on as many."""
-    environ: dict[str, str] = field(factory=dict)
+    env_vars: dict[str, str] = field(factory=dict)
     """Environment variables of each Ray worker, set before the engine's plugin is loaded."""
-    transport: Literal["auto", "host", "device", "relay"] = "auto"
-    """How weights come from the trainer: through the host's memory (and Ray's object store); by a handle to
-    memory of the trainer's device; or sent, by NCCL between GPUs, else by gloo. auto: `device` to one engine
-    of this machine that can take it so, `relay` to Ray workers with GPUs, else `host`."""
-    relay_host: str = "127.0.0.1"
-    """Address of this machine at which engines reach the trainer, for `relay`; on a cluster one of its
-    network, without which auto is `host` there."""
+    transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
+    """How the trainer sends weights to engines: `shm` through shared memory (and Ray's object store),
+    `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by gloo otherwise. `auto` is
+    `shm`: the two others have not been run on GPUs yet."""
+    collective_host: str = "127.0.0.1"
+    """Address of this machine at which engines reach the trainer, for `collective`; on a cluster use an
+    address of its network."""
 
 
 @frozen(kw_only=True)
@@ -161,7 +161,7 @@ class EnvironmentConfig:
     """Calls of an async `evaluate` that run at once, each with one episode (or one group that is compared),
     and of async tools; 0: `evaluate` gets the whole batch, and all tools run at once."""
     max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
-    """The run stops when more than this share of the last 200 episodes of a task had no verdict."""
+    """The run stops when more than this share of the last 200 episodes of a task were unscored."""
 
 
 @frozen(kw_only=True)
@@ -238,7 +238,7 @@ class ValidationConfig(PluginChoice):
     """Training waits: no step and no group begins while validation runs.  Else it goes on; in either case the
     weights that are measured stay the same."""
     deadline: float = field(default=3600.0, validator=gt(0))
-    """Seconds for the rollouts that a strategy asks for at once; those not finished then have no verdict."""
+    """Seconds for the rollouts that a strategy asks for at once; those not finished then are unscored."""
     engine: EngineConfig | None = None
     """An engine for validation alone, with options of its own; training does not wait for its results."""
 
@@ -249,7 +249,7 @@ class CheckpointConfig:
     """Steps; 0: only at the end."""
     keep: int = field(default=2, validator=ge(1))
     """Newest complete ones that stay on disk."""
-    beside: bool = True
+    async_save: bool = True
     """Write while training goes on, from a copy of weights and optimizer in the host's memory, which it keeps
     (12 bytes for each parameter in float32).  False: no copy; training waits until all is written."""
 
@@ -267,7 +267,7 @@ class HealthConfig:
     one of them computes in bfloat16."""
     logprob_diff: tuple[float, float] = field(default=(0.5, 2.0), validator=_LIMITS)
     """Of the sampled tokens, between the engine and the trainer at the start of a step."""
-    kl: tuple[float, float] = field(default=(0.5, 4.0), validator=_LIMITS)
+    mismatch_kl: tuple[float, float] = field(default=(0.5, 4.0), validator=_LIMITS)
     """From the policy that generated to the one that a step starts from."""
     effective_sample_size: tuple[float, float] = field(default=(0.1, 0.01), validator=_LIMITS)
     """Share of the tokens, by their importance ratios; smaller is worse."""
@@ -298,7 +298,7 @@ class Config:
     tasks: dict[str, TaskConfig] = field(factory=dict)
     model: ModelConfig = field(factory=ModelConfig)
     sampler: SamplerConfig = field(factory=SamplerConfig)
-    sampling: SamplingConfig = field(factory=SamplingConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(factory=DynamicSamplingConfig)
     engine: EngineConfig = field(factory=EngineConfig)
     environment: EnvironmentConfig = field(factory=EnvironmentConfig)
     ray: RayConfig = field(factory=RayConfig)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve
 
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.environments.tools import numbered, parse_calls
 from grpo_core.records import Episode, Message, Prompt
 from grpo_core.tasks import Tasks
+from grpo_core.tool_calls import numbered, parse_calls
 
 MOST = 5000
 """Prompts, of all tasks together."""
@@ -57,11 +57,11 @@ async def _played(environment: EnvironmentPool, prompts: Sequence[Prompt]) -> li
                 for name, (talk, reply) in replies.items()
             ]
             talks = {}
-            for episode, verdict in zip(episodes, await environment.evaluate(episodes), strict=True):
-                if not verdict.done and verdict.error is None:
+            for episode, feedback in zip(episodes, await environment.evaluate(episodes), strict=True):
+                if not feedback.done and feedback.error is None:
                     name = episode.group
-                    said[name].append(_text(verdict.messages))
-                    talks[name] = evolve(starts[name], messages=episode.messages + verdict.messages)
+                    said[name].append(_text(feedback.messages))
+                    talks[name] = evolve(starts[name], messages=episode.messages + feedback.messages)
     finally:
         if several:
             await environment.close(list(starts))

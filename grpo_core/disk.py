@@ -3,7 +3,7 @@
 When the power fails, a file system may lose whatever was not synced: the bytes of a file, its name in its
 directory, a rename, a removal, each with or without the others, in any order (OSDI 2014, Pillai et al.: "All
 File Systems Are Not Created Equal").  So everything below a directory is synced before it gets its name, and
-its name before anything that it replaces is removed.  ``grpo_core.testing.disk`` fails in all these ways.
+its name before anything that it replaces is removed.  ``simulation.disk`` fails in all these ways.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class DynamicSampling:
         for task in sorted({*self._kept, *self._filtered}):
             filtered = self._filtered[task]
             metrics[f"filtered/{task}"] = float(filtered)
-            metrics[f"filtered_share/{task}"] = filtered / (filtered + self._kept[task])
+            metrics[f"filtered_fraction/{task}"] = filtered / (filtered + self._kept[task])
             if filtered:
                 metrics[f"filtered_reward/{task}"] = self._rewards[task] / filtered
         for counts in (self._kept, self._filtered, self._rewards):
@@ -71,6 +71,6 @@ class DynamicSampling:
         return (
             f"dynamic sampling: since the last step {kept} of {kept + filtered} groups passed "
             f"({kept / (kept + filtered):.1%}), the other {filtered} had equal rewards; "
-            f"sampling.max_extra_groups is {self.max_extra_groups} ({tasks}). Choose prompts that the model "
-            "solves sometimes, a larger rollout.group_size or temperature, or a higher limit"
+            f"dynamic_sampling.max_extra_groups is {self.max_extra_groups} ({tasks}). Choose prompts that "
+            "the model solves sometimes, a larger rollout.group_size or temperature, or a higher limit"
         )

@@ -42,7 +42,7 @@ class GroupFinished(Event):
 
 @frozen(kw_only=True)
 class GroupFiltered(Event):
-    """All rollouts of a prompt have an equal reward: the group is not trained (``sampling.dynamic``)."""
+    """All rewards of a group are equal, so it is not trained (``dynamic_sampling.enabled``)."""
 
     slot: int
     task: str

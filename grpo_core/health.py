@@ -46,27 +46,27 @@ class Finding:
 
 
 CAUSES: Mapping[str, Cause] = {
-    "logprob_diff/mean": Cause(
+    "logprob_diff_mean": Cause(
         "the engine and the trainer disagree about the sampled tokens",
         "the policy moves fast (lower trainer.lr or pipeline.max_staleness); the engine computes in a "
         "narrower dtype, or samples with another temperature or a top-p that its logprobs do not show",
     ),
-    "kl": Cause(
+    "mismatch_kl": Cause(
         "the policy that is trained is far from the one that generated",
         "steps are too large (lower trainer.lr or trainer.updates_per_step), or rollouts too old (lower "
         "pipeline.max_staleness)",
     ),
-    "importance_ratio/effective_sample_size": Cause(
+    "effective_sample_size": Cause(
         "a few tokens carry the whole gradient",
         "rollouts are too old or steps too large (lower pipeline.max_staleness or trainer.lr), or the "
         "engine's logprobs are wrong",
         small_is_bad=True,
     ),
-    "clip_fraction/low": Cause(
+    "clip_fraction_low": Cause(
         "the clip removes most of the gradient of bad tokens",
         "steps are too large: lower trainer.lr or trainer.updates_per_step",
     ),
-    "clip_fraction/high": Cause(
+    "clip_fraction_high": Cause(
         "the clip removes most of the gradient of good tokens",
         "steps are too large: lower trainer.lr or trainer.updates_per_step",
     ),
@@ -74,7 +74,7 @@ CAUSES: Mapping[str, Cause] = {
 """By metric."""
 
 
-def judge(recent: Sequence[Mapping[str, float]], limits: Mapping[str, Limits]) -> list[Finding]:
+def check_limits(recent: Sequence[Mapping[str, float]], limits: Mapping[str, Limits]) -> list[Finding]:
     """What is beyond its limit in the last steps' metrics (newest last); the fatal ones first.
 
     A metric that is not finite is beyond every limit that is set.  One that the newest step has not is left

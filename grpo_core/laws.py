@@ -99,7 +99,7 @@ class _Account:
     step: int = 0
     """Taken."""
     version: int = 0
-    """Held by the engine."""
+    """WeightsLease by the engine."""
     measured: int = -1
     """By the newest validation."""
     dispatched: int = 0

@@ -9,7 +9,7 @@ one call.
     def reinforce(inputs: LossInputs) -> LossOutput:
         return -inputs.advantages * inputs.policy_logprobs, {}
 
-Metrics of an update are means over its sampled tokens; a name that ends in ``/max`` is a maximum.  An option
+Metrics of an update are means over its sampled tokens; a name that ends in ``_max`` is a maximum.  An option
 called ``kl_coefficient`` above 0 makes the core keep the start weights and fill ``reference_logprobs``.
 """
 
@@ -74,8 +74,8 @@ def grpo(
     advantage by - c A (arXiv 1912.09729).  ``kl_coefficient`` adds an estimate of KL(policy, reference), see
     ``reference_kl``.
 
-    Metrics: ``clip_fraction/low``, ``clip_fraction/high`` (tokens whose gradient the clip removes),
-    ``importance_weight/mean``, ``importance_weight/max`` (after the cap), ``kl/reference``.
+    Metrics: ``clip_fraction_low``, ``clip_fraction_high`` (tokens whose gradient the clip removes),
+    ``importance_weight_mean``, ``importance_weight_max`` (after the cap), ``kl``.
     """
     advantages = inputs.advantages
     ratio = _exp(inputs.policy_logprobs - inputs.proximal_logprobs)
@@ -85,15 +85,15 @@ def grpo(
     weight = _exp(inputs.proximal_logprobs - inputs.generation_logprobs).clamp(max=importance_cap).detach()
     losses = -weight * objective
     metrics = {
-        "clip_fraction/low": ((ratio < 1 - clip_low) & (advantages < 0)).to(ratio.dtype),
-        "clip_fraction/high": ((ratio > 1 + clip_high) & (advantages > 0)).to(ratio.dtype),
-        "importance_weight/mean": weight,
-        "importance_weight/max": weight,
+        "clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).to(ratio.dtype),
+        "clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).to(ratio.dtype),
+        "importance_weight_mean": weight,
+        "importance_weight_max": weight,
     }
     if kl_coefficient and inputs.reference_logprobs is not None:
         kl = reference_kl(inputs.policy_logprobs, inputs.reference_logprobs)
         losses = losses + kl_coefficient * kl
-        metrics["kl/reference"] = kl.detach()
+        metrics["kl"] = kl.detach()
     return losses, metrics
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 from grpo_core.buffer import Statistics
 from grpo_core.records import Group, Rollout
 
-FULL_MARKS = 1.0
+FULL_REWARD = 1.0
 """A rollout with this reward or more counts as accurate."""
 
 
@@ -25,10 +25,10 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         rollouts = [rollout for group in members for rollout in group.rollouts]
         rewards = [r.reward for r in rollouts if r.reward is not None]
         metrics[f"reward/{task}"] = fmean(rewards)
-        metrics[f"accuracy/{task}"] = fmean(float(reward >= FULL_MARKS) for reward in rewards)
-        metrics[f"equal_rewards/{task}"] = fmean(float(len(set(g.rewards)) == 1) for g in members)
+        metrics[f"accuracy/{task}"] = fmean(float(reward >= FULL_REWARD) for reward in rewards)
+        metrics[f"frac_reward_zero_std/{task}"] = fmean(float(len(set(g.rewards)) == 1) for g in members)
         metrics[f"groups/{task}"] = float(len(members))
-        metrics[f"staleness/{task}/mean"] = fmean(_staleness(members, step) or [0])
+        metrics[f"staleness/{task}"] = fmean(_staleness(members, step) or [0])
         metrics[f"completion_tokens/{task}"] = fmean(sum(r.sampled) for r in rollouts)
         metrics[f"truncated/{task}"] = fmean(float(r.finish_reason == "length") for r in rollouts)
         parts: dict[str, list[float]] = defaultdict(list)
@@ -37,8 +37,8 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
                 parts[name].append(float(value))
         metrics |= {f"reward/{task}/{name}": fmean(values) for name, values in sorted(parts.items())}
     stale = _staleness(groups, step)
-    metrics["staleness/mean"] = fmean(stale) if stale else 0.0
-    metrics["staleness/max"] = float(max(stale, default=0))
+    metrics["staleness_mean"] = fmean(stale) if stale else 0.0
+    metrics["staleness_max"] = float(max(stale, default=0))
     return metrics
 
 
@@ -98,7 +98,7 @@ class Meter:
             "tokens_per_second/generation": self._tokens / elapsed,
             "overlap": min(max(self._busy, training) / elapsed, 1.0),
             "buffer/in_flight": float(buffer.in_flight),
-            "buffer/again": float(buffer.again),
+            "buffer/retrying": float(buffer.again),
             "buffer/ready": float(buffer.ready),
             "buffer/dispatched": float(buffer.dispatched),
             "buffer/skipped": float(buffer.skipped),

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 from attrs import define, field, frozen
 
 from grpo_core import health
+from grpo_core.aio import raising_root_cause
 from grpo_core.buffer import Buffer, Slot
 from grpo_core.dynamic import DynamicSampling
 from grpo_core.engines import canary
@@ -50,10 +51,10 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.metrics import Meter, task_metrics
-from grpo_core.protocols import AdvantageFunction, Engine, Judge, Loader, Sampler, Trainer
+from grpo_core.protocols import AdvantageFunction, Engine, EnvironmentClient, Loader, Sampler, Trainer
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
 from grpo_core.rendering import Renderer
-from grpo_core.rollout import Sampling, Start, play, seed_of
+from grpo_core.rollout import SamplingParams, Start, derive_seed, play
 from grpo_core.rows import check_staleness, make_batch
 
 T = TypeVar("T")
@@ -95,9 +96,9 @@ class Pipeline:
     """Asks the sampler and checks what it returns."""
     engine: Engine
     trainer: Trainer
-    judges: Mapping[str, Judge]
+    environments: Mapping[str, EnvironmentClient]
     renderer: Renderer
-    sampling: Sampling
+    sampling: SamplingParams
     group_size: int
     advantages: AdvantageFunction
     dynamic: DynamicSampling | None = None
@@ -105,8 +106,8 @@ class Pipeline:
     seed: int = 0
     schedule: Schedule = field(factory=Schedule)
     emit: Callable[[Event], None] = lambda event: None
-    observe_verdict: Callable[[str, Rollout], None] = lambda task, rollout: None
-    """Counts rollouts without a verdict; raises when there are too many."""
+    observe_rollout: Callable[[str, Rollout], None] = lambda task, rollout: None
+    """Counts rollouts unscored; raises when there are too many."""
     validate: Validate | None = None
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
@@ -127,7 +128,7 @@ class Pipeline:
     _stopping: bool = field(init=False, default=False)
     _paused: bool = field(init=False, default=False)
     _stepping: asyncio.Lock = field(init=False, factory=asyncio.Lock)
-    """Held by a step of the trainer, or by the validation that it has to wait for."""
+    """WeightsLease by a step of the trainer, or by the validation that it has to wait for."""
     _meter: Meter = field(init=False, factory=Meter)
     _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
 
@@ -142,7 +143,7 @@ class Pipeline:
         await self._update_engine(await self.trainer.publish(self.canary))
         if self._trained == 0:
             await self._validate(0)
-        try:
+        with raising_root_cause():
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self._collect(), name="collect"),
@@ -153,9 +154,6 @@ class Pipeline:
                 await self._train()
                 for task in background:
                     task.cancel()
-        except BaseExceptionGroup as group:
-            cause = root_cause(group)
-            raise cause from cause.__cause__
         return "interrupted" if self._trained < self.buffer.num_steps else "finished"
 
     async def stop(self) -> None:
@@ -192,21 +190,21 @@ class Pipeline:
         prompt = slot.prompt
         assert prompt is not None
         starts = [
-            Start(prompt=prompt, seed=seed_of(self.seed, slot.id, slot.attempts, i), group=str(slot.id))
+            Start(prompt=prompt, seed=derive_seed(self.seed, slot.id, slot.attempts, i), group=str(slot.id))
             for i in range(self.group_size - len(slot.kept))
         ]
         with self._meter.generating():
             rollouts = await play(
                 starts,
                 engine=self.engine,
-                judges=self.judges,
+                environments=self.environments,
                 renderer=self.renderer,
                 sampling=self.sampling,
                 deadline=self.schedule.rollout_deadline,
             )
         for rollout in rollouts:
             self._meter.count(prompt.environment, rollout)
-            self.observe_verdict(prompt.environment, rollout)
+            self.observe_rollout(prompt.environment, rollout)
         finished = (*slot.kept, *(rollout for rollout in rollouts if rollout.reward is not None))
         if len(finished) == self.group_size:
             group = Group(
@@ -218,7 +216,7 @@ class Pipeline:
             )
             self._apply(lambda: self._finish(slot, group))
             return
-        kept = () if self.judges[prompt.environment].needs_group else finished  # compared: all or none
+        kept = () if self.environments[prompt.environment].needs_group else finished  # compared: all or none
         error = next(rollout.error for rollout in rollouts if rollout.error is not None)
         self._apply(lambda: self._fail(slot, kept, error))
 
@@ -229,7 +227,7 @@ class Pipeline:
             self.emit(PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt, error=error))
 
     def _finish(self, slot: Slot[Prompt], group: Group) -> None:
-        """All its rollouts have a verdict: it waits to be trained, or is filtered."""
+        """All its rollouts have feedback: it waits to be trained, or is filtered."""
         step, task, prompt = self._trained, group.prompt.environment, group.prompt.id
         if self.dynamic is None or self.dynamic.keeps(group):
             self.buffer.complete(slot, group)
@@ -294,7 +292,7 @@ class Pipeline:
     def _check_health(self, metrics: Mapping[str, float]) -> None:
         """Raises TrainerError if a metric of the last steps is beyond its hard limit."""
         self._recent.append(metrics)
-        for finding in health.judge(self._recent, self.limits):
+        for finding in health.check_limits(self._recent, self.limits):
             if finding.fatal:
                 raise TrainerError(f"step {self._trained}: {finding.message}")
             self.emit(WarningRaised(step=self._trained, cause=finding.metric, message=finding.message))
@@ -461,11 +459,3 @@ class _Waiting:
         if answer is not None:
             self.answer.set_result(answer)
         return answer is not None
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The first error in a group of errors that is not a mere consequence."""
-    while isinstance(error, BaseExceptionGroup):
-        grpo = [e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)]
-        error = (grpo or error.exceptions)[0]
-    return error

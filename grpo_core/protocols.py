@@ -14,13 +14,13 @@ from grpo_core.records import (
     Batch,
     Completion,
     Episode,
+    Feedback,
     GenerationRequest,
-    Opened,
     Prompt,
     Rollout,
     SampleRequest,
+    SessionStart,
     StepResult,
-    Verdict,
     Weights,
 )
 
@@ -49,8 +49,8 @@ class Environment:
 
     def evaluate(
         self, episodes: Sequence[Episode]
-    ) -> Sequence[float | Verdict | None] | Awaitable[Sequence[float | Verdict | None]]:
-        """One result for each episode, in order: a float is its reward and ends it; None is no verdict.
+    ) -> Sequence[float | Feedback | None] | Awaitable[Sequence[float | Feedback | None]]:
+        """One result for each episode, in order: a float is its reward and ends it; None is unscored.
 
         May be ``async``.  A result must not depend on the episode's place in the batch.
         """
@@ -179,21 +179,21 @@ class Trainer(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Judge(Protocol):
+class EnvironmentClient(Protocol):
     """An environment behind its process: what the rollout code calls."""
 
     max_turns: int
     needs_group: bool
 
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Begin a session for each prompt, in order, under the name that is its key."""
         ...
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """One for each episode, in order.
 
         An episode whose last message has ``tool_calls`` (and whose finish reason is "stop") is answered with
-        the tools' results, ``Verdict(done=False)``, without asking the environment.
+        the tools' results, ``Feedback(done=False)``, without asking the environment.
         """
         ...
 

@@ -21,7 +21,7 @@ EndReason = Literal["stop", "length", "abort", "turns", "tokens", "tool_calls", 
 """Of a rollout: its last completion's reason, or the limit that it met.
 
 ``turns``, ``tokens``, ``tool_calls``: it would have gone on, but may not; it keeps the rewards of its turns.
-``deadline``: its time was over; it has no verdict and is played again.
+``deadline``: its time was over; it are unscored and is played again.
 """
 
 
@@ -61,7 +61,7 @@ class Episode:
     group: str = ""
     """Equal for the episodes of one group."""
     finish_reason: EndReason = "stop"
-    """Other than "stop": this was the last turn, whatever the verdict says."""
+    """Other than "stop": this was the last turn, whatever the feedback says."""
 
     @property
     def reply(self) -> str:
@@ -71,8 +71,8 @@ class Episode:
 
 
 @frozen(kw_only=True)
-class Verdict:
-    """What an environment says of an episode.  Without a reward there is *no verdict*: not a reward of 0."""
+class Feedback:
+    """What an environment says of an episode.  Without a reward there is *unscored*: not a reward of 0."""
 
     reward: float | None = None
     done: bool = True
@@ -83,12 +83,12 @@ class Verdict:
     """What the reply answers, in a form in which equal answers are equal texts: a majority votes on it."""
     error: str | None = None
     lost: bool = False
-    """Set by the core: without a verdict because the session died with its process, through no fault of its
+    """Set by the core: unscored because the session died with its process, through no fault of its
     own."""
 
 
 @frozen(kw_only=True)
-class Opened:
+class SessionStart:
     """What a rollout begins with."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -215,24 +215,24 @@ class Rollout:
     """-1 where not sampled."""
     messages: tuple[Message, ...] = ()
     reward: float | None = None
-    """Summed over turns; None is no verdict."""
+    """Summed over turns; None is unscored."""
     metrics: Mapping[str, float] = field(factory=dict)
     answer: str | None = None
-    """Of its last verdict."""
+    """Of its last feedback."""
     turns: int = 0
     tool_calls: int = 0
     finish_reason: str = ""
     """An ``EndReason``; empty before the first completion."""
     error: str | None = None
-    """Why there is no verdict."""
+    """Why there is unscored."""
     lost: bool = False
-    """Without a verdict because the engine gave it up, its deadline passed, or its session died with others:
-    no fault of its environment's verdict."""
+    """unscored because the engine gave it up, its deadline passed, or its session died with others:
+    no fault of its environment's feedback."""
 
 
 @frozen(kw_only=True)
 class Group:
-    """The rollouts of one prompt, each with a verdict."""
+    """The rollouts of one prompt, each with feedback."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

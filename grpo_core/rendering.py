@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_core.environments.tools import parse_calls, read_calls
 from grpo_core.errors import ModelError
 from grpo_core.records import Message
+from grpo_core.tool_calls import parse_calls, read_calls
 
 _ASKED: Message = {"role": "user", "content": "?"}
 _SAID = "\N{ASTERISM}"
@@ -110,7 +110,7 @@ class Renderer:
         """A completion as an assistant message, with its ``tool_calls`` if it makes any.
 
         They are read as the tokenizer's response template says; if it has none, between <tool_call> and
-        </tool_call> (``grpo_core.environments.tools.parse_calls``).
+        </tool_call> (``grpo_core.tool_calls.parse_calls``).
 
         Args:
             text: of the completion (``texts``).

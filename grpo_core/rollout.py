@@ -12,44 +12,41 @@ time; what is played together is generated in one engine call and judged in one 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError
-from grpo_core.protocols import Engine, Judge
-from grpo_core.records import Completion, EndReason, GenerationRequest, Message, Rollout
+from grpo_core.completions import check_completions
+from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
+from grpo_core.protocols import Engine, EnvironmentClient
+from grpo_core.records import EndReason, Message, Rollout
 from grpo_core.rendering import Renderer
-from grpo_core.turns import Play, Sampling, Start, seed_of
+from grpo_core.turns import RolloutState, SamplingParams, Start, derive_seed
 
-__all__ = ["LostBudget", "Sampling", "Start", "check_completions", "play", "seed_of"]
+__all__ = ["LostBudget", "SamplingParams", "Start", "derive_seed", "play"]
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-LOGPROB_SLACK = 1e-3
-"""A logprob may exceed 0 by rounding."""
 
 
 async def play(
     starts: Sequence[Start],
     *,
     engine: Engine,
-    judges: Mapping[str, Judge],
+    environments: Mapping[str, EnvironmentClient],
     renderer: Renderer,
-    sampling: Sampling,
+    sampling: SamplingParams,
     deadline: float | None = None,
 ) -> list[Rollout]:
     """Play rollouts turn by turn, together; the result has their order.
 
-    A rollout that comes to no verdict (its environment failed, the engine gave it up, or ``deadline``
+    A rollout that ends unscored (its environment failed, the engine gave it up, or ``deadline``
     seconds have passed) has ``reward=None`` and says why in ``error``.  Each session that was opened is
     closed once, also if this call is cancelled.
 
     Raises ModelError if the chat template cannot keep the tokens of earlier turns.
     """
-    plays = [Play(start, judges[start.prompt.environment], sampling) for start in starts]
+    plays = [RolloutState(start, environments[start.prompt.environment], sampling) for start in starts]
     try:
         async with asyncio.timeout(deadline):
             await _open(plays, renderer)
@@ -57,9 +54,11 @@ async def play(
                 await _speak([p for p in live if not p.spoken], engine, renderer)
                 asked = _to_be_asked(plays)
                 episodes = [p.episode() for p in asked]
-                verdicts = await _by_environment(asked, episodes, lambda judge, part: judge.evaluate(part))
-                for p, verdict in zip(asked, verdicts, strict=True):
-                    p.take_verdict(verdict, renderer)
+                feedback = await _by_environment(
+                    asked, episodes, lambda environment, part: environment.evaluate(part)
+                )
+                for p, each in zip(asked, feedback, strict=True):
+                    p.apply_feedback(each, renderer)
     except TimeoutError:
         _give_up(plays, f"not finished within its deadline of {deadline:g} s", "deadline")
     except (EngineError, ChildDied, DeadlineExceeded) as error:
@@ -69,34 +68,13 @@ async def play(
     return [p.rollout() for p in plays]
 
 
-def check_completions(completions: Sequence[Completion], requests: Sequence[GenerationRequest]) -> None:
-    """Raises PluginError if an engine's answer breaks its contract: nothing of it may reach the trainer."""
-    if len(completions) != len(requests):
-        raise PluginError(
-            f"engine: generate() returned {len(completions)} completions for {len(requests)} requests"
-        )
-    for completion, request in zip(completions, requests, strict=True):
-        lengths = len(completion.token_ids), len(completion.logprobs), len(completion.versions)
-        if len(set(lengths)) > 1 or lengths[0] > request.max_tokens:
-            raise PluginError(
-                f"engine: generate() returned {lengths[0]} token ids, {lengths[1]} logprobs and {lengths[2]} "
-                f"versions; expected as many of each, and at most max_tokens = {request.max_tokens}"
-            )
-        if not all(-math.inf < logprob <= LOGPROB_SLACK for logprob in completion.logprobs):
-            wrong = next(x for x in completion.logprobs if not -math.inf < x <= LOGPROB_SLACK)
-            raise PluginError(
-                f"engine: generate() returned the logprob {wrong} for a sampled token; expected a finite "
-                "number of at most 0"
-            )
-
-
-async def _open(plays: Sequence[Play], renderer: Renderer) -> None:
+async def _open(plays: Sequence[RolloutState], renderer: Renderer) -> None:
     """Sessions and prompts; a prompt that several rollouts share is rendered once."""
     pairs = [(p.session, p.start.prompt) for p in plays]
-    opened = await _by_environment(plays, pairs, lambda judge, part: judge.open(dict(part)))
+    opened = await _by_environment(plays, pairs, lambda environment, part: environment.open(dict(part)))
     rendered: dict[tuple[int, str], tuple[int, ...]] = {}
     for p, begun in zip(plays, opened, strict=True):
-        if p.judge.max_turns > 1:
+        if p.environment.max_turns > 1:
             renderer.check_turns(tools=bool(begun.tools))
         key = id(p.start.prompt), repr(begun.tools) if begun.tools else ""
         if key not in rendered:
@@ -104,7 +82,7 @@ async def _open(plays: Sequence[Play], renderer: Renderer) -> None:
         p.begin(begun, rendered[key], renderer.context)
 
 
-async def _speak(plays: Sequence[Play], engine: Engine, renderer: Renderer) -> None:
+async def _speak(plays: Sequence[RolloutState], engine: Engine, renderer: Renderer) -> None:
     """One completion for each."""
     if not plays:
         return
@@ -121,25 +99,25 @@ async def _speak(plays: Sequence[Play], engine: Engine, renderer: Renderer) -> N
         p.take_completion(completion, message)
 
 
-def _to_be_asked(plays: Sequence[Play]) -> list[Play]:
-    """Those whose last completion has no verdict.
+def _to_be_asked(plays: Sequence[RolloutState]) -> list[RolloutState]:
+    """Those whose last completion are unscored.
 
     A group that is compared is shown whole, with those of it that have ended, once none of it calls a tool:
     until then only the callers go on.
     """
-    waiting: dict[tuple[str, str], list[Play]] = defaultdict(list)
+    waiting: dict[tuple[str, str], list[RolloutState]] = defaultdict(list)
     calling: set[tuple[str, str]] = set()
     for p in plays:
         group = p.start.prompt.environment, p.start.group
         if p.calls_tools:
             calling.add(group)
-        if p.judge.needs_group and p.error is None:
+        if p.environment.needs_group and p.error is None:
             waiting[group].append(p)
     live = {group for group, members in waiting.items() if not all(p.done for p in members)}
     asked = []
     for p in plays:
         group = p.start.prompt.environment, p.start.group
-        if not p.judge.needs_group:
+        if not p.environment.needs_group:
             wanted = p.spoken
         elif group in calling:
             wanted = p.calls_tools
@@ -150,7 +128,9 @@ def _to_be_asked(plays: Sequence[Play]) -> list[Play]:
 
 
 async def _by_environment(
-    plays: Sequence[Play], items: Sequence[T], ask: Callable[[Judge, list[T]], Awaitable[Sequence[R]]]
+    plays: Sequence[RolloutState],
+    items: Sequence[T],
+    ask: Callable[[EnvironmentClient, list[T]], Awaitable[Sequence[R]]],
 ) -> list[R]:
     """One result for each item, by one call for each environment, all at once."""
     by_environment: dict[str, list[int]] = defaultdict(list)
@@ -158,7 +138,7 @@ async def _by_environment(
         by_environment[p.start.prompt.environment].append(i)
 
     async def of(places: list[int]) -> Sequence[R]:
-        return await ask(plays[places[0]].judge, [items[i] for i in places])
+        return await ask(plays[places[0]].environment, [items[i] for i in places])
 
     groups = list(by_environment.values())
     if len(groups) == 1:  # as in training: without a task of its own
@@ -171,15 +151,15 @@ async def _by_environment(
     return [results[i] for i in range(len(plays))]
 
 
-async def _close(plays: Sequence[Play]) -> None:
-    sessions: dict[str, list[Play]] = defaultdict(list)
+async def _close(plays: Sequence[RolloutState]) -> None:
+    sessions: dict[str, list[RolloutState]] = defaultdict(list)
     for p in plays:
         sessions[p.start.prompt.environment].append(p)
     for members in sessions.values():
-        await members[0].judge.close([p.session for p in members])
+        await members[0].environment.close([p.session for p in members])
 
 
-def _give_up(plays: Sequence[Play], error: str, reason: EndReason | None = None) -> None:
+def _give_up(plays: Sequence[RolloutState], error: str, reason: EndReason | None = None) -> None:
     for p in plays:
         if not p.done:
             p.finish_reason = reason or p.finish_reason

@@ -116,7 +116,7 @@ async def validate(
 ) -> Mapping[str, Mapping[str, float]]:
     """Measure the weights in a model directory with the configuration's strategy and tasks."""
     from grpo_core.weights.layout import load_tensors
-    from grpo_core.weights.shared import WeightsWriter
+    from grpo_core.weights.shm import SharedMemoryWriter
 
     config = evolve(config, engine=config.validation.engine or config.engine)
     async with contextlib.AsyncExitStack() as stack:
@@ -133,7 +133,7 @@ async def validate(
         renderer = await asyncio.to_thread(
             Renderer.load, str(model), trust_remote_code=config.model.trust_remote_code
         )
-        writer = WeightsWriter()
+        writer = SharedMemoryWriter()
         await engine.update_weights(writer.write(version, load_tensors(model)))
         status("validating")
         measure = make_validation(config, host, engine, tasks, renderer, held_out)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from attrs import define
 
 from grpo_core import workers
+from grpo_core.aio import gather
 from grpo_core.config import Config
 from grpo_core.data.sources import find_source
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.pipeline import root_cause
-from grpo_core.protocols import Judge
+from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Prompt
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class Tasks:
     """The environments of a run, each behind its workers and their batchers."""
 
     processes: dict[str, EnvironmentPool]
-    judges: dict[str, Judge]
+    environments: dict[str, EnvironmentClient]
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -40,7 +40,7 @@ class Tasks:
                 for name, task in config.tasks.items()
             }
             try:
-                await all_at_once(process.start() for process in processes.values())
+                await gather(process.start() for process in processes.values())
                 yield cls(processes, dict(processes))
             finally:
                 await asyncio.gather(*(process.aclose() for process in processes.values()))
@@ -55,16 +55,5 @@ class Tasks:
             await asyncio.to_thread(source.open)
             return source
 
-        found = await all_at_once(of(name, process) for name, process in self.processes.items())
+        found = await gather(of(name, process) for name, process in self.processes.items())
         return dict(zip(self.processes, found, strict=True))
-
-
-async def all_at_once(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all at once; the first that fails cancels the others and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            started = [group.create_task(awaitable) for awaitable in awaitables]
-    except BaseExceptionGroup as failed:
-        cause = root_cause(failed)
-        raise cause from cause.__cause__
-    return [task.result() for task in started]

@@ -16,27 +16,27 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core.environments.tools import numbered
-from grpo_core.protocols import Judge
+from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import (
     Completion,
     EndReason,
     Episode,
+    Feedback,
     GenerationRequest,
     Message,
-    Opened,
     Prompt,
     Rollout,
-    Verdict,
+    SessionStart,
 )
 from grpo_core.rendering import Renderer
+from grpo_core.tool_calls import numbered
 
 _SESSIONS = itertools.count()
 """Names of sessions, each used once in the life of this process."""
 
 
 @frozen(kw_only=True)
-class Sampling:
+class SamplingParams:
     """How rollouts are sampled, and where they end although their environment would let them go on."""
 
     temperature: float
@@ -60,18 +60,18 @@ class Start:
     group: str = ""
 
 
-def seed_of(*parts: Any) -> int:
+def derive_seed(*parts: Any) -> int:
     """63 bits that depend on all of ``parts`` and on nothing else."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
 @define(eq=False)
-class Play:
+class RolloutState:
     """A rollout while it is played."""
 
     start: Start
-    judge: Judge
-    sampling: Sampling
+    environment: EnvironmentClient
+    sampling: SamplingParams
     session: str = field(init=False, factory=lambda: str(next(_SESSIONS)))
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt_ids: tuple[int, ...] = ()
@@ -90,13 +90,13 @@ class Play:
     error: str | None = None
     lost: bool = False
     spoken: bool = False
-    """Its last completion has no verdict yet."""
+    """Its last completion are unscored yet."""
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
         self.messages = self.start.prompt.messages
 
-    def begin(self, opened: Opened, prompt_ids: tuple[int, ...], context: int) -> None:
+    def begin(self, opened: SessionStart, prompt_ids: tuple[int, ...], context: int) -> None:
         self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
         if opened.error is not None:
             self.give_up(opened.error)
@@ -128,7 +128,7 @@ class Play:
             temperature=self.sampling.temperature,
             stop_token_ids=stop_token_ids,
             stop=self.sampling.stop,
-            seed=self.start.seed if self.turns == 0 else seed_of(self.start.seed, self.turns),
+            seed=self.start.seed if self.turns == 0 else derive_seed(self.start.seed, self.turns),
         )
 
     def take_completion(self, completion: Completion, message: Message) -> None:
@@ -156,18 +156,18 @@ class Play:
             finish_reason=self.finish_reason,
         )
 
-    def take_verdict(self, verdict: Verdict, renderer: Renderer) -> None:
+    def apply_feedback(self, feedback: Feedback, renderer: Renderer) -> None:
         if self.done:  # shown once more for the sake of its group
             return
-        if verdict.error is not None or (verdict.done and verdict.reward is None):
-            self.give_up(verdict.error or "the environment gave no verdict", lost=verdict.lost)
+        if feedback.error is not None or (feedback.done and feedback.reward is None):
+            self.give_up(feedback.error or "the environment returned no feedback", lost=feedback.lost)
             return
         self.spoken = False
-        self.reward = (self.reward or 0.0) + (verdict.reward or 0.0)
-        self.metrics |= verdict.metrics
-        self.answer = verdict.answer
-        if not verdict.done and self.finish_reason == "stop":
-            self.finish_reason = self._limit() or self._continue(verdict.messages, renderer)
+        self.reward = (self.reward or 0.0) + (feedback.reward or 0.0)
+        self.metrics |= feedback.metrics
+        self.answer = feedback.answer
+        if not feedback.done and self.finish_reason == "stop":
+            self.finish_reason = self._limit() or self._continue(feedback.messages, renderer)
             self.done = self.finish_reason != "stop"
         else:
             self.done = True
@@ -195,7 +195,9 @@ class Play:
 
     def _limit(self) -> EndReason | None:
         """What forbids another turn."""
-        if self.turns >= min(self.judge.max_turns, self.sampling.max_turns or self.judge.max_turns):
+        if self.turns >= min(
+            self.environment.max_turns, self.sampling.max_turns or self.environment.max_turns
+        ):
             return "turns"
         if self.sampling.max_tool_calls and self.tool_calls > self.sampling.max_tool_calls:
             return "tool_calls"

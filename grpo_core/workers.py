@@ -25,7 +25,7 @@ STRATEGIES = {"pack": "DEFAULT", "spread": "SPREAD"}
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-Transport = Literal["host", "device", "relay"]
+Transport = Literal["shm", "cuda_ipc", "collective"]
 Tell = Callable[[str], None]
 MakeEnvironment = Callable[[int, Path | None], EnvironmentWorker]
 """Of a number and a log file."""
@@ -49,7 +49,7 @@ def cluster(config: Config) -> Iterator[None]:
 
 def _needs_ray(config: Config) -> Iterator[tuple[str, object]]:
     yield "engine.gpus_per_worker", config.engine.gpus_per_worker
-    yield "engine.environ", config.engine.environ
+    yield "engine.env_vars", config.engine.env_vars
     yield "ray.address", config.ray.address
 
 
@@ -91,31 +91,30 @@ def transport(config: Config, host: PluginHost) -> Transport:
     shared = config.ray.enabled or any(engine.workers > 1 for engine in engines)
     takes = set.intersection(*(_transports(host, engine.name) for engine in engines))
     chosen = config.engine.transport
-    reachable = not config.ray.address or config.engine.relay_host not in LOOPBACK
+    reachable = not config.ray.address or config.engine.collective_host not in LOOPBACK
     if chosen == "auto":
-        sent = config.ray.enabled and config.engine.gpus_per_worker > 0 and reachable
-        chosen = ("relay" if sent else "host") if shared else "device"
-        return chosen if chosen in takes else "host"
+        return "shm"
     if chosen not in takes:
         names = " and ".join(repr(engine.name) for engine in engines)
         raise ConfigError(
             f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
         )
-    if chosen == "relay" and not reachable:
+    if chosen == "collective" and not reachable:
         raise ConfigError(
-            'engine.transport = "relay": workers on other machines cannot reach engine.relay_host = '
-            f"{config.engine.relay_host!r}; set it to an address of this machine in the cluster's network"
+            'engine.transport = "collective": workers on other machines cannot reach '
+            f"engine.collective_host = {config.engine.collective_host!r}; set it to an address of this "
+            "machine in the cluster's network"
         )
-    if chosen == "device" and shared:
+    if chosen == "cuda_ipc" and shared:
         raise ConfigError(
-            'engine.transport = "device" is for one engine: of several, one that is late would read what the '
-            'trainer writes next; use "relay" or "host"'
+            'engine.transport = "cuda_ipc" is for one engine: of several, one that is late would read what '
+            'the trainer writes next; use "collective" or "shm"'
         )
     return chosen
 
 
 def _transports(host: PluginHost, engine: str) -> set[Transport]:
-    return {"host", *getattr(host.find("engine", engine).load(), "transports", ())}
+    return {"shm", *getattr(host.find("engine", engine).load(), "transports", ())}
 
 
 def _one(config: Config, host: PluginHost, setup: EngineSetup) -> Engine:
@@ -137,11 +136,11 @@ def _of_member(config: Config, setup: EngineSetup, number: int) -> EngineSetup:
 def _ray_pool(
     config: Config, host: PluginHost, setup: EngineSetup, tolerance: float, tell: Tell
 ) -> EnginePool:
-    from grpo_core.ray_workers.cluster import Origin
+    from grpo_core.ray_workers.cluster import PluginRequirement
     from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
 
     engine = config.engine
-    origin = Origin.of(host.find("engine", engine.name))
+    origin = PluginRequirement.of(host.find("engine", engine.name))
     store = Store()
 
     def make(number: int) -> Engine:
@@ -151,7 +150,7 @@ def _ray_pool(
                 origin=origin,
                 setup=_of_member(config, setup, number),
                 options=engine.options,
-                environ=engine.environ,
+                env_vars=engine.env_vars,
             ),
             store=store,
             resources={
@@ -194,10 +193,10 @@ def _processes(name: str, task: TaskConfig, config: Config, block: Sequence[str]
 
 
 def _ray_environments(name: str, task: TaskConfig, config: Config, block: Sequence[str]) -> MakeEnvironment:
-    from grpo_core.ray_workers.cluster import Origin
+    from grpo_core.ray_workers.cluster import PluginRequirement
     from grpo_core.ray_workers.environments import EnvironmentSetup, RayEnvironment
 
-    origin = Origin.of(PluginHost.discover(config.plugins, block).find("environment", task.env))
+    origin = PluginRequirement.of(PluginHost.discover(config.plugins, block).find("environment", task.env))
 
     return lambda number, log: RayEnvironment(
         f"environment {name} {number}",

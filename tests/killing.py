@@ -40,15 +40,15 @@ Found = dict[str, int]
 class Run:
     """A run of sixty steps, each of forty prompts six times, with a checkpoint after each step.
 
-    A verdict takes ``verdict`` seconds.
+    A feedback takes ``feedback`` seconds.
     """
 
-    def __init__(self, cwd: Path, *, verdict: float = 0.0) -> None:
+    def __init__(self, cwd: Path, *, feedback: float = 0.0) -> None:
         self.cwd, self.directory = cwd, cwd / "run"
         self.kills = 0
         self.memory: set[Path] = set()
         """Named shared memory that was in use at the last kill."""
-        (cwd / "words.py").write_text(WORDS.format(seconds=verdict))
+        (cwd / "words.py").write_text(WORDS.format(seconds=feedback))
         settings = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
         self._start("--env", "./words.py:Words", *settings, "--output", "run")
 

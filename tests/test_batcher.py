@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import BatchedJudge, MicroBatcher
+from grpo_core.environments.batcher import BatchedEnvironment, MicroBatcher
 from grpo_core.errors import GrpoError, PluginError
-from grpo_core.records import Episode, Prompt, Verdict
+from grpo_core.records import Episode, Feedback, Prompt
 from grpo_core.testing import clock
 
 
@@ -299,15 +299,15 @@ def test_a_judge_of_groups_sees_them_whole():
 
         async def evaluate(self, episodes):
             self.sizes += (len(episodes),)
-            return [Verdict(reward=1.0)] * len(episodes)
+            return [Feedback(reward=1.0)] * len(episodes)
 
     async def story():
-        judge = Relative()
-        batched = BatchedJudge(judge, EnvironmentConfig(max_batch=3, max_wait=0.1))
+        environment = Relative()
+        batched = BatchedEnvironment(environment, EnvironmentConfig(max_batch=3, max_wait=0.1))
         episodes = [Episode(prompt=Prompt(messages="?"), messages="!")] * 2
         await asyncio.gather(batched.evaluate(episodes), batched.evaluate(episodes))
         await batched.aclose()
-        assert judge.sizes == (2, 2)
+        assert environment.sizes == (2, 2)
         assert (batched.max_turns, batched.needs_group) == (2, True)
 
     clock.run(story())

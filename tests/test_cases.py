@@ -40,7 +40,7 @@ from test_buffer import fill
 
 from grpo_core.buffer import Buffer
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import Chosen, RoundRobin, checked_sample
+from grpo_core.data.samplers import RoundRobin, TaskOrder, checked_sample
 from grpo_core.errors import PluginError
 from grpo_core.records import SampleRequest
 from grpo_core.testing import prompts
@@ -206,7 +206,7 @@ def request(n, step=0):
 
 def test_chosen_tasks_fill_each_draw():
     loaders = {"one": MemoryLoader("one", 2), "two": MemoryLoader("two", 4)}
-    sampler = Chosen([["one", "two"], "one", "two"])
+    sampler = TaskOrder([["one", "two"], "one", "two"])
     drawn = [
         sorted((p.environment, p.id) for p in sampler.sample(loaders, request(4, step))) for step in range(3)
     ]

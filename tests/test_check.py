@@ -17,7 +17,7 @@ from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.testing.conformance import Conformance
 from grpo_core.testing.contracts import check_environment
-from grpo_core.testing.subjects import Hosted
+from grpo_core.testing.subjects import EnvironmentInProcess
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 MADE = iter(range(10**6))
@@ -130,11 +130,11 @@ class TwoTurns(Words):
         return prompt.answer + ("!" if prompt.messages[-1]["content"] == "louder" else "")
 
     def evaluate(self, episodes):
-        return [self.verdict(e, e.prompt.answer + "!" * e.turn) for e in episodes]
+        return [self.feedback(e, e.prompt.answer + "!" * e.turn) for e in episodes]
 
-    def verdict(self, episode, answer):
+    def feedback(self, episode, answer):
         messages = () if episode.turn else "louder"
-        return grpo.Verdict(reward=(episode.reply == answer) / 2, done=bool(episode.turn), messages=messages)
+        return grpo.Feedback(reward=(episode.reply == answer) / 2, done=bool(episode.turn), messages=messages)
 
 
 class SameBeginning(TwoTurns):
@@ -152,7 +152,7 @@ class Speechless(TwoTurns):
 
 
 def findings(make):
-    return {finding.check: finding for finding in Conformance(Hosted(make)).run()}
+    return {finding.check: finding for finding in Conformance(EnvironmentInProcess(make)).run()}
 
 
 def failed(make):
@@ -175,9 +175,9 @@ def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
         (Shuffled, "the same prompts each time", "9 prompts of which 9 differ"),
         (Mean, "a solution gets full marks", "its own solution: reward 0.5, expected at least 1"),
         (Gullible, "rubbish does not get full marks", "full marks, as for 8 of 8 prompts"),
-        (Fragile, "every reply gets a verdict", "IndexError"),
-        (Silent, "every reply gets a verdict", "reply '': no verdict (None)"),
-        (Mute, "a reply gets a verdict", "KeyError"),
+        (Fragile, "every reply is scored", "IndexError"),
+        (Silent, "every reply is scored", "reply '': unscored (None)"),
+        (Mute, "a reply is scored", "KeyError"),
         (Relative, "the place in the batch makes no difference", "judge each episode by itself"),
     ],
 )
@@ -189,12 +189,12 @@ def test_an_environment_that_breaks_it_is_told_where_and_what_to_do(broken, wher
         check_environment(broken)
 
 
-def test_without_a_verdict_there_is_nothing_more_to_find():
+def test_unscored_there_is_nothing_more_to_find():
     assert list(findings(Mute)) == [
         "prompts to train on",
         "held-out prompts",
         "the same prompts each time",
-        "a reply gets a verdict",
+        "a reply is scored",
     ]
 
 
@@ -295,7 +295,7 @@ def test_an_environment_that_hangs_or_crashes_is_a_failed_check(tmp_path):
     )
     done = subprocess.run([GRPO, "check", "./env.py:Dies"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert "FAILED  a reply gets a verdict" in done.stdout
+    assert "FAILED  a reply is scored" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 

@@ -124,7 +124,7 @@ TWO_ENGINES = ["--env", "math:sort", "--set", "engine.workers=2"]
         (["--env", "math:sort", "--set", "trainer.lrr=1"], "key 'trainer.lrr'. Did you mean 'lr'?"),
         (["--env", "math:sort", "--set", "trainer.lr"], "expected section.key=value"),
         (["--env", "math:sort", "--set", "trainer.lr=fast"], "'trainer.lr': expected a number, got 'fast'"),
-        ([*TWO_ENGINES, "--set", "engine.transport=device"], 'engine.transport = "device" is for one engine'),
+        ([*TWO_ENGINES, "--set", "engine.transport=cuda_ipc"], '"cuda_ipc" is for one engine'),
         (["nowhere.toml"], "nowhere.toml: there is no such file"),
         ([], "no task to train on: give an environment with --env NAME"),
         (["--env", "./nowhere.py:X"], "nowhere.py"),
@@ -205,8 +205,8 @@ def test_a_run_trains_validates_saves_and_says_what_it_did(trained):
     assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3, 4]
     assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
     steps = [row for row in rows if "time/step" in row]
-    assert all(row["staleness/max"] <= 1 for row in steps)
-    assert steps[0]["logprob_diff/mean"] < 1e-4, "the engine's logprobs are the trainer's"
+    assert all(row["staleness_max"] <= 1 for row in steps)
+    assert steps[0]["logprob_diff_mean"] < 1e-4, "the engine's logprobs are the trainer's"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
     assert len((run / "rollouts" / "step-000001.jsonl").read_text().splitlines()) == 16
 
@@ -267,7 +267,7 @@ def test_any_architecture_with_a_chat_template_is_trained(here):
                 "--set", "rollout.max_tokens=8", "--set", "trainer.lr=1e-3", "--output", "run")  # fmt: skip
     assert done.returncode == 0, done.stderr
     steps = [row for row in metrics(here / "run") if "loss" in row]
-    assert steps[0]["logprob_diff/mean"] < 1e-4
+    assert steps[0]["logprob_diff_mean"] < 1e-4
     (line, *_) = (here / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
     assert [m["role"] for m in json.loads(line)["messages"]] == ["user", "assistant"]
 
@@ -417,12 +417,12 @@ def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(h
         ("Raises", "KeyError: 'gold'"),
         ("Nan", "nan"),
         ("Huge", "1e+308"),
-        ("NoVerdict", "no verdict"),
+        ("NoVerdict", "unscored"),
         ("WrongCount", "returned"),
         ("Dies", "exit status 11"),
     ],
 )
-def test_an_environment_that_never_gives_a_verdict_stops_the_run_with_its_words(here, env, message):
+def test_an_environment_that_never_gives_a_reward_stops_the_run_with_its_words(here, env, message):
     text = refused(here, "train", "--env", f"./envs.py:{env}", *SMALL, "--output", "run")
     assert f"task '{env.lower()}':" in text
     assert message in text

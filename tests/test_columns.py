@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from grpo_core.engines import columns
-from grpo_core.engines.columns import Columns
+from grpo_core.engines.local import columns
+from grpo_core.engines.local.columns import Columns
 
 
 def test_memory_beyond_what_is_kept_is_given_back_with_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:

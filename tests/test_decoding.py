@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from grpo_core.engines.local import LocalEngine
+from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.testing.decoding import LAWS, Tried, make_model, name, start
 
 pytestmark = pytest.mark.slow

@@ -21,9 +21,9 @@ from grpo_core.errors import SamplingError
 from grpo_core.events import Dispatched, GroupFiltered, GroupsReady, StepEnded
 from grpo_core.pipeline import Pipeline
 from grpo_core.pipeline import Schedule as When
-from grpo_core.records import Group, Prompt, Rollout, Verdict
-from grpo_core.rollout import Sampling
-from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer, prompts, run
+from grpo_core.records import Feedback, Group, Prompt, Rollout
+from grpo_core.rollout import SamplingParams
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 
 # ---------------------------------------------------------------------------------- which groups
 
@@ -67,10 +67,10 @@ def test_filtered_groups_are_counted_by_task_until_the_step():
         dynamic.keeps(one)
     assert dynamic.read() == {
         "filtered/a": 2.0,
-        "filtered_share/a": 2 / 3,
+        "filtered_fraction/a": 2 / 3,
         "filtered_reward/a": 0.5,
         "filtered/b": 0.0,
-        "filtered_share/b": 0.0,
+        "filtered_fraction/b": 0.0,
     }
     assert dynamic.read() == {}
 
@@ -106,7 +106,7 @@ async def written():
 class Run:
     """The real pipeline, buffer, loaders and samplers, with fakes around them."""
 
-    def __init__(self, sampler, *, policy="deadline", max_staleness=1, steps=10, judge=None, extra=50):
+    def __init__(self, sampler, *, policy="deadline", max_staleness=1, steps=10, environment=None, extra=50):
         self.events, self.saved = [], []
         self.loaders = {task: TaskLoader(task, prompts(200, task), seed=0) for task in TASKS}
         self.sampler = sampler
@@ -119,9 +119,9 @@ class Run:
             sample=lambda sampler, loaders, request: checked_sample(sampler, "tested", loaders, request),
             engine=FakeEngine(),
             trainer=self.trainer,
-            judges=dict.fromkeys(TASKS, judge or FakeJudge(self.verdict)),
+            environments=dict.fromkeys(TASKS, environment or FakeEnvironment(self.feedback)),
             renderer=FakeRenderer(),
-            sampling=Sampling(temperature=1.0, max_tokens=8),
+            sampling=SamplingParams(temperature=1.0, max_tokens=8),
             group_size=4,
             advantages=group_advantages,
             dynamic=DynamicSampling(max_extra_groups=extra),
@@ -131,12 +131,12 @@ class Run:
         )
         self.asked = Counter()
 
-    def verdict(self, episode):
+    def feedback(self, episode):
         """Two of the four rollouts of a mixed prompt succeed."""
         if rewards_of(episode.prompt) == "same":
-            return Verdict(reward=float(int(episode.prompt.id) % 2))
+            return Feedback(reward=float(int(episode.prompt.id) % 2))
         self.asked[episode.group] += 1
-        return Verdict(reward=float(self.asked[episode.group] % 2))
+        return Feedback(reward=float(self.asked[episode.group] % 2))
 
     async def save(self, version):
         """The cut as the checkpoint writes it, and the trainer's version."""
@@ -203,7 +203,7 @@ def test_each_step_is_full_of_groups_that_teach(make, policy, max_staleness):
     assert now.filtered == len(done.filtered)
     assert now.dispatched == now.trained + now.filtered == len(done.stream)
     for event in done.of(StepEnded):
-        assert event.metrics["staleness/max"] <= max_staleness
+        assert event.metrics["staleness_max"] <= max_staleness
 
 
 def test_filtered_groups_are_in_the_metrics_of_their_task():
@@ -231,7 +231,7 @@ def test_a_sampler_hears_of_every_group_that_is_finished():
 
 def test_a_model_that_solves_nothing_ends_the_run_with_the_pass_rate():
     with pytest.raises(SamplingError, match=r"0 of 8 groups passed \(0.0%\), the other 8 had equal rewards"):
-        Run(Mix(), judge=FakeJudge(lambda episode: Verdict(reward=0.0)), extra=7)()
+        Run(Mix(), environment=FakeEnvironment(lambda episode: Feedback(reward=0.0)), extra=7)()
 
 
 def test_the_limit_is_of_one_step():

@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.engines.batch import Model
-from grpo_core.engines.decoder import Decoder
-from grpo_core.engines.hf import TransformersModel
-from grpo_core.engines.llama import Llama, Shape
-from grpo_core.engines.local import LocalEngine
-from grpo_core.engines.stopping import StopStrings
+from grpo_core.engines.local.batch import Model
+from grpo_core.engines.local.decoder import Decoder
+from grpo_core.engines.local.engine import LocalEngine
+from grpo_core.engines.local.hf import TransformersModel
+from grpo_core.engines.local.llama import Llama, Shape
+from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.processes import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 
 VOCABULARY = 60
 STOP = 3
@@ -392,7 +392,7 @@ def test_a_child_generates_and_changes_its_weights(setup: EngineSetup, reference
         engine = LocalEngine(setup)
         with pytest.raises(EngineError, match="before the first update_weights"):
             await engine.generate([GenerationRequest(prompt_ids=(1,), max_tokens=1)])
-        writer = WeightsWriter()
+        writer = SharedMemoryWriter()
         await engine.update_weights(writer.write(4, references("llama").named_parameters()))
         requests = mixed_requests(24)
         halves = await asyncio.gather(engine.generate(requests[:9]), engine.generate(requests[9:]))
@@ -430,7 +430,7 @@ def test_a_dead_child_is_replaced_and_holds_the_last_weights(setup: EngineSetup,
 
     async def story() -> None:
         engine = LocalEngine(setup)
-        writer = WeightsWriter()
+        writer = SharedMemoryWriter()
         await engine.update_weights(writer.write(1, references("llama").named_parameters()))
         before = await engine.generate([request])
         endless = [attrs.evolve(request, max_tokens=250, seed=i) for i in range(400)]
@@ -461,7 +461,7 @@ class Doomed(LocalEngine):
 def test_an_engine_whose_child_keeps_dying_gives_up(setup: EngineSetup, references: Any) -> None:
     async def story() -> None:
         engine = Doomed(setup)
-        weights = WeightsWriter().write(1, references("llama").named_parameters())
+        weights = SharedMemoryWriter().write(1, references("llama").named_parameters())
         with pytest.raises(WeightSyncError, match=r"died 3 times.*engine-local\.log.*SIGABRT") as caught:
             await engine.update_weights(weights)
         assert "does not hold version 1" in str(caught.value)
@@ -474,7 +474,7 @@ def test_an_engine_whose_child_keeps_dying_gives_up(setup: EngineSetup, referenc
 def test_a_cancelled_generate_frees_its_rows(setup: EngineSetup, references: Any) -> None:
     async def story() -> None:
         engine = LocalEngine(setup, max_rows=1)
-        await engine.update_weights(WeightsWriter().write(1, references("llama").named_parameters()))
+        await engine.update_weights(SharedMemoryWriter().write(1, references("llama").named_parameters()))
         endless = [GenerationRequest(prompt_ids=(1,), max_tokens=255, seed=i) for i in range(10**4)]
         task = asyncio.ensure_future(engine.generate(endless))
         await asyncio.sleep(0)
@@ -495,7 +495,7 @@ def test_a_directory_without_a_configuration_is_named(tmp_path: Path, references
     async def story() -> None:
         engine = LocalEngine(EngineSetup(model=str(tmp_path), log_directory=str(tmp_path)))
         with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-            await engine.update_weights(WeightsWriter().write(1, references("llama").named_parameters()))
+            await engine.update_weights(SharedMemoryWriter().write(1, references("llama").named_parameters()))
         await engine.aclose()
 
     asyncio.run(story())

@@ -1,4 +1,4 @@
-"""Environments live in processes of their own; only who is to blame loses its verdict."""
+"""Environments live in processes of their own; only who is to blame loses its feedback."""
 
 import asyncio
 import math
@@ -10,12 +10,12 @@ import attrs
 import pytest
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess, ErrorBudget
-from grpo_core.environments.verdicts import verdicts
 from grpo_core.errors import PluginError
-from grpo_core.protocols import Judge
-from grpo_core.records import Episode, Prompt, Verdict
+from grpo_core.protocols import EnvironmentClient
+from grpo_core.records import Episode, Feedback, Prompt
 
 SCENES = """
     import asyncio, os, signal, sys, time
@@ -77,7 +77,7 @@ SCENES = """
                 case "calls": return float(self.calls)
                 case "pid": return float(os.getpid())
                 case "cuda": return float(os.environ["CUDA_VISIBLE_DEVICES"] == "")
-                case "more": return grpo.Verdict(done=False, messages="go on", metrics={"a": True})
+                case "more": return grpo.Feedback(done=False, messages="go on", metrics={"a": True})
             return 1.0
 
         def solve(self, prompt):
@@ -151,40 +151,42 @@ def run(scenes, story, *, name="Scenes", deadline=30.0, log=None, **options):
 # ---------------------------------------------------------------------------------- results
 
 
-def test_results_become_verdicts():
+def test_results_become_feedback():
     class Exact:
         def __float__(self):
             return 0.25
 
-    given = [1, True, 0.5, Exact(), None, Verdict(reward=2, metrics={"form": 1}), Verdict(error="no judge")]
-    assert verdicts(given, 7, "who") == [
-        Verdict(reward=1.0),
-        Verdict(reward=1.0),
-        Verdict(reward=0.5),
-        Verdict(reward=0.25),
-        Verdict(),
-        Verdict(reward=2.0, metrics={"form": 1.0}),
-        Verdict(error="no judge"),
+    given = [1, True, 0.5, Exact(), None, Feedback(reward=2, metrics={"form": 1}), Feedback(error="no judge")]
+    assert as_feedback(given, 7, "who") == [
+        Feedback(reward=1.0),
+        Feedback(reward=1.0),
+        Feedback(reward=0.5),
+        Feedback(reward=0.25),
+        Feedback(),
+        Feedback(reward=2.0, metrics={"form": 1.0}),
+        Feedback(error="no judge"),
     ]
-    assert type(verdicts([True], 1, "who")[0].reward) is float
-    assert verdicts((float(x) for x in range(2)), 2, "who") == [Verdict(reward=0.0), Verdict(reward=1.0)]
+    assert type(as_feedback([True], 1, "who")[0].reward) is float
+    assert as_feedback((float(x) for x in range(2)), 2, "who") == [Feedback(reward=0.0), Feedback(reward=1.0)]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -1e300, 10**400])
-@pytest.mark.parametrize("wrap", [float, lambda reward: Verdict(reward=reward, done=False, messages="go on")])
-def test_a_reward_that_is_no_number_is_no_verdict(reward, wrap):
+@pytest.mark.parametrize(
+    "wrap", [float, lambda reward: Feedback(reward=reward, done=False, messages="go on")]
+)
+def test_a_reward_that_is_no_number_is_unscored(reward, wrap):
     if reward == 10**400:
         wrap = int
-    (verdict,) = verdicts([wrap(reward)], 1, "who")
-    assert verdict.reward is None
-    assert verdict.done
+    (feedback,) = as_feedback([wrap(reward)], 1, "who")
+    assert feedback.reward is None
+    assert feedback.done
     told = math.inf if reward == 10**400 else reward
-    assert verdict.error == f"reward is {told}, expected a number between -1e+300 and 1e+300"
-    assert verdicts([9e299], 1, "who") == [Verdict(reward=9e299)]
+    assert feedback.error == f"reward is {told}, expected a number between -1e+300 and 1e+300"
+    assert as_feedback([9e299], 1, "who") == [Feedback(reward=9e299)]
 
 
-def test_an_error_beside_a_reward_is_no_verdict():
-    assert verdicts([Verdict(reward=1.0, error="judge away")], 1, "who") == [Verdict(error="judge away")]
+def test_an_error_beside_a_reward_is_unscored():
+    assert as_feedback([Feedback(reward=1.0, error="judge away")], 1, "who") == [Feedback(error="judge away")]
 
 
 @pytest.mark.parametrize(
@@ -195,17 +197,17 @@ def test_an_error_beside_a_reward_is_no_verdict():
         (None, "who: evaluate returned NoneType, expected one result per episode"),
         (1.0, "who: evaluate returned float, expected one result per episode"),
         ("ab", "who: evaluate returned str, expected one result per episode"),
-        ([1.0, "0.5"], "who: evaluate returned '0.5' (str), expected a float, a Verdict or None"),
-        ([1.0, [1.0]], "who: evaluate returned [1.0] (list), expected a float, a Verdict or None"),
+        ([1.0, "0.5"], "who: evaluate returned '0.5' (str), expected a float, a Feedback or None"),
+        ([1.0, [1.0]], "who: evaluate returned [1.0] (list), expected a float, a Feedback or None"),
         (
-            [1.0, Verdict(done=False, messages=["on"])],
+            [1.0, Feedback(done=False, messages=["on"])],
             "who: evaluate returned messages ('on',), expected role",
         ),
     ],
 )
 def test_what_is_no_result_is_an_error_that_says_what_came(results, message):
     with pytest.raises(PluginError) as caught:
-        verdicts(results, 2, "who")
+        as_feedback(results, 2, "who")
     assert str(caught.value).startswith(message)
 
 
@@ -263,7 +265,7 @@ def test_an_environment_runs_in_a_process_without_cuda(scenes):
             await process.evaluate(episodes("x", "pid")),
             await process.evaluate(episodes("cuda")),
         )
-        assert here == cuda == Verdict(reward=1.0)
+        assert here == cuda == Feedback(reward=1.0)
         assert there.reward != os.getpid()
         assert process.max_turns == 3
         assert process.starts == 1
@@ -271,16 +273,16 @@ def test_an_environment_runs_in_a_process_without_cuda(scenes):
         assert [prompt.environment for prompt in prompts] == ["play"] * 3
         assert await process.solve(prompts) == ["0", "1", "2"]
         (more,) = await process.evaluate(episodes("more"))
-        assert more == Verdict(done=False, messages="go on", metrics={"a": 1.0})
-        judge: Judge = process
-        assert await judge.evaluate([]) == []
+        assert more == Feedback(done=False, messages="go on", metrics={"a": 1.0})
+        environment: EnvironmentClient = process
+        assert await environment.evaluate([]) == []
 
     run(scenes, story)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Scenes", "Judged"])
-def test_only_the_culprits_lose_their_verdicts(scenes, name):
+def test_only_the_culprits_lose_their_rewards(scenes, name):
     async def story(process):
         replies = ["a", "raise", "b", "die", "text", "leave", "nan", "c"]
         results = await process.evaluate(episodes(*replies))
@@ -312,9 +314,9 @@ def test_an_environment_that_hangs_is_killed_at_its_deadline(scenes):
 @pytest.mark.slow
 def test_a_wrong_count_is_told_with_both_numbers(scenes):
     async def story(process):
-        for verdict in await process.evaluate(episodes("a", "b")):
-            assert verdict.reward is None
-            assert "evaluate returned 2 results for 1 episodes" in verdict.error
+        for feedback in await process.evaluate(episodes("a", "b")):
+            assert feedback.reward is None
+            assert "evaluate returned 2 results for 1 episodes" in feedback.error
 
     run(scenes, story, mode="one too many")
 
@@ -323,7 +325,7 @@ def test_a_wrong_count_is_told_with_both_numbers(scenes):
 def test_a_single_episode_is_not_tried_twice(scenes):
     async def story(process):
         await process.evaluate(episodes("raise"))
-        assert await process.evaluate(episodes("calls")) == [Verdict(reward=2.0)]
+        assert await process.evaluate(episodes("calls")) == [Feedback(reward=2.0)]
 
     run(scenes, story)
 
@@ -343,7 +345,7 @@ def test_an_environment_that_always_fails_is_not_tried_forever(scenes):
     async def story(process):
         results = await process.evaluate(episodes(*["raise"] * 50))
         assert [v.error for v in results] == ["KeyError: 'gold'"] * 50
-        assert await process.evaluate(episodes("calls")) == [Verdict(reward=22.0)]
+        assert await process.evaluate(episodes("calls")) == [Feedback(reward=22.0)]
 
     run(scenes, story)
 
@@ -355,7 +357,7 @@ def test_a_caller_that_goes_away_takes_the_call_along(scenes):
         hanging = asyncio.create_task(process.evaluate(episodes("hang")))
         await asyncio.sleep(0)  # the call is on its way
         hanging.cancel()
-        assert await process.evaluate(episodes("a")) == [Verdict(reward=1.0)]
+        assert await process.evaluate(episodes("a")) == [Feedback(reward=1.0)]
         assert process.starts == 2
 
     run(scenes, story)
@@ -413,15 +415,15 @@ def test_a_solution_that_raises_is_an_error(scenes):
 
 # ---------------------------------------------------------------------------------- the budget of errors
 
-GOOD = Verdict(reward=0.0)
-BAD = Verdict(error="judge away")
+GOOD = Feedback(reward=0.0)
+BAD = Feedback(error="judge away")
 
 
 def observed(budget, told):
-    """How many verdicts were counted before the budget was spent, and what it said."""
-    for count, verdict in enumerate(told):
+    """How many feedback were counted before the budget was spent, and what it said."""
+    for count, feedback in enumerate(told):
         try:
-            budget.observe(verdict)
+            budget.observe(feedback)
         except PluginError as error:
             return count + 1, str(error)
     return None
@@ -433,7 +435,7 @@ def test_too_many_errors_stop_the_run_with_the_first_of_them():
     count, message = observed(budget, [first, *[GOOD] * 99, *[BAD, GOOD] * 40])
     assert count == 163
     assert message == (
-        "task 'play': 33 of the last 163 episodes had no verdict (1 in a row); "
+        "task 'play': 33 of the last 163 episodes were unscored (1 in a row); "
         "environment.max_error_rate is 0.2. The first of them:\nfirst"
     )
 
@@ -455,9 +457,9 @@ def test_many_in_a_row_stop_the_run_at_any_rate_below_one():
     assert observed(ErrorBudget("play", 1.0), story * 3) is None
 
 
-def test_none_is_no_verdict_but_a_turn_in_between_is_not_counted():
-    assert observed(ErrorBudget("play", 0.2), [Verdict()] * 20)[0] == 20
-    assert observed(ErrorBudget("play", 0.2), [Verdict(done=False, messages="go on")] * 100) is None
+def test_none_is_unscored_but_a_turn_in_between_is_not_counted():
+    assert observed(ErrorBudget("play", 0.2), [Feedback()] * 20)[0] == 20
+    assert observed(ErrorBudget("play", 0.2), [Feedback(done=False, messages="go on")] * 100) is None
 
 
 def test_the_traceback_is_shown_if_it_is_known():

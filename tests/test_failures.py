@@ -29,16 +29,16 @@ import grpo_core
 from grpo_core.assembly import _schedule
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.engines.local import LocalEngine
+from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.processes import Child
-from grpo_core.records import EngineSetup, GenerationRequest, Verdict
+from grpo_core.records import EngineSetup, Feedback, GenerationRequest
 from grpo_core.reporting.tracking import Recorder, RunDirectory
-from grpo_core.testing import FakeEngine, FakeJudge, FakeTrainer, prompts
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import policy, tiny
 from grpo_core.weights.reading import read
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(Path(grpo_core.__file__).parent.rglob("*.py"))
@@ -129,10 +129,10 @@ def test_29_a_generator_that_is_ten_times_faster_waits_and_loses_nothing():
 
 
 def test_37_rewards_that_are_all_equal_teach_nothing_and_end_nothing():
-    equal = Run(judge=FakeJudge(lambda episode: Verdict(reward=0.25)), steps=20)()
+    equal = Run(environment=FakeEnvironment(lambda episode: Feedback(reward=0.25)), steps=20)()
     assert equal.result == "finished"
     assert all(batch.rows == () for batch in equal.trainer.batches)
-    assert all(event.metrics["equal_rewards/task"] == 1.0 for event in equal.of(StepEnded))
+    assert all(event.metrics["frac_reward_zero_std/task"] == 1.0 for event in equal.of(StepEnded))
 
 
 def test_50_after_a_weight_sync_generation_is_at_its_cap_within_no_time():
@@ -157,7 +157,7 @@ def test_28_a_long_run_needs_no_more_memory_than_a_short_one():
             self.batches.clear()
             return await super().step(batch)
 
-    class ForgetfulJudge(FakeJudge):
+    class ForgetfulEnvironment(FakeEnvironment):
         async def close(self, sessions):
             self.opened.clear()
             self.calls.clear()
@@ -172,7 +172,7 @@ def test_28_a_long_run_needs_no_more_memory_than_a_short_one():
     class Memory:  # the requests that the sampler of these stories would keep
         append = staticmethod(lambda request: None)
 
-    long = Run(steps=510, trainer=Forgetful(), judge=ForgetfulJudge())
+    long = Run(steps=510, trainer=Forgetful(), environment=ForgetfulEnvironment())
     long.pipeline.emit, long.pipeline.sampler = measure, Memory()
     tracemalloc.start()
     try:
@@ -201,7 +201,7 @@ def tensors(directory, factor=1.0):
 
 def test_03_a_single_wrong_byte_names_its_tensor(model):
     named = tensors(model)
-    weights = WeightsWriter().write(7, named)
+    weights = SharedMemoryWriter().write(7, named)
     wrong = weights.tensors[len(named) // 2]
     with open(weights.location, "r+b") as memory:
         memory.seek(wrong.offset)
@@ -229,7 +229,7 @@ def with_engine(model, story, deadline=60.0):
 @pytest.mark.slow
 def test_09_the_same_prompt_after_an_update_is_answered_by_the_new_weights_alone(model):
     """Three requests in a row would find keys and values of older weights, if anything kept them."""
-    old, new = WeightsWriter(), WeightsWriter()
+    old, new = SharedMemoryWriter(), SharedMemoryWriter()
 
     async def logprobs(engine, weights):
         await engine.update_weights(weights)
@@ -247,7 +247,7 @@ def test_09_the_same_prompt_after_an_update_is_answered_by_the_new_weights_alone
 
 @pytest.mark.slow
 def test_06_an_engine_that_stops_answering_is_replaced_and_an_update_never_hangs(model):
-    writer = WeightsWriter()
+    writer = SharedMemoryWriter()
 
     async def story(engine):
         loop = asyncio.get_running_loop()
@@ -314,11 +314,11 @@ def test_58_a_thousand_calls_at_once_are_all_answered_and_none_by_anothers_answe
     assert with_child("operator", story) == [[i] * (i % 50) for i in range(1000)]
 
 
-def test_40_no_port_is_opened_but_free_ones_by_relay():
+def test_40_no_port_is_opened_but_free_ones_by_collective_transport():
     """Parent and child speak over a socket pair, which has neither a name nor a port."""
     for path in MODULES:
         names = names_used(path)
-        if path.name == "relay.py":
+        if path.name == "collective.py":
             ports = re.findall(r"create_server\(\(.*?, (\w+)\)", path.read_text())
             assert ports
             assert set(ports) == {"0"}, "the system chooses them"

@@ -11,7 +11,7 @@ from test_pipeline import Run
 
 from grpo_core.errors import TrainerError
 from grpo_core.events import WarningRaised
-from grpo_core.health import CAUSES, WINDOW, Limits, judge
+from grpo_core.health import CAUSES, WINDOW, Limits, check_limits
 from grpo_core.records import StepResult
 from grpo_core.testing import FakeTrainer
 
@@ -36,10 +36,10 @@ def fatal(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_soft_limit_warns_and_a_hard_one_is_fatal(name):
     limits = {name: between(name)}
-    assert judge([{name: fine(name)}], limits) == []
-    (warning,) = judge([{name: 3.0}], limits)
+    assert check_limits([{name: fine(name)}], limits) == []
+    (warning,) = check_limits([{name: 3.0}], limits)
     assert (warning.metric, warning.value, warning.fatal) == (name, 3.0, False)
-    (end,) = judge([{name: fatal(name)}], limits)
+    (end,) = check_limits([{name: fatal(name)}], limits)
     assert end.fatal
     for finding in (warning, end):
         assert name in finding.message
@@ -49,32 +49,32 @@ def test_a_soft_limit_warns_and_a_hard_one_is_fatal(name):
 @given(names, st.lists(numbers, min_size=WINDOW, max_size=12), st.integers(0, (WINDOW - 1) // 2))
 def test_a_minority_of_extreme_steps_is_no_finding(name, before, extreme):
     steps = [{name: fine(name)} for _ in before] + [{name: fatal(name)}] * extreme
-    assert judge(steps, {name: between(name)}) == []
+    assert check_limits(steps, {name: between(name)}) == []
 
 
 @given(names, st.lists(numbers, max_size=12))
 def test_what_lasts_is_found_whatever_was_before(name, before):
     steps = [{name: value} for value in before] + [{name: fatal(name)}] * WINDOW
-    (finding,) = judge(steps, {name: between(name)})
+    (finding,) = check_limits(steps, {name: between(name)})
     assert finding.fatal
 
 
 @given(names, st.lists(numbers, min_size=1, max_size=6), st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_a_number_that_is_none_is_beyond_every_limit(name, before, bad):
     steps = [*({name: value} for value in before), {name: bad}]
-    (finding,) = judge(steps, {name: between(name)})
+    (finding,) = check_limits(steps, {name: between(name)})
     assert finding.fatal
     assert math.isnan(finding.value)
 
 
 @given(names, st.lists(numbers, max_size=8))
 def test_a_limit_of_zero_is_none(name, values):
-    assert judge([{name: value} for value in values], {name: Limits()}) == []
+    assert check_limits([{name: value} for value in values], {name: Limits()}) == []
 
 
 @given(st.lists(st.dictionaries(names, numbers), max_size=8))
 def test_fatal_findings_come_first_and_each_metric_has_one_at_most(steps):
-    found = judge(steps, {name: between(name) for name in NAMES})
+    found = check_limits(steps, {name: between(name) for name in NAMES})
     assert [finding.fatal for finding in found] == sorted((f.fatal for f in found), reverse=True)
     assert len({finding.metric for finding in found}) == len(found)
     assert {finding.metric for finding in found} <= set(steps[-1] if steps else ())
@@ -89,14 +89,14 @@ class Drifting(FakeTrainer):
     async def step(self, batch):
         result = await super().step(batch)
         return StepResult(
-            version=result.version, metrics={**result.metrics, "logprob_diff/mean": result.version / 10}
+            version=result.version, metrics={**result.metrics, "logprob_diff_mean": result.version / 10}
         )
 
 
 def test_a_mismatch_that_grows_is_a_warning_first_and_then_the_end_of_the_run():
-    drifting = Run(steps=40, trainer=Drifting(), limits={"logprob_diff/mean": Limits(soft=1.0, hard=2.0)})
-    with pytest.raises(TrainerError, match=r"step 23: logprob_diff/mean is 2\.1, above its hard limit 2"):
+    drifting = Run(steps=40, trainer=Drifting(), limits={"logprob_diff_mean": Limits(soft=1.0, hard=2.0)})
+    with pytest.raises(TrainerError, match=r"step 23: logprob_diff_mean is 2\.1, above its hard limit 2"):
         drifting()
     warnings = drifting.of(WarningRaised)
     assert [event.step for event in warnings] == list(range(13, 23)), "medians of five steps above 1"
-    assert {event.cause for event in warnings} == {"logprob_diff/mean"}
+    assert {event.cause for event in warnings} == {"logprob_diff_mean"}

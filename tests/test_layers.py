@@ -12,17 +12,30 @@ import grpo_core
 PACKAGE = Path(grpo_core.__file__).parent
 
 LAYERS = [
-    {"records", "versions", "errors", "events"},
+    {"records", "versions", "errors", "events", "tool_calls"},
     {"buffer", "advantages", "batching", "dynamic", "laws", "loss", "rows", "health"}
     | {"reporting.charts", "reporting.curves"},
     {"protocols", "hookspecs"},
-    {"rollout", "turns", "rendering", "config", "checkpoint", "disk", "metrics", "processes", "models", "cpu"}
-    | {"environments.batcher", "environments.pool", "environments.tools", "environments.verdicts"}
+    {
+        "aio",
+        "completions",
+        "rollout",
+        "turns",
+        "rendering",
+        "config",
+        "checkpoint",
+        "disk",
+        "metrics",
+        "processes",
+        "models",
+        "cpu",
+    }
+    | {"environments.batcher", "environments.pool", "environments.tools", "environments.feedback"}
     | {"engines.canary", "engines.members", "engines.pool", "training.logprobs"}
     | {"validation.estimates", "validation.results", "validation.strategies"}
     | {"data", "plugins", "reporting", "weights"},
     {"pipeline", "environments", "engines", "training", "validation", "workers", "ray_workers", "testing"},
-    {"run", "assembly", "tasks", "demonstrations", "cli", "commands", "validation.measured", "check"},
+    {"run", "assembly", "tasks", "demonstrations", "cli", "commands", "validation.target", "check"},
 ]
 """From below; a package's modules may lie in other layers than the package."""
 CONTRACTS = {"protocols"}

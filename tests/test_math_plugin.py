@@ -89,14 +89,14 @@ def test_solutions_earn_full_marks_and_nothing_else_does(name):
         assert len(prompts) == 200
         assert len(await process.prompts("train")) == 400
         for replies, reward in ((await process.solve(prompts), 1.0), (["x"] * 200, 0.0)):
-            verdicts = await process.evaluate(episodes(prompts, replies))
-            assert [verdict.reward for verdict in verdicts] == [reward] * 200
+            feedback = await process.evaluate(episodes(prompts, replies))
+            assert [each.reward for each in feedback] == [reward] * 200
 
     run(f"math:{name}", {"train": 400, "validation": 200}, story)
 
 
 @pytest.mark.slow
-def test_hostile_replies_to_gsm8k_cost_nobody_a_verdict(tmp_path):
+def test_hostile_replies_to_gsm8k_cost_nobody_a_reward(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"question": f"{i} pens?", "answer": f"#### {i}"} for i in range(20)]
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -107,8 +107,8 @@ def test_hostile_replies_to_gsm8k_cost_nobody_a_verdict(tmp_path):
         nasty += ["#### (99999999)!", "#### " + "(" * 90 + "1" + ")" * 90, "\\boxed{x = 99}"]
         good = await process.solve(prompts)
         replies = [*nasty, *good[len(nasty) :]]
-        verdicts = await process.evaluate(episodes(prompts, replies))
-        assert [verdict.reward for verdict in verdicts] == [0.0] * len(nasty) + [1.0] * (18 - len(nasty))
+        feedback = await process.evaluate(episodes(prompts, replies))
+        assert [each.reward for each in feedback] == [0.0] * len(nasty) + [1.0] * (18 - len(nasty))
         assert process.starts == 1, "nothing of this ended the process"
 
     run("math:gsm8k", {"path": str(path)}, story)

@@ -23,9 +23,9 @@ from grpo_core.events import (
     Validated,
 )
 from grpo_core.pipeline import Pipeline, Schedule
-from grpo_core.records import Verdict
-from grpo_core.rollout import Sampling
-from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer, prompts, run
+from grpo_core.records import Feedback
+from grpo_core.rollout import SamplingParams
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 
 
 class Stream:
@@ -60,7 +60,7 @@ class Run:
         self.stream = Stream()
         self.engine = changes.pop("engine", None) or FakeEngine()
         self.trainer = changes.pop("trainer", None) or FakeTrainer()
-        self.judge = changes.pop("judge", None) or FakeJudge()
+        self.environment = changes.pop("environment", None) or FakeEnvironment()
         self.buffer = Buffer(
             prompts_per_step=prompts_per_step,
             max_staleness=max_staleness,
@@ -75,9 +75,9 @@ class Run:
             sample=changes.pop("sample", sample),
             engine=self.engine,
             trainer=self.trainer,
-            judges={"task": self.judge},
+            environments={"task": self.environment},
             renderer=FakeRenderer(),
-            sampling=Sampling(temperature=1.0, max_tokens=8),
+            sampling=SamplingParams(temperature=1.0, max_tokens=8),
             group_size=changes.pop("group_size", 4),
             advantages=group_advantages,
             emit=self.events.append,
@@ -109,7 +109,7 @@ def test_every_step_trains_its_prompts_once_and_in_time(policy, max_staleness, s
     assert len(done.trained) == len(set(done.trained)) == 12 * 4
     assert sorted(map(int, done.trained)) == list(range(48)), "no prompt is drawn that is not trained"
     for event in done.of(StepEnded):
-        assert event.metrics["staleness/max"] <= max_staleness
+        assert event.metrics["staleness_max"] <= max_staleness
     assert [batch.step for batch in done.trainer.batches] == list(range(12))
     assert done.engine.version == 12
     assert done.engine.running == 0
@@ -125,7 +125,7 @@ def test_the_sampler_is_asked_after_the_slots_are_reserved():
 def test_synchronous_is_staleness_zero():
     engine = FakeEngine(latency=lambda rng: 2.0)
     done = Run(max_staleness=0, engine=engine, steps=5)()
-    assert all(event.metrics["staleness/max"] == 0 for event in done.of(StepEnded))
+    assert all(event.metrics["staleness_max"] == 0 for event in done.of(StepEnded))
     assert all(
         event.metrics["time/step"] == pytest.approx(2.0 + 0.1 + 1.0 + 0.1) for event in done.of(StepEnded)[1:]
     )
@@ -134,7 +134,7 @@ def test_synchronous_is_staleness_zero():
 def test_generation_and_training_overlap():
     """Balanced sides: a step takes as long as the slower of them, not their sum."""
     engine = FakeEngine(latency=lambda rng: 0.9, update_seconds=0.0)
-    done = Run(max_staleness=2, engine=engine, judge=FakeJudge(seconds=0.0), steps=40)()
+    done = Run(max_staleness=2, engine=engine, environment=FakeEnvironment(seconds=0.0), steps=40)()
     times = [event.metrics["time/step"] for event in done.of(StepEnded)[5:]]
     assert sum(times) / len(times) == pytest.approx(1.0, rel=0.02)
     assert done.of(StepEnded)[-1].metrics["overlap"] >= 0.97
@@ -165,16 +165,16 @@ def test_with_in_order_the_same_seed_gives_the_same_weights_whatever_finishes_fi
 # ---------------------------------------------------------------------------------- what goes wrong
 
 
-def test_a_rollout_without_a_verdict_is_played_again_and_its_siblings_are_kept():
+def test_a_rollout_unscored_is_played_again_and_its_siblings_are_kept():
     failures = Counter()
 
-    def verdict(episode):
+    def feedback(episode):
         failures[episode.group] += 1
         if episode.group == "0" and failures["0"] == 1:
-            return Verdict(error="KeyError: 'gold'")
-        return Verdict(reward=float(episode.reply == "a"))
+            return Feedback(error="KeyError: 'gold'")
+        return Feedback(reward=float(episode.reply == "a"))
 
-    done = Run(judge=FakeJudge(verdict))()
+    done = Run(environment=FakeEnvironment(feedback))()
     assert failures["0"] == 4 + 1, "four rollouts, and one of them again"
     assert len(done.trained) == 48
     assert sum(event.metrics.get("errors/task", 0) for event in done.of(StepEnded)) == 1
@@ -184,28 +184,30 @@ def test_a_rollout_without_a_verdict_is_played_again_and_its_siblings_are_kept()
 def test_of_a_group_that_is_compared_all_rollouts_are_played_again():
     failures = Counter()
 
-    def verdict(episode):
+    def feedback(episode):
         failures[episode.group] += 1
         if episode.group == "0" and failures["0"] == 1:
-            return Verdict(error="KeyError: 'gold'")
-        return Verdict(reward=float(episode.reply == "a"))
+            return Feedback(error="KeyError: 'gold'")
+        return Feedback(reward=float(episode.reply == "a"))
 
-    judge = FakeJudge(verdict, needs_group=True)
-    done = Run(judge=judge)()
+    environment = FakeEnvironment(feedback, needs_group=True)
+    done = Run(environment=environment)()
     assert failures["0"] == 4 + 4
-    assert set(judge.calls) == {4}, "each call has a whole group"
+    assert set(environment.calls) == {4}, "each call has a whole group"
     assert len(done.trained) == 48
-    assert sorted(judge.opened) == sorted(judge.closed), "also of what was in flight when the run ended"
-    assert len(set(judge.opened)) == len(judge.opened) >= 49 * 4
+    assert sorted(environment.opened) == sorted(environment.closed), (
+        "also of what was in flight when the run ended"
+    )
+    assert len(set(environment.opened)) == len(environment.opened) >= 49 * 4
 
 
-def test_a_prompt_that_never_gets_a_verdict_is_skipped_and_that_is_recorded():
-    def verdict(episode):
+def test_a_prompt_that_never_gets_a_reward_is_skipped_and_that_is_recorded():
+    def feedback(episode):
         if episode.prompt.id == "2":
-            return Verdict(error="ValueError: bad row")
-        return Verdict(reward=1.0 if episode.reply == "a" else 0.0)
+            return Feedback(error="ValueError: bad row")
+        return Feedback(reward=1.0 if episode.reply == "a" else 0.0)
 
-    done = Run(judge=FakeJudge(verdict), max_retries=2)()
+    done = Run(environment=FakeEnvironment(feedback), max_retries=2)()
     (skip,) = done.of(PromptSkipped)
     assert (skip.prompt, skip.task, skip.error) == ("2", "task", "ValueError: bad row")
     assert sorted(map(int, done.trained)) == [i for i in range(49) if i != 2]
@@ -241,7 +243,10 @@ def test_an_engine_that_gives_requests_up_gets_them_again():
     assert sorted(map(int, done.trained)) == list(range(48))
 
 
-@pytest.mark.parametrize("who", ["engine", "judge", "trainer", "sampler", "update", "publish", "validate"])
+WHO = ["engine", "environment", "trainer", "sampler", "update", "publish", "validate"]
+
+
+@pytest.mark.parametrize("who", WHO)
 def test_an_error_anywhere_ends_the_run_with_its_cause(who):
     class BoomError(Exception):
         pass
@@ -257,8 +262,8 @@ def test_an_error_anywhere_ends_the_run_with_its_cause(who):
     match who:
         case "engine":
             run_.engine.fault = lambda request: BoomError(who)
-        case "judge":
-            run_.judge.verdict = boom_now
+        case "environment":
+            run_.environment.feedback = boom_now
         case "trainer":
             run_.trainer.step = boom
         case "sampler":
@@ -453,8 +458,10 @@ def test_who_goes_away_is_asked_no_more():
 def test_an_update_that_waits_for_running_rollouts_admits_no_others():
     """What failed meanwhile is played again after it."""
     chance = random.Random(0)
-    judge = FakeJudge(lambda e: Verdict(error="again") if chance.random() < 0.1 else Verdict(reward=1.0))
-    done = Run(max_staleness=3, judge=judge, max_retries=9, schedule={"in_flight_updates": False})
+    environment = FakeEnvironment(
+        lambda e: Feedback(error="again") if chance.random() < 0.1 else Feedback(reward=1.0)
+    )
+    done = Run(max_staleness=3, environment=environment, max_retries=9, schedule={"in_flight_updates": False})
     times = []
     done.pipeline.emit = lambda event: times.append((asyncio.get_running_loop().time(), event))
     done(seed=1)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
 
-from grpo_core.engines.members import Held
 from grpo_core.engines.pool import ATTEMPTS, MAX_FAILURES, EnginePool
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.events import StepEnded
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, run
+from grpo_core.weights.copies import WeightsLease
 
 PROBE = (0,)
 """Prompt of the canary."""
@@ -542,7 +542,7 @@ def test_weights_last_until_the_last_member_has_them():
             memory = Memory()
             memory.version = given.version
             kept.append(given.version)
-            return Held(weights=given, memory=memory)
+            return WeightsLease(weights=given, memory=memory)
 
         pool = world.pool(2, hold=hold)
         await pool.update_weights(weights(0))
@@ -732,6 +732,6 @@ def test_the_pipeline_cannot_tell_a_pool_from_an_engine(max_staleness):
     done = Run(engine=engine, max_staleness=max_staleness)(seed=3)
     assert done.result == "finished"
     assert sorted(map(int, done.trained)) == list(range(48))
-    assert all(event.metrics["staleness/max"] <= max_staleness for event in done.of(StepEnded))
+    assert all(event.metrics["staleness_max"] <= max_staleness for event in done.of(StepEnded))
     assert engine.pool.statistics().replaced > 3
     assert engine.pool.statistics().given_up == 0

@@ -19,21 +19,21 @@ import torch
 from killing import GRPO, Run, left_after
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.engines.local import LocalEngine
+from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.ray_workers import cluster
-from grpo_core.ray_workers.cluster import Origin
+from grpo_core.ray_workers.cluster import PluginRequirement
 from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
 from grpo_core.ray_workers.environments import EnvironmentSetup, RayEnvironment
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing.engines import check_engine
 from grpo_core.training.tiny import encode, make_tiny_model
+from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.copies import Copies
-from grpo_core.weights.relay import RelayWriter
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,7 +62,7 @@ class Publisher:
 
         self.directory = directory
         self.model = AutoModelForCausalLM.from_pretrained(directory)
-        self.writer = WeightsWriter()
+        self.writer = SharedMemoryWriter()
 
     def __call__(self, version: int) -> Weights:
         torch.manual_seed(version)
@@ -96,8 +96,8 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Publisher:
     return published(tmp_path_factory.mktemp("model") / "model", 64)
 
 
-def origin(kind: str, name: str) -> Origin:
-    return Origin.of(PluginHost.discover().find(kind, name))
+def origin(kind: str, name: str) -> PluginRequirement:
+    return PluginRequirement.of(PluginHost.discover().find(kind, name))
 
 
 def ray_pool(publisher: Publisher, workers: int, engine: str = "local", **changes) -> EnginePool:
@@ -105,7 +105,7 @@ def ray_pool(publisher: Publisher, workers: int, engine: str = "local", **change
     made_from = WorkerSetup(
         origin=changes.pop("origin", None) or origin("engine", engine),
         setup=EngineSetup(model=str(publisher.directory), log_directory=changes.pop("logs", None)),
-        environ={"GRPO_TEST": "1"},
+        env_vars={"GRPO_TEST": "1"},
     )
     return EnginePool(
         lambda number: RayEngine(f"engine {number}", made_from, store=store, resources={"num_cpus": 1}),
@@ -164,7 +164,7 @@ def test_an_engine_in_child_processes_keeps_it_too(publisher, workers):
 def test_weights_are_sent_to_workers_that_come_and_go(ray, tmp_path):
     """By relay: no copy in the object store; a worker that is late is refused and gets the next version."""
     publisher = published(tmp_path / "model", 64)
-    publisher.writer = RelayWriter(torch.device("cpu"), "127.0.0.1")
+    publisher.writer = CollectiveWriter(torch.device("cpu"), "127.0.0.1")
 
     async def story():
         pool = ray_pool(publisher, 2)
@@ -334,7 +334,7 @@ class Sort(grpo.Environment):
         for episode in episodes:
             if episode.reply == "die":
                 os.kill(os.getppid(), 9)
-        return [grpo.Verdict(reward=float(e.reply == e.prompt.answer), metrics={"pid": os.getpid()})
+        return [grpo.Feedback(reward=float(e.reply == e.prompt.answer), metrics={"pid": os.getpid()})
                 for e in episodes]
 """
 
@@ -360,13 +360,13 @@ def test_environments_in_ray_workers_share_the_episodes(ray, tmp_path):
         prompts = await pool.prompts("train")
         assert [prompt.id for prompt in prompts] == ["0", "1", "2", "3"]
         assert await pool.solve(prompts) == ["0", "1", "2", "3"]
-        verdicts = await pool.evaluate([episode(prompt, "1") for prompt in prompts])
-        assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 0.0]
-        assert len({verdict.metrics["pid"] for verdict in verdicts}) == 2
+        feedback = await pool.evaluate([episode(prompt, "1") for prompt in prompts])
+        assert [each.reward for each in feedback] == [0.0, 1.0, 0.0, 0.0]
+        assert len({each.metrics["pid"] for each in feedback}) == 2
         killed = await asyncio.wait_for(died_of(pool, prompts), 60)
         assert "workers died in a row" in str(killed)
-        verdicts = await pool.evaluate([episode(prompt, "2") for prompt in prompts])
-        assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 1.0, 0.0]
+        feedback = await pool.evaluate([episode(prompt, "2") for prompt in prompts])
+        assert [each.reward for each in feedback] == [0.0, 0.0, 1.0, 0.0]
         await pool.aclose()
 
     asyncio.run(story())

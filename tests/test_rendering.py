@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.environments.tools import parse_calls
 from grpo_core.errors import ModelError
 from grpo_core.rendering import Renderer
+from grpo_core.tool_calls import parse_calls
 from grpo_core.training.tiny import write_tokenizer
 
 TEMPLATE = (

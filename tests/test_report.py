@@ -80,13 +80,14 @@ def metrics(step, *tasks):
         name.format(task): value
         for task in tasks
         for name, value in {"reward/{}": step / 20, "accuracy/{}": step / 20, "groups/{}": 4.0,
-                            "staleness/{}/mean": 1.0, "completion_tokens/{}": 6.0, "truncated/{}": 0.0,
-                            "filtered/{}": 4.0, "filtered_share/{}": 0.5, "equal_rewards/{}": 0.0}.items()
+                            "staleness/{}": 1.0, "completion_tokens/{}": 6.0, "truncated/{}": 0.0,
+                            "filtered/{}": 4.0, "filtered_fraction/{}": 0.5,
+                            "frac_reward_zero_std/{}": 0.0}.items()
     }  # fmt: skip
     return by_task | {
         "time/step": 2.0, "time/train": 1.0, "tokens_per_second/generation": 1e6, "overlap": 0.75,
-        "staleness/mean": 1.0, "staleness/max": 2.0, "kl": math.nan if step == 2 else 0.01 * step,
-        "logprob_diff/mean": 0.02, "buffer/ready": 3.0,
+        "staleness_mean": 1.0, "staleness_max": 2.0, "mismatch_kl": math.nan if step == 2 else 0.01 * step,
+        "logprob_diff_mean": 0.02, "buffer/ready": 3.0,
     }  # fmt: skip
 
 
@@ -133,14 +134,18 @@ def test_each_task_has_its_curve_and_its_numbers(tmp_path):
 
 def test_what_went_wrong_is_told_once_for_each_cause(tmp_path):
     events = [
-        *(WarningRaised(step=step, cause="kl", message=f"kl is {step}") for step in (3, 4, 5)),
+        *(
+            WarningRaised(step=step, cause="mismatch_kl", message=f"mismatch_kl is {step}")
+            for step in (3, 4, 5)
+        ),
         PromptSkipped(step=5, task="sort", prompt="seven", error="ValueError: bad row"),
         ErrorRaised(step=5, message="trainer: out of memory", traceback="Traceback: here"),
         RunEnded(step=5, reason="failed"),
     ]
     text = Page(record(tmp_path / "run", [RunStarted(directory="d", config={}), *events])).text
-    for told in ("3 times from step 3 to 5: kl is 5", "1 prompts skipped", "seven: ValueError: bad row",
-                 "trainer: out of memory", "Traceback: here", "failed"):  # fmt: skip
+    for told in ("3 times from step 3 to 5: mismatch_kl is 5", "1 prompts skipped",
+                 "seven: ValueError: bad row", "trainer: out of memory", "Traceback: here",
+                 "failed"):  # fmt: skip
         assert told in text, told
 
 

@@ -1,4 +1,4 @@
-"""One ``play`` for everything: turns, batches, masks, and what comes to no verdict."""
+"""One ``play`` for everything: turns, batches, masks, and what ends unscored."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 
 from grpo_core.advantages import group as group_advantages
 from grpo_core.errors import EngineError, PluginError
-from grpo_core.records import Group, Prompt, Rollout, Verdict, Weights
-from grpo_core.rollout import LostBudget, Sampling, Start, play, seed_of
+from grpo_core.records import Feedback, Group, Prompt, Rollout, Weights
+from grpo_core.rollout import LostBudget, SamplingParams, Start, derive_seed, play
 from grpo_core.rows import check_staleness, make_batch
-from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, prompts, run
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 
-SAMPLING = Sampling(temperature=1.0, max_tokens=8)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
 VERSION_0 = Weights(version=0, location="", nbytes=0, tensors=())
 
 
-def played(starts, judges, engine=None, deadline=None):
+def played(starts, environments, engine=None, deadline=None):
     async def story():
         used = engine or FakeEngine()
         await used.update_weights(VERSION_0)
         return await play(
             starts,
             engine=used,
-            judges=judges,
+            environments=environments,
             renderer=FakeRenderer(),
             sampling=SAMPLING,
             deadline=deadline,
@@ -39,44 +39,44 @@ def starts(n, task="task"):
 
 
 def test_one_engine_call_and_one_environment_call_a_turn():
-    judge = FakeJudge()
-    rollouts = played(starts(100), {"task": judge})
-    assert judge.calls == [100]
+    environment = FakeEnvironment()
+    rollouts = played(starts(100), {"task": environment})
+    assert environment.calls == [100]
     assert [rollout.messages[0]["content"] for rollout in rollouts] == [f"prompt {i}" for i in range(100)]
 
 
 def test_rewards_belong_to_their_rollouts_whatever_finishes_first():
-    def verdict(episode):
-        return Verdict(reward=float(episode.prompt.answer) + (episode.reply == "a") / 2)
+    def feedback(episode):
+        return Feedback(reward=float(episode.prompt.answer) + (episode.reply == "a") / 2)
 
-    judges = {"even": FakeJudge(verdict), "odd": FakeJudge(verdict)}
+    environments = {"even": FakeEnvironment(feedback), "odd": FakeEnvironment(feedback)}
     mixed = [
         Start(prompt=prompts(20, "odd" if i % 2 else "even")[i], seed=i, group=str(i)) for i in range(20)
     ]
-    for i, rollout in enumerate(played(mixed, judges)):
+    for i, rollout in enumerate(played(mixed, environments)):
         assert rollout.reward == i + (rollout.messages[-1]["content"] == "a") / 2
-    assert judges["even"].calls == judges["odd"].calls == [10]
+    assert environments["even"].calls == environments["odd"].calls == [10]
 
 
 def guess(episode):
     """Right after as many tries as the prompt's number says."""
     if episode.turn == int(episode.prompt.id):
-        return Verdict(reward=1.0, metrics={"tries": episode.turn + 1.0})
-    return Verdict(reward=-0.25, done=False, messages="no")
+        return Feedback(reward=1.0, metrics={"tries": episode.turn + 1.0})
+    return Feedback(reward=-0.25, done=False, messages="no")
 
 
 def test_turns_go_on_while_the_environment_says_so_and_rewards_are_summed():
-    judge = FakeJudge(guess, max_turns=3)
-    first, second, third, fourth = played(starts(4), {"task": judge})
+    environment = FakeEnvironment(guess, max_turns=3)
+    first, second, third, fourth = played(starts(4), {"task": environment})
     assert [r.turns for r in (first, second, third, fourth)] == [1, 2, 3, 3]
     assert [r.reward for r in (first, second, third, fourth)] == [1.0, 0.75, 0.5, -0.75]
-    assert judge.calls == [4, 3, 2], "what is live is judged together"
+    assert environment.calls == [4, 3, 2], "what is live is judged together"
     assert second.metrics == {"tries": 2.0}
     assert [m["role"] for m in second.messages] == ["user", "assistant", "user", "assistant"]
 
 
 def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version():
-    (rollout,) = played(starts(2)[1:], {"task": FakeJudge(guess, max_turns=2)})
+    (rollout,) = played(starts(2)[1:], {"task": FakeEnvironment(guess, max_turns=2)})
     text = FakeRenderer().text(rollout.token_ids)
     assert text[1:3] == "no"
     assert rollout.sampled == (True, False, False, True)
@@ -85,31 +85,31 @@ def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version()
 
 
 @pytest.mark.parametrize(
-    ("verdict", "error"),
+    ("feedback", "error"),
     [
-        (Verdict(), "the environment gave no verdict"),
-        (Verdict(error="KeyError: 'gold'"), "KeyError: 'gold'"),
-        (Verdict(reward=1.0, error="half"), "half"),
+        (Feedback(), "the environment returned no feedback"),
+        (Feedback(error="KeyError: 'gold'"), "KeyError: 'gold'"),
+        (Feedback(reward=1.0, error="half"), "half"),
     ],
 )
-def test_no_verdict_is_not_a_reward_of_zero(verdict, error):
-    (rollout,) = played(starts(1), {"task": FakeJudge(lambda episode: verdict)})
+def test_no_verdict_is_not_a_reward_of_zero(feedback, error):
+    (rollout,) = played(starts(1), {"task": FakeEnvironment(lambda episode: feedback)})
     assert (rollout.reward, rollout.error) == (None, error)
 
 
-def test_what_is_not_finished_at_the_deadline_has_no_verdict():
+def test_what_is_not_finished_at_the_deadline_is_unscored():
     engine = FakeEngine(latency=lambda rng: 100.0)
-    (rollout,) = played(starts(1), {"task": FakeJudge()}, engine, deadline=5.0)
+    (rollout,) = played(starts(1), {"task": FakeEnvironment()}, engine, deadline=5.0)
     assert (rollout.reward, rollout.error) == (None, "not finished within its deadline of 5 s")
     assert engine.running == 0, "the request was given up"
 
 
 def test_what_the_engine_loses_is_no_fault_of_the_environment():
     lose = FakeEngine(fault=lambda request: EngineError("died"))
-    (lost,) = played(starts(1), {"task": FakeJudge()}, lose)
-    (late,) = played(starts(1), {"task": FakeJudge()}, FakeEngine(latency=lambda rng: 99), deadline=9)
-    (failed,) = played(starts(1), {"task": FakeJudge(lambda e: Verdict(error="KeyError"))})
-    (fine,) = played(starts(1), {"task": FakeJudge()})
+    (lost,) = played(starts(1), {"task": FakeEnvironment()}, lose)
+    (late,) = played(starts(1), {"task": FakeEnvironment()}, FakeEngine(latency=lambda rng: 99), deadline=9)
+    (failed,) = played(starts(1), {"task": FakeEnvironment(lambda e: Feedback(error="KeyError"))})
+    (fine,) = played(starts(1), {"task": FakeEnvironment()})
     assert [r.lost for r in (lost, late, failed, fine)] == [True, True, False, False]
 
 
@@ -126,13 +126,13 @@ def test_an_engine_that_loses_everything_in_flight_with_all_retries_ends_the_run
         budget.observe(lost)
 
 
-def test_what_the_engine_gives_up_has_no_verdict_and_bugs_are_not_hidden():
+def test_what_the_engine_gives_up_is_unscored_and_bugs_are_not_hidden():
     (rollout,) = played(
-        starts(1), {"task": FakeJudge()}, FakeEngine(fault=lambda request: EngineError("died"))
+        starts(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: EngineError("died"))
     )
     assert (rollout.reward, rollout.error) == (None, "died")
     with pytest.raises(ZeroDivisionError):
-        played(starts(1), {"task": FakeJudge()}, FakeEngine(fault=lambda request: ZeroDivisionError()))
+        played(starts(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: ZeroDivisionError()))
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_an_engine_that_breaks_its_contract_is_told_how(changes, message):
             return [evolve(completion, **changes) for completion in completions if changes]
 
     with pytest.raises(PluginError, match=message):
-        played(starts(1), {"task": FakeJudge()}, Broken())
+        played(starts(1), {"task": FakeEnvironment()}, Broken())
 
 
 def test_seeds_depend_on_all_their_parts_and_fit_63_bits():
-    seeds = {seed_of(0, slot, attempt, i) for slot in range(50) for attempt in range(3) for i in range(8)}
+    seeds = {derive_seed(0, slot, attempt, i) for slot in range(50) for attempt in range(3) for i in range(8)}
     assert len(seeds) == 1200
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seed_of(1, "a") == seed_of(1, "a")
+    assert derive_seed(1, "a") == derive_seed(1, "a")
 
 
 # ---------------------------------------------------------------------------------- rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.data.curriculum import Curriculum, Schedule
-from grpo_core.data.samplers import Chosen, Mix, RoundRobin, checked_sample
+from grpo_core.data.samplers import Mix, RoundRobin, TaskOrder, checked_sample
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt, SampleRequest
@@ -35,7 +35,7 @@ BUILT_IN = {
     "mix": Mix,
     "weighted": lambda: Mix({"a": 5, "b": 0}, seed=3),
     "round robin": RoundRobin,
-    "chosen": lambda: Chosen([["a", "b"], "c"]),
+    "chosen": lambda: TaskOrder([["a", "b"], "c"]),
     "schedule": lambda: Schedule({"a": [[0, 1], [5, 0]], "b": [[2, 0.5]]}),
     "curriculum": lambda: Curriculum(known_after=1, window=3),
 }
@@ -154,30 +154,30 @@ def test_all_weights_zero_is_an_error():
 
 
 def test_the_chosen_tasks_of_a_step_take_turns_and_the_list_starts_over():
-    sampler, there = Chosen([["a", "b"], "c", ["b"]]), loaders()
+    sampler, there = TaskOrder([["a", "b"], "c", ["b"]]), loaders()
     drawn = [tasks(sampler.sample(there, request(4, version=step - 1))) for step in range(4)]
     assert drawn == [["a", "b", "a", "b"], ["c"] * 4, ["b"] * 4, ["a", "b", "a", "b"]]
 
 
 def test_the_step_is_the_one_that_may_train_the_prompt_last():
     asked = SampleRequest(generation_version=0, target_version=1, current_version=0, expected_prompts=2)
-    assert tasks(Chosen(["a", "b"]).sample(loaders(), asked)) == ["b", "b"]
+    assert tasks(TaskOrder(["a", "b"]).sample(loaders(), asked)) == ["b", "b"]
 
 
 def test_prompts_that_are_asked_for_one_by_one_take_turns_too():
-    sampler, there = Chosen([["a", "b"]]), loaders()
+    sampler, there = TaskOrder([["a", "b"]]), loaders()
     assert [tasks(sampler.sample(there, request(1))) for _ in range(4)] == [["a"], ["b"], ["a"], ["b"]]
 
 
 def test_an_unknown_task_in_the_order_is_named_before_its_turn():
     with pytest.raises(ConfigError, match=r"sampler chosen: there is no task 'sorted' to choose\. Did you"):
-        Chosen(["a", "sorted"]).sample(loaders(a=3, sort=3), request(1, version=-1))
+        TaskOrder(["a", "sorted"]).sample(loaders(a=3, sort=3), request(1, version=-1))
 
 
 @pytest.mark.parametrize("order", [[], [[]], ""])
 def test_an_order_of_nothing_is_an_error(order):
     with pytest.raises(ConfigError, match="expected for each step a task, or a list of tasks"):
-        Chosen(order)
+        TaskOrder(order)
 
 
 # ---------------------------------------------------------------------------------- what a bad one is told

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_core.engines import sampling
+from grpo_core.engines.local import sampling
 
 SMALL, LARGE = 90, 5000
 """Vocabularies that are sampled flat and in two levels (5000 is no multiple of the block)."""

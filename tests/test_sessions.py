@@ -16,9 +16,9 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
-from grpo_core.protocols import Environment, Judge
-from grpo_core.records import Episode, Opened, Prompt, Verdict, Weights
-from grpo_core.rollout import Sampling, Start, play
+from grpo_core.protocols import Environment, EnvironmentClient
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart, Weights
+from grpo_core.rollout import SamplingParams, Start, play
 from grpo_core.testing import FakeEngine, FakeRenderer
 
 PLAYGROUND = """
@@ -104,7 +104,7 @@ PLAYGROUND = """
             if episodes[0].reply == "raise":
                 raise KeyError("gold")
             measured = {"most": self.most, "size": len(episodes)}
-            return [grpo.Verdict(reward=1.0, metrics=measured)] * len(episodes)
+            return [grpo.Feedback(reward=1.0, metrics=measured)] * len(episodes)
 """
 
 
@@ -157,20 +157,23 @@ def saying(session, *, reply="", call=None, turn=0):
 @pytest.mark.slow
 def test_sessions_are_opened_played_and_closed_in_the_process(file):
     async def story(process):
-        judge: Judge = process
-        first, second, no = await judge.open(asked("a", "b", "no"))
+        environment: EnvironmentClient = process
+        first, second, no = await environment.open(asked("a", "b", "no"))
         assert [tool["function"]["name"] for tool in first.tools] == ["add", "ask"]
         assert first == second
-        assert no == Opened(error="open raised OSError: nothing left")
+        assert no == SessionStart(error="open raised OSError: nothing left")
         calls = [saying("0", call=("add", {"amount": 2})), saying("1", call=("ask", {"question": "why"}))]
-        answers = await judge.evaluate([*calls, saying("0")])
+        answers = await environment.evaluate([*calls, saying("0")])
         assert [v.done for v in answers] == [False, False, True]
         assert [v.messages[0]["content"] for v in answers[:2]] == ["2", "why!"]
-        assert await judge.evaluate([saying("0"), saying("1")]) == [Verdict(reward=2.0), Verdict(reward=0.0)]
-        await judge.close(["0", "1", "no such session"])
-        await judge.close(["0"])
-        assert await judge.evaluate([saying("9")]) == [
-            Verdict(error="its session ended with the process that held it", lost=True)
+        assert await environment.evaluate([saying("0"), saying("1")]) == [
+            Feedback(reward=2.0),
+            Feedback(reward=0.0),
+        ]
+        await environment.close(["0", "1", "no such session"])
+        await environment.close(["0"])
+        assert await environment.evaluate([saying("9")]) == [
+            Feedback(error="its session ended with the process that held it", lost=True)
         ]
         return process.starts
 
@@ -212,7 +215,7 @@ def test_sessions_die_with_their_process_and_their_rollouts_are_lost(file, death
             await process.evaluate([saying("2"), saying("7")]),
         )
         assert third.lost
-        assert kept == [seventh] == [Verdict(reward=0.0)]
+        assert kept == [seventh] == [Feedback(reward=0.0)]
         await process.close(["2", "7"])
         return process.starts
 
@@ -225,9 +228,9 @@ def test_sessions_die_with_their_process_and_their_rollouts_are_lost(file, death
 def test_an_episode_that_is_alone_with_its_death_is_to_blame(file):
     async def story(process):
         await process.open(asked("a"))
-        (verdict,) = await process.evaluate([saying("0", reply="die")])
-        assert not verdict.lost
-        assert "died (killed by SIGKILL)" in verdict.error
+        (feedback,) = await process.evaluate([saying("0", reply="die")])
+        assert not feedback.lost
+        assert "died (killed by SIGKILL)" in feedback.error
 
     tell(file, story)
 
@@ -238,7 +241,7 @@ def test_a_session_that_kills_while_it_is_opened_is_found(file):
         first, dead, third = await process.open(asked("a", "die", "c"))
         assert [first.error, third.error] == [None, None]
         assert "died (killed by SIGKILL)" in dead.error
-        assert await process.evaluate([saying("2")]) == [Verdict(reward=0.0)]
+        assert await process.evaluate([saying("2")]) == [Feedback(reward=0.0)]
 
     tell(file, story)
 
@@ -247,8 +250,8 @@ def test_a_session_that_kills_while_it_is_opened_is_found(file):
 def test_an_evaluation_that_raises_costs_no_session(file):
     async def story(process):
         await process.open(asked("a", "b"))
-        verdicts = await process.evaluate([saying("0", reply="raise"), saying("1")])
-        assert [v.error for v in verdicts] == ["KeyError: 'gold'", None]
+        feedback = await process.evaluate([saying("0", reply="raise"), saying("1")])
+        assert [v.error for v in feedback] == ["KeyError: 'gold'", None]
         await process.close(["0", "1"])
         return process.starts
 
@@ -260,9 +263,9 @@ def played(process, engine, n=3):
     return play(
         [Start(prompt=Prompt(messages="a", environment="play"), seed=i) for i in range(n)],
         engine=engine,
-        judges={"play": process},
+        environments={"play": process},
         renderer=FakeRenderer(),
-        sampling=Sampling(temperature=1.0, max_tokens=99),
+        sampling=SamplingParams(temperature=1.0, max_tokens=99),
     )
 
 
@@ -335,10 +338,10 @@ def test_async_judges_are_called_beside_each_other_up_to_a_bound(file, concurren
 
 
 @pytest.mark.slow
-def test_of_calls_beside_each_other_only_the_culprit_has_no_verdict(file):
+def test_of_calls_beside_each_other_only_the_culprit_is_unscored(file):
     async def story(process):
-        verdicts = await process.evaluate([saying(None), saying(None, reply="raise"), saying(None)])
-        assert [v.error for v in verdicts] == [None, "KeyError: 'gold'", None]
+        feedback = await process.evaluate([saying(None), saying(None, reply="raise"), saying(None)])
+        assert [v.error for v in feedback] == [None, "KeyError: 'gold'", None]
 
     tell(file, story, name="Judged", concurrency=2)
 
@@ -440,8 +443,8 @@ def test_whatever_a_tool_raises_is_told_to_the_model():
     host = EnvironmentHost.around(environment(open=lambda self, prompt: Exits(), max_turns=2))
     host.open([("0", Prompt(messages="x"))])
     for name, told in (("leave", "error: SystemExit: 3"), ("fail", "error: ValueError: later")):
-        (verdict,) = host.evaluate([saying("0", call=(name, {}))])
-        assert verdict.messages[0]["content"] == told
+        (feedback,) = host.evaluate([saying("0", call=(name, {}))])
+        assert feedback.messages[0]["content"] == told
     host.end()
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from attrs import evolve
-
-from grpo_core.testing.faults import NONE, Faults
-from grpo_core.testing.simulation import simulate
+from simulation.faults import NONE, Faults
+from simulation.runs import simulate
 
 CASES = [(policy, staleness) for policy in ("deadline", "in_order") for staleness in range(5)]
 
 
 def holds(seed, policy, max_staleness, **changes):
     outcome = simulate(seed, policy=policy, max_staleness=max_staleness, **changes)
-    again = f"python -m grpo_core.testing.simulation --seed {seed} --policy {policy}"
+    again = f"PYTHONPATH=tests python -m simulation.runs --seed {seed} --policy {policy}"
     assert not outcome.violations, f"{again} --max-staleness {max_staleness}\n" + "\n".join(
         outcome.violations
     )
@@ -65,14 +65,14 @@ def test_what_a_run_cannot_survive_ends_it_with_a_name_and_the_next_life_goes_on
 
 @pytest.mark.parametrize(
     "fault",
-    ["straggle", "silent", "engine_error", "engine_death", "slow_verdict", "no_verdict", "nan_reward"],
+    ["straggle", "silent", "engine_error", "engine_death", "slow_feedback", "unscored", "nan_reward"],
 )
 def test_what_a_run_can_survive_it_survives_in_one_life(fault):
     outcome = holds(2, "deadline", 1, faults=evolve(NONE, **{fault: 0.1}))
     assert outcome.lives == ("finished",)
 
 
-def test_prompts_that_never_get_a_verdict_are_skipped():
+def test_prompts_that_never_get_a_reward_are_skipped():
     outcome = holds(3, "in_order", 2, faults=evolve(NONE, poisoned=0.1))
     assert outcome.lives == ("finished",)
     assert any("PromptSkipped" in line for line in outcome.story)
@@ -107,14 +107,17 @@ def test_a_seed_tells_the_same_story_in_every_process():
         command = [
             sys.executable,
             "-m",
-            "grpo_core.testing.simulation",
+            "simulation.runs",
             "--seed",
             "11",
             "--max-staleness",
             "2",
         ]
         told = subprocess.run(
-            command, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True
+            command,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parent)},
+            capture_output=True,
+            text=True,
         )
         assert told.returncode == 0, told.stdout + told.stderr
         return told.stdout

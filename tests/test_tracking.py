@@ -37,7 +37,7 @@ EVENTS = [
     RunStarted(directory="d", config={}),
     Validated(step=0, version=0, results={"sort": {"accuracy": 0.04, "reward": 0.04}}),
     GroupsReady(step=0, groups=groups()),
-    StepEnded(step=1, metrics={"reward/sort": 0.25, "loss": float("nan"), "staleness/max": 1.0}),
+    StepEnded(step=1, metrics={"reward/sort": 0.25, "loss": float("nan"), "staleness_max": 1.0}),
     PromptSkipped(step=1, task="sort", prompt="7", error="ValueError: bad row"),
     Validated(step=1, version=1, results={"sort": {"accuracy": 0.9}}),
 ]
@@ -149,9 +149,15 @@ def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
 def test_with_several_tasks_each_has_a_line_in_the_view():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, color_system=None, _environ={})
-    one = {"reward": 0.25, "accuracy": 0.2, "groups": 12.0, "completion_tokens": 6.0, "filtered_share": 0.25}
+    one = {
+        "reward": 0.25,
+        "accuracy": 0.2,
+        "groups": 12.0,
+        "completion_tokens": 6.0,
+        "filtered_fraction": 0.25,
+    }
     metrics = {f"{name}/{task}": value for name, value in one.items() for task in ("sort", "tool")}
-    metrics |= {"staleness/sort/mean": 0.5, "staleness/tool/mean": 0.75, "time/step": 1.0}
+    metrics |= {"staleness/sort": 0.5, "staleness/tool": 0.75, "time/step": 1.0}
     with Terminal(10, console) as view:
         view(StepEnded(step=1, metrics=metrics))
     text = " ".join(out.getvalue().split())

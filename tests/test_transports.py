@@ -16,7 +16,7 @@ import torch
 from attrs import evolve
 
 from grpo_core.config import Config, EngineConfig, RayConfig, ValidationConfig
-from grpo_core.engines.local import LocalEngine
+from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ConfigError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.testing.decoding import (
@@ -28,9 +28,9 @@ from grpo_core.testing.decoding import (
     start,
     weights_of_another_model_are_refused_and_change_nothing,
 )
-from grpo_core.weights import device, relay
+from grpo_core.weights import collective, cuda_ipc
+from grpo_core.weights.collective import CollectiveWriter, pulled
 from grpo_core.weights.reading import read
-from grpo_core.weights.relay import RelayWriter, pulled
 from grpo_core.workers import transport
 
 CPU = torch.device("cpu")
@@ -42,8 +42,8 @@ def named(value: float) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture
 def writer():
-    yield RelayWriter(CPU, "127.0.0.1")
-    relay._hang_up()
+    yield CollectiveWriter(CPU, "127.0.0.1")
+    collective._hang_up()
 
 
 # ---------------------------------------------------------------------------------- relay
@@ -81,7 +81,7 @@ def test_a_tensor_that_changed_on_its_way_is_named(writer):
 
 
 def test_nothing_is_told_without_the_secret_and_the_sockets_are_of_the_loopback(writer):
-    host, port, secret, _ = json.loads(writer.write(1, named(1.0)).location.removeprefix("relay:"))
+    host, port, secret, _ = json.loads(writer.write(1, named(1.0)).location.removeprefix("collective:"))
     assert host == "127.0.0.1"
     wrong = b'{"secret": "%s", "cuda": false}\n' % (b"0" * len(secret))
     for said in (wrong, b"hello\n", b"[]\n"):
@@ -95,20 +95,20 @@ def test_a_trainer_that_is_gone_is_an_error_with_a_name():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     weights = evolve(
-        RelayWriter(CPU, "127.0.0.1").write(1, named(1.0)),
-        location=f'relay:["127.0.0.1", {port}, "secret", 1]',
+        CollectiveWriter(CPU, "127.0.0.1").write(1, named(1.0)),
+        location=f'collective:["127.0.0.1", {port}, "secret", 1]',
     )
-    with pytest.raises(WeightSyncError, match=r"did not arrive.*Connection refused.*engine\.relay_host"):
+    with pytest.raises(WeightSyncError, match=r"did not arrive.*Connection refused.*engine\.collective_host"):
         read(weights)
 
 
 PARTNER = """
 import json, sys, time
-from grpo_core.weights import relay
-*where, publication = json.loads(sys.argv[1].removeprefix("relay:"))
-line = relay._Line(*where)
+from grpo_core.weights import collective
+*where, publication = json.loads(sys.argv[1].removeprefix("collective:"))
+line = collective._Line(*where)
 if sys.argv[2] == "asks":
-    relay._send(line._lines, {"publication": publication})  # and does not receive what is sent
+    collective._send(line._lines, {"publication": publication})  # and does not receive what is sent
 print("here", flush=True)
 time.sleep(600)
 """
@@ -153,16 +153,16 @@ def test_an_engine_takes_weights_that_are_sent(tmp_path, writer):
 
 def test_a_handle_is_plain_text_and_names_its_gpu_by_identity():
     handle = [0, b"\x00\xff", 1 << 40, 512, b"counter", 3, b"event", True]
-    location = device.described("GPU-b", handle)
-    assert device.handle_of(location, ["GPU-a", "GPU-b"]) == [1, *handle[1:]]
+    location = cuda_ipc.described("GPU-b", handle)
+    assert cuda_ipc.handle_of(location, ["GPU-a", "GPU-b"]) == [1, *handle[1:]]
     with pytest.raises(ValueError, match=r"GPU GPU-b is none of \['GPU-a'\]"):
-        device.handle_of(location, ["GPU-a"])
+        cuda_ipc.handle_of(location, ["GPU-a"])
 
 
 def test_a_handle_that_cannot_be_opened_is_an_error_that_says_what_to_do(writer):
-    location = device.described("GPU-a", [0, b"", 0, 0, b"", 0, b"", True])
+    location = cuda_ipc.described("GPU-a", [0, b"", 0, 0, b"", 0, b"", True])
     weights = evolve(writer.write(1, named(1.0)), location=location)
-    with pytest.raises(WeightSyncError, match=r'GPU-a is none of.*engine\.transport = "host"'):
+    with pytest.raises(WeightSyncError, match=r'GPU-a is none of.*engine\.transport = "shm"'):
         read(weights)
 
 
@@ -176,15 +176,15 @@ print([float(tensor.float().mean()) for tensor in read(weights).values()])
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["device", "relay"])
+@pytest.mark.parametrize("kind", ["cuda_ipc", "collective"])
 def test_another_process_reads_the_memory_of_a_gpu(kind):
     """By relay a GPU's memory is sent to another GPU; with one alone NCCL refuses."""
-    if kind == "relay" and torch.cuda.device_count() < 2:
+    if kind == "collective" and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     gpu = torch.device("cuda", 0)
-    writer = device.DeviceWriter(gpu) if kind == "device" else RelayWriter(gpu, "127.0.0.1")
+    writer = cuda_ipc.CudaIpcWriter(gpu) if kind == "cuda_ipc" else CollectiveWriter(gpu, "127.0.0.1")
     weights = writer.write(1, [(name, tensor.to(gpu)) for name, tensor in named(2.5)])
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0" if kind == "device" else "1"}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0" if kind == "cuda_ipc" else "1"}
     told = subprocess.run(
         [sys.executable, "-c", READER, pickle.dumps(weights).hex()],
         env=environ,
@@ -205,35 +205,37 @@ GPUS = EngineConfig(gpus_per_worker=1)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (Config(), "device"),  # from a CPU that is the host's memory
-        (Config(engine=EngineConfig(workers=2)), "host"),
-        (Config(ray=RAY), "host"),
-        (Config(ray=RAY, engine=GPUS), "relay"),
-        (Config(ray=JOINED, engine=GPUS), "host"),
-        (Config(ray=JOINED, engine=evolve(GPUS, relay_host="10.0.0.1")), "relay"),
-        (Config(engine=EngineConfig(transport="host")), "host"),
-        (Config(engine=EngineConfig(workers=2, transport="relay")), "relay"),
-        (Config(validation=ValidationConfig(engine=EngineConfig(workers=2))), "host"),
+        (Config(), "shm"),
+        (Config(engine=EngineConfig(workers=2)), "shm"),
+        (Config(ray=RAY), "shm"),
+        (Config(ray=RAY, engine=GPUS), "shm"),
+        (Config(ray=JOINED, engine=evolve(GPUS, collective_host="10.0.0.1")), "shm"),
+        (Config(engine=EngineConfig(transport="cuda_ipc")), "cuda_ipc"),
+        (Config(engine=EngineConfig(workers=2, transport="collective")), "collective"),
+        (Config(validation=ValidationConfig(engine=EngineConfig(workers=2))), "shm"),
     ],
 )
-def test_the_transport_follows_from_where_the_engines_are(config, expected):
+def test_the_default_transport_is_the_one_that_has_been_tested_everywhere(config, expected):
     assert transport(config, PluginHost.discover()) == expected
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(engine=EngineConfig(workers=2, transport="device")), r'"device" is for one engine.*"relay"'),
         (
-            Config(ray=JOINED, engine=EngineConfig(transport="relay")),
-            r"cannot reach engine\.relay_host = '127\.0\.0\.1'",
+            Config(engine=EngineConfig(workers=2, transport="cuda_ipc")),
+            r'"cuda_ipc" is for one engine.*"collective"',
         ),
         (
-            Config(engine=EngineConfig(name="tests/test_transports.py:Elsewhere", transport="relay")),
-            "takes weights by host only",
+            Config(ray=JOINED, engine=EngineConfig(transport="collective")),
+            r"cannot reach engine\.collective_host = '127\.0\.0\.1'",
         ),
         (
-            Config(validation=ValidationConfig(engine=EngineConfig(transport="relay"))),
+            Config(engine=EngineConfig(name="tests/test_transports.py:Elsewhere", transport="collective")),
+            "takes weights by shm only",
+        ),
+        (
+            Config(validation=ValidationConfig(engine=EngineConfig(transport="collective"))),
             r"validation\.engine\.transport: weights come to all engines by engine\.transport",
         ),
     ],

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import grpo_core as grpo
 from grpo_core.errors import EngineError
-from grpo_core.records import Completion, Verdict, Weights
-from grpo_core.rollout import Sampling, Start, play, seed_of
-from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, prompts, run
-from grpo_core.testing.hosted import HostedJudge
+from grpo_core.records import Completion, Feedback, Weights
+from grpo_core.rollout import SamplingParams, Start, derive_seed, play
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
+from grpo_core.testing.hosted import HostedEnvironment
 from grpo_core.validation.runner import Context
 
-SAMPLING = Sampling(temperature=1.0, max_tokens=200_000)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=200_000)
 
 
 def weights(version):
@@ -41,13 +41,13 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def played(judge, engine, n=1, *, sampling=SAMPLING, deadline=None, group="g", renderer=None):
+def played(environment, engine, n=1, *, sampling=SAMPLING, deadline=None, group="g", renderer=None):
     async def story():
         await engine.update_weights(weights(0))
         return await play(
             [Start(prompt=prompts(1)[0], seed=i, group=group) for i in range(n)],
             engine=engine,
-            judges={"task": judge},
+            environments={"task": environment},
             renderer=renderer or FakeRenderer(),
             sampling=sampling,
             deadline=deadline,
@@ -59,7 +59,7 @@ def played(judge, engine, n=1, *, sampling=SAMPLING, deadline=None, group="g", r
 # ---------------------------------------------------------------------------------- the row
 
 
-class Remembering(FakeEngine):
+class WeightsTrackingEngine(FakeEngine):
     """Says what it was told to; remembers each request with what it said."""
 
     def __init__(self, lengths, cut):
@@ -94,13 +94,13 @@ class Remembering(FakeEngine):
 )
 def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers, cut, n, turns, total):
     """Whatever is said, answered, cut off or limited, while the weights are updated."""
-    engine = Remembering(lengths, cut)
+    engine = WeightsTrackingEngine(lengths, cut)
     told = []
 
-    def verdict(episode):
+    def feedback(episode):
         answer = answers[episode.turn % len(answers)]
         told.append((episode.prompt.id, answer))
-        return Verdict(reward=0.5, done=episode.turn == len(answers), messages=answer)
+        return Feedback(reward=0.5, done=episode.turn == len(answers), messages=answer)
 
     async def story():
         await engine.update_weights(weights(0))
@@ -108,9 +108,9 @@ def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers
             play(
                 [Start(prompt=prompt, seed=i) for i, prompt in enumerate(prompts(n))],
                 engine=engine,
-                judges={"task": FakeJudge(verdict, max_turns=turns)},
+                environments={"task": FakeEnvironment(feedback, max_turns=turns)},
                 renderer=FakeRenderer(),
-                sampling=Sampling(temperature=1.0, max_tokens=8, max_total_tokens=total),
+                sampling=SamplingParams(temperature=1.0, max_tokens=8, max_total_tokens=total),
             )
         )
         version = 0
@@ -170,21 +170,21 @@ class Shop(grpo.Environment):
 
     def evaluate(self, episodes):
         self.seen += [episode.messages[-1]["content"] for episode in episodes]
-        return [Verdict(reward=float("7" in e.reply), metrics={"turn": e.turn}) for e in episodes]
+        return [Feedback(reward=float("7" in e.reply), metrics={"turn": e.turn}) for e in episodes]
 
 
 def answered(*calls):
     """What the tools of the shop answer to calls in one message."""
     shop = Shop()
-    (rollout,) = played(HostedJudge(shop), scripted("".join(calls), "done 7"))
+    (rollout,) = played(HostedEnvironment(shop), scripted("".join(calls), "done 7"))
     assert shop.seen == ["done 7"], "the environment sees only what calls nothing"
     assert (rollout.turns, rollout.reward, rollout.tool_calls) == (2, 1.0, len(calls))
     return [m for m in rollout.messages if m["role"] == "tool"]
 
 
 def test_tools_answer_and_the_model_speaks_again():
-    judge = HostedJudge(Shop())
-    (rollout,) = played(judge, scripted(call("price", item="tea"), "it costs 7"))
+    environment = HostedEnvironment(Shop())
+    (rollout,) = played(environment, scripted(call("price", item="tea"), "it costs 7"))
     _, said, told, last = rollout.messages
     assert said["content"] == ""
     assert said["tool_calls"] == [
@@ -198,7 +198,7 @@ def test_tools_answer_and_the_model_speaks_again():
     assert last == {"role": "assistant", "content": "it costs 7"}
     assert FakeRenderer().text(rollout.token_ids) == call("price", item="tea") + "7" + "it costs 7"
     assert (rollout.reward, rollout.metrics, rollout.finish_reason) == (1.0, {"turn": 1.0}, "stop")
-    assert judge.calls == [1, 1]
+    assert environment.calls == [1, 1]
 
 
 def test_several_calls_of_one_message_are_answered_in_order():
@@ -240,14 +240,14 @@ def test_what_goes_wrong_with_a_call_is_told_to_the_model(said, told):
 
 def test_text_around_a_call_is_kept():
     shop = Shop()
-    (rollout,) = played(HostedJudge(shop), scripted("Let me see. " + call("price", item="tea"), "7"))
+    (rollout,) = played(HostedEnvironment(shop), scripted("Let me see. " + call("price", item="tea"), "7"))
     assert rollout.messages[1]["content"] == "Let me see."
 
 
 def test_an_environment_without_tools_sees_such_text_as_it_is():
     seen = []
-    judge = FakeJudge(lambda e: seen.append(e.messages[-1]) or Verdict(reward=1.0))
-    played(judge, scripted(call("price")))
+    environment = FakeEnvironment(lambda e: seen.append(e.messages[-1]) or Feedback(reward=1.0))
+    played(environment, scripted(call("price")))
     assert seen == [{"role": "assistant", "content": call("price")}]
 
 
@@ -255,27 +255,27 @@ def test_an_environment_without_tools_sees_such_text_as_it_is():
 
 
 def go_on(episode):
-    return Verdict(reward=0.25, done=False, messages="more")
+    return Feedback(reward=0.25, done=False, messages="more")
 
 
 @pytest.mark.parametrize(
-    ("judge", "limits", "reason", "turns", "reward"),
+    ("environment", "limits", "reason", "turns", "reward"),
     [
-        (FakeJudge(go_on, max_turns=3), {}, "turns", 3, 0.75),
-        (FakeJudge(go_on, max_turns=9), {"max_turns": 2}, "turns", 2, 0.5),
-        (FakeJudge(go_on, max_turns=2), {"max_turns": 9}, "turns", 2, 0.5),
-        (FakeJudge(go_on, max_turns=9), {"max_total_tokens": 8 + 4 + 4 + 4}, "tokens", 2, 0.5),
-        (FakeJudge(go_on, max_turns=9), {"max_tokens": 4}, "length", 1, 0.25),
-        (FakeJudge(max_turns=1), {}, "stop", 1, 0.0),
-        (FakeJudge(max_turns=9), {}, "stop", 1, 0.0),
-        (HostedJudge(Shop()), {"max_turns": 2}, "turns", 2, 1.0),
-        (HostedJudge(Shop()), {}, "turns", 4, 1.0),
-        (HostedJudge(Shop()), {"max_tool_calls": 2}, "tool_calls", 3, 1.0),
-        (HostedJudge(Shop()), {"max_total_tokens": 100}, "tokens", 2, 1.0),
+        (FakeEnvironment(go_on, max_turns=3), {}, "turns", 3, 0.75),
+        (FakeEnvironment(go_on, max_turns=9), {"max_turns": 2}, "turns", 2, 0.5),
+        (FakeEnvironment(go_on, max_turns=2), {"max_turns": 9}, "turns", 2, 0.5),
+        (FakeEnvironment(go_on, max_turns=9), {"max_total_tokens": 8 + 4 + 4 + 4}, "tokens", 2, 0.5),
+        (FakeEnvironment(go_on, max_turns=9), {"max_tokens": 4}, "length", 1, 0.25),
+        (FakeEnvironment(max_turns=1), {}, "stop", 1, 0.0),
+        (FakeEnvironment(max_turns=9), {}, "stop", 1, 0.0),
+        (HostedEnvironment(Shop()), {"max_turns": 2}, "turns", 2, 1.0),
+        (HostedEnvironment(Shop()), {}, "turns", 4, 1.0),
+        (HostedEnvironment(Shop()), {"max_tool_calls": 2}, "tool_calls", 3, 1.0),
+        (HostedEnvironment(Shop()), {"max_total_tokens": 100}, "tokens", 2, 1.0),
     ],
 )
-def test_each_limit_ends_a_rollout_with_its_own_reason(judge, limits, reason, turns, reward):
-    shop = isinstance(judge, HostedJudge)
+def test_each_limit_ends_a_rollout_with_its_own_reason(environment, limits, reason, turns, reward):
+    shop = isinstance(environment, HostedEnvironment)
     say = "7 " + call("price", item="tea") if shop else "said"
 
     class Talker(FakeEngine):
@@ -294,7 +294,7 @@ def test_each_limit_ends_a_rollout_with_its_own_reason(judge, limits, reason, tu
             )
 
     engine = Talker(reply=lambda request, rng: say)
-    (rollout,) = played(judge, engine, sampling=evolve(SAMPLING, **limits))
+    (rollout,) = played(environment, engine, sampling=evolve(SAMPLING, **limits))
     assert (rollout.finish_reason, rollout.turns, rollout.reward) == (reason, turns, reward)
     assert rollout.messages[-1]["role"] == "assistant", "nothing follows that nobody reads"
     assert rollout.sampled[-1]
@@ -305,20 +305,20 @@ def test_calls_that_nobody_could_answer_are_not_run_and_the_environment_judges()
     shop = Shop()
     asked = []
     original, shop.evaluate = shop.evaluate, lambda e: asked.extend(e) or original(e)
-    played(HostedJudge(shop), FakeEngine(reply=lambda *_: call("price", item="tea")))
+    played(HostedEnvironment(shop), FakeEngine(reply=lambda *_: call("price", item="tea")))
     (episode,) = asked
     assert (episode.turn, episode.finish_reason, episode.reply) == (3, "turns", "")
 
 
-def test_time_that_is_over_is_a_reason_of_its_own_and_no_verdict():
-    judge = FakeJudge(go_on, max_turns=99, seconds=1.0)
-    (rollout,) = played(judge, FakeEngine(latency=lambda rng: 1.0), deadline=5.5)
+def test_time_that_is_over_is_a_reason_of_its_own_and_no_feedback():
+    environment = FakeEnvironment(go_on, max_turns=99, seconds=1.0)
+    (rollout,) = played(environment, FakeEngine(latency=lambda rng: 1.0), deadline=5.5)
     assert (rollout.finish_reason, rollout.reward, rollout.lost) == ("deadline", None, True)
     assert rollout.turns == 3
 
 
 def test_a_prompt_that_is_longer_than_a_rollout_may_be_is_told():
-    (rollout,) = played(FakeJudge(), FakeEngine(), sampling=evolve(SAMPLING, max_total_tokens=8))
+    (rollout,) = played(FakeEnvironment(), FakeEngine(), sampling=evolve(SAMPLING, max_total_tokens=8))
     assert rollout.error == (
         "the prompt has 8 tokens, as many as a whole rollout may have (rollout.max_total_tokens is 8) or more"
     )
@@ -328,9 +328,12 @@ def test_a_prompt_that_is_longer_than_a_rollout_may_be_is_told():
 def test_later_turns_end_where_the_models_positions_end():
     renderer = FakeRenderer()
     renderer.context = 20
-    engine = Remembering([4], set())
+    engine = WeightsTrackingEngine([4], set())
     (rollout,) = played(
-        FakeJudge(go_on, max_turns=9), engine, sampling=evolve(SAMPLING, max_tokens=9), renderer=renderer
+        FakeEnvironment(go_on, max_turns=9),
+        engine,
+        sampling=evolve(SAMPLING, max_tokens=9),
+        renderer=renderer,
     )
     assert [request.max_tokens for request, _ in engine.said] == [9, 4]
     assert (rollout.turns, rollout.finish_reason) == (2, "tokens")
@@ -392,7 +395,7 @@ def test_public_methods_of_a_session_are_tools_and_sessions_do_not_meet():
         first = len(request.prompt_ids) == len("prompt 0")
         return said[request.seed] if first else "so"
 
-    rollouts = played(HostedJudge(environment), FakeEngine(reply=reply), n=4)
+    rollouts = played(HostedEnvironment(environment), FakeEngine(reply=reply), n=4)
     assert [rollout.reward for rollout in rollouts] == [1.0, 2.0, 3.0, 4.0]
     opened = Counter(name for what, name in environment.log if what == "open")
     closed = Counter(name for what, name in environment.log if what == "close")
@@ -401,16 +404,16 @@ def test_public_methods_of_a_session_are_tools_and_sessions_do_not_meet():
 
 
 @pytest.mark.parametrize(
-    "end", ["verdicts", "deadline", "engine", "bug", "cancelled", "cancelled twice", "evaluate"]
+    "end", ["feedback", "deadline", "engine", "bug", "cancelled", "cancelled twice", "evaluate"]
 )
 def test_a_session_is_closed_once_however_its_rollout_ends(end):
-    environment = Counters("evaluate" if end == "evaluate" else "")
+    counters = Counters("evaluate" if end == "evaluate" else "")
     faults = {"engine": EngineError("died"), "bug": ZeroDivisionError()}
     engine = FakeEngine(
         latency=lambda rng: 100.0 if end in ("deadline", "cancelled", "cancelled twice") else 1.0,
         fault=lambda request: faults.get(end),
     )
-    judge = HostedJudge(environment)
+    environment = HostedEnvironment(counters)
 
     async def story():
         await engine.update_weights(weights(0))
@@ -418,7 +421,7 @@ def test_a_session_is_closed_once_however_its_rollout_ends(end):
             play(
                 [Start(prompt=prompts(1)[0], seed=i) for i in range(3)],
                 engine=engine,
-                judges={"task": judge},
+                environments={"task": environment},
                 renderer=FakeRenderer(),
                 sampling=SAMPLING,
                 deadline=10.0 if end == "deadline" else None,
@@ -433,13 +436,13 @@ def test_a_session_is_closed_once_however_its_rollout_ends(end):
         await asyncio.wait([rollouts])
 
     run(story())
-    assert Counter(what for what, _ in environment.log) == {"open": 3, "close": 3}
-    assert not judge.host._sessions
+    assert Counter(what for what, _ in counters.log) == {"open": 3, "close": 3}
+    assert not environment.host._sessions
 
 
-def test_a_session_that_cannot_be_opened_is_no_verdict_and_is_not_closed():
+def test_a_session_that_cannot_be_opened_is_unscored_and_is_not_closed():
     environment = Counters("open")
-    (rollout,) = played(HostedJudge(environment), FakeEngine())
+    (rollout,) = played(HostedEnvironment(environment), FakeEngine())
     assert (rollout.reward, rollout.lost, rollout.turns) == (None, False, 0)
     assert rollout.error == "open raised OSError: no more of them"
     assert environment.log == []
@@ -466,14 +469,14 @@ class Ranking(Shop):
 def test_a_group_that_is_compared_is_judged_when_none_of_it_calls_a_tool_any_more():
     environment = Ranking()
 
-    calls_of = {seed_of(i, turn) if turn else i: i for i in range(3) for turn in range(4)}
+    calls_of = {derive_seed(i, turn) if turn else i: i for i in range(3) for turn in range(4)}
 
     def reply(request, rng):
         """The first calls no tool, the second one, the third two after each other."""
         made = FakeRenderer().text(request.prompt_ids).count("<tool_call>")
         return call("price", item="tea") if made < calls_of[request.seed] else "x" * (1 + made)
 
-    rollouts = played(HostedJudge(environment), FakeEngine(reply=reply), n=3)
+    rollouts = played(HostedEnvironment(environment), FakeEngine(reply=reply), n=3)
     assert environment.sizes == [3]
     assert [r.turns for r in rollouts] == [1, 2, 3]
     assert [r.reward for r in rollouts] == [0.0, 1.0, 2.0]
@@ -482,13 +485,13 @@ def test_a_group_that_is_compared_is_judged_when_none_of_it_calls_a_tool_any_mor
 def test_a_group_stays_whole_when_some_of_it_have_ended():
     shown = []
 
-    def verdict(episode):
+    def feedback(episode):
         shown.append((episode.turn, episode.reply))
-        return Verdict(reward=1.0, done=episode.reply == "a", messages="again")
+        return Feedback(reward=1.0, done=episode.reply == "a", messages="again")
 
-    judge = FakeJudge(verdict, max_turns=3, needs_group=True)
-    rollouts = played(judge, FakeEngine(), n=4)
-    assert set(judge.calls) == {4}, "each call has all of the group"
+    environment = FakeEnvironment(feedback, max_turns=3, needs_group=True)
+    rollouts = played(environment, FakeEngine(), n=4)
+    assert set(environment.calls) == {4}, "each call has all of the group"
     assert [r.reward for r in rollouts] == [float(r.turns) for r in rollouts], (
         "what ended is not judged again"
     )
@@ -513,13 +516,13 @@ def test_training_and_validation_play_the_same(mode):
 
     async def story():
         await engine.update_weights(weights(0))
-        judges = {"task": HostedJudge(Shop())}
+        environments = {"task": HostedEnvironment(Shop())}
         trained = []
         for prompt in items:
             trained += await play(
                 [Start(prompt=prompt, seed=i, group=prompt.id) for i in range(2)],
                 engine=engine,
-                judges=judges,
+                environments=environments,
                 renderer=FakeRenderer(),
                 sampling=SAMPLING,
             )
@@ -527,7 +530,7 @@ def test_training_and_validation_play_the_same(mode):
             version=0,
             prompts={"task": items},
             engine=engine,
-            judges=judges,
+            environments=environments,
             renderer=FakeRenderer(),
             sampling=SAMPLING,
         )

@@ -9,15 +9,15 @@ from collections import Counter
 import pytest
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import BatchedJudge
+from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
-from grpo_core.records import Prompt, Verdict, Weights
-from grpo_core.rollout import Sampling
-from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, run
+from grpo_core.records import Feedback, Prompt, Weights
+from grpo_core.rollout import SamplingParams
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined
 
-SAMPLING = Sampling(temperature=1.0, max_tokens=16)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)
 
 
 def weights(version):
@@ -34,17 +34,17 @@ def echo(request, rng):
 
 
 def right(episode):
-    return Verdict(reward=float(episode.reply == episode.prompt.answer))
+    return Feedback(reward=float(episode.reply == episode.prompt.answer))
 
 
 def two_turns(episode):
-    return Verdict(done=False, messages=" go on") if episode.turn == 0 else right(episode)
+    return Feedback(done=False, messages=" go on") if episode.turn == 0 else right(episode)
 
 
-def validated(strategy, judge, *, n=10, engine=None, version=0, max_batch=None, **changes):
+def validated(strategy, environment, *, n=10, engine=None, version=0, max_batch=None, **changes):
     """Results of a strategy on ``n`` prompts of one task."""
     if max_batch is not None:
-        judge = BatchedJudge(judge, EnvironmentConfig(max_batch=max_batch, max_wait=0.005))
+        environment = BatchedEnvironment(environment, EnvironmentConfig(max_batch=max_batch, max_wait=0.005))
 
     async def story():
         the_engine = engine or FakeEngine(reply=echo)
@@ -53,7 +53,7 @@ def validated(strategy, judge, *, n=10, engine=None, version=0, max_batch=None, 
             version=version,
             prompts={"task": prompts(n)},
             engine=the_engine,
-            judges={"task": judge},
+            environments={"task": environment},
             renderer=FakeRenderer(),
             sampling=SAMPLING,
             **changes,
@@ -72,9 +72,9 @@ def validated(strategy, judge, *, n=10, engine=None, version=0, max_batch=None, 
 
 @pytest.mark.parametrize(("n", "max_batch"), [(256, 256), (256, 100), (256, 1000), (1, 8), (257, 64)])
 def test_batched_calls_the_environment_turns_times_n_over_max_batch_times(n, max_batch):
-    judge = FakeJudge(two_turns, max_turns=2)
-    metrics = validated(Batched(), judge, n=n, max_batch=max_batch)["task"]
-    assert len(judge.calls) == 2 * math.ceil(n / max_batch)
+    environment = FakeEnvironment(two_turns, max_turns=2)
+    metrics = validated(Batched(), environment, n=n, max_batch=max_batch)["task"]
+    assert len(environment.calls) == 2 * math.ceil(n / max_batch)
     assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (1.0, n, 0)
 
 
@@ -82,19 +82,19 @@ def test_batched_only_asks_about_those_that_are_still_live():
     def odd_ones_go_on(episode):
         return two_turns(episode) if int(episode.prompt.id) % 2 else right(episode)
 
-    judge = FakeJudge(odd_ones_go_on, max_turns=2)
-    validated(Batched(), judge, n=100, max_batch=30)
-    assert judge.calls == [30, 30, 30, 10, 30, 20]
+    environment = FakeEnvironment(odd_ones_go_on, max_turns=2)
+    validated(Batched(), environment, n=100, max_batch=30)
+    assert environment.calls == [30, 30, 30, 10, 30, 20]
 
 
 @pytest.mark.parametrize("max_batch", [1, 7, 256])
 def test_pipelined_lets_each_rollout_go_its_way_and_still_merges_calls(max_batch):
-    judge = FakeJudge(two_turns, max_turns=2, seconds=0.05)
-    metrics = validated(Pipelined(), judge, n=100, max_batch=max_batch)["task"]
+    environment = FakeEnvironment(two_turns, max_turns=2, seconds=0.05)
+    metrics = validated(Pipelined(), environment, n=100, max_batch=max_batch)["task"]
     assert (metrics["accuracy"], metrics["prompts"]) == (1.0, 100)
-    assert sum(judge.calls) == 200
-    assert len(judge.calls) <= (200 if max_batch == 1 else 100)
-    assert max(judge.calls) <= max_batch
+    assert sum(environment.calls) == 200
+    assert len(environment.calls) <= (200 if max_batch == 1 else 100)
+    assert max(environment.calls) <= max_batch
 
 
 def test_every_prompt_is_measured_once_whatever_the_mode_and_the_batch():
@@ -102,38 +102,38 @@ def test_every_prompt_is_measured_once_whatever_the_mode_and_the_batch():
         for max_batch in (1, 7, 64):
             seen = Counter()
 
-            def judge(episode, seen=seen):
+            def environment(episode, seen=seen):
                 seen[episode.prompt.id] += 1
                 return right(episode)
 
-            metrics = validated(strategy, FakeJudge(judge), n=50, max_batch=max_batch)["task"]
+            metrics = validated(strategy, FakeEnvironment(environment), n=50, max_batch=max_batch)["task"]
             assert seen == {str(i): strategy.n for i in range(50)}
             assert metrics["prompts"] == 50
 
 
 def test_an_environment_that_compares_rollouts_sees_whole_groups_in_every_mode():
     for strategy in (Batched(n=4), Pipelined(n=4)):
-        judge = FakeJudge(right, needs_group=True)
-        validated(strategy, judge, n=6, max_batch=5)
-        assert sum(judge.calls) == 24
-        assert all(size % 4 == 0 for size in judge.calls)
+        environment = FakeEnvironment(right, needs_group=True)
+        validated(strategy, environment, n=6, max_batch=5)
+        assert sum(environment.calls) == 24
+        assert all(size % 4 == 0 for size in environment.calls)
 
 
-# ---------------------------------------------------------------------------------- without a verdict
+# ---------------------------------------------------------------------------------- unscored
 
 
-def test_what_has_no_verdict_is_counted_and_is_no_wrong_answer():
-    judge = FakeJudge(
-        lambda e: Verdict() if e.prompt.id in "36" else Verdict(reward=float(e.prompt.id in "12"))
+def test_what_is_unscored_is_counted_and_is_no_wrong_answer():
+    environment = FakeEnvironment(
+        lambda e: Feedback() if e.prompt.id in "36" else Feedback(reward=float(e.prompt.id in "12"))
     )
     for strategy in (Greedy(), Greedy(mode="pipelined")):
-        metrics = validated(strategy, judge)["task"]
+        metrics = validated(strategy, environment)["task"]
         assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (0.25, 8.0, 2.0)
 
 
-def test_without_any_verdict_there_is_an_error_and_no_accuracy_of_zero():
+def test_without_any_reward_there_is_an_error_and_no_accuracy_of_zero():
     with pytest.raises(PluginError, match=r"task 'task': none of the 10 rollouts .* first one: no judge"):
-        validated(Greedy(), FakeJudge(lambda e: Verdict(error="no judge")))
+        validated(Greedy(), FakeEnvironment(lambda e: Feedback(error="no judge")))
 
 
 class FailingEngine(FakeEngine):
@@ -153,29 +153,29 @@ class FailingEngine(FakeEngine):
 
 @pytest.mark.parametrize("mode", ["batched", "pipelined"])
 def test_what_the_engine_loses_is_played_again(mode):
-    fine = validated(Greedy(mode=mode), FakeJudge(right))
-    again = validated(Greedy(mode=mode), FakeJudge(right), engine=FailingEngine(2), retries=2)
+    fine = validated(Greedy(mode=mode), FakeEnvironment(right))
+    again = validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(2), retries=2)
     assert again == fine
     with pytest.raises(PluginError, match="its process died"):
-        validated(Greedy(mode=mode), FakeJudge(right), engine=FailingEngine(3), retries=2)
+        validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(3), retries=2)
 
 
 def test_a_rollout_that_the_environment_failed_is_not_played_again():
-    judge = FakeJudge(lambda e: Verdict(error="bad row") if e.prompt.id == "3" else right(e))
-    assert validated(Greedy(), judge, retries=3)["task"]["errors"] == 1
-    assert judge.calls == [10]
+    environment = FakeEnvironment(lambda e: Feedback(error="bad row") if e.prompt.id == "3" else right(e))
+    assert validated(Greedy(), environment, retries=3)["task"]["errors"] == 1
+    assert environment.calls == [10]
 
 
 def test_a_group_that_is_compared_is_played_again_whole():
     engine = FailingEngine(1)
-    judge = FakeJudge(right, needs_group=True)
-    validated(Pipelined(n=4), judge, n=3, engine=engine, retries=1)
-    assert sorted(judge.calls) == [4, 4, 4]
+    environment = FakeEnvironment(right, needs_group=True)
+    validated(Pipelined(n=4), environment, n=3, engine=engine, retries=1)
+    assert sorted(environment.calls) == [4, 4, 4]
 
 
 def test_what_is_not_finished_within_the_deadline_counts_as_lost():
     slow_one = FakeEngine(reply=echo, latency=lambda rng: 1.0 if rng.random() < 0.9 else 1e4)
-    metrics = validated(Pipelined(), FakeJudge(right), n=50, engine=slow_one, deadline=60.0, retries=3)[
+    metrics = validated(Pipelined(), FakeEnvironment(right), n=50, engine=slow_one, deadline=60.0, retries=3)[
         "task"
     ]
     assert 0 < metrics["errors"] < 20
@@ -197,7 +197,7 @@ def test_tokens_of_another_version_are_an_error():
     with pytest.raises(
         WeightSyncError, match=r"validation of version 7: .* with version 8; it must hold one"
     ):
-        validated(Moves(), FakeJudge(right), n=20, engine=slow, version=7)
+        validated(Moves(), FakeEnvironment(right), n=20, engine=slow, version=7)
 
 
 def test_seeds_are_the_same_for_every_version_and_new_for_every_call():
@@ -214,7 +214,7 @@ def test_seeds_are_the_same_for_every_version_and_new_for_every_call():
     for version in (0, 5):
         Remembers.said = []
         anything = FakeEngine(reply=lambda request, rng: str(rng.random())[2:10])
-        validated(Remembers(), FakeJudge(), engine=anything, version=version)
+        validated(Remembers(), FakeEnvironment(), engine=anything, version=version)
         said.append(Remembers.said)
     assert said[0] == said[1]
     flat = [text for texts in said[0] for text in texts]
@@ -240,7 +240,7 @@ def test_a_strategy_that_returns_something_else_is_named(returned, message):
             return returned
 
     with pytest.raises(PluginError, match=message):
-        validated(Wrong(), FakeJudge())
+        validated(Wrong(), FakeEnvironment())
 
 
 def test_errors_are_counted_for_every_strategy():
@@ -249,12 +249,12 @@ def test_errors_are_counted_for_every_strategy():
             rollouts = await context.rollout(context.prompts["task"])
             return {"task": {"said": sum(r.reward is not None for r in rollouts)}}
 
-    judge = FakeJudge(lambda e: Verdict() if e.prompt.id in "123" else right(e))
-    assert validated(Own(), judge) == {"task": {"said": 7.0, "errors": 3.0}}
+    environment = FakeEnvironment(lambda e: Feedback() if e.prompt.id in "123" else right(e))
+    assert validated(Own(), environment) == {"task": {"said": 7.0, "errors": 3.0}}
 
 
 def test_what_goes_wrong_in_one_rollout_ends_the_validation_as_it_is():
-    class Broken(FakeJudge):
+    class Broken(FakeEnvironment):
         async def evaluate(self, episodes):
             raise PluginError("environment 'task': wrong number of results")
 
@@ -263,10 +263,10 @@ def test_what_goes_wrong_in_one_rollout_ends_the_validation_as_it_is():
             validated(strategy, Broken())
 
 
-def test_the_answer_that_a_verdict_names_reaches_the_strategy():
+def test_the_answer_that_feedback_names_reaches_the_strategy():
     class Votes:
         async def validate(self, context):
             return {"task": {r.answer: 1 for r in await context.rollout(context.prompts["task"])}}
 
-    judge = FakeJudge(lambda e: Verdict(reward=1.0, answer=f"={e.reply}"))
-    assert validated(Votes(), judge, n=2) == {"task": {"=0": 1, "=1": 1, "errors": 0}}
+    environment = FakeEnvironment(lambda e: Feedback(reward=1.0, answer=f"={e.reply}"))
+    assert validated(Votes(), environment, n=2) == {"task": {"=0": 1, "=1": 1, "errors": 0}}

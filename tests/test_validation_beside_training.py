@@ -7,6 +7,8 @@ import itertools
 from hashlib import blake2b
 
 import pytest
+from simulation.faults import NONE, Faults
+from simulation.runs import Simulation
 
 from grpo_core.advantages import group as group_advantages
 from grpo_core.buffer import Buffer
@@ -16,15 +18,13 @@ from grpo_core.laws import Laws
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.records import Prompt, SampleRequest
 from grpo_core.reporting.tracking import plain
-from grpo_core.rollout import Sampling
-from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer, run
-from grpo_core.testing.faults import NONE, Faults
-from grpo_core.testing.simulation import Simulation
-from grpo_core.validation.engine import OnItsOwnEngine, Remembering
+from grpo_core.rollout import SamplingParams
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, run
+from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import Batched, PassAtK, Pipelined
 
-SAMPLING = Sampling(temperature=1.0, max_tokens=8)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
 STEPS = 12
 
 
@@ -62,13 +62,13 @@ class Training:
     ):
         self.events, self.seen = [], []
         self.engine, self.trainer = engine or FakeEngine(), Watched(seconds=step_seconds)
-        self.judge = FakeJudge()
+        self.environment = FakeEnvironment()
         self.measuring = own or self.engine
         self.strategy = strategy
         validate, engine, watch = self.measure, self.engine, ()
         if own is not None:
-            engine = Remembering(self.engine)
-            validate = OnItsOwnEngine(
+            engine = WeightsTrackingEngine(self.engine)
+            validate = DedicatedValidator(
                 measure=self.measure,
                 engine=own,
                 trained=engine,
@@ -88,7 +88,7 @@ class Training:
             sample=lambda sampler, loaders, request: self.draw(request, numbers),
             engine=engine,
             trainer=self.trainer,
-            judges={"task": self.judge},
+            environments={"task": self.environment},
             renderer=FakeRenderer(),
             sampling=SAMPLING,
             group_size=4,
@@ -114,7 +114,7 @@ class Training:
             version=version,
             prompts={"task": [Prompt(messages=f"v{i}", id=f"v{i}", environment="task") for i in range(16)]},
             engine=self.measuring,
-            judges={"task": FakeJudge()},
+            environments={"task": FakeEnvironment()},
             renderer=FakeRenderer(),
             sampling=SAMPLING,
         )
@@ -275,12 +275,12 @@ class Validating(Simulation):
             self.validated.append(event.version)
         super()._emit(event)
 
-    async def _validate(self, version, engine, judges, sampling):
+    async def _validate(self, version, engine, environments, sampling):
         context = Context(
             version=version,
             prompts={task: prompts[:9] for task, prompts in self._prompts.items()},
             engine=engine,
-            judges=judges,
+            environments=environments,
             renderer=FakeRenderer(),
             sampling=sampling,
             deadline=1000.0,

@@ -14,7 +14,7 @@ from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.testing.strategies import check_validation_strategy
-from grpo_core.validation.measured import find, without_what_is_replaced
+from grpo_core.validation.target import drop_overridden, find
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_validation.py"
@@ -88,7 +88,7 @@ def test_options_of_another_strategy_and_other_tasks_are_left_out(tmp_path):
     measured = find(str(a_run(tmp_path / "run", engine={"name": "local"}).path))
 
     def replaced(tasks=False, **changes):
-        return without_what_is_replaced(measured, changes, tasks=tasks).table
+        return drop_overridden(measured, changes, tasks=tasks).table
 
     assert replaced() == measured.table
     same = replaced(validation={"name": "batched", "prompts": 3})

@@ -128,10 +128,10 @@ def measured(strategy, *args):
     return asyncio.run(strategy.validate(Given(*args)))["task"]
 
 
-def test_each_prompt_weighs_the_same_however_many_of_its_rollouts_have_a_verdict():
+def test_each_prompt_weighs_the_same_however_many_of_its_rollouts_have_a_reward():
     metrics = measured(Batched(n=4), [[1.0, None, None, None], [0.0, 0.0, 0.0, 0.0], [None] * 4])
     assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (0.5, 2, 7)
-    assert (metrics["accuracy/low"], metrics["accuracy/high"]) == (0.0, 1.0)
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (0.0, 1.0)
     assert (metrics["reward/fluent"], metrics["completion_tokens"]) == (0.5, 2.0)
     assert metrics["truncated"] == pytest.approx(2 / 5)
 
@@ -149,7 +149,7 @@ def test_pass_at_k_per_prompt_then_over_prompts():
     assert headline(metrics) == metrics["accuracy"]
 
 
-def test_a_prompt_with_less_than_k_verdicts_does_not_count_for_pass_at_k():
+def test_a_prompt_with_less_than_k_rewards_does_not_count_for_pass_at_k():
     metrics = measured(PassAtK(k=2, n=3), [[1.0, None, None], [0.0, 0.0, None], [0.0, 1.0, 0.0]])
     assert (metrics["prompts"], metrics["errors"]) == (2, 3)
     assert metrics["pass@2"] == pytest.approx(fmean([0.0, 2 / 3]))
@@ -173,8 +173,8 @@ def test_intervals_are_the_same_every_time():
     rewards = [[float(i % 3 == 0)] for i in range(50)]
     assert measured(Greedy(), rewards) == measured(Greedy(), rewards)
     wide, narrow = (measured(Greedy(confidence=c), rewards) for c in (0.99, 0.5))
-    assert wide["accuracy/low"] < narrow["accuracy/low"] < wide["accuracy"]
-    assert wide["accuracy"] < narrow["accuracy/high"] < wide["accuracy/high"]
+    assert wide["accuracy_low"] < narrow["accuracy_low"] < wide["accuracy"]
+    assert wide["accuracy"] < narrow["accuracy_high"] < wide["accuracy_high"]
 
 
 def test_strategies_ask_for_what_their_options_say():
@@ -317,8 +317,8 @@ def test_the_contract_finds_what_is_wrong(make, fault):
 
 def test_results_are_shown_with_their_intervals():
     results = {
-        "sort": {"pass@8": 0.9, "pass@8/low": 0.85, "pass@8/high": 0.955, "reward": 0.25, "prompts": 200.0},
-        "gsm8k": {"accuracy": 1.0, "kl/low": 0.5},
+        "sort": {"pass@8": 0.9, "pass@8_low": 0.85, "pass@8_high": 0.955, "reward": 0.25, "prompts": 200.0},
+        "gsm8k": {"accuracy": 1.0, "kl_low": 0.5},
     }
     assert table(results).splitlines() == [
         "task   metric     value        interval",
@@ -326,5 +326,5 @@ def test_results_are_shown_with_their_intervals():
         "       reward      0.25",
         "       prompts      200",
         "gsm8k  accuracy  100.0%",
-        "       kl/low       0.5",
+        "       kl_low       0.5",
     ]

@@ -14,9 +14,9 @@ from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, PluginError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.ray_workers import cluster
-from grpo_core.ray_workers.cluster import Origin, absolute, brief
-from grpo_core.records import EngineSetup, Episode, Opened, Verdict, Weights
-from grpo_core.testing import FakeEngine, FakeJudge, prompts, run
+from grpo_core.ray_workers.cluster import PluginRequirement, absolute, brief
+from grpo_core.records import EngineSetup, Episode, Feedback, SessionStart, Weights
+from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
 from grpo_core.weights.copies import Copies, mapped
 from grpo_core.workers import cluster as cluster_of
 from grpo_core.workers import make_engine
@@ -52,7 +52,7 @@ def test_memory_that_nobody_has_any_more_is_used_again(tmp_path):
 
 def test_weights_that_are_sent_to_whoever_asks_need_no_copy():
     """Whatever a pool's own configuration says: the trainer decides how its weights come."""
-    weights = Weights(version=3, location="relay:[]", nbytes=9, tensors=())
+    weights = Weights(version=3, location="collective:[]", nbytes=9, tensors=())
     assert asyncio.run(Copies().hold(weights)).weights is weights
 
 
@@ -66,13 +66,13 @@ def test_memory_that_is_gone_is_an_error_of_the_sync(tmp_path):
 # ---------------------------------------------------------------------------------- environments
 
 
-class Worker(FakeJudge):
+class Worker(FakeEnvironment):
     """An environment that remembers its sessions."""
 
     first_traceback = ""
 
     def __init__(self, number: int, **options) -> None:
-        super().__init__(lambda episode: Verdict(reward=float(number)), **options)
+        super().__init__(lambda episode: Feedback(reward=float(number)), **options)
         self.number, self.sessions, self.closed = number, [], False
         self.seen: list[str] = []
 
@@ -87,7 +87,7 @@ class Worker(FakeJudge):
 
     async def open(self, some):
         self.sessions += some
-        return [Opened()] * len(some)
+        return [SessionStart()] * len(some)
 
     async def evaluate(self, episodes):
         self.seen += [episode.group for episode in episodes]
@@ -117,8 +117,8 @@ def test_episodes_are_shared_by_groups_and_answered_in_order():
         await pool.start()
         assert pool.max_turns == 3
         asked = [episode for pair in zip(episodes("a"), episodes("b"), strict=True) for episode in pair]
-        verdicts = await pool.evaluate(asked)
-        assert [verdict.reward for verdict in verdicts] == [0.0, 1.0] * 4
+        feedback = await pool.evaluate(asked)
+        assert [each.reward for each in feedback] == [0.0, 1.0] * 4
         assert [set(worker.seen) for worker in workers] == [{"a"}, {"b"}]
         await pool.aclose()
         assert all(worker.closed for worker in workers)
@@ -147,11 +147,11 @@ def test_a_rollout_with_a_session_is_judged_where_that_was_opened():
         workers, pool = environments(3)
         await pool.start()
         first, second, third = prompts(3)
-        assert await pool.open({"s0": first, "s1": first, "s2": second, "s3": third}) == [Opened()] * 4
+        assert await pool.open({"s0": first, "s1": first, "s2": second, "s3": third}) == [SessionStart()] * 4
         assert [worker.sessions for worker in workers] == [["s0", "s1"], ["s2"], ["s3"]]
         for session, worker in (("s3", 2), ("s0", 0), ("s2", 1), ("s3", 2)):
-            verdicts = await pool.evaluate(episodes("g", 1, session))
-            assert [verdict.reward for verdict in verdicts] == [worker]
+            feedback = await pool.evaluate(episodes("g", 1, session))
+            assert [each.reward for each in feedback] == [worker]
         await pool.close(["s0", "s1", "unknown"])
         assert [worker.sessions for worker in workers] == [[], ["s2"], ["s3"]]
         await pool.open({"s4": first})
@@ -194,7 +194,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
     "config",
     [
         Config(engine=EngineConfig(gpus_per_worker=1)),
-        Config(engine=EngineConfig(environ={"A": "1"})),
+        Config(engine=EngineConfig(env_vars={"A": "1"})),
         Config(ray=RayConfig(address="auto")),
     ],
 )
@@ -221,11 +221,13 @@ def test_without_ray_the_message_says_how_to_install_it(monkeypatch):
 
 
 def test_versions_that_differ_are_named():
-    ours = Origin.of(PluginHost.discover([]).find("engine", "local"))
+    ours = PluginRequirement.of(PluginHost.discover([]).find("engine", "local"))
     ours.check("here")
     assert ours.allow == (), "no plugin but the core is loaded"
     assert set(ours.versions) == {"python", "grpo-core"}
-    other = Origin(name="x", allow=None, versions={**ours.versions, "grpo-core": "9.9", "grpo-none": "1"})
+    other = PluginRequirement(
+        name="x", allow=None, versions={**ours.versions, "grpo-core": "9.9", "grpo-none": "1"}
+    )
     with pytest.raises(PluginError) as refused:
         other.check("engine 3 (elsewhere)")
     assert "engine 3 (elsewhere): " in str(refused.value)

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from grpo_core.data.samplers import Weighted
+from grpo_core.data.samplers import WeightedTaskSampler
 from grpo_core.errors import ConfigError
 from grpo_core.records import Group, SampleRequest
 
 
-class Schedule(Weighted):
+class Schedule(WeightedTaskSampler):
     """Weights that are piecewise-linear functions of the step that a prompt is drawn for.
 
     Args:
@@ -72,7 +72,7 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-class Curriculum(Weighted):
+class Curriculum(WeightedTaskSampler):
     """Draws mostly from tasks that are neither too hard nor too easy yet.
 
     A group says most when about half of its rollouts succeed, and nothing when all do or none.  A task's

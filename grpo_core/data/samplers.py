@@ -18,7 +18,7 @@ from grpo_core.protocols import Loader, Sampler
 from grpo_core.records import Prompt, SampleRequest
 
 
-class Drawing:
+class TaskSampler:
     """Base of samplers that choose tasks and remember no more than how many prompts were drawn.
 
     A subclass says which tasks; ``self.drawn`` is the place in the stream of the first prompt asked for.
@@ -56,7 +56,7 @@ class Drawing:
                 )
 
 
-class Weighted(Drawing):
+class WeightedTaskSampler(TaskSampler):
     """Base of samplers that draw each prompt's task at random, in proportion to weights.
 
     Args:
@@ -94,7 +94,7 @@ class Weighted(Drawing):
         )
 
 
-class Mix(Weighted):
+class Mix(WeightedTaskSampler):
     """Draws each prompt's task at random, in proportion to the tasks' weights.
 
     Args:
@@ -116,7 +116,7 @@ class Mix(Weighted):
         return [self._weights.get(task, 1.0) for task in tasks]
 
 
-class RoundRobin(Drawing):
+class RoundRobin(TaskSampler):
     """Draws from the tasks in turn, in the order of their names."""
 
     name = "round_robin"
@@ -125,7 +125,7 @@ class RoundRobin(Drawing):
         return _in_turn(tasks, self.drawn, request.expected_prompts)
 
 
-class Chosen(Drawing):
+class TaskOrder(TaskSampler):
     """Draws for each step from the tasks that a list names for it.
 
     Args:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, EngineError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
-from grpo_core.rollout import check_completions
 
 ATTEMPTS = 3
 """An engine may die while it is asked, and hold the weights again when it is asked again."""

@@ -5,33 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from grpo_core.engines import canary
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.protocols import Engine
-from grpo_core.records import Completion, GenerationRequest, Weights
+from grpo_core.records import Completion, GenerationRequest
+from grpo_core.weights.copies import WeightsLease
 
 CLOSE = 10.0
 """Seconds for an engine to end by itself."""
 
-MENDABLE = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded, TimeoutError)
+RECOVERABLE_ERRORS = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded, TimeoutError)
 """Another engine may do better.  Anything else (a plugin that breaks its contract, say) ends the run."""
 
 
-class Untrue(Exception):  # noqa: N818 - a canary's finding, told apart from a sync that did not come about
+class CanaryMismatch(Exception):  # noqa: N818 - a canary's finding, told apart from a sync that did not come about
     """An engine does not use the weights that it holds."""
-
-
-@frozen(kw_only=True, eq=False)
-class Held:
-    """Weights that stay readable for as long as somebody has this object."""
-
-    weights: Weights
-    memory: Any = None
-    """What has to be kept alive for that."""
 
 
 @define(eq=False)
@@ -42,16 +33,16 @@ class Member:
     engine: Engine
     changed: Callable[[], None]
     """Called when it has failed, and when it has finished something while it leaves."""
-    holds: Held | None = None
+    holds: WeightsLease | None = None
     """What it is known to hold; None: nothing, or not known."""
-    refuses: Held | None = None
+    refuses: WeightsLease | None = None
     """What it would not take, and went on with what it has."""
     tokens: int = 0
     """Of its running requests: their prompts, and what may be sampled at most."""
     failures: int = 0
     """Engines in a row that finished nothing."""
     leaving: bool = False
-    keeper: asyncio.Task[None] | None = None
+    supervisor: asyncio.Task[None] | None = None
     _doubts: int = 0
     _calls: set[asyncio.Task[Completion]] = field(factory=set)
 
@@ -94,7 +85,7 @@ class Member:
         try:
             answer = await self.engine.generate([request])
         except (EngineError, ChildDied):
-            self.holds = None  # whether it lives and what it holds is the keeper's to find out
+            self.holds = None  # whether it lives and what it holds is the supervisor's to find out
             self._doubts += 1
             self.changed()
             raise
@@ -105,10 +96,10 @@ class Member:
         self.failures = 0
         return answer[0]
 
-    async def give(self, held: Held, *, tolerance: float, deadline: float) -> None:
+    async def give(self, held: WeightsLease, *, tolerance: float, deadline: float) -> None:
         """Let it hold these weights, and ask its canary.
 
-        Raises TimeoutError after ``deadline`` seconds; Untrue; what the engine raises.
+        Raises TimeoutError after ``deadline`` seconds; CanaryMismatch; what the engine raises.
         """
         doubts = self._doubts
         async with asyncio.timeout(deadline):
@@ -116,7 +107,7 @@ class Member:
             try:
                 await canary.verify(self.engine, held.weights, tolerance=tolerance, deadline=None)
             except WeightSyncError as error:
-                raise Untrue(f"engine {self.number} of the pool: {error}") from error
+                raise CanaryMismatch(f"engine {self.number} of the pool: {error}") from error
         if doubts == self._doubts:
             self.holds = held
 

@@ -4,9 +4,8 @@
     update_weights    ------>   every member; each switches as soon as it can
 
 A member serves if it is known to hold the weights of the last ``update_weights`` (or those of the one that
-is under way), and its canary said so.  One keeper per member sees to it that the member holds them: it gives
-them again to one that has failed a request, and puts another engine in the place of one that does not take
-them.
+is under way), and its canary said so.  One supervisor task per member makes sure that the member holds them:
+it gives them again to one that has failed a request, and replaces an engine that does not take them.
 
 ``update_weights`` returns when every member that held the version before holds the new one, but waits no
 longer than twice what the quickest took and ``lag`` seconds more: a member that is slower is *behind*.  From
@@ -28,14 +27,16 @@ import asyncio
 import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from attrs import frozen
 
-from grpo_core.engines.members import MENDABLE, Held, Member, Untrue, tokens_of
+from grpo_core.aio import cancel, gather
+from grpo_core.engines.members import RECOVERABLE_ERRORS, CanaryMismatch, Member, tokens_of
 from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
+from grpo_core.weights.copies import WeightsLease
 
 T = TypeVar("T")
 
@@ -52,9 +53,9 @@ HOMES = 10_000
 """Groups whose member is remembered."""
 
 
-async def as_published(weights: Weights) -> Held:
+async def as_published(weights: Weights) -> WeightsLease:
     """For members that need the weights no longer when ``update_weights`` of the pool returns."""
-    return Held(weights=weights)
+    return WeightsLease(weights=weights)
 
 
 @frozen(kw_only=True)
@@ -93,7 +94,7 @@ class EnginePool:
         tolerance: float = 1e-3,
         deadline: float = 600.0,
         lag: float = 1.0,
-        hold: Callable[[Weights], Awaitable[Held]] = as_published,
+        hold: Callable[[Weights], Awaitable[WeightsLease]] = as_published,
         tell: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._make, self._hold, self._tell = make, hold, tell
@@ -104,9 +105,9 @@ class EnginePool:
         """Why the last engine of a member was replaced."""
         self._replaced = 0
         self._next = 0
-        self._current: Held | None = None
+        self._current: WeightsLease | None = None
         """Of the last ``update_weights`` that has returned."""
-        self._target: Held | None = None
+        self._target: WeightsLease | None = None
         """What every member is to hold."""
         self._homes: OrderedDict[Hashable, Member] = OrderedDict()
         self._fault: Exception | None = None
@@ -129,10 +130,10 @@ class EnginePool:
             places[request.group or request.prompt_ids].append(i)
         found: dict[int, Completion] = {}
         groups = [self._group(key, requests, some, found) for key, some in places.items()]
-        if len(groups) == 1:
+        if len(groups) == 1:  # the usual case needs no extra task
             await groups[0]
         else:
-            await _all(groups)
+            await gather(groups)
         return [found[i] for i in range(len(requests))]
 
     async def update_weights(self, weights: Weights) -> None:
@@ -169,7 +170,7 @@ class EnginePool:
         """Close all members; what waits for them raises EngineError."""
         self._fault = self._fault or EngineError("engine pool is closed")
         self._notify()
-        await _cancelled([member.keeper for member in self._members if member.keeper is not None])
+        await cancel([member.supervisor for member in self._members if member.supervisor is not None])
         for member in self._members:
             member.give_back()
         await asyncio.gather(*(member.close() for member in self._members))
@@ -182,21 +183,21 @@ class EnginePool:
         member = Member(self._next, self._make(self._next), self._notify)
         self._next += 1
         self._members.append(member)
-        member.keeper = asyncio.get_running_loop().create_task(
-            self._keep(member), name=f"keeper of engine {member.number}"
+        member.supervisor = asyncio.get_running_loop().create_task(
+            self._keep(member), name=f"supervisor of engine {member.number}"
         )
         return member.number
 
     async def leave(self, number: int) -> None:
         """Let a member finish what it has, and close it.  Raises EngineError if there is none so numbered."""
         member = next((m for m in self._members if m.number == number), None)
-        if member is None or member.keeper is None:
+        if member is None or member.supervisor is None:
             raise EngineError(
                 f"engine pool: there is no member {number}, only {[m.number for m in self._members]}"
             )
         member.leaving = True
         self._notify()
-        await asyncio.wait([member.keeper])
+        await asyncio.wait([member.supervisor])
 
     def statistics(self) -> Statistics:
         return Statistics(
@@ -207,10 +208,10 @@ class EnginePool:
             tokens=sum(member.tokens for member in self._members),
         )
 
-    def _holders(self, held: Held | None) -> list[Member]:
+    def _holders(self, held: WeightsLease | None) -> list[Member]:
         return [member for member in self._members if member.holds is held]
 
-    def _all_refuse(self, held: Held, before: Held | None) -> bool:
+    def _all_refuse(self, held: WeightsLease, before: WeightsLease | None) -> bool:
         asked = self._holders(before)
         return bool(asked) and all(member.refuses is held for member in asked)
 
@@ -268,10 +269,10 @@ class EnginePool:
     def _lacks(self, member: Member) -> bool:
         return self._target is not None and member.holds is not self._target
 
-    async def _sync(self, member: Member, held: Held) -> None:
+    async def _sync(self, member: Member, held: WeightsLease) -> None:
         try:
             await member.give(held, tolerance=self._tolerance, deadline=self._deadline)
-        except Untrue as error:
+        except CanaryMismatch as error:
             raise WeightSyncError(str(error)) from error
         except WeightSyncError as error:  # it goes on as it was, which is good enough if all do
             member.refuses, self._failed[member.number] = held, str(error)
@@ -282,7 +283,7 @@ class EnginePool:
                     await self._until(lambda: self._target is not held)
             if self._target is held:
                 await self._replace(member, error)
-        except MENDABLE as error:
+        except RECOVERABLE_ERRORS as error:
             await self._replace(member, error)
         self._notify()
 
@@ -304,7 +305,7 @@ class EnginePool:
 
     # ------------------------------------------------------------------------------ waiting
 
-    def _aim(self, at: Held | None) -> None:
+    def _aim(self, at: WeightsLease | None) -> None:
         self._target = at
         self._notify()
 
@@ -326,18 +327,3 @@ class EnginePool:
             if not self._members:
                 raise EngineError(f"engine pool: no member is left{self._reasons()}")
             await self._changed.wait()
-
-
-async def _all(groups: Sequence[Any]) -> None:
-    """Await all at once; the first error is raised when the others are cancelled."""
-    tasks = [asyncio.create_task(group) for group in groups]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await _cancelled(tasks)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,8 +16,8 @@ from attrs import define, field
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.errors import GrpoError, PluginError
-from grpo_core.protocols import Judge
-from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.protocols import EnvironmentClient
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -185,28 +185,28 @@ class MicroBatcher(Generic[T, R]):
             self._timer = None
 
 
-class BatchedJudge:
+class BatchedEnvironment:
     """A judge whose evaluations are merged; groups that it has to see whole are not split."""
 
-    def __init__(self, judge: Judge, config: EnvironmentConfig) -> None:
-        self._judge = judge
-        self.max_turns = judge.max_turns
-        self.needs_group = judge.needs_group
-        self.batcher = MicroBatcher[Episode, Verdict](
-            judge.evaluate,
+    def __init__(self, environment: EnvironmentClient, config: EnvironmentConfig) -> None:
+        self._environment = environment
+        self.max_turns = environment.max_turns
+        self.needs_group = environment.needs_group
+        self.batcher = MicroBatcher[Episode, Feedback](
+            environment.evaluate,
             max_batch=config.max_batch,
             max_wait=config.max_wait,
-            together=judge.needs_group,
+            together=environment.needs_group,
         )
 
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
-        return await self._judge.open(prompts)
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        return await self._environment.open(prompts)
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         return await self.batcher.submit(episodes)
 
     async def close(self, sessions: Sequence[str]) -> None:
-        await self._judge.close(sessions)
+        await self._environment.close(sessions)
 
     async def aclose(self) -> None:
         """Nobody is judged any more; the judge behind it stays as it is."""

@@ -18,12 +18,12 @@ from typing import Any
 
 import attrs
 
+from grpo_core.environments.feedback import as_feedback, is_message, named
 from grpo_core.environments.tools import TEMPLATES, Toolbox, message, methods
-from grpo_core.environments.verdicts import is_message, named, verdicts
 from grpo_core.errors import PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 MOST_PROMPTS = 100_000
 """Of an environment that yields its prompts: they are all drawn once, since an epoch has to have a length."""
@@ -129,7 +129,7 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ sessions
 
-    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[Opened]:
+    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
         """Open a session under each name; one that cannot be opened says why and is not closed."""
         values = self._each(self._environment.open, [prompt for _, prompt in prompts])
         return [self._opened(name, value) for (name, _), value in zip(prompts, values, strict=True)]
@@ -152,17 +152,17 @@ class EnvironmentHost:
         method = getattr(type(self._environment), "open", None) or getattr(self._environment, "open", None)
         return method not in (None, Environment.open)
 
-    def _opened(self, name: str, value: Any) -> Opened:
+    def _opened(self, name: str, value: Any) -> SessionStart:
         if isinstance(value, BaseException):
-            return Opened(error=f"open raised {named(value)}")
+            return SessionStart(error=f"open raised {named(value)}")
         self._sessions[name] = Session(value, self._tools)
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *methods(value)])
         except PluginError as error:
             self.close([name])
-            return Opened(error=str(error))
+            return SessionStart(error=str(error))
         self._sessions[name] = Session(value, tools)
-        return Opened(tools=tools.schemas)
+        return SessionStart(tools=tools.schemas)
 
     def _toolbox(self, tools: Sequence[Callable[..., Any]]) -> Toolbox:
         if tools and self._max_turns == 1:
@@ -174,8 +174,8 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ evaluation
 
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        """One verdict for each episode.  Raises PluginError for a result that is none.
+    def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        """One feedback for each episode.  Raises PluginError for a result that is none.
 
         The environment is asked first: where it raises no tool has run, so that none runs twice when the
         episodes are tried again.
@@ -184,22 +184,22 @@ class EnvironmentHost:
         calling = [isinstance(e, Episode) and _calls(e) != () for e in found]
         judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
         called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
-        judgements = iter(self._judge(judged))
+        judgements = iter(self._evaluated(judged))
         answers = iter(self._answer(called))
         return [
-            e if isinstance(e, Verdict) else next(answers if calls else judgements)
+            e if isinstance(e, Feedback) else next(answers if calls else judgements)
             for e, calls in zip(found, calling, strict=True)
         ]
 
-    def _with_session(self, episode: Episode) -> Episode | Verdict:
+    def _with_session(self, episode: Episode) -> Episode | Feedback:
         if not self._has_sessions:
             return attrs.evolve(episode, session=None)
         session = self._sessions.get(str(episode.session))
         if session is None:
-            return Verdict(error="its session ended with the process that held it", lost=True)
+            return Feedback(error="its session ended with the process that held it", lost=True)
         return attrs.evolve(episode, session=session)
 
-    def _judge(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    def _evaluated(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """What the environment says."""
         if not episodes:
             return []
@@ -209,23 +209,23 @@ class EnvironmentHost:
         if not (self._concurrency and inspect.iscoroutinefunction(evaluate)):
             return self._results(self._each(evaluate, [list(episodes)])[0], len(episodes))
         parts = units(episodes, whole_groups=self._needs_group)
-        judged: list[Verdict] = []
+        judged: list[Feedback] = []
         for part, results in zip(parts, self._each(evaluate, parts), strict=True):
             try:
                 judged += self._results(results, len(part))
             except Exception as error:
                 traceback.print_exception(error)
-                judged += [Verdict(error=named(error))] * len(part)
+                judged += [Feedback(error=named(error))] * len(part)
         return judged
 
-    def _results(self, results: Any, expected: int) -> list[Verdict]:
+    def _results(self, results: Any, expected: int) -> list[Feedback]:
         if isinstance(results, Exception):
             raise results
         if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
             raise PluginError(f"{self._who}: evaluate raised {named(results)}") from results
-        return verdicts(results, expected, self._who)
+        return as_feedback(results, expected, self._who)
 
-    def _answer(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    def _answer(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """What the tools say; those of one message are called one after the other."""
         answers: list[list[Any]] = [[] for _ in episodes]
         for place in range(max((len(_calls(episode)) for episode in episodes), default=0)):
@@ -235,7 +235,7 @@ class EnvironmentHost:
             pairs = list(zip(boxes, calls, strict=True))
             for i, call, result in zip(here, calls, self._each(_run, pairs), strict=True):
                 answers[i].append(message(call, result))
-        return [Verdict(done=False, messages=answer) for answer in answers]
+        return [Feedback(done=False, messages=answer) for answer in answers]
 
     # ------------------------------------------------------------------------------ calling
 

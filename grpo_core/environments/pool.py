@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import BatchedJudge
-from grpo_core.protocols import Judge
-from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.protocols import EnvironmentClient
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 
-class EnvironmentWorker(Judge, Protocol):
+class EnvironmentWorker(EnvironmentClient, Protocol):
     """One environment, wherever it lives (``EnvironmentProcess``, ``RayEnvironment``)."""
 
     first_traceback: str
@@ -39,7 +39,7 @@ class EnvironmentPool:
     def __init__(self, workers: Sequence[EnvironmentWorker], config: EnvironmentConfig) -> None:
         self._workers = list(workers)
         self._config = config
-        self._judges: list[BatchedJudge] = []
+        self._environments: list[BatchedEnvironment] = []
         self._load = [0] * len(self._workers)
         """Episodes that a worker evaluates now, and sessions that it has."""
         self._homes: dict[str, int] = {}
@@ -55,7 +55,7 @@ class EnvironmentPool:
         """Start all at once.  Raises what the first that fails raises."""
         await asyncio.gather(*(worker.start() for worker in self._workers))
         self.max_turns, self.needs_group = self._workers[0].max_turns, self._workers[0].needs_group
-        self._judges = [BatchedJudge(worker, self._config) for worker in self._workers]
+        self._environments = [BatchedEnvironment(worker, self._config) for worker in self._workers]
 
     async def prompts(self, split: str) -> list[Prompt]:
         return await self._workers[0].prompts(split)
@@ -63,7 +63,7 @@ class EnvironmentPool:
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         return await self._workers[0].solve(prompts)
 
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """The sessions of one prompt are opened by one worker."""
         by_prompt: dict[str, list[str]] = defaultdict(list)
         for session, prompt in prompts.items():
@@ -74,19 +74,21 @@ class EnvironmentPool:
             shares[worker] += sessions
             self._load[worker] += len(sessions)
             self._homes |= dict.fromkeys(sessions, worker)
-        opened: dict[str, Opened] = {}
+        opened: dict[str, SessionStart] = {}
 
         async def ask(worker: int, sessions: list[str]) -> None:
-            answer = await self._judges[worker].open({session: prompts[session] for session in sessions})
+            answer = await self._environments[worker].open(
+                {session: prompts[session] for session in sessions}
+            )
             opened.update(zip(sessions, answer, strict=True))
 
         await asyncio.gather(*(ask(*share) for share in shares.items()))
         return [opened[session] for session in prompts]
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """One for each episode, in order."""
-        if len(self._judges) == 1:
-            return await self._judges[0].evaluate(episodes)
+        if len(self._environments) == 1:
+            return await self._environments[0].evaluate(episodes)
         by_group: dict[str, list[int]] = defaultdict(list)
         for place, episode in enumerate(episodes):
             by_group[episode.group].append(place)
@@ -97,17 +99,17 @@ class EnvironmentPool:
             worker = self._least() if worker is None else worker
             shares[worker] += places
             self._load[worker] += len(places)
-        verdicts: dict[int, Verdict] = {}
+        feedback: dict[int, Feedback] = {}
 
         async def ask(worker: int, places: list[int]) -> None:
             try:
-                answer = await self._judges[worker].evaluate([episodes[place] for place in places])
-                verdicts.update(zip(places, answer, strict=True))
+                answer = await self._environments[worker].evaluate([episodes[place] for place in places])
+                feedback.update(zip(places, answer, strict=True))
             finally:
                 self._load[worker] -= len(places)
 
         await asyncio.gather(*(ask(*share) for share in shares.items()))
-        return [verdicts[place] for place in range(len(episodes))]
+        return [feedback[place] for place in range(len(episodes))]
 
     async def close(self, sessions: Sequence[str]) -> None:
         shares: dict[int, list[str]] = defaultdict(list)
@@ -116,11 +118,11 @@ class EnvironmentPool:
                 shares[worker].append(session)
                 self._load[worker] -= 1
         for worker, some in shares.items():
-            await self._judges[worker].close(some)
+            await self._environments[worker].close(some)
 
     async def aclose(self) -> None:
         """End all workers; what waits for them is told."""
-        await asyncio.gather(*(judge.aclose() for judge in self._judges))
+        await asyncio.gather(*(environment.aclose() for environment in self._environments))
         await asyncio.gather(*(worker.aclose() for worker in self._workers))
 
     def _least(self) -> int:

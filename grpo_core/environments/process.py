@@ -5,7 +5,7 @@
 Plugin code that evaluates may hang, crash, or call C code that holds the interpreter: its process is killed
 at the deadline and started anew.  A batch that raises, dies or overruns is tried again one episode at a
 time (one group at a time if the environment compares the rollouts of a group), so that only the culprit
-loses its verdict.  Sessions die with their process: then their rollouts are lost, and played again.
+loses its feedback.  Sessions die with their process: then their rollouts are lost, and played again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.feedback import named
 from grpo_core.environments.host import UNREADABLE, units
-from grpo_core.environments.verdicts import named
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -40,7 +40,7 @@ CLOSING = 5.0
 
 
 class EnvironmentProcess:
-    """A ``Judge`` whose environment lives in a killable child process without CUDA.
+    """An ``EnvironmentClient`` whose environment lives in a killable child process without CUDA.
 
     One call at a time.  Everything but ``aclose`` starts the process if it does not run.
 
@@ -107,19 +107,19 @@ class EnvironmentProcess:
         replies: list[str | None] = await self._call("solve", list(prompts))
         return replies
 
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """A session for each prompt; where there is none, why.  Without sessions: the tools alone."""
         if self._child is None:
             await self.start()
         if not self._has_sessions:
-            return [Opened(tools=self._tools)] * len(prompts)
+            return [SessionStart(tools=self._tools)] * len(prompts)
         parts = [[pair] for pair in prompts.items()]
-        return await self._in_parts("open", parts, lambda error: Opened(error=error))
+        return await self._in_parts("open", parts, lambda error: SessionStart(error=error))
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        """A verdict for each episode, in order; without a reward and with an error where there is none."""
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        """A feedback for each episode, in order; without a reward and with an error where there is none."""
         parts = units(episodes, whole_groups=self.needs_group)
-        return await self._in_parts("evaluate", parts, lambda error: Verdict(error=error))
+        return await self._in_parts("evaluate", parts, lambda error: Feedback(error=error))
 
     async def close(self, sessions: Sequence[str]) -> None:
         """The process closes them as soon as it is free, ``aclose`` at the latest."""
@@ -256,13 +256,13 @@ def _traceback(error: BaseException) -> str:
 
 
 class ErrorBudget:
-    """Tells when so many episodes of a task have no verdict that its environment must be at fault.
+    """Tells when so many episodes of a task are unscored that its environment must be at fault.
 
     Args:
         task: named in the message.
-        max_error_rate: share of the last ``window`` episodes that may be without a verdict; it is not
+        max_error_rate: share of the last ``window`` episodes that may be unscored; it is not
             judged before ``in_a_row`` episodes have been seen.
-        in_a_row: so many without a verdict, one after the other, are too many at any rate below 1.
+        in_a_row: so many unscored, one after the other, are too many at any rate below 1.
     """
 
     def __init__(
@@ -275,29 +275,29 @@ class ErrorBudget:
         self._streak = 0
         self._first = ""
 
-    def observe(self, verdict: Verdict, traceback: str = "") -> None:
-        """Count a verdict that ends an episode; one that only continues it is not counted.
+    def observe(self, feedback: Feedback, traceback: str = "") -> None:
+        """Count feedback that ends an episode; one that only continues it is not counted.
 
         Args:
-            verdict: what the environment said.
+            feedback: what the environment said.
             traceback: shown instead of the first error, if given.
 
         Raises:
-            PluginError: too many episodes had no verdict.
+            PluginError: too many episodes were unscored.
         """
-        if not verdict.done and verdict.error is None:
+        if not feedback.done and feedback.error is None:
             return
-        failed = verdict.error is not None or verdict.reward is None
+        failed = feedback.error is not None or feedback.reward is None
         self._failed.append(failed)
         self._streak = self._streak + 1 if failed else 0
         if not failed:
             return
-        self._first = self._first or traceback or verdict.error or "the environment returned None"
+        self._first = self._first or traceback or feedback.error or "the environment returned None"
         count, seen = sum(self._failed), len(self._failed)
         too_many = seen >= self._in_a_row and count > self._max_error_rate * seen
         if too_many or (self._streak >= self._in_a_row and self._max_error_rate < 1):
             raise PluginError(
-                f"task {self._task!r}: {count} of the last {seen} episodes had no verdict "
+                f"task {self._task!r}: {count} of the last {seen} episodes were unscored "
                 f"({self._streak} in a row); environment.max_error_rate is {self._max_error_rate:g}. "
                 f"The first of them:\n{self._first}"
             )

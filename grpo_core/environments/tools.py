@@ -16,9 +16,8 @@ import functools
 import importlib
 import inspect
 import json
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from grpo_core.errors import PluginError
@@ -26,8 +25,6 @@ from grpo_core.records import Message
 
 TEMPLATES = "transformers.utils.chat_template_utils"
 """Has ``get_json_schema``; imported where there are tools."""
-
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -37,47 +34,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
-
-# ---------------------------------------------------------------------------------- what the model said
-
-
-def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text without its calls, and the calls: ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``.
-
-    This is the format of Hermes and Qwen models.  What stands between the tags and is no such object becomes
-    the ``arguments`` of a call without a name.
-    """
-    calls = [{"function": _function(inner)} for inner in _TAGGED.findall(text)]
-    return (_TAGGED.sub("", text).strip() if calls else text), calls
-
-
-def read_calls(parsed: Any, text: str) -> list[dict[str, Any]]:
-    """Calls that a tokenizer has read from a text; whatever is not one becomes a call without a name."""
-    given = parsed if isinstance(parsed, list) else [parsed] if parsed else []
-    functions = [call.get("function") if isinstance(call, dict) else None for call in given]
-    return [{"function": _checked(function, text)} for function in functions]
-
-
-def numbered(calls: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, Any]]:
-    """Calls with an id each, nine letters and digits as some templates want them, from ``first`` on."""
-    return [
-        {"type": "function", **call, "id": f"call{number:05d}"} for number, call in enumerate(calls, first)
-    ]
-
-
-def _function(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        given = None
-    return _checked(given, text.strip())
-
-
-def _checked(given: Any, text: str) -> dict[str, Any]:
-    if isinstance(given, dict) and isinstance(given.get("name"), str):
-        return {"name": given["name"], "arguments": given.get("arguments", {})}
-    return {"name": "", "arguments": text}
-
 
 # ---------------------------------------------------------------------------------- running it
 

@@ -12,7 +12,7 @@ def grpo_samplers() -> Mapping[str, str]:
     return {
         "mix": "grpo_core.data.samplers:Mix",
         "round_robin": "grpo_core.data.samplers:RoundRobin",
-        "chosen": "grpo_core.data.samplers:Chosen",
+        "chosen": "grpo_core.data.samplers:TaskOrder",
         "schedule": "grpo_core.data.curriculum:Schedule",
         "curriculum": "grpo_core.data.curriculum:Curriculum",
     }
@@ -31,7 +31,7 @@ def grpo_validation_strategies() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_engines() -> Mapping[str, str]:
-    return {"local": "grpo_core.engines.local:LocalEngine"}
+    return {"local": "grpo_core.engines.local.engine:LocalEngine"}
 
 
 @hookimpl

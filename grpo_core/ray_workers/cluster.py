@@ -84,7 +84,7 @@ def load() -> Any:
 
 
 @frozen(kw_only=True)
-class Origin:
+class PluginRequirement:
     """The driver's side of a plugin, for comparison with the worker's."""
 
     name: str
@@ -94,7 +94,7 @@ class Origin:
     versions: Mapping[str, str] = field(factory=dict)
 
     @classmethod
-    def of(cls, offer: Offer) -> Origin:
+    def of(cls, offer: Offer) -> PluginRequirement:
         plugin = offer.plugin
         installed = (plugin.distribution,) if _version(plugin.distribution) != MISSING else ()
         return cls(

@@ -21,14 +21,13 @@ from weakref import WeakValueDictionary
 from attrs import evolve, field, frozen
 
 from grpo_core.engines import wire
-from grpo_core.engines.members import Held
 from grpo_core.errors import DeadlineExceeded, EngineError, GrpoError, ModelError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
-from grpo_core.ray_workers.cluster import Origin, brief, call, load, where
+from grpo_core.ray_workers.cluster import PluginRequirement, brief, call, load, where
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.weights import RELAY
-from grpo_core.weights.copies import Copies, mapped
+from grpo_core.weights import COLLECTIVE
+from grpo_core.weights.copies import Copies, WeightsLease, mapped
 
 LINGER = 0.005
 """Seconds that a finished completion waits for others to share its way."""
@@ -41,10 +40,10 @@ START_SHARE = 0.9
 class WorkerSetup:
     """All that a worker makes its engine from; plain data."""
 
-    origin: Origin
+    origin: PluginRequirement
     setup: EngineSetup
     options: Mapping[str, Any] = field(factory=dict)
-    environ: Mapping[str, str] = field(factory=dict)
+    env_vars: Mapping[str, str] = field(factory=dict)
     """Environment variables, set before the plugin is loaded."""
 
 
@@ -59,7 +58,7 @@ class EngineWorker:
         self._made_from = made_from
         self._engine: Engine | None = None
         self._copies = Copies()
-        self._held: Held | None = None
+        self._held: WeightsLease | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._finished: list[tuple[int, wire.Packed | None, str]] = []
         self._some = asyncio.Event()
@@ -67,7 +66,7 @@ class EngineWorker:
     async def start(self) -> str:
         """Make the engine; returns who and where this is.  Raises PluginError, ConfigError, ModelError."""
         made_from = self._made_from
-        os.environ.update(made_from.environ)
+        os.environ.update(made_from.env_vars)
         made_from.origin.check(self._who)
         _prepare_files(self._who, made_from.setup)
         host = PluginHost.discover(made_from.origin.allow)
@@ -277,19 +276,19 @@ class Store:
     """Weights in Ray's object store: put once, got by each worker, one copy on each machine."""
 
     def __init__(self) -> None:
-        self._held: WeakValueDictionary[str, Held] = WeakValueDictionary()
+        self._held: WeakValueDictionary[str, WeightsLease] = WeakValueDictionary()
 
-    async def hold(self, weights: Weights) -> Held:
+    async def hold(self, weights: Weights) -> WeightsLease:
         """Put what a trainer of this machine has published, unless it sends them itself.
 
         Raises WeightSyncError.
         """
-        if weights.location.startswith(RELAY):
-            held = Held(weights=weights)
+        if weights.location.startswith(COLLECTIVE):
+            held = WeightsLease(weights=weights)
         else:
             reference = await asyncio.to_thread(self._put, weights)
             location = f"ray:{reference.hex()}"
-            held = Held(weights=evolve(weights, location=location), memory=reference)
+            held = WeightsLease(weights=evolve(weights, location=location), memory=reference)
         self._held[held.weights.location] = held
         return held
 

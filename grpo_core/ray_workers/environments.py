@@ -13,8 +13,8 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ChildDied, PluginError
 from grpo_core.protocols import Environment
-from grpo_core.ray_workers.cluster import Origin, call, load, where
-from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.ray_workers.cluster import PluginRequirement, call, load, where
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 MAX_DEATHS = 3
 """Workers that die in a row, with no answer in between, after which the environment is given up."""
@@ -25,7 +25,7 @@ class EnvironmentSetup:
     """All that a worker makes its environment from; plain data."""
 
     task: str
-    origin: Origin
+    origin: PluginRequirement
     options: Mapping[str, Any]
     config: EnvironmentConfig
     log: str | None
@@ -97,13 +97,13 @@ class RayEnvironment:
         replies: list[str | None] = await self._ask("solve", list(prompts))
         return replies
 
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
-        opened: list[Opened] = await self._ask("open", dict(prompts))
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        opened: list[SessionStart] = await self._ask("open", dict(prompts))
         return opened
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        verdicts: list[Verdict] = await self._ask("evaluate", list(episodes))
-        return verdicts
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        feedback: list[Feedback] = await self._ask("evaluate", list(episodes))
+        return feedback
 
     async def close(self, sessions: Sequence[str]) -> None:
         await self._ask("close", list(sessions))

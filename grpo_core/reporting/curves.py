@@ -43,11 +43,11 @@ class Task:
 NUMBERS: Mapping[str, str] = {
     "reward": "reward/{}",
     "accuracy": "accuracy/{}",
-    "filtered": "filtered_share/{}",
-    "equal": "equal_rewards/{}",
+    "filtered": "filtered_fraction/{}",
+    "equal": "frac_reward_zero_std/{}",
     "tokens": "completion_tokens/{}",
     "truncated": "truncated/{}",
-    "staleness": "staleness/{}/mean",
+    "staleness": "staleness/{}",
 }
 """Columns of the table of tasks, and the metrics that they show."""
 
@@ -124,14 +124,14 @@ def _groups(tasks: Sequence[Task], steps: Sequence[Row]) -> list[Chart | None]:
 
     return [
         chart("groups in a step", of("groups/{}"), low=0, note="what the sampler chose"),
-        chart("filtered", of("filtered_share/{}"), low=0, high=1, percent=True,
+        chart("filtered", of("filtered_fraction/{}"), low=0, high=1, percent=True,
               note="share of the groups that had equal rewards and were not trained"),
-        chart("equal rewards", _nonzero(of("equal_rewards/{}")), low=0, high=1, percent=True,
+        chart("equal rewards", _nonzero(of("frac_reward_zero_std/{}")), low=0, high=1, percent=True,
               note="share of the trained groups that teach nothing"),
         chart("tokens of a completion", of("completion_tokens/{}"), low=0),
         chart("truncated", _nonzero(of("truncated/{}")), low=0, percent=True,
               note="share of the rollouts that max_tokens ended"),
-        chart("errors", _nonzero(of("errors/{}")), low=0, note="rollouts without a verdict"),
+        chart("errors", _nonzero(of("errors/{}")), low=0, note="rollouts unscored"),
     ]  # fmt: skip
 
 
@@ -142,9 +142,9 @@ def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> lis
         chart(
             "staleness, in steps",
             [
-                _series(steps, "staleness/max", "most", GREY, "faint"),
-                *(_series(steps, f"staleness/{task.name}/mean", task.name, task.colour) for task in several),
-                *([] if several else [_series(steps, "staleness/mean", "mean", GENERATION)]),
+                _series(steps, "staleness_max", "most", GREY, "faint"),
+                *(_series(steps, f"staleness/{task.name}", task.name, task.colour) for task in several),
+                *([] if several else [_series(steps, "staleness_mean", "mean", GENERATION)]),
             ],
             low=0,
             note="" if bound is None else f"max_staleness is {bound}",
@@ -176,7 +176,7 @@ def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> lis
             [
                 _series(steps, "buffer/ready", "ready", GENERATION),
                 _series(steps, "buffer/in_flight", "in flight", TRAINING),
-                *_nonzero([_series(steps, "buffer/again", "to be played again", 2)]),
+                *_nonzero([_series(steps, "buffer/retrying", "to be played again", 2)]),
             ],
             low=0,
         ),
@@ -188,12 +188,12 @@ def _health(steps: Sequence[Row], config: Row) -> list[Chart | None]:
         return chart(title, [_series(steps, metric, title, GENERATION)], note=note, **options)
 
     return [
-        one("logprob_diff", "logprob_diff/mean", "engine against trainer, per token", low=0),
-        one("kl", "kl", "from the policy that generated to the one that is trained", low=0),
-        one("effective sample size", "importance_ratio/effective_sample_size", "of the importance ratios",
+        one("logprob_diff", "logprob_diff_mean", "engine against trainer, per token", low=0),
+        one("mismatch_kl", "mismatch_kl", "from the policy that generated to the one that is trained", low=0),
+        one("effective sample size", "effective_sample_size", "of the importance ratios",
             low=0, high=1, percent=True),
-        chart("clipped", [_series(steps, "clip_fraction/low", "low", GENERATION),
-                          _series(steps, "clip_fraction/high", "high", TRAINING)],
+        chart("clipped", [_series(steps, "clip_fraction_low", "low", GENERATION),
+                          _series(steps, "clip_fraction_high", "high", TRAINING)],
               low=0, percent=True, note="share of the tokens without gradient"),
         one("entropy", "entropy", "nats per token", low=0),
         one("gradient norm", "grad_norm", low=0),

@@ -197,7 +197,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
         told += [
             ("tokens generated", number(generated), f"{number(generated / seconds)} per second"),
             ("overlap", f"{_mean(column('overlap')):.0%}", "of the time the busier side works"),
-            ("staleness", f"{_mean(column('staleness/mean')):.2f}", f"steps; at most {_most(steps)}"),
+            ("staleness", f"{_mean(column('staleness_mean')):.2f}", f"steps; at most {_most(steps)}"),
         ]
         filtered = sum(v for row in steps for k, v in row.items() if k.startswith("filtered/") and v)
         trained = sum(v for row in steps for k, v in row.items() if k.startswith("groups/") and v)
@@ -308,7 +308,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _most(steps: Sequence[Row]) -> str:
-    return f"{max((_plain(row.get('staleness/max')) for row in steps), default=0):.0f}"
+    return f"{max((_plain(row.get('staleness_max')) for row in steps), default=0):.0f}"
 
 
 def _clock(seconds: float) -> str:

@@ -127,7 +127,7 @@ class Terminal:
     def _line(self) -> str:
         return (
             f"step {self._step}/{self._steps}  reward {self._rewards[-1]:.3f}  "
-            f"staleness {self._recent[-1].get('staleness/mean', 0):.2f}  "
+            f"staleness {self._recent[-1].get('staleness_mean', 0):.2f}  "
             f"{self._mean('tokens_per_second/generation'):,.0f} tok/s generated, "
             f"{self._mean('tokens_per_second/training'):,.0f} trained  "
             f"{self._recent[-1].get('time/step', 0):.2f} s"
@@ -163,8 +163,8 @@ class Terminal:
             rows.append(
                 (
                     "staleness",
-                    f"{self._recent[-1].get('staleness/mean', 0):.2f}",
-                    Text(f"steps, at most {self._recent[-1].get('staleness/max', 0):.0f}", style="dim"),
+                    f"{self._recent[-1].get('staleness_mean', 0):.2f}",
+                    Text(f"steps, at most {self._recent[-1].get('staleness_max', 0):.0f}", style="dim"),
                 )
             )
             rows.append(
@@ -193,10 +193,10 @@ class Terminal:
                 f"accuracy {last[f'accuracy/{task}']:.0%}",
                 f"{last[f'groups/{task}']:.0f} groups",
                 f"{last[f'completion_tokens/{task}']:.0f} tokens",
-                f"staleness {last[f'staleness/{task}/mean']:.2f}",
+                f"staleness {last[f'staleness/{task}']:.2f}",
             ]
-            if f"filtered_share/{task}" in last:
-                told.append(f"{last[f'filtered_share/{task}']:.0%} filtered")
+            if f"filtered_fraction/{task}" in last:
+                told.append(f"{last[f'filtered_fraction/{task}']:.0%} filtered")
             rows.append((task, f"{last[f'reward/{task}']:.3f}", Text(", ".join(told), style="dim")))
         return rows
 

@@ -3,7 +3,7 @@
     grpo-core check reverse                                # in its own process, as in a run
     grpo_core.testing.contracts.check_environment(Reverse) # in a test, in this process
 
-The checks see the environment through a ``Subject``, so that both do the same.
+The checks see the environment through an ``EnvironmentUnderTest``, so that both do the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Literal
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.environments.tools import numbered, parse_calls
 from grpo_core.errors import GrpoError
-from grpo_core.metrics import FULL_MARKS
-from grpo_core.records import Episode, Message, Prompt, Verdict
-from grpo_core.testing.subjects import Subject
+from grpo_core.metrics import FULL_REWARD
+from grpo_core.records import Episode, Feedback, Message, Prompt
+from grpo_core.testing.subjects import EnvironmentUnderTest
+from grpo_core.tool_calls import numbered, parse_calls
 
 Outcome = Literal["passed", "failed", "noted"]
 
@@ -27,7 +27,7 @@ PROMPTS = 32
 """That are tried, of each environment."""
 FEW = 8
 """Prompts that are tried with replies that no prompt asks for."""
-ESSENTIAL = ("prompts to train on", "a reply gets a verdict")
+ESSENTIAL = ("prompts to train on", "a reply is scored")
 """Checks without which there is nothing more to find."""
 TIMED = 64
 """Episodes of the batch that is timed."""
@@ -70,7 +70,7 @@ class Noted(Exception):  # noqa: N818 - not an error
     """A check that cannot be made, or finds what is allowed and should be known."""
 
 
-Play = tuple[Prompt, str]
+Reply = tuple[Prompt, str]
 """A prompt and the reply that it is given."""
 
 
@@ -78,14 +78,14 @@ Play = tuple[Prompt, str]
 class Conformance:
     """The checks of an environment, in their order; each may use what those before it have found."""
 
-    subject: Subject
+    subject: EnvironmentUnderTest
     some: list[Prompt] = field(factory=list)
     """Of the prompts to train on."""
-    solved: list[Play] = field(factory=list)
+    solved: list[Reply] = field(factory=list)
     steady: bool = True
     """The same replies get the same rewards."""
     _train: list[Prompt] = field(factory=list)
-    _judgements: list[tuple[Play, Verdict]] = field(factory=list)
+    _judgements: list[tuple[Reply, Feedback]] = field(factory=list)
     """On replies that no prompt asks for, those of a reply side by side."""
     _names: Iterator[int] = field(factory=itertools.count)
 
@@ -107,9 +107,9 @@ class Conformance:
             "prompts to train on": self._training_prompts,
             "held-out prompts": self._held_out_prompts,
             "the same prompts each time": self._same_prompts,
-            "a reply gets a verdict": self._first_verdict,
+            "a reply is scored": self._first_feedback,
             "a solution gets full marks": self._solutions,
-            "every reply gets a verdict": self._verdicts,
+            "every reply is scored": self._every_feedback,
             "rubbish does not get full marks": self._rubbish,
             "the same reply gets the same reward": self._steadiness,
             "the place in the batch makes no difference": self._places,
@@ -155,38 +155,38 @@ class Conformance:
 
     # ------------------------------------------------------------------------------ rewards
 
-    def _first_verdict(self) -> str:
+    def _first_feedback(self) -> str:
         replies = self.subject.solve(self.some)
         self.solved = [(p, reply) for p, reply in zip(self.some, replies, strict=True) if reply is not None]
         prompt, reply = self.solved[0] if self.solved else (self.some[0], "")
-        (verdict,) = self._judged([(prompt, reply)])
-        _expect(not _is_none(verdict), f"{_said(prompt, reply)}: {_given(verdict)}")
-        return f"{_said(prompt, reply)}: {_given(verdict)}"
+        (feedback,) = self._judged([(prompt, reply)])
+        _expect(not _is_none(feedback), f"{_said(prompt, reply)}: {_given(feedback)}")
+        return f"{_said(prompt, reply)}: {_given(feedback)}"
 
     def _solutions(self) -> str:
         if not self.solved:
             raise Noted("solve(prompt) knows no reply; with one, a tiny model can be warmed up")
-        verdicts = self._judged(self.solved, to_the_end=True)
-        ended = [(play, v) for play, v in zip(self.solved, verdicts, strict=True) if v.done]
+        results = self._judged(self.solved, to_the_end=True)
+        ended = [(play, v) for play, v in zip(self.solved, results, strict=True) if v.done]
         if not ended:
             raise Noted("solve(prompt) knows how to begin, but not how to end")
-        for (prompt, reply), verdict in ended:
+        for (prompt, reply), feedback in ended:
             _expect(
-                verdict.reward is not None and verdict.reward >= FULL_MARKS,
-                f"{_said(prompt, reply)}, its own solution: {_given(verdict)}, expected at least "
-                f"{FULL_MARKS:g}, from where a rollout counts as accurate. Correct evaluate, or solve (by "
+                feedback.reward is not None and feedback.reward >= FULL_REWARD,
+                f"{_said(prompt, reply)}, its own solution: {_given(feedback)}, expected at least "
+                f"{FULL_REWARD:g}, from where a rollout counts as accurate. Correct evaluate, or solve (by "
                 "default the prompt's answer), or scale the rewards",
             )
         return f"{len(ended)} of {len(ended)}"
 
-    def _verdicts(self) -> str:
+    def _every_feedback(self) -> str:
         plays = [(prompt, reply) for reply in (*RUBBISH, None) for prompt in self.some[:FEW]]
         said = [(prompt, _text(prompt) if reply is None else reply) for prompt, reply in plays]
         self._judgements = list(zip(said, self._judged(said), strict=True))
-        for (prompt, reply), verdict in self._judgements:
+        for (prompt, reply), feedback in self._judgements:
             _expect(
-                not _is_none(verdict),
-                f"{_said(prompt, reply)}: {_given(verdict)}. A model says such things: a reply that cannot "
+                not _is_none(feedback),
+                f"{_said(prompt, reply)}: {_given(feedback)}. A model says such things: a reply that cannot "
                 "be read is a wrong one, with a reward as low as others get",
             )
         return f"{len(plays)} replies that no prompt asks for"
@@ -199,8 +199,8 @@ class Conformance:
         for begin in range(0, len(self._judgements), few):
             full = [
                 (prompt, reply)
-                for (prompt, reply), verdict in self._judgements[begin : begin + few]
-                if (verdict.reward or 0.0) >= FULL_MARKS and right.get(prompt.id) != reply
+                for (prompt, reply), feedback in self._judgements[begin : begin + few]
+                if (feedback.reward or 0.0) >= FULL_REWARD and right.get(prompt.id) != reply
             ]
             _expect(
                 2 * len(full) <= few,
@@ -246,7 +246,7 @@ class Conformance:
     def _alone(self) -> str:
         return "as a group" if self.subject.needs_group else "alone"
 
-    def _mixed(self) -> list[Play]:
+    def _mixed(self) -> list[Reply]:
         """Right and wrong replies, side by side."""
         wrong = itertools.cycle(RUBBISH[2:8])
         right = {prompt.id: reply for prompt, reply in self.solved}
@@ -255,11 +255,11 @@ class Conformance:
             for place, prompt in enumerate(self.some)
         ]
 
-    def _rewards(self, plays: Sequence[Play]) -> list[float | None]:
-        return [verdict.reward for verdict in self._judged(plays)]
+    def _rewards(self, plays: Sequence[Reply]) -> list[float | None]:
+        return [feedback.reward for feedback in self._judged(plays)]
 
-    def _judged(self, plays: Sequence[Play], *, to_the_end: bool = False) -> list[Verdict]:
-        """The verdict on the first turn of each; where groups are compared, each is a group of three.
+    def _judged(self, plays: Sequence[Reply], *, to_the_end: bool = False) -> list[Feedback]:
+        """The feedback on the first turn of each; where groups are compared, each is a group of three.
 
         ``to_the_end``: on all turns, as far as ``solve`` knows what to say next.
         """
@@ -282,17 +282,17 @@ class Conformance:
                 )
                 for place, (name, (prompt, reply)) in enumerate(zip(names, given, strict=True))
             ]
-            verdicts = self.subject.evaluate(episodes)
+            feedback = self.subject.evaluate(episodes)
             for _ in range(1, self.subject.max_turns if to_the_end else 1):
-                self._next_turn(episodes, verdicts, tools)
+                self._next_turn(episodes, feedback, tools)
         finally:
             self.subject.close(names)
-        return verdicts[::members]
+        return feedback[::members]
 
-    def _next_turn(self, episodes: list[Episode], verdicts: list[Verdict], tools: bool) -> None:
+    def _next_turn(self, episodes: list[Episode], feedback: list[Feedback], tools: bool) -> None:
         """Those that go on say what ``solve`` says of the conversation so far; rewards add up."""
-        going = [place for place, v in enumerate(verdicts) if not v.done and v.error is None]
-        talks = [(*episodes[place].messages, *verdicts[place].messages) for place in going]
+        going = [place for place, v in enumerate(feedback) if not v.done and v.error is None]
+        talks = [(*episodes[place].messages, *feedback[place].messages) for place in going]
         replies = self.subject.solve(
             [evolve(episodes[place].prompt, messages=talk) for place, talk in zip(going, talks, strict=True)]
         )
@@ -302,9 +302,9 @@ class Conformance:
             now = episodes[place]
             episodes[place] = evolve(now, messages=(*talk, _message(reply, tools)), turn=now.turn + 1)
         judged = self.subject.evaluate([episodes[place] for place in going]) if going else []
-        for place, verdict in zip(going, judged, strict=True):
-            rewards = [r for r in (verdicts[place].reward, verdict.reward) if r is not None]
-            verdicts[place] = evolve(verdict, reward=sum(rewards) if rewards else None)
+        for place, last in zip(going, judged, strict=True):
+            rewards = [r for r in (feedback[place].reward, last.reward) if r is not None]
+            feedback[place] = evolve(last, reward=sum(rewards) if rewards else None)
 
 
 def _message(reply: str, tools: bool) -> Message:
@@ -319,9 +319,9 @@ def _expect(holds: object, otherwise: str) -> None:
         raise Broken(otherwise)
 
 
-def _is_none(verdict: Verdict) -> bool:
+def _is_none(feedback: Feedback) -> bool:
     """It ends the rollout, and without a reward."""
-    return verdict.error is not None or (verdict.done and verdict.reward is None)
+    return feedback.error is not None or (feedback.done and feedback.reward is None)
 
 
 def _text(prompt: Prompt) -> str:
@@ -332,9 +332,9 @@ def _said(prompt: Prompt, reply: str) -> str:
     return f"prompt {_text(prompt)!r:.80}, reply {reply!r:.80}"
 
 
-def _given(verdict: Verdict) -> str:
-    if verdict.error is not None:
-        return f"no verdict: {verdict.error}"
-    if verdict.reward is not None:
-        return f"reward {verdict.reward:g}"
-    return "no verdict (None)" if verdict.done else "it is answered"
+def _given(feedback: Feedback) -> str:
+    if feedback.error is not None:
+        return f"unscored: {feedback.error}"
+    if feedback.reward is not None:
+        return f"reward {feedback.reward:g}"
+    return "unscored (None)" if feedback.done else "it is answered"

@@ -27,7 +27,7 @@ from grpo_core.data.samplers import checked_sample
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.testing.conformance import Conformance
-from grpo_core.testing.subjects import Hosted
+from grpo_core.testing.subjects import EnvironmentInProcess
 
 SMALL = 100_000
 """Bytes of JSON that a sampler's state has at most: it is part of each checkpoint."""
@@ -39,7 +39,7 @@ def check_environment(make: Callable[[], Any]) -> None:
     Args:
         make: a new environment, the same each time; a class will do.
     """
-    findings = list(Conformance(Hosted(make)).run())
+    findings = list(Conformance(EnvironmentInProcess(make)).run())
     failed = [f"{finding.check}: {finding.told}" for finding in findings if finding.outcome == "failed"]
     assert not failed, "\n".join(failed)
 

@@ -34,7 +34,7 @@ from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest
 from grpo_core.training import policy
 from grpo_core.training.tiny import CONTEXT, make_tiny_model
 from grpo_core.weights.layout import Writer
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 
 PATIENCE = 60.0
 """Seconds after which what should have been answered is lost."""
@@ -69,7 +69,7 @@ class Tried:
     kill: Callable[[], None] | None = None
     """Ends the process that decodes, as an accident would; None: there is none."""
     version: int = 0
-    writer: Writer = field(factory=WeightsWriter)
+    writer: Writer = field(factory=SharedMemoryWriter)
     _module: Any = field(default=None, init=False)
 
     @property

@@ -12,20 +12,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_core.environments.tools import parse_calls
 from grpo_core.errors import EngineError
 from grpo_core.records import (
     Batch,
     Completion,
     Episode,
+    Feedback,
     GenerationRequest,
     Message,
-    Opened,
     Prompt,
+    SessionStart,
     StepResult,
-    Verdict,
     Weights,
 )
+from grpo_core.tool_calls import parse_calls
 
 
 def prompts(n: int, task: str = "task") -> list[Prompt]:
@@ -147,33 +147,33 @@ class FakeTrainer:
         return None
 
 
-class FakeJudge:
-    """Judges with ``verdict(episode)`` after ``seconds``; counts its calls."""
+class FakeEnvironment:
+    """Judges with ``feedback(episode)`` after ``seconds``; counts its calls."""
 
     def __init__(
         self,
-        verdict: Callable[[Episode], Verdict] = lambda e: Verdict(reward=float(e.reply.startswith("a"))),
+        feedback: Callable[[Episode], Feedback] = lambda e: Feedback(reward=float(e.reply.startswith("a"))),
         *,
         max_turns: int = 1,
         seconds: float = 0.1,
         needs_group: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self.verdict, self.max_turns, self.seconds = verdict, max_turns, seconds
+        self.feedback, self.max_turns, self.seconds = feedback, max_turns, seconds
         self.needs_group = needs_group
         self.tools = tuple(tools)
         self.calls: list[int] = []
         self.opened: list[str] = []
         self.closed: list[str] = []
 
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         self.opened += prompts
-        return [Opened(tools=self.tools)] * len(prompts)
+        return [SessionStart(tools=self.tools)] * len(prompts)
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         self.calls.append(len(episodes))
         await asyncio.sleep(self.seconds)
-        return [self.verdict(episode) for episode in episodes]
+        return [self.feedback(episode) for episode in episodes]
 
     async def close(self, sessions: Sequence[str]) -> None:
         self.closed += sessions

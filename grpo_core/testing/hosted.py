@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_core.environments.host import EnvironmentHost
-from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 
-class HostedJudge:
-    """A ``Judge`` around an environment of this process; what the environment raises is raised.
+class HostedEnvironment:
+    """An ``EnvironmentClient`` around an environment of this process; what the environment raises is raised.
 
     An environment whose methods are async needs a thread without a running event loop.
     """
@@ -23,12 +23,12 @@ class HostedJudge:
         self.calls: list[int] = []
         """Episodes in each call of ``evaluate``."""
 
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         if not self._description["sessions"]:
-            return [Opened(tools=self._description["tools"])] * len(prompts)
+            return [SessionStart(tools=self._description["tools"])] * len(prompts)
         return self.host.open(list(prompts.items()))
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         self.calls.append(len(episodes))
         return self.host.evaluate(episodes)
 

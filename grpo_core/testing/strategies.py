@@ -25,13 +25,13 @@ from grpo_core.advantages import group as group_advantages
 from grpo_core.buffer import Buffer
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices
-from grpo_core.environments.batcher import BatchedJudge
+from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.protocols import ValidationStrategy
-from grpo_core.records import Episode, GenerationRequest, Group, Prompt, SampleRequest, Verdict, Weights
-from grpo_core.rollout import Sampling
+from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Prompt, SampleRequest, Weights
+from grpo_core.rollout import SamplingParams
 from grpo_core.testing import clock
-from grpo_core.testing.fakes import FakeEngine, FakeJudge, FakeRenderer, FakeTrainer
+from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer
 from grpo_core.validation.results import headline
 from grpo_core.validation.runner import Context, Results, run_strategy
 
@@ -41,7 +41,7 @@ TURNS = {"long": 2, "short": 1}
 """Of each task."""
 PROMPTS = 24
 MAX_BATCH = 8
-SAMPLING = Sampling(temperature=1.0, max_tokens=32)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=32)
 
 
 def oracle(request: GenerationRequest, rng: random.Random) -> str:
@@ -63,16 +63,16 @@ def guesses(request: GenerationRequest, rng: random.Random) -> str:
 
 @define(eq=False)
 class World:
-    """Two tasks, an engine, and a judge for each; answers take a second, verdicts a tenth."""
+    """Two tasks, an engine, and a judge for each; answers take a second, feedback a tenth."""
 
     policy: Policy = oracle
     max_batch: int = MAX_BATCH
     silent: Callable[[Episode], bool] = lambda episode: False
-    """Whether an episode gets no verdict."""
+    """Whether an episode gets unscored."""
     prompts: dict[str, list[Prompt]] = field(init=False)
     engine: FakeEngine = field(init=False)
-    fakes: dict[str, FakeJudge] = field(init=False)
-    judges: dict[str, BatchedJudge] = field(init=False, factory=dict)
+    fakes: dict[str, FakeEnvironment] = field(init=False)
+    environments: dict[str, BatchedEnvironment] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.prompts = {
@@ -83,18 +83,18 @@ class World:
             for task in TURNS
         }
         self.engine = FakeEngine(reply=self.policy, latency=lambda rng: 1.0)
-        self.fakes = {task: FakeJudge(self._verdict, max_turns=turns) for task, turns in TURNS.items()}
+        self.fakes = {task: FakeEnvironment(self._feedback, max_turns=turns) for task, turns in TURNS.items()}
 
-    def _verdict(self, episode: Episode) -> Verdict:
+    def _feedback(self, episode: Episode) -> Feedback:
         if self.silent(episode):
-            return Verdict()
+            return Feedback()
         if episode.turn + 1 < TURNS[episode.prompt.environment]:
-            return Verdict(done=False, messages="go on")
-        return Verdict(reward=float(episode.reply == episode.prompt.answer), answer=episode.reply or None)
+            return Feedback(done=False, messages="go on")
+        return Feedback(reward=float(episode.reply == episode.prompt.answer), answer=episode.reply or None)
 
     async def context(self) -> Context:
         config = EnvironmentConfig(max_batch=self.max_batch, max_wait=0.01)
-        self.judges = {task: BatchedJudge(fake, config) for task, fake in self.fakes.items()}
+        self.environments = {task: BatchedEnvironment(fake, config) for task, fake in self.fakes.items()}
         await self.engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
         return self.context_of(0)
 
@@ -103,7 +103,7 @@ class World:
             version=version,
             prompts=self.prompts,
             engine=self.engine,
-            judges=self.judges,
+            environments=self.environments,
             renderer=FakeRenderer(),  # type: ignore[arg-type]
             sampling=SAMPLING,
             deadline=1e5,
@@ -147,7 +147,7 @@ class ValidationContract:
         for task, metrics in results.items():
             score = self._score(metrics)
             assert math.isclose(score, 1.0, abs_tol=1e-6), (
-                f"task {task!r}: right wherever there is a verdict, and the score is {score}: a rollout "
+                f"task {task!r}: right wherever there is feedback, and the score is {score}: a rollout "
                 "whose reward is None must not count as wrong"
             )
 
@@ -271,7 +271,7 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
             sample=sample,
             engine=world.engine,
             trainer=trainer,
-            judges=world.judges,
+            environments=world.environments,
             renderer=FakeRenderer(),  # type: ignore[arg-type]
             sampling=SAMPLING,
             group_size=4,

@@ -6,12 +6,12 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from grpo_core.environments.feedback import named
 from grpo_core.environments.host import EnvironmentHost, units
-from grpo_core.environments.verdicts import named
-from grpo_core.records import Episode, Opened, Prompt, Verdict
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 
-class Subject(Protocol):
+class EnvironmentUnderTest(Protocol):
     """An environment under test."""
 
     needs_group: bool
@@ -19,8 +19,8 @@ class Subject(Protocol):
 
     def prompts(self, split: str) -> list[Prompt]: ...
     def solve(self, prompts: Sequence[Prompt]) -> list[str | None]: ...
-    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[Opened]: ...
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]: ...
+    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]: ...
+    def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]: ...
     def close(self, sessions: Sequence[str]) -> None: ...
 
     def restart(self) -> None:
@@ -28,8 +28,8 @@ class Subject(Protocol):
         ...
 
 
-class Hosted:
-    """A ``Subject`` in this process.
+class EnvironmentInProcess:
+    """An ``EnvironmentUnderTest`` in this process.
 
     Args:
         make: the environment, anew each time; a class will do.
@@ -53,18 +53,20 @@ class Hosted:
     def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         return self._host.solve(prompts)
 
-    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[Opened]:
-        return self._host.open(prompts) if self._sessions else [Opened(tools=self._tools)] * len(prompts)
+    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
+        return (
+            self._host.open(prompts) if self._sessions else [SessionStart(tools=self._tools)] * len(prompts)
+        )
 
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
+    def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """A batch that raises is evaluated again in its parts, as in a run."""
         try:
             return self._host.evaluate(episodes)
         except Exception as error:
             parts = units(episodes, whole_groups=self.needs_group)
             if len(parts) == 1:
-                return [Verdict(error=named(error))] * len(episodes)
-        return [verdict for part in parts for verdict in self.evaluate(part)]
+                return [Feedback(error=named(error))] * len(episodes)
+        return [feedback for part in parts for feedback in self.evaluate(part)]
 
     def close(self, sessions: Sequence[str]) -> None:
         self._host.close(sessions)

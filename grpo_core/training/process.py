@@ -24,7 +24,7 @@ class TrainerSetup:
     trainer: TrainerConfig = field(factory=TrainerConfig)
     loss: LossConfig = field(factory=LossConfig)
     seed: int = 0
-    generates_beside: bool = True
+    colocated: bool = True
     """Another process generates on this machine meanwhile (``max_staleness`` above 0): leave it cores."""
     model_directory: str = ""
     """Where the model is made if ``model.path`` is "tiny"."""
@@ -32,11 +32,11 @@ class TrainerSetup:
     """Prompts and replies worth full marks, for the warm start of "tiny"."""
     resume_from: str | None = None
     """A directory that ``save`` wrote."""
-    saves_beside: bool = True
+    async_save: bool = True
     """See ``CheckpointConfig.beside``."""
-    transport: Literal["host", "device", "relay"] = "host"
+    transport: Literal["shm", "cuda_ipc", "collective"] = "shm"
     """See ``EngineConfig``; from a CPU, ``device`` is the host's memory."""
-    relay_host: str = "127.0.0.1"
+    collective_host: str = "127.0.0.1"
     max_non_finite: float = 0.1
     """See ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None
@@ -45,10 +45,10 @@ class TrainerSetup:
     """Plugins that are not imported."""
 
 
-def thread_count(configured: int, generates_beside: bool) -> int:
+def thread_count(configured: int, colocated: bool) -> int:
     """Of torch on the CPU: as configured, or (0) half of the cores if something generates beside it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return configured or max(1, cores // 2 if generates_beside else cores)
+    return configured or max(1, cores // 2 if colocated else cores)
 
 
 class ProcessTrainer:

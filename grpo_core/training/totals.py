@@ -14,13 +14,13 @@ class Totals:
         self._events: dict[str, int] = {}
 
     def add(self, metrics: dict[str, Tensor]) -> None:
-        """Tensors [N] each; a name that ends in ``/max`` is a maximum, all others are means."""
+        """Tensors [N] each; a name that ends in ``_max`` is a maximum, all others are means."""
         for name, values in metrics.items():
             values = values.detach()
-            here = values.max() if name.endswith("/max") else values.sum()
+            here = values.max() if name.endswith("_max") else values.sum()
             if name not in self._sums:
                 self._sums[name], self._counts[name] = here, 0
-            elif name.endswith("/max"):
+            elif name.endswith("_max"):
                 self._sums[name] = self._sums[name].maximum(here)
             else:
                 self._sums[name] = self._sums[name] + here
@@ -33,9 +33,9 @@ class Totals:
 
     def metrics(self) -> dict[str, float]:
         read = {name: float(total) for name, total in self._sums.items()}
-        means = {n: v if n.endswith("/max") else v / self._counts[n] for n, v in read.items()}
+        means = {n: v if n.endswith("_max") else v / self._counts[n] for n, v in read.items()}
         if (square := means.pop(_SQUARE, None)) is not None:
-            means["importance_ratio/effective_sample_size"] = means["importance_ratio/mean"] ** 2 / square
+            means["effective_sample_size"] = means["importance_ratio_mean"] ** 2 / square
         return means | {name: float(n) for name, n in self._events.items()}
 
 
@@ -51,9 +51,9 @@ def off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
     log_ratio = start - generation
     ratio = log_ratio.clamp(max=20.0).exp()
     return {
-        "logprob_diff/mean": log_ratio.abs(),
-        "kl": ratio - 1 - log_ratio,
-        "importance_ratio/mean": ratio,
-        "importance_ratio/max": ratio,
+        "logprob_diff_mean": log_ratio.abs(),
+        "mismatch_kl": ratio - 1 - log_ratio,
+        "importance_ratio_mean": ratio,
+        "importance_ratio_max": ratio,
         _SQUARE: ratio.square(),
     }

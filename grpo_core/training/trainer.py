@@ -45,10 +45,10 @@ from grpo_core.training.policy import MicroBatch, Policy
 from grpo_core.training.process import TrainerSetup, thread_count
 from grpo_core.training.snapshot import Snapshot
 from grpo_core.training.totals import Totals, off_policy
-from grpo_core.weights.device import DeviceWriter
+from grpo_core.weights.collective import CollectiveWriter
+from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.layout import Writer
-from grpo_core.weights.relay import RelayWriter
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 
 MAX_LOST_UPDATES = 3
 """Updates in a row without a finite gradient after which the trainer gives up."""
@@ -62,7 +62,7 @@ _MODEL = "model/"
 
 def create(setup: TrainerSetup) -> TorchTrainer:
     """Factory for the child process."""
-    cpu.prepare(thread_count(setup.trainer.threads, setup.generates_beside))
+    cpu.prepare(thread_count(setup.trainer.threads, setup.colocated))
     sys.setswitchinterval(SWITCH)
     return TorchTrainer(setup)
 
@@ -117,7 +117,7 @@ class TorchTrainer:
         self._budget = token_budget(self._config, self._policy.vocabulary, self._device)
         self._optimizer = _adamw(self._parameters, self._config)
         self._writer = _writer(setup, self._device)
-        self._snapshot = Snapshot(copies=setup.saves_beside)
+        self._snapshot = Snapshot(copies=setup.async_save)
         self._lost_updates = 0
         self.version = 0
         torch.manual_seed(setup.seed)
@@ -361,11 +361,11 @@ class TorchTrainer:
 
 
 def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
-    if setup.transport == "relay":
-        return RelayWriter(device, setup.relay_host)
-    if setup.transport == "device" and device.type == "cuda":
-        return DeviceWriter(device)
-    return WeightsWriter()
+    if setup.transport == "collective":
+        return CollectiveWriter(device, setup.collective_host)
+    if setup.transport == "cuda_ipc" and device.type == "cuda":
+        return CudaIpcWriter(device)
+    return SharedMemoryWriter()
 
 
 def _os_error(error: SafetensorError) -> OSError:

@@ -16,7 +16,7 @@ from grpo_core.validation.runner import Results
 
 
 @define(eq=False)
-class Remembering:
+class WeightsTrackingEngine:
     """An engine, and the weights that it was sent last."""
 
     engine: Engine
@@ -34,7 +34,7 @@ class Remembering:
 
 
 @define(kw_only=True, eq=False)
-class OnItsOwnEngine:
+class DedicatedValidator:
     """Measures on an engine that training does not use: training waits until it holds the weights, and goes
     on while it generates.  One version is measured after the other.
 
@@ -44,7 +44,7 @@ class OnItsOwnEngine:
 
     measure: Callable[[int], Awaitable[Results]]
     engine: Engine
-    trained: Remembering
+    trained: WeightsTrackingEngine
     emit: Callable[[Event], None]
     last: int
     pauses: bool = False

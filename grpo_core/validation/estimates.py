@@ -84,4 +84,4 @@ def with_interval(
         return {}
     mean = fmean(values)
     bounds = interval(values, seed=seed, confidence=confidence)
-    return {name: mean, f"{name}/low": min(bounds.low, mean), f"{name}/high": max(bounds.high, mean)}
+    return {name: mean, f"{name}_low": min(bounds.low, mean), f"{name}_high": max(bounds.high, mean)}

@@ -15,12 +15,12 @@ def headline(metrics: Mapping[str, float]) -> float:
 
 
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """A line for each metric of each task; ``NAME/low`` and ``NAME/high`` stand behind ``NAME``."""
+    """A line for each metric of each task; ``NAME_low`` and ``NAME_high`` are shown beside ``NAME``."""
     rows = [("task", "metric", "value", "interval")]
     for task, metrics in results.items():
         name = task
         for metric, value in metrics.items():
-            base, _, bound = metric.rpartition("/")
+            base, _, bound = metric.rpartition("_")
             if bound in ("low", "high") and base in metrics:
                 continue
             rows.append((name, metric, _shown(metric, value), _interval(metric, metrics)))
@@ -29,7 +29,7 @@ def table(results: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _interval(metric: str, metrics: Mapping[str, float]) -> str:
-    bounds = [metrics.get(f"{metric}/{bound}") for bound in ("low", "high")]
+    bounds = [metrics.get(f"{metric}_{bound}") for bound in ("low", "high")]
     return " to ".join(_shown(metric, bound) for bound in bounds if bound is not None)
 
 

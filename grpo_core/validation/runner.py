@@ -13,12 +13,12 @@ from typing import Literal
 
 from attrs import define, evolve, field
 
+from grpo_core.aio import raising_root_cause
 from grpo_core.errors import PluginError, WeightSyncError
-from grpo_core.pipeline import root_cause
-from grpo_core.protocols import Engine, Judge, ValidationStrategy
+from grpo_core.protocols import Engine, EnvironmentClient, ValidationStrategy
 from grpo_core.records import Prompt, Rollout
 from grpo_core.rendering import Renderer
-from grpo_core.rollout import Sampling, Start, play, seed_of
+from grpo_core.rollout import SamplingParams, Start, derive_seed, play
 
 Results = Mapping[str, Mapping[str, float]]
 """``{task: {metric: value}}``."""
@@ -30,7 +30,7 @@ class Tally:
 
     rollouts: int = 0
     errors: int = 0
-    """Without a verdict."""
+    """unscored."""
     first: str = ""
     """The first of them."""
 
@@ -42,9 +42,9 @@ class Context:
     version: int
     prompts: Mapping[str, Sequence[Prompt]]
     engine: Engine
-    judges: Mapping[str, Judge]
+    environments: Mapping[str, EnvironmentClient]
     renderer: Renderer
-    sampling: Sampling
+    sampling: SamplingParams
     deadline: float | None = None
     """Seconds for what ``rollout`` is asked for at once."""
     retries: int = 0
@@ -91,7 +91,7 @@ class Context:
         return [
             Start(
                 prompt=prompt,
-                seed=seed_of("validation", self.seed, task, prompt.id, i),
+                seed=derive_seed("validation", self.seed, task, prompt.id, i),
                 group=f"validation/{prompt.id}/{before}",
             )
             for i in range(before, before + n)
@@ -102,11 +102,11 @@ class Context:
         parts: dict[object, list[Start]] = {}
         for start in starts:
             task = start.prompt.environment
-            key = (task, start.group) if self.judges[task].needs_group else id(start)
+            key = (task, start.group) if self.environments[task].needs_group else id(start)
             parts.setdefault(key, []).append(start)
         return list(parts.values())
 
-    async def _play(self, starts: Sequence[Start], sampling: Sampling) -> list[Rollout]:
+    async def _play(self, starts: Sequence[Start], sampling: SamplingParams) -> list[Rollout]:
         """To their ends; what the engine loses is played again within the deadline."""
         loop = asyncio.get_running_loop()
         until = None if self.deadline is None else loop.time() + self.deadline
@@ -119,7 +119,7 @@ class Context:
             rollouts = await play(
                 [starts[i] for i in wanted],
                 engine=self.engine,
-                judges=self.judges,
+                environments=self.environments,
                 renderer=self.renderer,
                 sampling=sampling,
                 deadline=left,
@@ -137,7 +137,7 @@ class Context:
             for i, start in enumerate(starts)
             if i in lost
             or (
-                self.judges[start.prompt.environment].needs_group
+                self.environments[start.prompt.environment].needs_group
                 and (start.prompt.environment, start.group) in groups
             )
         ]
@@ -147,7 +147,7 @@ class Context:
         tally.rollouts += 1
         if rollout.reward is None:
             tally.errors += 1
-            tally.first = tally.first or rollout.error or "no verdict"
+            tally.first = tally.first or rollout.error or "unscored"
         others = {v for v, sampled in zip(rollout.versions, rollout.sampled, strict=True) if sampled} - {
             self.version
         }
@@ -164,19 +164,16 @@ async def run_strategy(
     """Run a strategy and check what it returns; ``errors`` of each task are counted for it.
 
     Raises PluginError that names the strategy, the task and the metric, or says that no rollout of a task
-    came to a verdict: there is nothing to report then, least of all an accuracy of 0.
+    came to feedback: there is nothing to report then, least of all an accuracy of 0.
     """
-    try:
+    with raising_root_cause():
         results = await strategy.validate(context)
-    except BaseExceptionGroup as failed:
-        cause = root_cause(failed)
-        raise cause from cause.__cause__
     _check(name, results, context.prompts)
     for task, tally in context.tallies.items():
         if tally.errors == tally.rollouts:
             raise PluginError(
                 f"task {task!r}: none of the {tally.rollouts} rollouts of the validation strategy {name!r} "
-                f"came to a verdict; the first one: {tally.first}"
+                f"came to feedback; the first one: {tally.first}"
             )
     errors = {task: {"errors": float(tally.errors)} for task, tally in context.tallies.items()}
     return {

@@ -1,6 +1,6 @@
 """The validation strategies that the core offers.
 
-All of them score each prompt by itself, from the rollouts of it that have a verdict, and give for each task
+All of them score each prompt by itself, from the rollouts of it that have feedback, and give for each task
 the mean over its prompts with a bootstrap interval.
 """
 
@@ -13,10 +13,10 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from grpo_core.errors import ConfigError
-from grpo_core.metrics import FULL_MARKS
+from grpo_core.metrics import FULL_REWARD
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
-from grpo_core.turns import seed_of
+from grpo_core.turns import derive_seed
 from grpo_core.validation.estimates import majority, pass_at_k, with_interval
 
 Mode = Literal["batched", "pipelined"]
@@ -27,7 +27,7 @@ class Strategy:
 
     Metrics of each task: those of ``scores``, each with ``/low`` and ``/high``; ``reward/NAME`` for the parts
     that the environment names; ``completion_tokens``; ``truncated``, the share that ended at a limit;
-    ``prompts``, those that count; ``errors``, the rollouts without a verdict, which do not count.
+    ``prompts``, those that count; ``errors``, the rollouts unscored, which do not count.
 
     Raises ConfigError if an option is out of its range.
 
@@ -41,7 +41,7 @@ class Strategy:
     """
 
     needed: int = 1
-    """Rollouts with a verdict without which a prompt does not count."""
+    """Rollouts with feedback without which a prompt does not count."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Strategy:
         self.mode, self.confidence = mode, float(confidence)
 
     def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-        """Of one prompt, from its rollouts with a verdict: ``needed`` of them or more."""
+        """Of one prompt, from its rollouts with feedback: ``needed`` of them or more."""
         return {"accuracy": fmean(map(_correct, rollouts)), "reward": fmean(map(_reward, rollouts))}
 
     async def validate(self, context: ValidationContext) -> dict[str, dict[str, float]]:
@@ -90,7 +90,7 @@ class Strategy:
         for judged in counted:
             for name, value in self.scores(judged).items():
                 values[name].append(value)
-        seed = seed_of("bootstrap", task)
+        seed = derive_seed("bootstrap", task)
         summary: dict[str, float] = {}
         for name, those in values.items():
             summary |= with_interval(name, those, seed=seed, confidence=self.confidence)
@@ -132,7 +132,7 @@ class Greedy(Strategy):
 class PassAtK(Strategy):
     """``pass@k``: how often at least one of ``k`` rollouts has full marks, without bias (Chen et al. 2021).
 
-    A prompt with fewer than ``k`` verdicts does not count; give ``n`` above ``k`` for a smaller variance, and
+    A prompt with fewer than ``k`` feedback does not count; give ``n`` above ``k`` for a smaller variance, and
     for some to spare.
 
     Args:
@@ -166,7 +166,7 @@ class PassAtK(Strategy):
 class Majority(Strategy):
     """``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
 
-    Answers are what the environment's verdicts name (``Verdict.answer``); replies without one abstain.  Where
+    Answers are those that the environment reports (``Feedback.answer``); replies without one abstain.  Where
     no reply to a prompt has one, the whole replies are compared, without regard to case and white space.
     Answers that share the lead count with the mean of their scores.
     """
@@ -192,7 +192,7 @@ class Majority(Strategy):
 
 
 def _correct(rollout: Rollout) -> float:
-    return float(_reward(rollout) >= FULL_MARKS)
+    return float(_reward(rollout) >= FULL_REWARD)
 
 
 def _reward(rollout: Rollout) -> float:

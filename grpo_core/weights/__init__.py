@@ -1,7 +1,7 @@
 """Weights on their way from the trainer to engines.
 
-``shared``, ``device`` and ``relay`` are the ways, each with a writer for the trainer; ``reading`` reads what
-any of them published, and ``copies`` keeps it.  This module is what they share, and needs no torch.
+``shm``, ``cuda_ipc`` and ``collective`` are the transports, each with a writer for the trainer; ``reading``
+reads what any of them published, and ``copies`` keeps it.  This module needs no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import tempfile
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
 
-RELAY = "relay:"
-"""Begins a location that names a trainer's socket, see ``relay``."""
+COLLECTIVE = "collective:"
+"""Begins a location that names a trainer's socket, see ``collective``."""
 
 
 def anonymous_file(name: str) -> int:

@@ -2,7 +2,7 @@
 
 What a trainer publishes is overwritten by its next ``publish``.  A pool gives weights to engines that are
 late, and a worker on another machine has not got the trainer's memory at all: both read a copy.  Needs no
-torch; the checksums of ``grpo_core.weights.shared`` go along, so that a copy is checked as the original is.
+torch; the checksums of ``grpo_core.weights.shm`` go along, so that a copy is checked as the original is.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ import asyncio
 import mmap
 import os
 import weakref
+from typing import Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
-from grpo_core.engines.members import Held
 from grpo_core.records import Weights
-from grpo_core.weights import RELAY, anonymous_file, unreadable
+from grpo_core.weights import COLLECTIVE, anonymous_file, unreadable
+
+
+@frozen(kw_only=True, eq=False)
+class WeightsLease:
+    """Weights that stay readable for as long as somebody has this object."""
+
+    weights: Weights
+    memory: Any = None
+    """What has to be kept alive for that."""
 
 
 def mapped(weights: Weights) -> mmap.mmap:
@@ -34,21 +43,21 @@ class Copies:
     def __init__(self) -> None:
         self._free: list[tuple[int, mmap.mmap]] = []
 
-    async def hold(self, weights: Weights) -> Held:
+    async def hold(self, weights: Weights) -> WeightsLease:
         """A copy of what a trainer of this machine has published; none of what it sends to whoever asks.
 
         Raises WeightSyncError.
         """
-        if weights.location.startswith(RELAY):
-            return Held(weights=weights)
+        if weights.location.startswith(COLLECTIVE):
+            return WeightsLease(weights=weights)
         return await asyncio.to_thread(lambda: self.copy(weights, mapped(weights)))
 
-    def copy(self, weights: Weights, data: mmap.mmap | memoryview) -> Held:
+    def copy(self, weights: Weights, data: mmap.mmap | memoryview) -> WeightsLease:
         """A copy of ``weights``, whose bytes are ``data``, for the processes of this machine."""
         file, memory = self._take(weights.nbytes)
         memory[: weights.nbytes] = data[: weights.nbytes]
         here = evolve(weights, location=f"/proc/{os.getpid()}/fd/{file}")
-        held = Held(weights=here)
+        held = WeightsLease(weights=here)
         weakref.finalize(held, self._free.append, (file, memory)).atexit = False
         return held
 

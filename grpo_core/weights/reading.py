@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpo_core.records import Weights
-from grpo_core.weights import RELAY, device, relay, shared, unreadable
+from grpo_core.weights import COLLECTIVE, collective, cuda_ipc, shm, unreadable
 from grpo_core.weights.layout import unpack, verify
 
 
@@ -26,11 +26,11 @@ def views(weights: Weights) -> dict[str, torch.Tensor]:
 
 def block(weights: Weights) -> torch.Tensor:
     """All tensors' bytes, uint8 [nbytes or more].  Raises WeightSyncError if they cannot be read."""
-    if weights.location.startswith(RELAY):
-        return relay.pulled(weights)
-    if weights.location.startswith(device.SCHEME):
-        return device.opened(weights)
+    if weights.location.startswith(COLLECTIVE):
+        return collective.pulled(weights)
+    if weights.location.startswith(cuda_ipc.SCHEME):
+        return cuda_ipc.opened(weights)
     try:
-        return shared.mapped(weights)
+        return shm.mapped(weights)
     except (OSError, ValueError) as error:
         raise unreadable(weights, error) from None

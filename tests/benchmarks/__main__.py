@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other; each prints a line for every figure: name, value, limit, verdict."""
+"""All benchmarks, one after the other; each prints a line for every figure: name, value, limit, feedback."""
 
 from __future__ import annotations
 

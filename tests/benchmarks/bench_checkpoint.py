@@ -58,8 +58,8 @@ def measure(scratch: Path, width: int, layers: int) -> float:
     print(f"{f'a checkpoint of {size / 1e6:.0f} MB, until it is complete (s)':60} {whole:10.3f}")
     print(f"{'  training waits for it (s)':60} {blocked:10.4f}  (the first one: {first:.4f})")
     ratio = blocked / memcpy
-    verdict = f"<= {LIMIT:g}  {'ok' if ratio <= LIMIT else 'short'}" if size > 100e6 else ""
-    print(f"{'  in copies of its bytes in memory':60} {ratio:10.2f}  {verdict}", flush=True)
+    feedback = f"<= {LIMIT:g}  {'ok' if ratio <= LIMIT else 'short'}" if size > 100e6 else ""
+    print(f"{'  in copies of its bytes in memory':60} {ratio:10.2f}  {feedback}", flush=True)
     return ratio
 
 

@@ -42,9 +42,9 @@ def main() -> None:
     print(f"bare imports            {bare * 1000:6.1f} ms")
     for name, taken in times.items():
         ratio = statistics.median(taken) / bare
-        verdict = "ok" if ratio <= LIMIT else "short"
+        feedback = "ok" if ratio <= LIMIT else "short"
         print(
-            f"{name:<22}  {statistics.median(taken) * 1000:6.1f} ms  {ratio:.2f}x  limit {LIMIT}x  {verdict}"
+            f"{name:<22}  {statistics.median(taken) * 1000:6.1f} ms  {ratio:.2f}x  limit {LIMIT}x  {feedback}"
         )
 
 

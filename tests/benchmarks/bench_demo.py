@@ -61,11 +61,11 @@ def main() -> None:
 
 
 def show(name: str, value: float, limit: float | None = None, *, below: bool = False) -> None:
-    verdict = ""
+    feedback = ""
     if limit is not None:
         good = value <= limit if below else value >= limit
-        verdict = f"{'<=' if below else '>='} {limit:g}  {'ok' if good else 'short'}"
-    print(f"{name:60} {value:10.3f}  {verdict}", flush=True)
+        feedback = f"{'<=' if below else '>='} {limit:g}  {'ok' if good else 'short'}"
+    print(f"{name:60} {value:10.3f}  {feedback}", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-from grpo_core.engines.decoder import Decoder
-from grpo_core.engines.llama import Llama, Shape
-from grpo_core.engines.local import LocalEngine
+from grpo_core.engines.local.decoder import Decoder
+from grpo_core.engines.local.engine import LocalEngine
+from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.records import EngineSetup, GenerationRequest
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 
 warnings.simplefilter("ignore")
 
@@ -135,8 +135,8 @@ def flops(s: Shape) -> int:
 
 
 def line(name: str, value: float, limit: float | None, unit: str = "") -> None:
-    verdict = "" if limit is None else f"  limit {limit:g}  {'ok' if value >= limit else 'short'}"
-    print(f"{name:<52} {value:>12,.2f}{unit}{verdict}", flush=True)
+    feedback = "" if limit is None else f"  limit {limit:g}  {'ok' if value >= limit else 'short'}"
+    print(f"{name:<52} {value:>12,.2f}{unit}{feedback}", flush=True)
 
 
 def compare(name: str, hf, workloads: list[Workload], times: int) -> None:  # type: ignore[no-untyped-def]
@@ -172,7 +172,7 @@ def through_child(hf, load: Workload, threads: int) -> None:  # type: ignore[no-
 
     async def run(directory: str) -> float:
         engine = LocalEngine(EngineSetup(model=directory, threads=threads, log_directory=directory))
-        await engine.update_weights(WeightsWriter().write(0, hf.named_parameters()))
+        await engine.update_weights(SharedMemoryWriter().write(0, hf.named_parameters()))
         seconds = []
         for _ in range(6):
             begin = time.perf_counter()

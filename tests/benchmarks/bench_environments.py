@@ -98,8 +98,8 @@ async def measure() -> None:
 
 
 def show(name: str, value: float, limit: float | None = None) -> None:
-    verdict = "" if limit is None else f">= {limit:g}  {'ok' if value >= limit else 'short'}"
-    print(f"{name:60} {value:10.3f}  {verdict}", flush=True)
+    feedback = "" if limit is None else f">= {limit:g}  {'ok' if value >= limit else 'short'}"
+    print(f"{name:60} {value:10.3f}  {feedback}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.records import Episode, Prompt, Verdict
+from grpo_core.records import Episode, Feedback, Prompt
 
 BATCH = 64
 SLOWEST = 10.0
@@ -39,16 +39,16 @@ def line(name: str, value: str, good: bool) -> None:
 
 async def judged(
     process: EnvironmentProcess, prompts: Sequence[Prompt], reply: Callable[[int], str]
-) -> list[Verdict]:
-    verdicts: list[Verdict] = []
+) -> list[Feedback]:
+    feedback: list[Feedback] = []
     for begin in range(0, len(prompts), BATCH):
-        verdicts += await process.evaluate(
+        feedback += await process.evaluate(
             [
                 Episode(prompt=prompt, messages=[{"role": "assistant", "content": reply(begin + place)}])
                 for place, prompt in enumerate(prompts[begin : begin + BATCH])
             ]
         )
-    return verdicts
+    return feedback
 
 
 async def measure(directory: Path) -> None:
@@ -68,13 +68,13 @@ async def measure(directory: Path) -> None:
         }
         for name, reply in replies.items():
             begin = time.perf_counter()
-            verdicts = await judged(process, prompts, reply)
+            feedback = await judged(process, prompts, reply)
             seconds = time.perf_counter() - begin
-            right = sum(verdict.reward == 1.0 for verdict in verdicts)
+            right = sum(each.reward == 1.0 for each in feedback)
             value = f"{right:,} of {len(prompts):,}  {len(prompts) / seconds:,.0f} a second"
             line(f"{name}: full marks", value, right == len(prompts))
-        verdicts = await judged(process, prompts, lambda row: f"\\boxed{{{answers[row]}1}}")
-        wrong = sum(verdict.reward == 0.0 for verdict in verdicts)
+        feedback = await judged(process, prompts, lambda row: f"\\boxed{{{answers[row]}1}}")
+        wrong = sum(each.reward == 0.0 for each in feedback)
         line("a digit too many: nothing", f"{wrong:,} of {len(prompts):,}", wrong == len(prompts))
         await hostile(process, prompts[:1])
         line("starts of the process", f"{process.starts}, limit 1", process.starts == 1)
@@ -85,9 +85,9 @@ async def measure(directory: Path) -> None:
 async def hostile(process: EnvironmentProcess, prompts: Sequence[Prompt]) -> None:
     for name, reply in HOSTILE.items():
         begin = time.perf_counter()
-        (verdict,) = await judged(process, prompts, lambda _, said=reply: said)
+        (feedback,) = await judged(process, prompts, lambda _, said=reply: said)
         seconds = time.perf_counter() - begin
-        good = verdict.reward == 0.0 and seconds <= SLOWEST
+        good = feedback.reward == 0.0 and seconds <= SLOWEST
         line(f"{name}: nothing", f"{seconds:.2f} s, limit {SLOWEST:g} s", good)
 
 

@@ -6,7 +6,7 @@ A run whose engine or environment was killed must go on; after any other death i
 shared memory, and continue with --resume.  In the end every prompt was trained once an epoch or recorded as
 skipped.  Recovery is the time from the moment when a resumed run has its processes and its checkpoint (the
 first dispatch, or groups that were ready) to its next optimizer step, in latencies of a group.  These are
-mostly the tenth of a second that a verdict takes: more than a step of training, as where recovery matters.
+mostly the tenth of a second that feedback takes: more than a step of training, as where recovery matters.
 Exits with an error at the first violation, and names the seed.
 """
 
@@ -41,7 +41,7 @@ def main() -> int:
     runs, recoveries = 0, []
     while killed.total() < moments:
         with tempfile.TemporaryDirectory() as scratch:
-            run = Run(Path(scratch), verdict=VERDICT)
+            run = Run(Path(scratch), feedback=VERDICT)
             try:
                 run.wait(lambda run=run: (run.directory / "config.toml").exists())
                 _kill_until_finished(run, chance, killed, moments)
@@ -120,8 +120,8 @@ def _events(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def show(name: str, value: float, limit: float | None = None) -> None:
-    verdict = "" if limit is None else f"<= {limit:g}  {'ok' if value <= limit else 'short'}"
-    print(f"{name:60} {value:10.3f}  {verdict}", flush=True)
+    feedback = "" if limit is None else f"<= {limit:g}  {'ok' if value <= limit else 'short'}"
+    print(f"{name:60} {value:10.3f}  {feedback}", flush=True)
 
 
 if __name__ == "__main__":

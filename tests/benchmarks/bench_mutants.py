@@ -66,8 +66,12 @@ def killer(
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(PACKAGE, Path(scratch) / "grpo_core")
         (Path(scratch) / "grpo_core" / mutant["file"]).write_text(mutated(mutant))
-        environ = {**os.environ, "PYTHONPATH": scratch, "PYTHONDONTWRITEBYTECODE": "1"}
-        simulation = [sys.executable, "-m", "grpo_core.testing.simulation", "--quiet"]
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([scratch, str(ROOT / "tests")]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        simulation = [sys.executable, "-m", "simulation.runs", "--quiet"]
         simulation += ["--seed", str(seeds.start), "--seeds", str(len(seeds))]
         if (said := _fails(simulation, scratch, environ, seconds)) is not None:
             return said

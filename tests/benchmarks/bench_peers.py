@@ -26,7 +26,7 @@ from attrs import evolve, frozen
 
 from grpo_core.advantages import group
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.engines.local import LocalEngine
+from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.training.process import ProcessTrainer, TrainerSetup
 

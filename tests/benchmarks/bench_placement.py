@@ -20,8 +20,8 @@ from statistics import median
 import torch
 
 from grpo_core.config import ModelConfig, TrainerConfig
-from grpo_core.engines.decoder import Decoder
-from grpo_core.engines.llama import Llama, Shape
+from grpo_core.engines.local.decoder import Decoder
+from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.records import Batch, GenerationRequest, Row
 from grpo_core.training.process import TrainerSetup
 from grpo_core.training.tiny import encode, make_tiny_model
@@ -136,8 +136,8 @@ def main() -> None:
 
 
 def show(name: str, value: float, limit: float | None = None) -> None:
-    verdict = "" if limit is None else f"<= {limit:g}  {'ok' if value <= limit else 'short'}"
-    print(f"{name:60} {value:10.3f}  {verdict}", flush=True)
+    feedback = "" if limit is None else f"<= {limit:g}  {'ok' if value <= limit else 'short'}"
+    print(f"{name:60} {value:10.3f}  {feedback}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.ray_workers import cluster
 from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
-from grpo_core.records import EngineSetup, GenerationRequest, Verdict, Weights
-from grpo_core.rollout import Sampling, Start, play
-from grpo_core.testing import FakeJudge, FakeRenderer, prompts
+from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
+from grpo_core.rollout import SamplingParams, Start, play
+from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
 
 SLEEPY = f"{Path(__file__).with_name('sleepy.py')}:Sleepy"
 GROUP, TOKENS = 8, 64
@@ -52,7 +52,7 @@ def nothing(version: int, path: Path) -> Weights:
 
 def sleepy_in_ray(workers: int, **options: Any) -> EnginePool:
     store = Store()
-    origin = cluster.Origin.of(PluginHost.discover([]).find("engine", SLEEPY))
+    origin = cluster.PluginRequirement.of(PluginHost.discover([]).find("engine", SLEEPY))
     made_from = WorkerSetup(origin=origin, setup=EngineSetup(model=""), options=options)
     return EnginePool(
         lambda number: RayEngine(f"engine {number}", made_from, store=store, resources={"num_cpus": 0}),
@@ -117,16 +117,16 @@ BATCH = 64
 
 
 async def rollouts(engine: Engine) -> int:
-    judge = FakeJudge(lambda episode: Verdict(reward=1.0), seconds=0.0)
+    environment = FakeEnvironment(lambda episode: Feedback(reward=1.0), seconds=0.0)
 
     async def one(prompt: Any) -> None:
         starts = [Start(prompt=prompt, seed=i, group=prompt.id) for i in range(GROUP)]
         await play(
             starts,
             engine=engine,
-            judges={"task": judge},
+            environments={"task": environment},
             renderer=Renderer(),  # type: ignore[arg-type]
-            sampling=Sampling(temperature=1.0, max_tokens=TOKENS),
+            sampling=SamplingParams(temperature=1.0, max_tokens=TOKENS),
             deadline=60.0,
         )
 
@@ -165,11 +165,11 @@ async def cpu_per_rollout(run: Callable[[], Awaitable[int]]) -> float:
 async def restart(scratch: Path) -> None:
     from grpo_core.training.tiny import encode, make_tiny_model
     from grpo_core.weights.layout import load_tensors
-    from grpo_core.weights.shared import WeightsWriter
+    from grpo_core.weights.shm import SharedMemoryWriter
 
     make_tiny_model(scratch / "model", [("12=", "12"), ("21=", "12")], warm_start_steps=1)
     store, told = Store(), []
-    origin = cluster.Origin.of(PluginHost.discover([]).find("engine", "local"))
+    origin = cluster.PluginRequirement.of(PluginHost.discover([]).find("engine", "local"))
     made_from = WorkerSetup(origin=origin, setup=EngineSetup(model=str(scratch / "model")))
     made: list[RayEngine] = []
 
@@ -178,7 +178,7 @@ async def restart(scratch: Path) -> None:
         return made[-1]
 
     pool = EnginePool(make, 1, hold=store.hold, deadline=60.0, tell=told.append)
-    writer = WeightsWriter()
+    writer = SharedMemoryWriter()
     await pool.update_weights(writer.write(0, load_tensors(scratch / "model")))
     requests = [GenerationRequest(prompt_ids=encode("12="), max_tokens=1 + i, seed=i) for i in range(64)]
     await pool.generate(requests)
@@ -198,11 +198,11 @@ async def restart(scratch: Path) -> None:
 
 
 def show(name: str, value: float, limit: float | None = None, *, at_least: bool = False) -> None:
-    verdict = ""
+    feedback = ""
     if limit is not None:
         good = value >= limit if at_least else value <= limit
-        verdict = f"{'>=' if at_least else '<='} {limit:g}  {'ok' if good else 'short'}"
-    print(f"{name:70} {value:10.3f}  {verdict}", flush=True)
+        feedback = f"{'>=' if at_least else '<='} {limit:g}  {'ok' if good else 'short'}"
+    print(f"{name:70} {value:10.3f}  {feedback}", flush=True)
 
 
 async def main() -> None:

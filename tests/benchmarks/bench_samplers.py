@@ -16,7 +16,7 @@ from attrs import evolve
 
 from grpo_core.data.curriculum import Curriculum, Schedule
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import Chosen, Mix, RoundRobin, checked_sample
+from grpo_core.data.samplers import Mix, RoundRobin, TaskOrder, checked_sample
 from grpo_core.protocols import Sampler
 from grpo_core.records import Prompt, SampleRequest
 
@@ -24,7 +24,7 @@ PROMPTS, REQUEST, LIMIT = 5000, 16, 0.050
 SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "mix": Mix,
     "round_robin": RoundRobin,
-    "chosen": lambda: Chosen([["a", "b"], "a"]),
+    "chosen": lambda: TaskOrder([["a", "b"], "a"]),
     "schedule": lambda: Schedule({"a": [[0, 1], [100, 0.2]], "b": [[0, 0.1], [100, 1]]}),
     "curriculum": Curriculum,
 }
@@ -50,9 +50,9 @@ def seconds(make: Callable[[], Sampler]) -> float:
 def cost() -> None:
     for name, make in SAMPLERS.items():
         taken = statistics.median(seconds(make) for _ in range(5))
-        verdict = "ok" if taken <= LIMIT else "short"
+        feedback = "ok" if taken <= LIMIT else "short"
         print(
-            f"{name:<12} {PROMPTS:,} prompts {taken * 1000:6.1f} ms  limit {LIMIT * 1000:.0f} ms  {verdict}"
+            f"{name:<12} {PROMPTS:,} prompts {taken * 1000:6.1f} ms  limit {LIMIT * 1000:.0f} ms  {feedback}"
         )
 
 

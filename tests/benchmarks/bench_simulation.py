@@ -18,14 +18,16 @@ from pathlib import Path
 
 from attrs import evolve
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the simulation lies beside the tests
+from simulation.faults import NONE
+from simulation.runs import simulate
+
 from grpo_core.advantages import group as group_advantages
 from grpo_core.buffer import Buffer
 from grpo_core.pipeline import Pipeline, Schedule
-from grpo_core.records import Completion, Opened, StepResult, Verdict
-from grpo_core.rollout import Sampling
-from grpo_core.testing import FakeJudge, FakeRenderer, FakeTrainer, clock, prompts
-from grpo_core.testing.faults import NONE
-from grpo_core.testing.simulation import simulate
+from grpo_core.records import Completion, Feedback, SessionStart, StepResult
+from grpo_core.rollout import SamplingParams
+from grpo_core.testing import FakeEnvironment, FakeRenderer, FakeTrainer, clock, prompts
 
 SEEDS = 10_000
 GROUP = 8
@@ -66,7 +68,7 @@ class Endless:
         return [self.prompts[i % 1000] for i in range(n)]
 
 
-def pipeline(*, prompts_per_step: int, steps: int, judge: FakeJudge) -> Pipeline:
+def pipeline(*, prompts_per_step: int, steps: int, environment: FakeEnvironment) -> Pipeline:
     return Pipeline(
         buffer=Buffer(prompts_per_step=prompts_per_step, max_staleness=1, num_steps=steps),
         loaders={"task": Endless()},
@@ -74,33 +76,33 @@ def pipeline(*, prompts_per_step: int, steps: int, judge: FakeJudge) -> Pipeline
         sample=lambda sampler, loaders, request: loaders["task"].take(request.expected_prompts),
         engine=Engine(),
         trainer=Trainer(),
-        judges={"task": judge},
+        environments={"task": environment},
         renderer=FakeRenderer(),
-        sampling=Sampling(temperature=1.0, max_tokens=8),
+        sampling=SamplingParams(temperature=1.0, max_tokens=8),
         group_size=GROUP,
         advantages=group_advantages,
         schedule=Schedule(rollout_deadline=600.0),
     )
 
 
-class Judge(FakeJudge):
+class Instant(FakeEnvironment):
     """Keeps no account of its calls and sessions."""
 
     async def open(self, prompts):
-        return [Opened()] * len(prompts)
+        return [SessionStart()] * len(prompts)
 
     async def close(self, sessions):
         pass
 
     async def evaluate(self, episodes):
-        return [Verdict(reward=float(i % 2)) for i in range(len(episodes))]
+        return [Feedback(reward=float(i % 2)) for i in range(len(episodes))]
 
 
 def cost(in_flight: int) -> float:
     """Microseconds of CPU for each rollout, with so many of them outstanding."""
     per_step = in_flight // GROUP // 2
     steps = max(4, 20_000 // (per_step * GROUP))
-    main = pipeline(prompts_per_step=per_step, steps=steps, judge=Judge()).run()
+    main = pipeline(prompts_per_step=per_step, steps=steps, environment=Instant()).run()
     began = time.process_time()
     clock.run(main)
     return (time.process_time() - began) / (steps * per_step * GROUP) * 1e6
@@ -119,7 +121,7 @@ def growth(steps: int = 100_000) -> float:
         if type(event).__name__ == "StepEnded" and event.step == steps // 2:
             half.append(resident())
 
-    main = pipeline(prompts_per_step=4, steps=steps, judge=Judge())
+    main = pipeline(prompts_per_step=4, steps=steps, environment=Instant())
     main.emit = emit
     clock.run(main.run())
     return (resident() - half[0]) / (steps / 2)
@@ -136,11 +138,11 @@ def violations(seeds: range) -> list[str]:
 
 
 def show(name: str, value: float, limit: float | None = None, *, below: bool = False) -> None:
-    verdict = ""
+    feedback = ""
     if limit is not None:
         good = value <= limit if below else value >= limit
-        verdict = f"{'<=' if below else '>='} {limit:g}  {'ok' if good else 'short'}"
-    print(f"{name:60} {value:10.3f}  {verdict}", flush=True)
+        feedback = f"{'<=' if below else '>='} {limit:g}  {'ok' if good else 'short'}"
+    print(f"{name:60} {value:10.3f}  {feedback}", flush=True)
 
 
 def main(total: int, first: int) -> int:

@@ -31,11 +31,11 @@ from grpo_core.training.trainer import TorchTrainer, create
 
 
 def report(name: str, value: float, unit: str, limit: float | None = None, *, most: bool = True) -> None:
-    verdict = ""
+    feedback = ""
     if limit is not None:
         good = value <= limit if most else value >= limit
-        verdict = f"{'<=' if most else '>='} {limit:g}  {'ok' if good else 'short'}"
-    print(f"{name:<62} {value:>10.4g} {unit:<9} {verdict}", flush=True)
+        feedback = f"{'<=' if most else '>='} {limit:g}  {'ok' if good else 'short'}"
+    print(f"{name:<62} {value:>10.4g} {unit:<9} {feedback}", flush=True)
 
 
 def best(

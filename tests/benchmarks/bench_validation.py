@@ -15,10 +15,10 @@ import statistics
 from collections.abc import Callable
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.batcher import BatchedJudge
-from grpo_core.records import Episode, Prompt, Verdict, Weights
-from grpo_core.rollout import Sampling
-from grpo_core.testing import FakeEngine, FakeJudge, FakeRenderer, clock
+from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.records import Episode, Feedback, Prompt, Weights
+from grpo_core.rollout import SamplingParams
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, clock
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import Strategy
 
@@ -26,16 +26,16 @@ PROMPTS, SEEDS = 256, range(20)
 CALL, EPISODE = 0.5, 0.002
 
 
-class Environment(FakeJudge):
+class Environment(FakeEnvironment):
     """Takes a while for each call, and a little more for each episode in it."""
 
     def __init__(self, turns: int) -> None:
         super().__init__(lambda episode: self.said(episode, turns), max_turns=turns)
 
     @staticmethod
-    def said(episode: Episode, turns: int) -> Verdict:
+    def said(episode: Episode, turns: int) -> Feedback:
         last = episode.turn + 1 == turns
-        return Verdict(reward=1.0) if last else Verdict(done=False, messages="go on")
+        return Feedback(reward=1.0) if last else Feedback(done=False, messages="go on")
 
     async def evaluate(self, episodes):
         self.seconds = CALL + EPISODE * len(episodes)
@@ -53,9 +53,9 @@ def validated(mode: str, turns: int, seed: int, wrap: Callable) -> tuple[float, 
             version=0,
             prompts={"task": prompts},
             engine=engine,
-            judges={"task": wrap(environment)},
+            environments={"task": wrap(environment)},
             renderer=FakeRenderer(),
-            sampling=Sampling(temperature=1.0, max_tokens=8),
+            sampling=SamplingParams(temperature=1.0, max_tokens=8),
             seed=seed,
         )
         results = await run_strategy(mode, Strategy(mode=mode), context)
@@ -67,21 +67,21 @@ def validated(mode: str, turns: int, seed: int, wrap: Callable) -> tuple[float, 
 
 
 def batcher(**options):
-    return lambda judge: BatchedJudge(judge, EnvironmentConfig(**options))
+    return lambda environment: BatchedEnvironment(environment, EnvironmentConfig(**options))
 
 
 def show(name: str, value: float, limit: float | None = None, *, below: bool = False) -> None:
-    verdict = ""
+    feedback = ""
     if limit is not None:
         good = value <= limit if below else value >= limit
-        verdict = f"{'<=' if below else '>='} {limit:g}  {'ok' if good else 'short'}"
-    print(f"{name:62} {value:10.3f}  {verdict}", flush=True)
+        feedback = f"{'<=' if below else '>='} {limit:g}  {'ok' if good else 'short'}"
+    print(f"{name:62} {value:10.3f}  {feedback}", flush=True)
 
 
 def compare(turns: int) -> None:
     merged = batcher(max_batch=256, max_wait=0.005)
     each = {
-        "alone": [validated("pipelined", turns, seed, lambda judge: judge) for seed in SEEDS],
+        "alone": [validated("pipelined", turns, seed, lambda environment: environment) for seed in SEEDS],
         "batched": [validated("batched", turns, seed, merged) for seed in SEEDS],
         "pipelined": [validated("pipelined", turns, seed, merged) for seed in SEEDS],
         "one call each": [validated("pipelined", turns, seed, batcher(max_batch=1)) for seed in SEEDS],

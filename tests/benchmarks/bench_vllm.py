@@ -29,9 +29,9 @@ from grpo_core.engines import wire
 from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.testing.decoding import Tried, make_model, mixed
 from grpo_core.training.tiny import make_tiny_model
-from grpo_core.weights.device import DeviceWriter
+from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.reading import block
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 
 ROUNDS = 5
 
@@ -44,11 +44,11 @@ def requests(n: int, tokens: int) -> list[GenerationRequest]:
 def line(
     name: str, value: float, limit: float | None = None, unit: str = "", *, at_most: bool = False
 ) -> None:
-    verdict = ""
+    feedback = ""
     if limit is not None:
         good = value <= limit if at_most else value >= limit
-        verdict = f"  limit {limit:g}  {'ok' if good else 'short'}"
-    print(f"{name:<58} {value:>12,.4g}{unit}{verdict}", flush=True)
+        feedback = f"  limit {limit:g}  {'ok' if good else 'short'}"
+    print(f"{name:<58} {value:>12,.4g}{unit}{feedback}", flush=True)
 
 
 def engine(model: Path, device: str, **options: object):  # type: ignore[no-untyped-def]
@@ -175,7 +175,7 @@ async def updates(device: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "m"
         make_tiny_model(model, (), width=1024, layers=6, warm_start_steps=0)
-        writer = WeightsWriter() if device == "cpu" else DeviceWriter(torch.device(device, 0))
+        writer = SharedMemoryWriter() if device == "cpu" else CudaIpcWriter(torch.device(device, 0))
         tried = Tried(engine=engine(model, device, cache_mib=256), model=model, writer=writer)
         await tried.update()
         weights = tried.publish(tried.version)

@@ -26,10 +26,10 @@ import torch
 
 from grpo_core.errors import EngineError
 from grpo_core.testing.decoding import LAWS, Tried, make_model, name, start
-from grpo_core.weights.device import DeviceWriter
+from grpo_core.weights.collective import CollectiveWriter
+from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.layout import Writer
-from grpo_core.weights.relay import RelayWriter
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 
 FLOAT32 = {"dtype": "float32", "memory_fraction": 0.3}
 CASES: dict[str, dict[str, Any]] = {
@@ -42,8 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "float32, on two GPUs": FLOAT32 | {"tensor_parallel": 2},
 }
 WRITERS: dict[str, Callable[[], Writer]] = {
-    "float32, weights by handle": lambda: DeviceWriter(torch.device("cuda", 0)),
-    "float32, weights by relay": lambda: RelayWriter(torch.device("cuda", 1), "127.0.0.1"),
+    "float32, weights by handle": lambda: CudaIpcWriter(torch.device("cuda", 0)),
+    "float32, weights by relay": lambda: CollectiveWriter(torch.device("cuda", 1), "127.0.0.1"),
 }
 """Others than the host's memory.  The engine is on the first GPU; NCCL sends from another one."""
 NEEDED = {"float32, on two GPUs": 2, "float32, weights by relay": 2}
@@ -108,7 +108,7 @@ def main() -> int:
             print(f"{case}: there are not so many")
             continue
         with tempfile.TemporaryDirectory() as directory:
-            broken = asyncio.run(laws(chosen, WRITERS.get(case, WeightsWriter)(), Path(directory)))
+            broken = asyncio.run(laws(chosen, WRITERS.get(case, SharedMemoryWriter)(), Path(directory)))
         print(f"{case}: " + ("; ".join(broken) or f"{len(LAWS)} laws hold"), flush=True)
         failed |= bool(broken)
     asyncio.run(bench_vllm.measure("cuda", options.model))

@@ -7,14 +7,14 @@ from statistics import fmean
 from typing import Any
 
 import grpo_core as grpo
-from grpo_core.data.samplers import Weighted
+from grpo_core.data.samplers import WeightedTaskSampler
 from grpo_core.records import Group, SampleRequest
 
 LARGEST = 0.25
 """Variance of a reward that is 0 or 1."""
 
 
-class Learnable(Weighted):
+class Learnable(WeightedTaskSampler):
     """Draws a task in proportion to ``p * (1 - p)``, with ``p`` the share of its rollouts that succeed.
 
     ``p`` is an exponential mean over the groups in the order in which they are heard of, and begins at 0.5.

@@ -33,18 +33,20 @@ class Arrivals(grpo.Environment):
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         return [grpo.Prompt(messages=f"{s[0]}:", answer=s, id=s) for s in self._sequences[split]]
 
-    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Verdict]:
-        return [self._judge(episode.prompt.answer, episode.turn + 1, episode.reply) for episode in episodes]
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return [
+            self._environment(episode.prompt.answer, episode.turn + 1, episode.reply) for episode in episodes
+        ]
 
     def solve(self, prompt: grpo.Prompt) -> str:
         """The digits that have arrived, in order."""
         arrived = sum(message["role"] == "user" for message in prompt.messages)
         return "".join(sorted(prompt.answer[:arrived]))
 
-    def _judge(self, sequence: str, arrived: int, reply: str) -> grpo.Verdict:
+    def _environment(self, sequence: str, arrived: int, reply: str) -> grpo.Feedback:
         if reply.strip() != "".join(sorted(sequence[:arrived])):
-            return grpo.Verdict(reward=0.0)
+            return grpo.Feedback(reward=0.0)
         share = 1 / len(sequence)
         if arrived == len(sequence):
-            return grpo.Verdict(reward=share)
-        return grpo.Verdict(reward=share, done=False, messages=f"{sequence[arrived]}:")
+            return grpo.Feedback(reward=share)
+        return grpo.Feedback(reward=share, done=False, messages=f"{sequence[arrived]}:")

@@ -42,10 +42,10 @@ class Calculator(grpo.Environment):
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         return [grpo.Prompt(messages=f"{a}*{b}=", answer=str(a * b)) for a, b in self._pairs[split]]
 
-    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Verdict]:
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         """The calculator has answered already: the last message of these calls no tool."""
         return [
-            grpo.Verdict(
+            grpo.Feedback(
                 reward=float(episode.reply.strip() == episode.prompt.answer),
                 metrics={"calculated": float(any(m["role"] == "tool" for m in episode.messages))},
             )

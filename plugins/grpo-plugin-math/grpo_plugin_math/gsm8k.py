@@ -59,8 +59,8 @@ class GSM8K(grpo.Environment):
     def prompts(self, split: str) -> list[grpo.Prompt]:
         return [self._prompt(row) for row in self._rows[split]]
 
-    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Verdict]:
-        return [_judge(episode) for episode in episodes]
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return [_environment(episode) for episode in episodes]
 
     def solve(self, prompt: grpo.Prompt) -> str:
         return f"\\boxed{{{prompt.answer}}}"
@@ -71,10 +71,10 @@ class GSM8K(grpo.Environment):
         return grpo.Prompt(messages=text, answer=row["reference"], info={"solution": row["answer"]})
 
 
-def _judge(episode: grpo.Episode) -> grpo.Verdict:
+def _environment(episode: grpo.Episode) -> grpo.Feedback:
     given = answers.extract(episode.reply)
     correct = given is not None and answers.equal(given, episode.prompt.answer)
-    return grpo.Verdict(reward=float(correct), metrics={"answered": float(given is not None)})
+    return grpo.Feedback(reward=float(correct), metrics={"answered": float(given is not None)})
 
 
 # ---------------------------------------------------------------------------------- rows

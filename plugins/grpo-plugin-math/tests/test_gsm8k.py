@@ -34,7 +34,7 @@ def judged(environment, prompts, reply):
         grpo.Episode(prompt=prompt, messages=[{"role": "assistant", "content": reply(prompt)}])
         for prompt in prompts
     ]
-    return [(verdict.reward, verdict.metrics["answered"]) for verdict in environment.evaluate(episodes)]
+    return [(feedback.reward, feedback.metrics["answered"]) for feedback in environment.evaluate(episodes)]
 
 
 def test_reference_solutions_and_solve_earn_full_marks(file):

@@ -15,7 +15,7 @@ import grpo_core as grpo
 from grpo_core.demonstrations import demonstrations
 from grpo_core.errors import ConfigError
 from grpo_core.records import Episode
-from grpo_core.testing.hosted import HostedJudge
+from grpo_core.testing.hosted import HostedEnvironment
 from grpo_plugin_math.arrivals import Arrivals
 from grpo_plugin_math.calculator import Calculator
 
@@ -29,8 +29,8 @@ SHORT = (
 GRPO = Path(sys.executable).with_name("grpo-core")
 
 
-class Solved(HostedJudge):
-    """Remembers the verdicts that end an episode."""
+class Solved(HostedEnvironment):
+    """Remembers the feedback that end an episode."""
 
     def __init__(self, environment):
         super().__init__(environment)
@@ -40,10 +40,10 @@ class Solved(HostedJudge):
         return self.host.solve(prompts)
 
     async def evaluate(self, episodes):
-        verdicts = await super().evaluate(episodes)
-        self.turns += [verdict.reward for verdict in verdicts]
-        self.ends += [verdict.reward for verdict in verdicts if verdict.done]
-        return verdicts
+        feedback = await super().evaluate(episodes)
+        self.turns += [each.reward for each in feedback]
+        self.ends += [each.reward for each in feedback if each.done]
+        return feedback
 
 
 class Tasks:

@@ -63,15 +63,15 @@ class ReasoningGym(grpo.Environment):
     def prompts(self, split: str) -> list[grpo.Prompt]:
         return [self._prompt(f"{split}-{n}", entry) for n, entry in enumerate(self._entries[split])]
 
-    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Verdict]:
-        return [self._judge(episode) for episode in episodes]
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return [self._environment(episode) for episode in episodes]
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
         if not isinstance(prompt.answer, str):
             return None
         return f"<answer>{prompt.answer}</answer>" if self._tags else prompt.answer
 
-    def _judge(self, episode: grpo.Episode) -> grpo.Verdict:
+    def _environment(self, episode: grpo.Episode) -> grpo.Feedback:
         entry = episode.prompt.info.get("entry")
         if entry is None:
             raise grpo.ConfigError(
@@ -80,9 +80,9 @@ class ReasoningGym(grpo.Environment):
             )
         answer = last_answer(episode.reply) if self._tags else episode.reply.strip()
         if answer is None:
-            return grpo.Verdict(reward=0.0, metrics={"answered": 0.0})
+            return grpo.Feedback(reward=0.0, metrics={"answered": 0.0})
         reward = score(self._scorer, answer, entry) if is_answer(self._task, answer) else 0.0
-        return grpo.Verdict(reward=reward, metrics={"answered": 1.0})
+        return grpo.Feedback(reward=reward, metrics={"answered": 1.0})
 
     def _prompt(self, name: str, entry: dict[str, Any]) -> grpo.Prompt:
         question = entry["question"].strip()

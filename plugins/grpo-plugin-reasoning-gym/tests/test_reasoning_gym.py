@@ -32,7 +32,7 @@ def rewards(environment, prompts, reply):
         )
         for prompt in prompts
     ]
-    return [verdict.reward for verdict in environment.evaluate(episodes)]
+    return [feedback.reward for feedback in environment.evaluate(episodes)]
 
 
 def answering(answer):
@@ -152,7 +152,7 @@ def test_a_scorer_that_raises_on_an_answer_takes_it_for_wrong():
     assert rewards(environment, prompts, environment.solve) == [1.0] * 10
 
 
-def test_a_scorer_that_cannot_judge_its_own_answer_gives_no_verdict():
+def test_a_scorer_that_cannot_judge_its_own_answer_is_unscored():
     environment = ReasoningGym("prime_factorization", size=2, validation_size=1)
     prompt = environment.prompts("train")[0]
     broken = grpo.Prompt(messages="?", info={"entry": {**prompt.info["entry"], "answer": "two"}})
@@ -376,7 +376,7 @@ def test_tasks_that_order_sets_are_the_same_in_every_process(task):
                 grpo.Episode(prompt=prompt, messages=[{"role": "assistant", "content": solution}])
                 for prompt, solution in zip(prompts, solutions, strict=True)
             ]
-            assert [verdict.reward for verdict in await process.evaluate(episodes)] == [1.0] * 20
+            assert [feedback.reward for feedback in await process.evaluate(episodes)] == [1.0] * 20
             return prompts
         finally:
             await process.aclose()

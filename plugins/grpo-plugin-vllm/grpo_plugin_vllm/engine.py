@@ -34,7 +34,7 @@ class VllmEngine(ChildEngine):
     Raises ConfigError if vLLM is not installed, ValueError if an option is out of its range.
     """
 
-    transports = ("host", "device", "relay")
+    transports = ("shm", "cuda_ipc", "collective")
     """How it can take weights: its server uses ``grpo_core.weights.reading``."""
 
     def __init__(

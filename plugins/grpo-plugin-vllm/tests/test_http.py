@@ -12,7 +12,7 @@ from attrs import evolve
 
 from grpo_core.errors import ConfigError, EngineError, WeightSyncError
 from grpo_core.records import EngineSetup, GenerationRequest
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
 from grpo_plugin_vllm.http import HttpEngine
 
@@ -110,7 +110,7 @@ def weights(version):
     return WRITER.write(version, [("a", torch.arange(6.0)), ("b", torch.ones(3, dtype=torch.bfloat16))])
 
 
-WRITER = WeightsWriter()
+WRITER = SharedMemoryWriter()
 
 
 @pytest.fixture(autouse=True)

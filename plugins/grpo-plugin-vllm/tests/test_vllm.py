@@ -27,9 +27,9 @@ from grpo_core.testing.decoding import (
 )
 from grpo_core.testing.engines import check_engine
 from grpo_core.training import tiny
+from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.layout import load_tensors
-from grpo_core.weights.relay import RelayWriter
-from grpo_core.weights.shared import WeightsWriter
+from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_vllm.engine import VllmEngine
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, mo
 
     async def story():
         engine = await start(VllmEngine, make_model(tmp_path), max_rows=64, cache_mib=64)
-        writer = RelayWriter(torch.device("cpu"), "127.0.0.1")
+        writer = CollectiveWriter(torch.device("cpu"), "127.0.0.1")
         tried = Tried(engine=engine, model=tmp_path / "m", recomputes=True, writer=writer)
         await tried.engine.update_weights(tried.publish(0))
         await each_token_is_of_the_version_that_it_names(tried)
@@ -146,7 +146,7 @@ def test_a_model_that_vllms_kernels_for_cpus_cannot_compute_is_refused_before_th
     async def story():
         engine = VllmEngine(EngineSetup(model=str(tmp_path / "m")), device="cpu", cache_mib=64)
         with pytest.raises(ModelError, match=r"heads are 16 wide.*--set model\.width=128"):
-            await engine.update_weights(WeightsWriter().write(0, load_tensors(tmp_path / "m")))
+            await engine.update_weights(SharedMemoryWriter().write(0, load_tensors(tmp_path / "m")))
         await engine.aclose()
 
     asyncio.run(story())

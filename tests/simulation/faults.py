@@ -23,13 +23,13 @@ class Faults:
     """Wrong count, wrong lengths, or a logprob that is no number.  Ends the run."""
 
     # each environment call, and each episode in it
-    slow_verdict: float = 0.05
-    no_verdict: float = 0.02
+    slow_feedback: float = 0.05
+    unscored: float = 0.02
     nan_reward: float = 0.01
     poisoned: float = 0.02
-    """The prompt never gets a verdict."""
+    """The prompt never gets a reward."""
     environment_garbage: float = 0.0005
-    """Wrong number of verdicts.  Ends the run."""
+    """Wrong number of feedback.  Ends the run."""
 
     # each weight sync, step and checkpoint; all end the run
     sync_unanswered: float = 0.005

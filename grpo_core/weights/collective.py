@@ -27,7 +27,7 @@ import torch.distributed
 
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
-from grpo_core.weights import RELAY
+from grpo_core.weights import COLLECTIVE
 from grpo_core.weights.layout import pack
 
 _dist: Any = torch.distributed
@@ -41,7 +41,7 @@ _TRAINER, _ENGINE = 0, 1
 """Ranks in a group."""
 
 
-class RelayWriter:
+class CollectiveWriter:
     """Owns the block that one trainer publishes in, and sends it to whoever asks.
 
     Args:
@@ -60,7 +60,7 @@ class RelayWriter:
         self._partners = itertools.count(1)
         self._store, self._store_port = _serving_store(host)
         self._socket = socket.create_server((host, 0), family=_family(host))
-        threading.Thread(target=self._accept, name="relay", daemon=True).start()
+        threading.Thread(target=self._accept, name="collective", daemon=True).start()
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
         """Copy the tensors there, when nobody is being sent what was there before."""
@@ -68,7 +68,7 @@ class RelayWriter:
         with self._sending:
             self._version = None
             self._publication += 1
-            location = f"{RELAY}{json.dumps([self._host, port, self._secret, self._publication])}"
+            location = f"{COLLECTIVE}{json.dumps([self._host, port, self._secret, self._publication])}"
             weights = pack(version, tensors, block=self._memory, location=lambda: location)
             _settle(self._block)
             self._version = version
@@ -82,7 +82,7 @@ class RelayWriter:
     def _accept(self) -> None:
         while True:
             connection, _ = self._socket.accept()
-            threading.Thread(target=self._serve, args=(connection,), name="relay", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="collective", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """One engine, until it goes away."""
@@ -95,7 +95,7 @@ class RelayWriter:
                 while asked := _receive(lines):
                     self._answer(lines, group, asked["publication"])
             except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-                print(f"relay: an engine has gone: {error}", flush=True)
+                print(f"collective: an engine has gone: {error}", flush=True)
 
     def _meet(self, lines: BufferedRWPair, *, cuda: bool) -> Any:
         name = f"partner {next(self._partners)}"
@@ -163,7 +163,7 @@ def pulled(weights: Weights) -> torch.Tensor:
     Raises WeightSyncError if the trainer cannot be reached, or holds another version by now.
     """
     try:
-        host, port, secret, publication = json.loads(weights.location.removeprefix(RELAY))
+        host, port, secret, publication = json.loads(weights.location.removeprefix(COLLECTIVE))
         if (host, port, secret) not in _lines:
             _hang_up()
             _lines[host, port, secret] = _Line(host, port, secret)
@@ -172,7 +172,7 @@ def pulled(weights: Weights) -> torch.Tensor:
         _hang_up()
         raise WeightSyncError(
             f"version {weights.version} did not arrive from the trainer: {error} (engine.transport is "
-            '"relay"; engine.relay_host must be an address at which engines reach the trainer)'
+            '"collective"; engine.collective_host must be an address at which engines reach the trainer)'
         ) from None
 
 

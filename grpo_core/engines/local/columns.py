@@ -47,7 +47,7 @@ class Columns:
         """Of the next column."""
         return self.end + self.offset
 
-    def forget_before(self, time: int) -> None:
+    def evict_before(self, time: int) -> None:
         self.start = min(max(self.start, time - self.offset), self.end)
 
     def make_room(self, *, before: int = 0, after: int = 1, rows: int) -> None:

@@ -1,6 +1,6 @@
 """Rows that are decoded together.
 
-A batch moves in columns (``grpo_core.engines.columns``): a step fills one column with a token and its
+A batch moves in columns (``grpo_core.engines.local.columns``): a step fills one column with a token and its
 logprob for every row, so that nothing in it is done per row in Python.  A row that finished leaves its
 place dead until enough have, then the others move together.
 """
@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from grpo_core.engines import sampling
-from grpo_core.engines.columns import Columns
-from grpo_core.engines.stopping import StopStrings
+from grpo_core.engines.local import sampling
+from grpo_core.engines.local.columns import Columns
+from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError
 from grpo_core.records import Completion, FinishReason, GenerationRequest
 
@@ -100,7 +100,7 @@ class Batch:
 
     def cancel(self, keys: set[Hashable]) -> None:
         dead = [i for i, entry in enumerate(self._entries) if entry is not None and entry[0] in keys]
-        self._bury(dead)
+        self._retire(dead)
 
     def step(self, entries: Sequence[Entry], version: int) -> list[Finished]:
         """Decode one token of each row; ``entries`` join and get their first token."""
@@ -192,12 +192,12 @@ class Batch:
 
     def _hit_stop_strings(self, tokens: Tensor) -> Tensor:
         hit = torch.zeros(len(tokens), dtype=torch.bool)
-        sampled, births, now = tokens.tolist(), self._births.tolist(), self._history.time - 1
+        sampled, start_steps, now = tokens.tolist(), self._births.tolist(), self._history.time - 1
         for row, entry in enumerate(self._entries):
             if entry is None or not (stop := entry[1].stop):
                 continue
             if self._stop_strings.may_end(stop, sampled[row]):
-                length = min(now + 1 - births[row], self._stop_strings.window(stop))
+                length = min(now + 1 - start_steps[row], self._stop_strings.window(stop))
                 tail = self._history.tensors[0][self._history.end - length : self._history.end, row]
                 hit[row] = self._stop_strings.ended(stop, tail.tolist())
         return hit.to(self._device)
@@ -206,8 +206,8 @@ class Batch:
 
     def _finish(self, rows: list[int]) -> list[Finished]:
         history, index = self._history, torch.tensor(rows, device=self._device)
-        births = self._births[index].tolist()
-        begin = min(births)
+        start_steps = self._births[index].tolist()
+        begin = min(start_steps)
         window = slice(begin - history.offset, history.end)
         tokens = history.tensors[0][window].index_select(1, index).t().tolist()
         logprobs = history.tensors[1][window].index_select(1, index).t().tolist()
@@ -217,10 +217,10 @@ class Batch:
             entry = self._entries[row]
             assert entry is not None
             key, request = entry
-            skip = births[i] - begin
+            skip = start_steps[i] - begin
             outcome = self._outcome(request, tokens[i][skip:], logprobs[i][skip:], versions[skip:])
             finished.append((key, outcome))
-        self._bury(rows)
+        self._retire(rows)
         return finished
 
     def _outcome(
@@ -235,7 +235,7 @@ class Batch:
         )
         return completion(tokens, logprobs, versions, "stop" if stopped else "length")
 
-    def _bury(self, rows: list[int]) -> None:
+    def _retire(self, rows: list[int]) -> None:
         for row in rows:
             self._entries[row] = None
         self._n_alive -= len(rows)
@@ -264,7 +264,7 @@ class Batch:
         self._cache.select(order)
         self._history.select(order)
         first = int(self._births.min()) if n else 0  # time begins again with the next row
-        self._history.forget_before(first)
+        self._history.evict_before(first)
         del self._versions[: first - self._versions_from if n else None]
         self._versions_from = first
         self._summarise()

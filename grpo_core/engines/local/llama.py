@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from attrs import define, frozen
 from torch import Tensor
 
-from grpo_core.engines import attention
-from grpo_core.engines.columns import Columns
+from grpo_core.engines.local import attention
+from grpo_core.engines.local.columns import Columns
 from grpo_core.errors import WeightSyncError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -103,7 +103,7 @@ class _Layer:
 
 
 class Llama:
-    """The fast path of the engine; see ``grpo_core.engines.batch.Model``."""
+    """The fast path of the engine; see ``grpo_core.engines.local.batch.Model``."""
 
     rows_join = True
 

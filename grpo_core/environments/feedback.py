@@ -1,4 +1,4 @@
-"""What an environment returned, as verdicts; and what it raised, as text."""
+"""What an environment returned, as feedback; and what it raised, as text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import attrs
 
 from grpo_core.errors import GrpoError, PluginError
-from grpo_core.records import Verdict
+from grpo_core.records import Feedback
 
 LARGEST_REWARD = 1e300
 """A reward of this magnitude or more is refused: squared in an advantage it would overflow."""
 
 
-def verdicts(results: Any, expected: int, who: str) -> list[Verdict]:
-    """What ``evaluate`` returned, as verdicts.
+def as_feedback(results: Any, expected: int, who: str) -> list[Feedback]:
+    """What ``evaluate`` returned, as feedback.
 
-    Raises PluginError if it is not a sequence of as many floats, Verdicts and Nones as there were episodes.
-    A reward that is no number is not an error of the batch: its episode has no verdict.
+    Raises PluginError if it is not a sequence of as many floats, Feedback and Nones as there were episodes.
+    A reward that is no number is not an error of the batch: its episode are unscored.
     """
     if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
         raise PluginError(
@@ -28,14 +28,14 @@ def verdicts(results: Any, expected: int, who: str) -> list[Verdict]:
     results = list(results)
     if len(results) != expected:
         raise PluginError(f"{who}: evaluate returned {len(results)} results for {expected} episodes")
-    return [_verdict(result, who) for result in results]
+    return [_feedback(result, who) for result in results]
 
 
-def _verdict(result: Any, who: str) -> Verdict:
+def _feedback(result: Any, who: str) -> Feedback:
     if result is None:
-        return Verdict()
-    if not isinstance(result, Verdict):
-        return Verdict(**_reward(result, who))
+        return Feedback()
+    if not isinstance(result, Feedback):
+        return Feedback(**_reward(result, who))
     if not all(is_message(message) for message in result.messages):
         raise PluginError(f"{who}: evaluate returned messages {result.messages!r}, expected role and content")
     metrics = {str(name): float(value) for name, value in result.metrics.items()}
@@ -51,7 +51,7 @@ def _reward(given: Any, who: str) -> dict[str, Any]:
     if isinstance(given, str | bytes) or not hasattr(given, "__float__"):
         raise PluginError(
             f"{who}: evaluate returned {given!r} ({type(given).__name__}), "
-            "expected a float, a Verdict or None"
+            "expected a float, a Feedback or None"
         )
     try:
         reward = float(given)

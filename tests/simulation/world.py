@@ -19,24 +19,24 @@ from typing import Any, TypeVar
 from attrs import evolve
 
 from grpo_core.advantages import group as group_advantages
-from grpo_core.environments.verdicts import verdicts
+from grpo_core.environments.feedback import as_feedback
 from grpo_core.errors import EngineError, TrainerError, WeightSyncError
 from grpo_core.laws import Violation
 from grpo_core.records import (
     Batch,
     Completion,
     Episode,
+    Feedback,
     GenerationRequest,
     Group,
-    Opened,
     Prompt,
+    SessionStart,
     StepResult,
     TensorInfo,
-    Verdict,
     Weights,
 )
-from grpo_core.testing.disk import Dead, FaultyDisk
-from grpo_core.testing.faults import Dice
+from simulation.disk import Dead, FaultyDisk
+from simulation.faults import Dice
 
 T = TypeVar("T")
 
@@ -231,7 +231,7 @@ class SimulatedEngine:
 
 
 class SimulatedEnvironment:
-    """A ``Judge`` as ``EnvironmentProcess`` is one: what its environment does wrong becomes a verdict.
+    """An ``EnvironmentClient`` that turns the faults of its environment into feedback, as a process does.
 
     With two turns, the first is answered and the second is judged.
     """
@@ -242,30 +242,30 @@ class SimulatedEnvironment:
         self.task, self.max_turns = task, max_turns
         self._dice, self._tell, self._poisoned = dice, tell, poisoned
 
-    async def open(self, prompts: Mapping[str, Prompt]) -> list[Opened]:
-        return [Opened()] * len(prompts)
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        return [SessionStart()] * len(prompts)
 
     async def close(self, sessions: Sequence[str]) -> None:
         return None
 
-    async def evaluate(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        slow = self._dice.happens("slow_verdict")
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        slow = self._dice.happens("slow_feedback")
         await asyncio.sleep(ENVIRONMENT_DEADLINE if slow else 0.05)
         if self._dice.happens("environment_garbage", fatal=True):
-            self._tell(f"environment {self.task}: wrong number of verdicts")
-            return [Verdict(reward=1.0)] * (len(episodes) + 1)
-        return verdicts([self._judge(episode) for episode in episodes], len(episodes), self.task)
+            self._tell(f"environment {self.task}: wrong number of feedback")
+            return [Feedback(reward=1.0)] * (len(episodes) + 1)
+        return as_feedback([self._environment(episode) for episode in episodes], len(episodes), self.task)
 
-    def _judge(self, episode: Episode) -> float | Verdict | None:
-        fault = self._dice.pick("no_verdict", "nan_reward")
-        if fault == "no_verdict":
+    def _environment(self, episode: Episode) -> float | Feedback | None:
+        fault = self._dice.pick("unscored", "nan_reward")
+        if fault == "unscored":
             return None
         if fault == "nan_reward":
             return math.nan
         if episode.prompt.id in self._poisoned:
-            return Verdict(error="ValueError: bad row")
+            return Feedback(error="ValueError: bad row")
         if episode.turn + 1 < self.max_turns:
-            return Verdict(done=False, messages=({"role": "user", "content": "go on"},))
+            return Feedback(done=False, messages=({"role": "user", "content": "go on"},))
         return reward(list(map(ord, episode.reply)))
 
 

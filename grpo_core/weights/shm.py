@@ -18,7 +18,7 @@ from grpo_core.weights import anonymous_file
 from grpo_core.weights.layout import pack
 
 
-class WeightsWriter:
+class SharedMemoryWriter:
     """Owns the memory that one trainer publishes in; each ``write`` replaces what was there."""
 
     def __init__(self) -> None:

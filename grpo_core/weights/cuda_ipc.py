@@ -23,7 +23,7 @@ _HANDLE = ("device", "handle", "size", "offset", "counter", "counter_offset", "e
 """What ``torch.UntypedStorage._share_cuda_`` returns, and ``_new_shared_cuda`` takes, in order."""
 
 
-class DeviceWriter:
+class CudaIpcWriter:
     """Owns a block of a GPU; each ``write`` replaces what was there."""
 
     def __init__(self, device: torch.device) -> None:
@@ -82,6 +82,6 @@ def opened(weights: Weights) -> torch.Tensor:
         except (RuntimeError, ValueError) as error:
             raise WeightSyncError(
                 f"version {weights.version}: the trainer's GPU memory cannot be opened here ({error}); both "
-                'must see the same GPU of one machine, or use engine.transport = "host"'
+                'must see the same GPU of one machine, or use engine.transport = "shm"'
             ) from None
     return _opened[weights.location]

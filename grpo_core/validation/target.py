@@ -16,7 +16,7 @@ from grpo_core.reporting.tracking import CONFIG, RunDirectory
 
 
 @frozen(kw_only=True)
-class Measured:
+class EvalTarget:
     """Weights, and the configuration that comes with them."""
 
     name: str
@@ -29,7 +29,7 @@ class Measured:
     """What the user should know of the choice."""
 
 
-def find(target: str) -> Measured:
+def find(target: str) -> EvalTarget:
     """A run (its newest complete checkpoint, or the model that it starts from), or a model.
 
     Raises ConfigError if ``target`` is neither, ModelError if a model lacks a part, CheckpointError if a run
@@ -46,10 +46,10 @@ def find(target: str) -> Measured:
             f"{hint}"
         )
     directory = local_directory(target)
-    return Measured(name=target, model=Path(directory), version=0, table={"model": {"path": directory}})
+    return EvalTarget(name=target, model=Path(directory), version=0, table={"model": {"path": directory}})
 
 
-def without_what_is_replaced(measured: Measured, changes: Mapping[str, Any], *, tasks: bool) -> Measured:
+def drop_overridden(measured: EvalTarget, changes: Mapping[str, Any], *, tasks: bool) -> EvalTarget:
     """Leaves out of its configuration what belongs to things that the command line replaces.
 
     Those are the options of another strategy or engine, and its ``tasks``, if there are others.
@@ -66,18 +66,18 @@ def without_what_is_replaced(measured: Measured, changes: Mapping[str, Any], *, 
     return evolve(measured, table=table)
 
 
-def _of_run(target: str, path: Path) -> Measured:
+def _of_run(target: str, path: Path) -> EvalTarget:
     run, config = RunDirectory.open(path)
     table = as_table(config)
     found = checkpoint.newest(run.checkpoints)
     if found is not None:
         notes = tuple(f"passed over {reason}" for reason in found.passed_over)
         model = found.directory / "trainer"
-        return Measured(name=target, model=model, version=found.step, table=table, notes=notes)
+        return EvalTarget(name=target, model=model, version=found.step, table=table, notes=notes)
     tiny = config.model.path == TINY
     if tiny and not (run.model / "config.json").exists():
         raise ConfigError(f"{target}: has no checkpoint yet, nor the model that it would start from")
-    return Measured(
+    return EvalTarget(
         name=target,
         model=run.model if tiny else Path(local_directory(config.model.path)),
         version=0,

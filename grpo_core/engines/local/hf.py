@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_core.engines.llama import copy_all
+from grpo_core.engines.local.llama import copy_all
 from grpo_core.errors import ModelError
 from grpo_core.models import keep_softcapping
 
 
 class TransformersModel:
-    """See ``grpo_core.engines.batch.Model``.  The weights come with the first ``load``."""
+    """See ``grpo_core.engines.local.batch.Model``.  The weights come with the first ``load``."""
 
     rows_join = False
 

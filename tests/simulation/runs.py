@@ -1,10 +1,10 @@
 """The real pipeline in a simulated world: virtual time, a seeded schedule, faults of every kind.
 
-    python -m grpo_core.testing.simulation --seed 123 --policy deadline --max-staleness 2
-    python -m grpo_core.testing.simulation --seeds 1000 --quiet
+    python -m simulation.runs --seed 123 --policy deadline --max-staleness 2
+    python -m simulation.runs --seeds 1000 --quiet
 
 Pipeline, buffer, rollouts, sampler, loaders, batchers and checkpoints are the real ones; the engine, the
-environments, the trainer and the disk are of ``grpo_core.testing.world``.  A simulation is the whole story of
+environments, the trainer and the disk are of ``simulation.world``.  A simulation is the whole story of
 a run: it is started, dies or fails of what the dice decide, is resumed from its newest checkpoint, and in the
 end a life without faults has to finish.  The laws of ``grpo_core.laws`` are checked at every step of the
 event loop.  The same arguments give the same story, in every process.
@@ -34,19 +34,19 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
 from grpo_core.data.samplers import Mix, checked_sample
 from grpo_core.dynamic import DynamicSampling
-from grpo_core.environments.batcher import BatchedJudge
+from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import GrpoError
 from grpo_core.events import Event, GroupsReady, RunEnded, RunStarted, Saving, Synced
 from grpo_core.laws import Laws, Violation
 from grpo_core.pipeline import Pipeline, Schedule, Written
-from grpo_core.protocols import Judge
+from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Group, Prompt
 from grpo_core.reporting.tracking import plain
-from grpo_core.rollout import Sampling, Start, play
+from grpo_core.rollout import SamplingParams, Start, play
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeRenderer
-from grpo_core.testing.faults import NONE, Dice, Faults
-from grpo_core.testing.world import (
+from simulation.faults import NONE, Dice, Faults
+from simulation.world import (
     Memory,
     SimulatedDisk,
     SimulatedEngine,
@@ -281,9 +281,9 @@ class Simulation:
             return await pipeline.run()
         finally:
             self.seconds += loop.time()
-            for judge in pipeline.judges.values():
+            for environment in pipeline.environments.values():
                 with contextlib.suppress(RuntimeError):
-                    await judge.aclose()  # type: ignore[attr-defined]
+                    await environment.aclose()  # type: ignore[attr-defined]
 
     def _settle(self, pipeline: Pipeline, ended: str) -> None:
         """A life that ended by itself leaves everything in order."""
@@ -356,8 +356,8 @@ class Simulation:
                 disk=disk,
             )
 
-        sampling = Sampling(temperature=1.0, max_tokens=8)
-        judges = self._judges()
+        sampling = SamplingParams(temperature=1.0, max_tokens=8)
+        environments = self._environments()
         pipeline = Pipeline(
             buffer=buffer,
             loaders=loaders,
@@ -365,7 +365,7 @@ class Simulation:
             sample=lambda sampler, loaders, request: checked_sample(sampler, "mix", loaders, request),
             engine=engine,
             trainer=trainer,
-            judges=judges,
+            environments=environments,
             renderer=FakeRenderer(),  # type: ignore[arg-type]
             sampling=sampling,
             group_size=self.group_size,
@@ -374,15 +374,15 @@ class Simulation:
             seed=self.seed,
             schedule=Schedule(rollout_deadline=90.0, stall=3600.0, **self._options),
             emit=self._emit,
-            validate=lambda version: self._validate(version, engine, judges, sampling),
+            validate=lambda version: self._validate(version, engine, environments, sampling),
             save=save,
         )
         return pipeline, found
 
-    def _judges(self) -> dict[str, Judge]:
+    def _environments(self) -> dict[str, EnvironmentClient]:
         config = EnvironmentConfig(max_batch=16, max_wait=0.01)
         return {
-            task: BatchedJudge(
+            task: BatchedEnvironment(
                 SimulatedEnvironment(task, self._dice, self._tell, max_turns=turns, poisoned=self._poisoned),
                 config,
             )
@@ -390,14 +390,18 @@ class Simulation:
         }
 
     async def _validate(
-        self, version: int, engine: SimulatedEngine, judges: Mapping[str, Judge], sampling: Sampling
+        self,
+        version: int,
+        engine: SimulatedEngine,
+        environments: Mapping[str, EnvironmentClient],
+        sampling: SamplingParams,
     ) -> Mapping[str, Mapping[str, float]]:
         """All tokens of a validation are of one version."""
         starts = [Start(prompt=prompt, seed=i) for i, prompt in enumerate(self._prompts["short"][:3])]
         rollouts = await play(
             starts,
             engine=engine,
-            judges=judges,
+            environments=environments,
             renderer=FakeRenderer(),  # type: ignore[arg-type]
             sampling=sampling,
             deadline=90.0,
@@ -473,13 +477,13 @@ def simulate(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tell the story of a seed, or look for the first of many that breaks a law."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_core.testing.simulation", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m simulation.runs", description=main.__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="so many from --seed on")
     parser.add_argument("--policy", choices=["deadline", "in_order"], help="default: both in turn")
     parser.add_argument("--max-staleness", type=int, help="default: 0 to 4 in turn")
     parser.add_argument("--no-faults", action="store_true")
-    parser.add_argument("--quiet", action="store_true", help="only the verdict")
+    parser.add_argument("--quiet", action="store_true", help="only the feedback")
     given = parser.parse_args(arguments)
     for seed in range(given.seed, given.seed + given.seeds):
         policy: Policy = given.policy or ("deadline", "in_order")[seed % 2]

@@ -7,7 +7,7 @@ from grpo_core.records import EngineSetup
 
 
 class LocalEngine(ChildEngine):
-    """Decodes in a child process of its own (see ``ChildEngine`` and ``grpo_core.engines.server``).
+    """Decodes in a child process of its own (see ``ChildEngine`` and ``grpo_core.engines.local.server``).
 
     Args:
         device: "cpu", "cuda", or "auto".
@@ -15,7 +15,7 @@ class LocalEngine(ChildEngine):
         max_rows: requests decoded at once; the others wait in order (those for a single token go first).
     """
 
-    transports = ("host", "device", "relay")
+    transports = ("shm", "cuda_ipc", "collective")
     """How it can take weights: its server uses ``grpo_core.weights.reading``."""
 
     def __init__(
@@ -24,6 +24,6 @@ class LocalEngine(ChildEngine):
         super().__init__(
             setup,
             name="local",
-            server="grpo_core.engines.server:Server",
+            server="grpo_core.engines.local.server:Server",
             options={"device": device, "dtype": dtype, "max_rows": max_rows},
         )

@@ -11,10 +11,10 @@ from attrs import define, field
 
 from grpo_core import cpu
 from grpo_core.engines import wire
-from grpo_core.engines.batch import Model
-from grpo_core.engines.decoder import Decoder
-from grpo_core.engines.llama import Llama, Shape
-from grpo_core.engines.stopping import StopStrings
+from grpo_core.engines.local.batch import Model
+from grpo_core.engines.local.decoder import Decoder
+from grpo_core.engines.local.llama import Llama, Shape
+from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError
 from grpo_core.processes import Call, Connection
 from grpo_core.records import Completion, EngineSetup, Weights
@@ -130,7 +130,7 @@ class Server:
         shape = Shape.of(_read_config(self._setup.model, self._setup.trust_remote_code))
         if shape is not None:
             return Llama(shape, device=device, dtype=dtype)
-        from grpo_core.engines.hf import TransformersModel
+        from grpo_core.engines.local.hf import TransformersModel
 
         return TransformersModel(
             self._setup.model, device=device, dtype=dtype, trust_remote_code=self._setup.trust_remote_code

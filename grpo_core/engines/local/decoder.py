@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from grpo_core.engines import wire
-from grpo_core.engines.batch import Batch, Entry, Finished, Model, completion
-from grpo_core.engines.stopping import StopStrings
+from grpo_core.engines.local.batch import Batch, Entry, Finished, Model, completion
+from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError
 
 PREFILL_TOKENS = 16384

@@ -1,0 +1,1 @@
+"""The default engine: a decoder for CPUs and one GPU."""
