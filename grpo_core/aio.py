@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+
+from attrs import define
 
 T = TypeVar("T")
 
@@ -41,3 +43,67 @@ async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Changes:
+    """Lets tasks wait until shared state has an answer for them.
+
+    Whoever changes the state calls ``notify``.  The questions of all waiting tasks are then asked on the next
+    iteration of the event loop, so that changes that happen together are seen together, and only the tasks
+    that have an answer wake up.  A question may change the state itself (take what it found); the others are
+    asked again after it.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[_Waiter] = []
+        self._scheduled = False
+
+    def notify(self) -> None:
+        """Ask the waiting tasks' questions on the next iteration of the event loop."""
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._ask_all)
+
+    async def until(self, question: Callable[[], T | None]) -> T:
+        """Wait until ``question()`` returns something other than None, and return it.
+
+        Raises whatever ``question`` raises.
+        """
+        waiter = _Waiter(question, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self.notify()
+        try:
+            answer: T = await waiter.answer
+            return answer
+        finally:
+            waiter.answer.cancel()
+
+    def _ask_all(self) -> None:
+        self._scheduled = False
+        place = 0
+        while place < len(self._waiters):
+            waiter = self._waiters[place]
+            if waiter.answer.done() or waiter.ask():
+                del self._waiters[place]
+                place = 0  # the answer may have changed the state for those before
+            else:
+                place += 1
+
+
+@define(eq=False)
+class _Waiter:
+    """A task that waits in ``Changes.until``."""
+
+    question: Callable[[], Any]
+    answer: asyncio.Future[Any]
+
+    def ask(self) -> bool:
+        """Ask the question; return whether the task has its answer, which may be an error."""
+        try:
+            answer = self.question()
+        except BaseException as error:
+            self.answer.set_exception(error)
+            return True
+        if answer is not None:
+            self.answer.set_result(answer)
+        return answer is not None

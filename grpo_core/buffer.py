@@ -1,40 +1,40 @@
-"""The buffer: slots of groups, and which of them may be generated, trained, given back.
+"""The buffer: slots of groups on their way to the trainer, and the rules for generating and training them.
 
 Rule 1: everything that bounds staleness or decides what is trained is in this file.
 Rule 2: nothing here waits, reads a clock, draws a random number or does I/O.  Every method returns at
-        once; the same calls give the same state.  The pipeline owns the waiting.
+        once, and the same calls give the same state.  The pipeline owns the waiting.
 
 Theory of operation
 -------------------
-A slot is one prompt's way to the trainer.  Its ``id`` is the place of the prompt in the stream.
+A slot carries one prompt to the trainer.  Its ``id`` is the place of the prompt in the stream.
 
-    reserve ──> reserved ──fill──> in flight ──complete──> ready ──take──> trained
-                                    │  ↑
-                                   fail │ reserve
-                                    ↓  │
-                                   again ──(max_retries used up)──> skipped
+    reserve ──> reserved ──assign──> in flight ──complete──> ready ──take──> trained
+                                      │  ↑
+                                     fail │ reserve
+                                      ↓  │
+                                   retrying ──(max_retries used up)──> skipped
 
-A group in flight may also be *filtered*: it is finished, and will not be trained.  Its slot is free at once,
-and the next ``reserve`` offers a new one in its place.
+A group in flight may also be *filtered*: it is finished and will not be trained.  Its slot becomes free at
+once, and the next ``reserve`` offers a new slot instead.
 
-A slot is stamped when it is reserved, before its prompt is drawn: with the version that the engine holds
+A slot is stamped when it is reserved, before its prompt is drawn, with the version that the engine holds
 (``generation_version``) and the last step that may train on it (``target_version``, at most
-``max_staleness`` later).  ``advance`` says that the engine holds the weights of the next step, and only
-then are the permits of the step before it free: the number of slots that exist, and so the memory, is at
-most ``(max_staleness + 1) * prompts_per_step``.
+``max_staleness`` later).  ``advance`` records that the engine holds the weights of the next step.  Only then
+do the permits of the step before it become free, so the number of slots, and with it the memory, is at most
+``(max_staleness + 1) * prompts_per_step``.
 
 Two policies decide when a group is trained:
 
-``in_order``   exactly at its ``target_version``.  Which prompts a step trains on does not depend on
-               which rollouts finish first; a straggler holds its step, and only then the next.
+``in_order``   Exactly at its ``target_version``.  Which prompts a step trains on does not depend on
+               which rollouts finish first.  A straggler holds up its own step and no earlier one.
 
-``deadline``   at ``target_version`` at the latest, the oldest first.  A step is taken as soon as
+``deadline``   At ``target_version`` at the latest, the oldest first.  A step is taken as soon as
                ``prompts_per_step`` groups are ready, *provided that* everything left can still be trained
                before its deadline, whatever finishes when: for each j >= 1, at most ``j *
-               prompts_per_step`` of the slots that stay behind have a deadline within the next j steps.
-               That is the feasibility condition of earliest-deadline-first scheduling; ``reserve`` keeps
-               it (a new slot's deadline is the farthest, and there are never more slots than permits), so
-               it can fail only for want of a straggler, and the straggler's own deadline ends that.
+               prompts_per_step`` of the remaining slots have a deadline within the next j steps.
+               This is the feasibility condition of earliest-deadline-first scheduling.  ``reserve`` keeps
+               it (a new slot has the farthest deadline, and there are never more slots than permits), so
+               it can fail only while a straggler is missing, and the straggler's own deadline ends that.
 
 Finished work is never discarded, and no staleness bound has to be checked afterwards.
 """
@@ -57,49 +57,49 @@ GroupT = TypeVar("GroupT")
 
 @frozen(kw_only=True)
 class Slot(Generic[PromptT]):
-    """One prompt's way to the trainer."""
+    """One prompt on its way to the trainer."""
 
     id: int
     """Place of the prompt in the stream, from 0."""
     generation_version: int
     target_version: int
     prompt: PromptT | None = None
-    """None until it is filled; a slot that comes again brings its prompt."""
+    """The prompt, or None until one is assigned; a slot that is retried keeps its prompt."""
     attempts: int = 0
-    """How often it failed before."""
-    kept: tuple[Any, ...] = ()
-    """Finished rollouts of attempts that failed in others."""
+    """Number of attempts that failed before this one."""
+    partial_rollouts: tuple[Any, ...] = ()
+    """Rollouts that finished in earlier attempts, while others of their group failed."""
 
 
 @frozen(kw_only=True)
-class Statistics:
-    """A snapshot of the buffer; all are numbers of groups."""
+class BufferStatistics:
+    """A snapshot of the buffer; every field is a number of groups."""
 
     reserved: int
-    """Slots whose prompt is not drawn yet."""
+    """Slots that have no prompt yet."""
     in_flight: int
-    """Slots that are being generated."""
-    again: int
-    """Slots that failed and wait to be reserved again."""
+    """Slots whose group is being generated."""
+    retrying: int
+    """Slots that failed and wait for another attempt."""
     ready: int
     dispatched: int
-    """Prompts that were ever put into a slot: trained + skipped + filtered + in flight + again + ready."""
+    """Prompts ever assigned to a slot: trained + skipped + filtered + in flight + retrying + ready."""
     trained: int
     skipped: int
     filtered: int = 0
     attempts: int = 0
-    """Slots that were put in flight, once for each time."""
+    """Attempts started, including retries."""
 
 
 class Buffer(Generic[PromptT, GroupT]):
-    """See the module's docstring.
+    """A bounded set of slots; see the module's docstring for its rules.
 
     Args:
-        prompts_per_step: groups that a step trains.
-        max_staleness: steps between the weights that generate and the step that trains.
-        num_steps: no slot is reserved that no step would train.
+        prompts_per_step: number of groups that a step trains.
+        max_staleness: largest number of steps between the weights that generate and the step that trains.
+        num_steps: number of steps of the run; no slot is reserved beyond the last one.
         policy: ``"deadline"`` or ``"in_order"``.
-        max_retries: attempts after the first, for each prompt.
+        max_retries: number of attempts after the first, for each prompt.
     """
 
     def __init__(
@@ -134,28 +134,28 @@ class Buffer(Generic[PromptT, GroupT]):
         self._next_id = 0
         self._reserved: dict[int, Slot[PromptT]] = {}
         self._in_flight: dict[int, Slot[PromptT]] = {}
-        self._again: dict[int, Slot[PromptT]] = {}
+        self._retrying: dict[int, Slot[PromptT]] = {}
         self._ready: dict[int, tuple[Slot[PromptT], GroupT]] = {}
-        # so that no method looks at every slot: there may be a hundred thousand
-        self._again_first: list[tuple[int, int]] = []
-        """Heap of the target versions and ids of ``_again``."""
+        # These indices keep every method from looking at all slots: there may be a hundred thousand.
+        self._retrying_first: list[tuple[int, int]] = []
+        """A heap of (target version, id) of ``_retrying``."""
         self._ready_first: list[tuple[int, int]] = []
-        """The same of ``_ready``."""
+        """A heap of (target version, id) of ``_ready``."""
         self._due: Counter[int] = Counter()
-        """By target version, slots with stamps that hold; what comes again with nothing kept has none."""
+        """Number of stamped slots by target version; a retried slot without partial rollouts has no stamp."""
         self._ready_due: Counter[int] = Counter()
 
-    # ------------------------------------------------------------------------------ the seven methods
+    # ------------------------------------------------------------------------------ the life of a slot
 
     def reserve(self) -> list[Slot[PromptT]] | None:
-        """Slots to generate next, all with the same stamps; None if there is nothing to do now.
+        """Return slots to generate next, all with the same stamps, or None if there is nothing to do now.
 
-        Slots that failed come first and bring their prompt (they are in flight at once); new ones have
-        none, and must be given theirs with ``fill``.
+        Slots that failed come first, with their prompt, and are in flight at once.  New slots have no
+        prompt; give them one with ``assign``.
         """
-        if self._again:
-            _, id = heappop(self._again_first)
-            slot = self._stamp_again(self._again.pop(id))
+        if self._retrying:
+            _, id = heappop(self._retrying_first)
+            slot = self._stamp_retry(self._retrying.pop(id))
             self._in_flight[slot.id] = slot
             self._attempts += 1
             return [slot]
@@ -171,8 +171,8 @@ class Buffer(Generic[PromptT, GroupT]):
         self._reserved.update((slot.id, slot) for slot in slots)
         return slots
 
-    def fill(self, slots: Sequence[Slot[PromptT]], prompts: Sequence[PromptT]) -> list[Slot[PromptT]]:
-        """Put prompts into reserved slots; they are in flight from now on."""
+    def assign(self, slots: Sequence[Slot[PromptT]], prompts: Sequence[PromptT]) -> list[Slot[PromptT]]:
+        """Assign prompts to reserved slots, which are in flight from now on."""
         if len(slots) != len(prompts):
             raise SlotError(f"{len(prompts)} prompts for {len(slots)} slots")
         filled = []
@@ -185,33 +185,32 @@ class Buffer(Generic[PromptT, GroupT]):
         return filled
 
     def complete(self, slot: Slot[PromptT], group: GroupT) -> None:
-        """The slot's group is ready to be trained."""
+        """Record that the slot's group is ready to be trained."""
         self._make_ready(self._leave(self._in_flight, slot, "in flight"), group)
 
-    def fail(self, slot: Slot[PromptT], kept: Iterable[Any] = ()) -> bool:
-        """An attempt failed.  True: the slot is offered again; False: its prompt is skipped for good.
+    def fail(self, slot: Slot[PromptT], partial_rollouts: Iterable[Any] = ()) -> bool:
+        """Record a failed attempt; return True if the slot is retried, False if its prompt is skipped.
 
-        With ``kept`` rollouts the slot keeps the stamps that hold for them; with none it will be stamped
-        anew.
+        With ``partial_rollouts`` the slot keeps the stamps that hold for them; without, it is stamped anew.
         """
         slot = self._leave(self._in_flight, slot, "in flight")
         if slot.attempts >= self.max_retries:
             self._due[slot.target_version] -= 1
             self._skipped += 1
             return False
-        self._offer_again(evolve(slot, attempts=slot.attempts + 1, kept=tuple(kept)))
-        if not self._again[slot.id].kept:
+        self._offer_retry(evolve(slot, attempts=slot.attempts + 1, partial_rollouts=tuple(partial_rollouts)))
+        if not self._retrying[slot.id].partial_rollouts:
             self._due[slot.target_version] -= 1
         return True
 
     def filter(self, slot: Slot[PromptT]) -> None:
-        """The slot's group is finished and will not be trained."""
+        """Record that the slot's group is finished and will not be trained."""
         slot = self._leave(self._in_flight, slot, "in flight")
         self._due[slot.target_version] -= 1
         self._filtered += 1
 
     def take(self) -> list[GroupT] | None:
-        """The groups of the next step, the oldest first; None while they are not ready."""
+        """Return the groups of the next step, the oldest first, or None while they are not ready."""
         if self.step >= self.num_steps:
             return None
         ready = self._ready_due[self.step] if self.policy == "in_order" else len(self._ready)
@@ -221,23 +220,24 @@ class Buffer(Generic[PromptT, GroupT]):
         for target, _ in taken:
             self._due[target] -= 1
             self._ready_due[target] -= 1
-        self._due, self._ready_due = +self._due, +self._ready_due  # without what is 0
+        self._due, self._ready_due = +self._due, +self._ready_due  # unary + drops the zero counts
         self.step += 1
         return [self._ready.pop(id)[1] for _, id in taken]
 
     def advance(self) -> None:
-        """The engine holds the weights of the next version: the permits of a step are free."""
+        """Record that the engine holds the next version, which frees the permits of one step."""
         if self.version >= self.step:
             raise SlotError(f"the engine holds version {self.version}, and no step was taken after it")
         self.version += 1
 
-    # ------------------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------------------ reading
 
-    def statistics(self) -> Statistics:
-        return Statistics(
+    def statistics(self) -> BufferStatistics:
+        """Return the counts of all states."""
+        return BufferStatistics(
             reserved=len(self._reserved),
             in_flight=len(self._in_flight),
-            again=len(self._again),
+            retrying=len(self._retrying),
             ready=len(self._ready),
             dispatched=self._dispatched,
             trained=self.step * self.prompts_per_step,
@@ -248,42 +248,43 @@ class Buffer(Generic[PromptT, GroupT]):
 
     @property
     def outstanding(self) -> int:
-        """Slots that exist."""
-        return len(self._reserved) + len(self._in_flight) + len(self._again) + len(self._ready)
+        """Number of slots that exist."""
+        return len(self._reserved) + len(self._in_flight) + len(self._retrying) + len(self._ready)
 
     @property
     def in_flight(self) -> int:
+        """Number of groups that are being generated."""
         return len(self._in_flight)
 
     # ------------------------------------------------------------------------------ saving
 
     def state_dict(self) -> dict[str, Any]:
-        """A consistent cut.  Prompts in flight are saved as prompts to be offered again."""
+        """Return a consistent cut.  Prompts in flight are saved as prompts to retry."""
         if self._reserved or self.step != self.version:
             raise SlotError(
                 f"no consistent cut here: {len(self._reserved)} slots without a prompt, step {self.step}, "
                 f"engine at version {self.version}"
             )
-        unfinished = {**self._in_flight, **self._again}
+        unfinished = {**self._in_flight, **self._retrying}
         return {
             "step": self.step,
             "dispatched": self._dispatched,
             "skipped": self._skipped,
             "filtered": self._filtered,
             "attempts": self._attempts,
-            "again": [evolve(unfinished[id], kept=()) for id in sorted(unfinished)],
+            "retrying": [evolve(unfinished[id], partial_rollouts=()) for id in sorted(unfinished)],
             "ready": [self._ready[id] for id in sorted(self._ready)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A new buffer continues from ``state_dict()``; nothing that was ready is generated again."""
+        """Continue from ``state_dict()``; groups that were ready are not generated again."""
         self.step = self.version = state["step"]
         self._dispatched, self._skipped = state["dispatched"], state["skipped"]
-        self._filtered = state.get("filtered", 0)  # older checkpoints know nothing of these two
-        self._attempts = state.get("attempts", self._dispatched)
+        self._filtered = state["filtered"]
+        self._attempts = state["attempts"]
         self._next_id = self._dispatched
-        for slot in state["again"]:
-            self._offer_again(slot)
+        for slot in state["retrying"]:
+            self._offer_retry(slot)
         for slot, group in state["ready"]:
             self._due[slot.target_version] += 1
             self._make_ready(slot, group)
@@ -291,7 +292,7 @@ class Buffer(Generic[PromptT, GroupT]):
     # ------------------------------------------------------------------------------ the policies
 
     def _room(self) -> tuple[int, int]:
-        """Target version and number of the new slots that may be reserved now."""
+        """Return the target version and the number of new slots that may be reserved now."""
         if self.policy == "in_order":
             for target in range(self.step, min(self._farthest() + 1, self.num_steps)):
                 if missing := self.prompts_per_step - self._due[target]:
@@ -302,18 +303,18 @@ class Buffer(Generic[PromptT, GroupT]):
         wanted = (self.num_steps - self.step) * self.prompts_per_step
         return self._farthest(), min(permits - taken, wanted) - self.outstanding
 
-    def _stamp_again(self, slot: Slot[PromptT]) -> Slot[PromptT]:
-        if slot.kept:
+    def _stamp_retry(self, slot: Slot[PromptT]) -> Slot[PromptT]:
+        if slot.partial_rollouts:
             return slot
         target = slot.target_version if self.policy == "in_order" else self._farthest()
         self._due[target] += 1
         return evolve(slot, generation_version=self.version, target_version=target)
 
     def _feasible(self) -> bool:
-        """Whether all that stays behind a step can be trained in time; always so for ``in_order``."""
+        """Return whether everything left after a step can still be trained in time."""
         if self.policy == "in_order":
             return True
-        for j in range(self.max_staleness):  # beyond, the number of permits implies it
+        for j in range(self.max_staleness):  # beyond that, the number of permits implies it
             taken = min(_until(self._ready_due, self.step + j), self.prompts_per_step)
             if _until(self._due, self.step + j) - taken > j * self.prompts_per_step:
                 return False
@@ -322,9 +323,9 @@ class Buffer(Generic[PromptT, GroupT]):
     def _farthest(self) -> int:
         return versions.deadline(generated_by=self.version, max_staleness=self.max_staleness)
 
-    def _offer_again(self, slot: Slot[PromptT]) -> None:
-        self._again[slot.id] = slot
-        heappush(self._again_first, (slot.target_version, slot.id))
+    def _offer_retry(self, slot: Slot[PromptT]) -> None:
+        self._retrying[slot.id] = slot
+        heappush(self._retrying_first, (slot.target_version, slot.id))
 
     def _make_ready(self, slot: Slot[PromptT], group: GroupT) -> None:
         self._ready[slot.id] = (slot, group)
@@ -338,5 +339,5 @@ class Buffer(Generic[PromptT, GroupT]):
 
 
 def _until(due: Counter[int], target: int) -> int:
-    """How many are due at ``target`` at the latest."""
+    """Return how many are due at ``target`` or before."""
     return sum(count for at, count in due.items() if at <= target)

@@ -252,7 +252,7 @@ def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, A
     """What to say of tasks that came or went.  Raises CheckpointError if one left prompts behind."""
     tasks, names = set(tasks), (file.name for file in directory.glob(_loader_file("*", safe="*")))
     saved = {unquote(name.removeprefix("train_dataloader_").removesuffix(".json")) for name in names}
-    slots = [*buffer["again"], *(slot for slot, _ in buffer["ready"])]
+    slots = [*buffer["retrying"], *(slot for slot, _ in buffer["ready"])]
     for gone in sorted({slot["prompt"][0] for slot in slots} - tasks):
         ids = [repr(slot["prompt"][1]) for slot in slots if slot["prompt"][0] == gone]
         more = ", ..." if len(ids) > 10 else ""
@@ -294,7 +294,9 @@ def load_buffer(
             slot=full.id,
         )
         ready.append((full, group))
-    buffer.load_state_dict({**state, "again": [slot(dumped) for dumped in state["again"]], "ready": ready})
+    buffer.load_state_dict(
+        {**state, "retrying": [slot(dumped) for dumped in state["retrying"]], "ready": ready}
+    )
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core import versions
-from grpo_core.buffer import Statistics
+from grpo_core.buffer import BufferStatistics
 
 LAWS = {
     "staleness": "no trained token is older than max_staleness steps, or than its slot",
@@ -26,7 +26,7 @@ LAWS = {
     "stamps": "a slot is stamped with the version that the engine holds and its farthest deadline",
     "stream": "the places of the stream are filled one after the other, and each keeps its prompt",
     "retries": "a prompt is skipped after max_retries further attempts, not sooner and not later",
-    "conservation": "dispatched = trained + skipped + filtered + in flight + again + ready",
+    "conservation": "dispatched = trained + skipped + filtered + in flight + retrying + ready",
     "memory": "at most (max_staleness + 1) * prompts_per_step slots are outstanding",
     "sync": "the engine gets each version once, in order, after the step that made it",
     "validation": "validation measures the version that its engine holds, one after the other",
@@ -139,13 +139,13 @@ class Laws:
         if watch is not None and (self.terms is not None or event["event"] == "RunStarted"):
             watch(event)
 
-    def check(self, now: Statistics) -> None:
+    def check(self, now: BufferStatistics) -> None:
         """Compare the buffer's own account with this one."""
         mine = self._now
         done = (mine.dispatched, mine.trained, mine.skipped, mine.filtered, mine.attempts)
         expected = (*done, mine.ready, len(mine.open) - mine.ready)
         done = (now.dispatched, now.trained, now.skipped, now.filtered, now.attempts)
-        counted = (*done, now.ready, now.in_flight + now.again)
+        counted = (*done, now.ready, now.in_flight + now.retrying)
         if now.reserved or expected != counted:
             self._broken("conservation", f"the events give {expected}, the buffer says {now}")
 
@@ -315,7 +315,7 @@ class Laws:
         self._law("steps", step == now.step, f"step {step} ended after {now.step} steps were taken")
         counted = {name: event["metrics"].get(f"buffer/{name}") for name in _COUNTED}
         if None not in counted.values():
-            self.check(Statistics(reserved=0, trained=now.trained, **counted))
+            self.check(BufferStatistics(reserved=0, trained=now.trained, **counted))
 
     def _on_Synced(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         now = self._now
@@ -336,7 +336,7 @@ class Laws:
 
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
 _RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts")
-_COUNTED = ("in_flight", "again", "ready", "dispatched", "skipped", "filtered", "attempts")
+_COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")
 
 
 def summary(laws: Laws) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
-from grpo_core.buffer import Statistics
+from grpo_core.buffer import BufferStatistics
 from grpo_core.records import Group, Rollout
 
 FULL_REWARD = 1.0
@@ -83,7 +83,9 @@ class Meter:
         if rollout.error is not None:
             self._errors[task] += 1
 
-    def read(self, buffer: Statistics, *, trained: Mapping[str, float], waited: float) -> dict[str, float]:
+    def read(
+        self, buffer: BufferStatistics, *, trained: Mapping[str, float], waited: float
+    ) -> dict[str, float]:
         """Metrics since the last call: ``overlap`` is the busier side's share of the step's time."""
         now = self.now()
         elapsed = max(now - (self._last if self._last is not None else now - waited), 1e-9)
@@ -98,7 +100,7 @@ class Meter:
             "tokens_per_second/generation": self._tokens / elapsed,
             "overlap": min(max(self._busy, training) / elapsed, 1.0),
             "buffer/in_flight": float(buffer.in_flight),
-            "buffer/retrying": float(buffer.again),
+            "buffer/retrying": float(buffer.retrying),
             "buffer/ready": float(buffer.ready),
             "buffer/dispatched": float(buffer.dispatched),
             "buffer/skipped": float(buffer.skipped),

@@ -1,21 +1,20 @@
-"""The pipeline: collect, train, sync and write, beside each other, around one buffer.
+"""The pipeline: four tasks that collect, train, sync and write concurrently around one buffer.
 
     collect   waits for   free slots in the buffer
-              does        reserve, then draw prompts, then play each as a group in a task of its own
+              does        reserves slots, then draws prompts, then plays each group in a task of its own
               unblocks    train
-    train     waits for   prompts_per_step ready groups; the weights published before to be synced
+    train     waits for   prompts_per_step ready groups, and the sync of the weights published before
               does        advantages, one trainer step, publish
               unblocks    sync
     sync      waits for   published weights
-              does        update the engine and ask its canary, advance the buffer, validate when it is due
+              does        updates the engine, checks its canary, advances the buffer, validates when due
               unblocks    collect (its permits), train
     write     waits for   a cut that train has taken
-              does        write the checkpoint
+              does        writes the checkpoint
               unblocks    train (its next cut)
 
-All waiting is in ``_when``; after every change, which ``_apply`` makes, it is asked for all who wait, so that
-only those are woken who have an answer.  The buffer decides, the pipeline waits.  Whatever fails anywhere
-ends the run; there is nothing that is caught and only logged.
+All waiting goes through ``_when``, and every change of state is followed by ``_changes.notify()``.  The
+buffer decides, the pipeline waits.  An error anywhere ends the run; nothing is caught and only logged.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any, TypeVar
 from attrs import define, field, frozen
 
 from grpo_core import health
-from grpo_core.aio import raising_root_cause
+from grpo_core.aio import Changes, raising_root_cause
 from grpo_core.buffer import Buffer, Slot
 from grpo_core.dynamic import DynamicSampling
 from grpo_core.engines import canary
@@ -60,40 +59,40 @@ from grpo_core.rows import check_staleness, make_batch
 T = TypeVar("T")
 
 Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]] | None]]
-"""Measures the engine's weights; gets their version.  None: the results are emitted by itself, later."""
+"""Measures the weights of a version; returns None if it will emit the results itself, later."""
 
 Written = Callable[[], Awaitable[Path]]
-"""Waits until a checkpoint is complete."""
+"""Waits until a checkpoint is complete, and returns its directory."""
 
 Save = Callable[[int], Awaitable[Written]]
-"""Takes the cut at a version, before its first await; returns when training may go on."""
+"""Takes the cut at a version before its first await, and returns when training may go on."""
 
 
 @frozen(kw_only=True)
 class Schedule:
-    """When things are due, in steps; 0 is never, except at the end."""
+    """When validation and checkpoints are due, and how long waits may last.  Intervals are in steps; 0 is never."""
 
     validate_every: int = 0
     save_every: int = 0
     stall: float = 86400.0
-    """Seconds without any change after which a wait is a hang: the backstop behind all other deadlines."""
+    """Seconds that a wait may last before the run ends: the backstop behind all other deadlines."""
     rollout_deadline: float | None = None
     sync_deadline: float | None = None
-    """Seconds for an engine to take new weights."""
+    """Seconds that an engine may take to load new weights."""
     in_flight_updates: bool = True
     pause_to_validate: bool = False
-    """No step and no group begins while validation runs; those that run come to their ends before."""
+    """Whether steps and groups wait while validation runs; it starts when the running ones have ended."""
 
 
 @define(kw_only=True, eq=False)
 class Pipeline:
-    """Connects the parts; see the module's docstring.  ``run`` may be called once."""
+    """Runs the four tasks of the module's docstring.  ``run`` may be called once."""
 
     buffer: Buffer[Prompt, Group]
     loaders: Mapping[str, Loader]
     sampler: Sampler
     sample: Callable[[Sampler, Mapping[str, Loader], SampleRequest], list[Prompt]]
-    """Asks the sampler and checks what it returns."""
+    """Calls the sampler and checks what it returns."""
     engine: Engine
     trainer: Trainer
     environments: Mapping[str, EnvironmentClient]
@@ -102,28 +101,27 @@ class Pipeline:
     group_size: int
     advantages: AdvantageFunction
     dynamic: DynamicSampling | None = None
-    """Filters groups that teach nothing; None trains all."""
+    """Filters groups without a learning signal; None trains all groups."""
     seed: int = 0
     schedule: Schedule = field(factory=Schedule)
     emit: Callable[[Event], None] = lambda event: None
     observe_rollout: Callable[[str, Rollout], None] = lambda task, rollout: None
-    """Counts rollouts unscored; raises when there are too many."""
+    """Counts unscored rollouts, and raises when there are too many."""
     validate: Validate | None = None
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
-    """Prompts, in tokens, that the engine is asked after each sync; see ``grpo_core.engines.canary``."""
+    """Prompts (token ids) that check the engine after each sync; see ``grpo_core.engines.canary``."""
     canary_tolerance: float = 1e-3
-    """Difference of logprobs between engine and trainer after a weight sync, at most."""
+    """Largest difference of logprobs between engine and trainer after a weight sync."""
     limits: Mapping[str, health.Limits] = field(factory=dict)
-    """By metric."""
+    """Health limits by metric."""
     watch: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
-    """Each raises when something that the run cannot do without has died, whoever waits for it."""
+    """Background watchers; each raises if a process that the run needs has died."""
 
-    _waiting: list[_Waiting] = field(init=False, factory=list)
-    _asking: bool = field(init=False, default=False)
+    _changes: Changes = field(init=False, factory=Changes)
     _published: Weights | None = field(init=False, default=None)
     _taken: tuple[int, Written] | None = field(init=False, default=None)
-    """Version of the cut that is being written."""
+    """The version of the cut that is being written, and how to wait for it."""
     _trained: int = field(init=False, default=0)
     _stopping: bool = field(init=False, default=False)
     _paused: bool = field(init=False, default=False)
@@ -132,12 +130,12 @@ class Pipeline:
     _meter: Meter = field(init=False, factory=Meter)
     _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
 
-    # ------------------------------------------------------------------------------ the outside
+    # ------------------------------------------------------------------------------ public methods
 
     async def run(self) -> str:
-        """Train until the last step or until ``stop``; returns "finished" or "interrupted".
+        """Train until the last step or until ``stop``; return "finished" or "interrupted".
 
-        Raises the first error of any task; the tasks of the others are cancelled and awaited before.
+        Raises the first error of any task, after the other tasks have been cancelled and have ended.
         """
         self._trained = self.buffer.step
         await self._update_engine(await self.trainer.publish(self.canary))
@@ -157,8 +155,9 @@ class Pipeline:
         return "interrupted" if self._trained < self.buffer.num_steps else "finished"
 
     async def stop(self) -> None:
-        """End after the step that is being trained, with a checkpoint."""
-        self._apply(lambda: setattr(self, "_stopping", True))
+        """End the run after the current step, with a checkpoint."""
+        self._stopping = True
+        self._changes.notify()
 
     # ------------------------------------------------------------------------------ collect
 
@@ -169,7 +168,7 @@ class Pipeline:
                     groups.create_task(self._play_group(slot), name=f"group {slot.id}")
 
     def _reserve(self) -> list[Slot[Prompt]] | None:
-        """Reserve first, draw second; nothing awaits in between, so every cut is consistent."""
+        """Reserve slots first, draw prompts second; nothing awaits in between, so every cut is consistent."""
         if self._paused:
             return None
         slots = self.buffer.reserve()
@@ -182,7 +181,7 @@ class Pipeline:
                 current_version=self._trained,
                 expected_prompts=len(slots),
             )
-            slots = self.buffer.fill(slots, self.sample(self.sampler, self.loaders, request))
+            slots = self.buffer.assign(slots, self.sample(self.sampler, self.loaders, request))
         self.emit(Dispatched(step=self._trained, slots=tuple(slots)))
         return slots
 
@@ -191,7 +190,7 @@ class Pipeline:
         assert prompt is not None
         starts = [
             Start(prompt=prompt, seed=derive_seed(self.seed, slot.id, slot.attempts, i), group=str(slot.id))
-            for i in range(self.group_size - len(slot.kept))
+            for i in range(self.group_size - len(slot.partial_rollouts))
         ]
         with self._meter.generating():
             rollouts = await play(
@@ -205,7 +204,7 @@ class Pipeline:
         for rollout in rollouts:
             self._meter.count(prompt.environment, rollout)
             self.observe_rollout(prompt.environment, rollout)
-        finished = (*slot.kept, *(rollout for rollout in rollouts if rollout.reward is not None))
+        finished = (*slot.partial_rollouts, *(rollout for rollout in rollouts if rollout.reward is not None))
         if len(finished) == self.group_size:
             group = Group(
                 prompt=prompt,
@@ -214,11 +213,13 @@ class Pipeline:
                 target_version=slot.target_version,
                 slot=slot.id,
             )
-            self._apply(lambda: self._finish(slot, group))
+            self._finish(slot, group)
+            self._changes.notify()
             return
         kept = () if self.environments[prompt.environment].needs_group else finished  # compared: all or none
         error = next(rollout.error for rollout in rollouts if rollout.error is not None)
-        self._apply(lambda: self._fail(slot, kept, error))
+        self._fail(slot, kept, error)
+        self._changes.notify()
 
     def _fail(self, slot: Slot[Prompt], kept: Sequence[Rollout], error: str) -> None:
         if not self.buffer.fail(slot, kept):
@@ -227,7 +228,7 @@ class Pipeline:
             self.emit(PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt, error=error))
 
     def _finish(self, slot: Slot[Prompt], group: Group) -> None:
-        """All its rollouts have feedback: it waits to be trained, or is filtered."""
+        """Mark a group whose rollouts are all scored as ready, or filter it."""
         step, task, prompt = self._trained, group.prompt.environment, group.prompt.id
         if self.dynamic is None or self.dynamic.keeps(group):
             self.buffer.complete(slot, group)
@@ -256,7 +257,7 @@ class Pipeline:
         await self._saved()
 
     def _take(self) -> list[Group] | None:
-        """The groups of a step; none at all if there is to be no other step."""
+        """Return the groups of the next step, ``[]`` when stopping, or None while they are not ready."""
         groups = [] if self._stopping else self.buffer.take()
         if groups:
             step = self.buffer.step - 1
@@ -277,7 +278,8 @@ class Pipeline:
         weights = await self.trainer.publish(self.canary)
         if weights.version != step + 1:
             raise GrpoError(f"the trainer published version {weights.version} after step {step}")
-        self._apply(lambda: setattr(self, "_published", weights))
+        self._published = weights
+        self._changes.notify()
         self._observe(groups)
         metrics = task_metrics(groups, step=step)
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
@@ -290,7 +292,7 @@ class Pipeline:
             await self._save(self._trained)
 
     def _check_health(self, metrics: Mapping[str, float]) -> None:
-        """Raises TrainerError if a metric of the last steps is beyond its hard limit."""
+        """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit."""
         self._recent.append(metrics)
         for finding in health.check_limits(self._recent, self.limits):
             if finding.fatal:
@@ -306,12 +308,13 @@ class Pipeline:
         return bool(every) and self._trained % every == 0 and not last
 
     async def _save(self, version: int) -> None:
-        """Take a cut, when the one before is written; returns when training may go on."""
+        """Take a cut once the one before is written; return when training may go on."""
         if self.save is not None:
             await self._saved()
             self.emit(Saving(step=version))
             written = await self.save(version)
-            self._apply(lambda: setattr(self, "_taken", (version, written)))
+            self._taken = (version, written)
+            self._changes.notify()
 
     async def _saved(self) -> None:
         await self._when(lambda: True if self._taken is None else None, "the checkpoint", patience=None)
@@ -323,7 +326,8 @@ class Pipeline:
             version, written = await self._when(lambda: self._taken, "a cut", patience=None)
             directory = await written()
             self.emit(Saved(step=version, directory=str(directory)))
-            self._apply(lambda: setattr(self, "_taken", None))
+            self._taken = None
+            self._changes.notify()
 
     # ------------------------------------------------------------------------------ sync
 
@@ -334,18 +338,20 @@ class Pipeline:
                 self._paused = True
                 await self._no_group_runs()
             await self._update_engine(weights)
-            self._apply(self._advance)
+            self._advance()
             await self._validate(weights.version)
-            self._apply(lambda: setattr(self, "_published", None))
+            self._published = None
+            self._changes.notify()
 
     def _advance(self) -> None:
-        """The engine holds the next version, and generates with it."""
+        """Record that the engine generates with the next version."""
         self.buffer.advance()
         self._paused = False
+        self._changes.notify()
         self.emit(Synced(step=self.buffer.version))
 
     async def _update_engine(self, weights: Weights) -> None:
-        """Returns when the engine holds the weights and generates with them."""
+        """Give the engine new weights; return when it generates with them and its canary agrees."""
         seconds = self.schedule.sync_deadline
         try:
             async with asyncio.timeout(seconds):
@@ -363,8 +369,10 @@ class Pipeline:
         )
 
     async def _validate(self, version: int) -> None:
-        """On one fixed version: the next update waits until this returns; training goes on meanwhile, unless
-        it has to pause.
+        """Validate one version if it is due.
+
+        The next weight update waits until this returns, so the version is fixed.  Training goes on unless
+        ``pause_to_validate`` is set.
         """
         every = self.schedule.validate_every
         if self.validate is None or not every or self._stopping:
@@ -386,7 +394,8 @@ class Pipeline:
             async with self._stepping:
                 yield
         finally:
-            self._apply(lambda: setattr(self, "_paused", False))
+            self._paused = False
+            self._changes.notify()
 
     async def _no_group_runs(self) -> None:
         await self._when(
@@ -397,65 +406,17 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------ waiting
 
-    async def _when(self, ask: Callable[[], T | None], what: str, *, patience: float | None) -> T:
-        """Wait until ``ask()`` returns something.
+    async def _when(self, question: Callable[[], T | None], what: str, *, patience: float | None) -> T:
+        """Wait until ``question()`` returns something other than None.
 
-        It is asked now and after changes; what it returns was true in that moment.
-        Raises DeadlineExceeded after ``patience`` seconds.  Waits without patience depend only on calls that
-        have a deadline of their own.
+        Waits without ``patience`` depend only on calls that have a deadline of their own.
+        Raises DeadlineExceeded after ``patience`` seconds.
         """
-        waiting = _Waiting(ask, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        self._ask_soon()
         try:
             async with asyncio.timeout(patience):
-                answer: T = await waiting.answer
-                return answer
+                return await self._changes.until(question)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"pipeline: waited {patience:g} s for {what} at step {self._trained}; "
                 f"the buffer: {self.buffer.statistics()}"
             ) from None
-        finally:
-            waiting.answer.cancel()
-
-    def _apply(self, change: Callable[[], object]) -> None:
-        change()
-        self._ask_soon()
-
-    def _ask_soon(self) -> None:
-        """When all that is on its way now has arrived: of groups that finish together the oldest is taken."""
-        if not self._asking:
-            self._asking = True
-            asyncio.get_running_loop().call_soon(self._ask)
-
-    def _ask(self) -> None:
-        """Ask for all who wait, and again after each answer: giving it may have changed something."""
-        self._asking = False
-        asked = 0
-        while asked < len(self._waiting):
-            waiting = self._waiting[asked]
-            if waiting.answer.done() or waiting.ask_once():
-                del self._waiting[asked]
-                asked = 0
-            else:
-                asked += 1
-
-
-@define(eq=False)
-class _Waiting:
-    """A task in ``_when``."""
-
-    ask: Callable[[], Any]
-    answer: asyncio.Future[Any]
-
-    def ask_once(self) -> bool:
-        """Whether there is an answer; an error of the question is one, for the task that waits."""
-        try:
-            answer = self.ask()
-        except BaseException as error:
-            self.answer.set_exception(error)
-            return True
-        if answer is not None:
-            self.answer.set_result(answer)
-        return answer is not None

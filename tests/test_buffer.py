@@ -26,7 +26,7 @@ def fill(buffer):
     while (offered := buffer.reserve()) is not None:
         fresh = [slot for slot in offered if slot.prompt is None]
         slots += [slot for slot in offered if slot.prompt is not None]
-        slots += buffer.fill(fresh, [slot.id for slot in fresh])
+        slots += buffer.assign(fresh, [slot.id for slot in fresh])
     return slots
 
 
@@ -36,7 +36,7 @@ def test_slots_are_stamped_before_a_prompt_is_drawn():
     assert [slot.id for slot in slots] == [0, 1, 2, 3]
     assert {(slot.generation_version, slot.target_version, slot.prompt) for slot in slots} == {(0, 1, None)}
     assert buffer.statistics().dispatched == 0
-    buffer.fill(slots, ["a", "b", "c", "d"])
+    buffer.assign(slots, ["a", "b", "c", "d"])
     assert buffer.statistics().dispatched == buffer.in_flight == 4
     assert buffer.reserve() is None
 
@@ -46,7 +46,7 @@ def test_in_order_reserves_one_target_after_the_other():
     targets = []
     while (slots := buffer.reserve()) is not None:
         targets.append([slot.target_version for slot in slots])
-        buffer.fill(slots, [slot.id for slot in slots])
+        buffer.assign(slots, [slot.id for slot in slots])
     assert targets == [[0, 0], [1, 1]]
 
 
@@ -107,7 +107,7 @@ def test_a_filtered_group_frees_its_slot_for_a_new_prompt_of_the_same_step(polic
     assert buffer.take() is None
     (refill,) = buffer.reserve()
     assert (refill.id, refill.prompt, refill.generation_version, refill.target_version) == (2, None, 0, 0)
-    buffer.complete(*buffer.fill([refill], [2]), 2)
+    buffer.complete(*buffer.assign([refill], [2]), 2)
     assert buffer.take() == [1, 2]
     assert (buffer.statistics().filtered, buffer.statistics().dispatched) == (1, 3)
 
@@ -139,11 +139,11 @@ def test_rollouts_that_are_kept_keep_the_stamps_that_hold_for_them():
     first, *others = fill(buffer)
     for slot in others:
         buffer.complete(slot, slot.id)
-    buffer.fail(first, kept=["a finished rollout"])
+    buffer.fail(first, partial_rollouts=["a finished rollout"])
     buffer.take()
     buffer.advance()
     (again,) = buffer.reserve()
-    assert again == evolve(first, attempts=1, kept=("a finished rollout",))
+    assert again == evolve(first, attempts=1, partial_rollouts=("a finished rollout",))
 
 
 def test_kept_rollouts_hold_the_last_step_that_may_train_them():
@@ -155,7 +155,7 @@ def test_kept_rollouts_hold_the_last_step_that_may_train_them():
     buffer.advance()
     for slot in fill(buffer):
         buffer.complete(slot, slot.id)
-    buffer.fail(first, kept=["a finished rollout"])
+    buffer.fail(first, partial_rollouts=["a finished rollout"])
     assert buffer.take() is None
 
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_is_refused():
     buffer = a_buffer()
     slots = buffer.reserve()
     with pytest.raises(SlotError, match="1 prompts for 4 slots"):
-        buffer.fill(slots, ["one"])
+        buffer.assign(slots, ["one"])
     with pytest.raises(SlotError, match="expected policy"):
         a_buffer(policy="lifo")
     with pytest.raises(SlotError, match="no consistent cut"):
@@ -232,14 +232,14 @@ class BufferMachine(RuleBasedStateMachine):
             return
         assert len({(s.generation_version, s.target_version) for s in slots}) == 1
         for slot in slots:
-            if not slot.kept:
+            if not slot.partial_rollouts:
                 assert slot.generation_version == self.engine
             assert slot.target_version >= self.steps, "no step would train it"
             assert 0 <= slot.target_version - slot.generation_version <= self.buffer.max_staleness
         if slots[0].prompt is None:
             prompts = list(range(self.drawn, self.drawn + len(slots)))
             self.drawn += len(slots)
-            slots = self.buffer.fill(slots, prompts)
+            slots = self.buffer.assign(slots, prompts)
         else:
             for slot in slots:
                 self.failed.remove(slot.prompt)
@@ -317,8 +317,12 @@ class BufferMachine(RuleBasedStateMachine):
         now = self.buffer.statistics()
         assert now.dispatched == self.drawn
         gone = now.trained + now.skipped + now.filtered
-        assert now.dispatched == gone + now.in_flight + now.again + now.ready
-        assert (now.in_flight, now.again, now.ready) == (len(self.flying), len(self.failed), len(self.ready))
+        assert now.dispatched == gone + now.in_flight + now.retrying + now.ready
+        assert (now.in_flight, now.retrying, now.ready) == (
+            len(self.flying),
+            len(self.failed),
+            len(self.ready),
+        )
         assert (now.trained, now.skipped, now.filtered) == tuple(
             map(len, (self.trained, self.skipped, self.filtered))
         )

@@ -56,7 +56,7 @@ def a_buffer(**changes):
 def at(version, **changes):
     """A buffer whose engine holds that version, with nothing in it."""
     buffer = a_buffer(**changes)
-    state = {"step": version, "dispatched": 0, "skipped": 0, "filtered": 0, "again": [], "ready": []}
+    state = {"step": version, "dispatched": 0, "skipped": 0, "filtered": 0, "retrying": [], "ready": []}
     buffer.load_state_dict(state)
     return buffer
 
@@ -229,7 +229,7 @@ def test_the_sampler_is_asked_once_a_reservation_with_all_three_versions():
     for _ in range(3):
         while (slots := buffer.reserve()) is not None:
             seen.append((slots[0].generation_version, slots[0].target_version, buffer.step, len(slots)))
-            for slot in buffer.fill(slots, [slot.id for slot in slots]):
+            for slot in buffer.assign(slots, [slot.id for slot in slots]):
                 buffer.complete(slot, slot.id)
         buffer.take()
         buffer.advance()

@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_untouched(tmp_path):
 def test_the_buffer_survives_json(tmp_path):
     source = prompts(10)
     buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
-    flying = buffer.fill(buffer.reserve(), source[:4])
+    flying = buffer.assign(buffer.reserve(), source[:4])
     rollout = Rollout(
         prompt_ids=(1, 2),
         token_ids=(3, 4),
@@ -176,7 +176,7 @@ def a_cut(tmp_path, *names, unfinished=()):
     """A checkpoint of a run with these tasks, and what was in flight."""
     loaders, sampler = tasks(*names), RoundRobin()
     buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
-    buffer.fill(buffer.reserve(), [loaders[task].take(1)[0] for task in unfinished])
+    buffer.assign(buffer.reserve(), [loaders[task].take(1)[0] for task in unfinished])
 
     async def story():
         finish = await checkpoint.begin(

@@ -99,7 +99,7 @@ def without(place):
     return lambda events: events.pop(place)
 
 
-COUNTED = ("in_flight", "again", "ready", "dispatched", "skipped", "filtered", "attempts")
+COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")
 BROKEN = [
     ("staleness", inside(12, "groups", 0, token_versions=[-1, 0])),
     ("batch", changed(12, groups=[group(0)])),

@@ -294,7 +294,7 @@ def test_a_trainer_that_never_answers_is_named_by_the_backstop():
             await asyncio.sleep(1e9)
 
     with pytest.raises(
-        DeadlineExceeded, match="waited 3600 s for ready groups at step 0; the buffer: Statistics"
+        DeadlineExceeded, match="waited 3600 s for ready groups at step 0; the buffer: BufferStatistics"
     ):
         Run(engine=Silent(), schedule={"rollout_deadline": None})()
 
@@ -402,57 +402,6 @@ def test_stop_ends_after_the_step_with_a_checkpoint_and_the_rest_can_be_trained_
 
 
 # ---------------------------------------------------------------------------------- waiting
-
-
-def test_the_answer_of_one_may_be_what_another_waits_for():
-    pipeline, state = Run().pipeline, set()
-
-    def turn():
-        if "go" not in state:
-            return None
-        state.add("turned")
-        return "turned"
-
-    async def story():
-        waiting = [
-            asyncio.create_task(
-                pipeline._when(lambda: "seen" if "turned" in state else None, "", patience=9)
-            ),
-            asyncio.create_task(pipeline._when(turn, "", patience=9)),
-        ]
-        await asyncio.sleep(1)
-        pipeline._apply(lambda: state.add("go"))
-        return await asyncio.gather(*waiting)
-
-    assert run(story()) == ["seen", "turned"]
-
-
-def test_an_error_of_a_question_reaches_who_asked_it_and_not_who_made_the_change():
-    pipeline, state = Run().pipeline, []
-
-    async def story():
-        waiting = asyncio.create_task(pipeline._when(lambda: state[0] / 0 if state else None, "", patience=9))
-        await asyncio.sleep(1)
-        pipeline._apply(lambda: state.append(1))
-        with pytest.raises(ZeroDivisionError):
-            await waiting
-        assert not pipeline._waiting
-
-    run(story())
-
-
-def test_who_goes_away_is_asked_no_more():
-    pipeline, asked = Run().pipeline, []
-
-    async def story():
-        waiting = asyncio.create_task(pipeline._when(lambda: asked.append(1), "", patience=9))
-        await asyncio.sleep(1)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        pipeline._apply(lambda: None)
-
-    run(story())
-    assert asked == [1]
 
 
 def test_an_update_that_waits_for_running_rollouts_admits_no_others():

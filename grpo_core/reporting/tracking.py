@@ -202,7 +202,7 @@ def _slot(slot: Slot[Prompt]) -> dict[str, Any]:
         "task": prompt and prompt.environment,
         "prompt": prompt and prompt.id,
         "attempt": slot.attempts,
-        "kept": len(slot.kept),
+        "kept": len(slot.partial_rollouts),
         "generation_version": slot.generation_version,
         "target_version": slot.target_version,
     }

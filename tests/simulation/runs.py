@@ -115,9 +115,9 @@ class _Watched(Buffer[Prompt, Group]):
         self.changed = True
         return super().take()
 
-    def _stamp_again(self, slot: Slot[Prompt]) -> Slot[Prompt]:
+    def _stamp_retry(self, slot: Slot[Prompt]) -> Slot[Prompt]:
         self.changed = True
-        return super()._stamp_again(slot)
+        return super()._stamp_retry(slot)
 
     def _leave(self, *given: Any) -> Slot[Prompt]:
         self.changed = True

@@ -1,0 +1,96 @@
+"""Waiting for shared state, and errors of tasks that run together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grpo_core.aio import Changes, gather
+from grpo_core.testing import run
+
+
+def test_an_answer_can_be_what_another_task_waits_for():
+    changes, state = Changes(), set()
+
+    def turn():
+        if "go" not in state:
+            return None
+        state.add("turned")
+        return "turned"
+
+    async def story():
+        waiting = [
+            asyncio.create_task(changes.until(lambda: "seen" if "turned" in state else None)),
+            asyncio.create_task(changes.until(turn)),
+        ]
+        await asyncio.sleep(1)
+        state.add("go")
+        changes.notify()
+        return await asyncio.gather(*waiting)
+
+    assert run(story()) == ["seen", "turned"]
+
+
+def test_an_error_in_a_question_reaches_the_task_that_asked_it():
+    changes, state = Changes(), []
+
+    async def story():
+        waiting = asyncio.create_task(changes.until(lambda: state[0] / 0 if state else None))
+        await asyncio.sleep(1)
+        state.append(1)
+        changes.notify()
+        with pytest.raises(ZeroDivisionError):
+            await waiting
+
+    run(story())
+
+
+def test_the_question_of_a_cancelled_task_is_not_asked_again():
+    changes, asked = Changes(), []
+
+    async def story():
+        waiting = asyncio.create_task(changes.until(lambda: asked.append(1)))
+        await asyncio.sleep(1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        changes.notify()
+
+    run(story())
+    assert asked == [1]
+
+
+def test_changes_that_happen_together_are_seen_together():
+    changes, state, seen = Changes(), [], []
+
+    async def story():
+        waiting = asyncio.create_task(changes.until(lambda: tuple(state) or None))
+        await asyncio.sleep(1)
+        state.append("late")
+        changes.notify()
+        state.append("early")
+        seen.append(await waiting)
+
+    run(story())
+    assert seen == [("late", "early")]
+
+
+def test_the_first_error_of_tasks_that_run_together_is_raised_as_it_is():
+    ended = []
+
+    async def fail():
+        await asyncio.sleep(1)
+        raise ZeroDivisionError
+
+    async def wait():
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ended.append("cancelled")
+
+    async def story():
+        with pytest.raises(ZeroDivisionError):
+            await gather([wait(), fail()])
+
+    run(story())
+    assert ended == ["cancelled"]
