@@ -1,9 +1,10 @@
-"""Directories of files that a power cut leaves whole or not at all.
+"""Directories that survive a power cut as a whole or not at all.
 
-When the power fails, a file system may lose whatever was not synced: the bytes of a file, its name in its
-directory, a rename, a removal, each with or without the others, in any order (OSDI 2014, Pillai et al.: "All
-File Systems Are Not Created Equal").  So everything below a directory is synced before it gets its name, and
-its name before anything that it replaces is removed.  ``simulation.disk`` fails in all these ways.
+When the power fails, a file system may lose anything that was not synced: the bytes of a file, its name in
+its directory, a rename, a removal, each with or without the others, in any order (OSDI 2014, Pillai et al.:
+"All File Systems Are Not Created Equal").  Therefore everything below a directory is synced before the
+directory gets its name, and the name is synced before the directory that it replaces is removed.  The
+simulated disk of the tests fails in all these ways.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPLACED = ".replaced"
-"""Ends the name of a directory for the moment in which another takes its place."""
+"""Suffix of a directory while another one takes its place."""
 
 
 class Disk:
-    """What the operating system does at once, and forgets in a power cut unless it is synced."""
+    """File operations whose effects a power cut may undo until they are synced."""
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do something that blocks beside everything else."""
+        """Run a blocking function in a thread."""
         return await asyncio.to_thread(work)
 
     def write(self, path: Path, data: bytes) -> None:
-        """A file, with the directories above it."""
+        """Write a file, and make the directories above it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
     def sync(self, path: Path) -> None:
-        """Of a file its bytes, of a directory the names in it."""
+        """Sync the bytes of a file, or the names in a directory."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -46,14 +47,14 @@ class Disk:
         path.rename(target)
 
     def remove(self, directory: Path) -> None:
-        """With all that is in it; none is no error."""
+        """Remove a directory with its contents; a missing one is not an error."""
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def seal(disk: Disk, directory: Path) -> dict[str, dict[str, Any]]:
-    """Sync all that is below a directory, but not its own names: more may come.
+    """Sync all files and directories below a directory, but not the directory itself.
 
-    Returns sha256 and size of each file, by relative name.
+    Returns the sha256 and size of each file, by relative name.
     """
     found = {}
     for path in sorted(directory.rglob("*")):
@@ -64,13 +65,13 @@ def seal(disk: Disk, directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def put(disk: Disk, partial: Path, final: Path) -> None:
-    """Give a sealed directory its name; if another had it, there is one of the two at every moment."""
+    """Give a sealed directory its name; at every moment the name belongs to it or to its predecessor."""
     replaced = final.with_name(final.name + REPLACED)
     if final.exists():
         disk.remove(replaced)
         disk.rename(final, replaced)
     disk.rename(partial, final)
-    for directory in (final.parent, final.parent.parent):  # the former may be new itself
+    for directory in (final.parent, final.parent.parent):  # the parent may be new, too
         disk.sync(directory)
     disk.remove(replaced)
 

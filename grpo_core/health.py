@@ -1,7 +1,7 @@
-"""The numbers that tell whether training is still what it is believed to be.  Pure.
+"""Limits of the metrics that show whether training still works as intended.  Pure.
 
-Each has a soft limit (a warning) and a hard limit (the run stops).  They are judged by the median of the last
-steps: a small batch may be extreme once, a fault stays.
+Each metric has a soft limit (a warning) and a hard limit (the run stops), which apply to the median of the
+last steps: a small batch may be extreme once, but a fault persists.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from statistics import median
 from attrs import frozen
 
 WINDOW = 5
-"""Steps that the median is taken of."""
+"""Number of steps in the median."""
 
 
 @frozen
 class Limits:
-    """Where a number is worth a warning (``soft``) and where the run stops (``hard``); 0 is never."""
+    """The limits for a warning (``soft``) and for the end of the run (``hard``); 0 disables a limit."""
 
     soft: float = 0.0
     hard: float = 0.0
@@ -26,7 +26,7 @@ class Limits:
 
 @frozen
 class Cause:
-    """What a metric beyond its limit means."""
+    """The meaning of a metric beyond its limit."""
 
     means: str
     likely: str
@@ -39,7 +39,7 @@ class Finding:
 
     metric: str
     value: float
-    """Median of the last steps."""
+    """Median over the last steps."""
     limit: float
     fatal: bool
     message: str
@@ -71,14 +71,14 @@ CAUSES: Mapping[str, Cause] = {
         "steps are too large: lower trainer.lr or trainer.updates_per_step",
     ),
 }
-"""By metric."""
+"""Explanations by metric."""
 
 
 def check_limits(recent: Sequence[Mapping[str, float]], limits: Mapping[str, Limits]) -> list[Finding]:
-    """What is beyond its limit in the last steps' metrics (newest last); the fatal ones first.
+    """Return the metrics of the last steps (newest last) that are beyond a limit; the fatal ones come first.
 
-    A metric that is not finite is beyond every limit that is set.  One that the newest step has not is left
-    alone: a batch without rows says nothing.
+    A metric that is not finite is beyond every limit that is set.  A metric that the newest step lacks is
+    skipped: a batch without rows says nothing.
     """
     found = []
     for metric, limit in limits.items():

@@ -99,7 +99,7 @@ class _Account:
     step: int = 0
     """Taken."""
     version: int = 0
-    """WeightsLease by the engine."""
+    """Version that the engine holds."""
     measured: int = -1
     """By the newest validation."""
     dispatched: int = 0

@@ -70,7 +70,7 @@ Save = Callable[[int], Awaitable[Written]]
 
 @frozen(kw_only=True)
 class Schedule:
-    """When validation and checkpoints are due, and how long waits may last.  Intervals are in steps; 0 is never."""
+    """When validation and checkpoints are due (in steps; 0 is never), and how long waits may last."""
 
     validate_every: int = 0
     save_every: int = 0
@@ -126,7 +126,7 @@ class Pipeline:
     _stopping: bool = field(init=False, default=False)
     _paused: bool = field(init=False, default=False)
     _stepping: asyncio.Lock = field(init=False, factory=asyncio.Lock)
-    """WeightsLease by a step of the trainer, or by the validation that it has to wait for."""
+    """Held during a trainer step, and during a validation that pauses training."""
     _meter: Meter = field(init=False, factory=Meter)
     _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
 

@@ -1,1 +1,1 @@
-"""Where prompts come from, and which come next."""
+"""Sources, loaders and samplers of prompts."""

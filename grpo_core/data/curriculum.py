@@ -1,4 +1,4 @@
-"""Samplers whose weights change while the run goes on: with the step, or with what was learnt."""
+"""Samplers whose task weights change during the run: with the step, or with the success rate."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from grpo_core.records import Group, SampleRequest
 
 
 class Schedule(WeightedTaskSampler):
-    """Weights that are piecewise-linear functions of the step that a prompt is drawn for.
+    """Draws tasks with weights that are piecewise-linear functions of the step.
 
     Args:
-        points: for each task ``[[step, weight], ...]`` with rising steps: between two of them the weight
-            goes in a straight line, before the first and after the last it stays.  The step is the request's
+        points: ``[[step, weight], ...]`` for each task, with rising steps.  The weight is interpolated
+        between
+            two points and constant before the first and after the last.  The step is the request's
             ``target_version``, so that a longer pipeline does not shift the schedule.
-        weights: of tasks without points; 1 if it is not given.
-        seed: of the draws.
+        weights: weights of tasks without points; the default is 1.
+        seed: seed of the draws.
 
     Raises:
-        ConfigError: points are not pairs of a rising step and a weight of at least 0, or belong to a task
-            that there is not.
+        ConfigError: points are not pairs of a rising step and a weight of at least 0, or name an unknown
+            task.
     """
 
     name = "schedule"
@@ -64,7 +65,7 @@ class Schedule(WeightedTaskSampler):
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at ``x`` of the line through the points, which stays level beyond its ends."""
+    """Interpolate linearly between points; the value is constant beyond the first and the last."""
     after = bisect.bisect_right(points, x, key=lambda point: point[0])
     if after in (0, len(points)):
         return points[min(after, len(points) - 1)][1]
@@ -73,29 +74,29 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 class Curriculum(WeightedTaskSampler):
-    """Draws mostly from tasks that are neither too hard nor too easy yet.
+    """Draws mostly from tasks that are neither too hard nor too easy.
 
-    A group says most when about half of its rollouts succeed, and nothing when all do or none.  A task's
-    success rate is the mean over its newest ``window`` groups.  While that lies in the band, or is not known
-    yet, the task has its weight; outside of the band it has a small share of it, so that it is still
-    measured and comes back when that changes.  When every task is outside, those that are too hard have their
-    whole weight: what is solved teaches nothing, what is not yet may begin to.
+    A group teaches most when about half of its rollouts succeed, and nothing when all or none do.  A task's
+    success rate is the mean over its newest ``window`` groups.  While the rate is inside the band, or not
+    known yet, the task has its full weight.  Outside the band it keeps a small share, so that it is still
+    measured and returns when the rate changes.  If every task is outside, the tasks that are too hard have
+    their full weight: a solved task teaches nothing, an unsolved one may still begin to.
 
-    Which groups are the newest is decided by their place in the stream: in which order they are observed,
-    and how late, makes no difference, and a group that is observed twice counts once.
+    The place in the stream decides which groups are the newest: the order and delay of observation make no
+    difference, and a group that is observed twice counts once.
 
     Args:
-        low: rates below are too hard.
-        high: rates above are too easy.
-        window: groups of a task that its rate is the mean of.
-        known_after: groups of a task before its rate is known.
-        rest: share of its weight that a task outside of the band keeps.
-        success: a rollout with this reward or more has succeeded.
-        weights: of tasks inside the band; a task without one has weight 1.
-        seed: of the draws.
+        low: tasks with a lower success rate are too hard.
+        high: tasks with a higher success rate are too easy.
+        window: number of groups in the mean.
+        known_after: number of groups of a task before its rate is known.
+        rest: share of its weight that a task outside the band keeps.
+        success: smallest reward of a successful rollout.
+        weights: weights of tasks inside the band; the default is 1.
+        seed: seed of the draws.
 
     Raises:
-        ConfigError: a number is out of range, or a weight names a task that there is not.
+        ConfigError: a number is out of range, or a weight names an unknown task.
     """
 
     name = "curriculum"
@@ -122,10 +123,10 @@ class Curriculum(WeightedTaskSampler):
         self._window, self._known_after, self._rest, self._success = window, known_after, rest, success
         self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
         self._rates: dict[str, dict[int, float]] = {}
-        """Of each task: success rate of its newest groups, by their place in the stream."""
+        """Success rates of the newest groups of each task, by their place in the stream."""
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Take note of the groups' rewards."""
+        """Record the groups' rewards."""
         for group in groups:
             rewards = [reward for reward in group.rewards if reward is not None]
             if not rewards:
@@ -136,7 +137,7 @@ class Curriculum(WeightedTaskSampler):
                 del rates[min(rates)]
 
     def rate(self, task: str) -> float | None:
-        """The task's success rate, or None while it is not known."""
+        """Return the task's success rate, or None while it is not known."""
         rates = self._rates.get(task, {})
         return fmean(rates.values()) if len(rates) >= self._known_after else None
 

@@ -1,9 +1,9 @@
-"""The endless stream of one task's prompts: reshuffled each epoch, resumed exactly.
+"""The endless stream of one task's prompts, which is reshuffled each epoch and resumes exactly.
 
-The order of an epoch is a function of (seed, task, epoch), so that the state is two numbers and a resumed
-run draws what the uninterrupted run would have drawn.  The loader is torchdata's with an explicit stateful
-sampler, which hands out as many indices at once as are asked for; to workers, which read ahead, one by one.
-(With ``shuffle=True`` and no workers the same loader continues with another order after a resume.)
+The order of an epoch is a function of (seed, task, epoch), so the state is two numbers and a resumed run
+draws what the uninterrupted run would have drawn.  The loader is torchdata's, with an explicit stateful
+sampler that returns as many indices as requested; workers, which read ahead, get one index at a time.
+(With ``shuffle=True`` and no workers, torchdata's own sampler continues in another order after a resume.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ShuffledIndices:
-    """An endless iterator over lists of ``want`` indices; its state is the epoch and the position in it."""
+    """An endless iterator over lists of ``want`` indices; its state is an epoch and a position."""
 
     def __init__(self, n: int, *, seed: int, task: str) -> None:
         self.want = 1
@@ -61,7 +61,7 @@ class ShuffledIndices:
 
 
 class _Rows:
-    """The prompts, read by lists of indices."""
+    """A data set that is read by lists of indices."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
@@ -76,13 +76,13 @@ class _Rows:
 class TaskLoader:
     """A ``Loader`` for the prompts of one task.
 
-    The prompts are not looked at before the first of them is taken.
+    No prompt is read before the first one is taken.
 
     Args:
-        task: its name; part of the shuffling, so that tasks of one length differ in order.
-        prompts: with unique ids.
-        seed: of the shuffling.
-        workers: processes that read prompts ahead; 0 reads them where they are taken.
+        task: name of the task; part of the shuffling seed, so that tasks of equal length differ in order.
+        prompts: the prompts, with unique ids.
+        seed: seed of the shuffling.
+        workers: number of processes that read prompts ahead; 0 reads them in this process.
 
     Raises:
         PluginError: there are no prompts.
@@ -99,22 +99,22 @@ class TaskLoader:
         self._stream: Iterator[list[Prompt]] = iter(())
 
     def __len__(self) -> int:
-        """Prompts in an epoch."""
+        """Number of prompts in an epoch."""
         return len(self._prompts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled loader goes on where this one is, with workers of its own."""
+        """Pickle the position; a copy continues there with workers of its own."""
         state = {name: value for name, value in self.__dict__.items() if name != "_indices"}
         restored = self._restored if self._dataloader is None else self._dataloader.state_dict()
         return {**state, "_restored": restored, "_dataloader": None, "_stream": None}
 
     @property
     def epoch(self) -> float:
-        """Epochs that were drawn: 1.5 is half of the second."""
+        """Number of epochs drawn; 1.5 is half of the second."""
         return self._taken / len(self)
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts."""
+        """Return the next ``n`` prompts."""
         if n < 1:
             return []
         if self._dataloader is None:
@@ -127,7 +127,7 @@ class TaskLoader:
         return next(self._stream)
 
     def prompt(self, id: str) -> Prompt:
-        """The prompt of that id.  Raises CheckpointError if the task has it no more."""
+        """Return the prompt with this id.  Raises CheckpointError if the task no longer has it."""
         try:
             return self._prompts[self._index_of[id]]
         except KeyError:
@@ -138,12 +138,12 @@ class TaskLoader:
             ) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values: where the stream stands, and what it is a stream of."""
+        """Return the position and a fingerprint of the prompts, as JSON values."""
         state = self._restored if self._dataloader is None else self._dataloader.state_dict()
         return {**self._source, "taken": self._taken, "dataloader": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state.  Raises CheckpointError if it is that of other prompts or another seed."""
+        """Continue from a state.  Raises CheckpointError if it belongs to other prompts or another seed."""
         for key, expected in self._source.items():
             if state.get(key) != expected:
                 raise CheckpointError(
@@ -154,20 +154,20 @@ class TaskLoader:
         self._taken = state["taken"]
         self._restored = state["dataloader"]
         self._dataloader, self._stream = None, iter(())
-        self._indices.load_state_dict({"epoch": 0, "position": 0})  # if nothing had been drawn yet
+        self._indices.load_state_dict({"epoch": 0, "position": 0})  # before the first draw
 
     def _open(self) -> StatefulDataLoader:
         import torch
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own affair
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's call
             loader = StatefulDataLoader(
                 _Rows(self._prompts),
                 batch_size=None,
                 sampler=self._indices,
                 collate_fn=_as_it_is,
-                generator=torch.Generator(),  # else it draws from torch's global one
+                generator=torch.Generator(),  # otherwise it draws from torch's global generator
                 num_workers=self._workers,
                 multiprocessing_context=_context() if self._workers else None,
             )
@@ -189,14 +189,14 @@ class TaskLoader:
 
     @functools.cached_property
     def _source(self) -> dict[str, Any]:
-        """What the stream is made from.  Answers may be corrected, so they are no part of it."""
+        """Return what determines the stream.  Answers are left out, so that they can be corrected."""
         prompts = len(self)
         known = getattr(self._prompts, "fingerprint", "")
         return {"prompts": prompts, "fingerprint": known or fingerprint(self._prompts), "seed": self._seed}
 
 
 def fingerprint(prompts: Iterable[Prompt]) -> str:
-    """Of ids and messages, in order."""
+    """Hash ids and messages, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         line = json.dumps([prompt.id, prompt.messages], default=lambda value: type(value).__name__)
@@ -205,7 +205,7 @@ def fingerprint(prompts: Iterable[Prompt]) -> str:
 
 
 def _context() -> Any:
-    """Workers are forked from a server without threads, which has imported what they need."""
+    """Make a context whose workers are forked from a server without threads."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")

@@ -1,7 +1,7 @@
-"""Samplers that come with the core, and the check that each sampler's draw passes.
+"""The built-in samplers, and the check of what any sampler returns.
 
-``mix``, ``round_robin`` and ``chosen`` are here; ``schedule`` and ``curriculum``, whose weights change while
-the run goes on, are in ``grpo_core.data.curriculum``.
+``mix``, ``round_robin`` and ``chosen`` are here; ``schedule`` and ``curriculum``, whose weights change during
+the run, are in ``grpo_core.data.curriculum``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from grpo_core.records import Prompt, SampleRequest
 
 
 class TaskSampler:
-    """Base of samplers that choose tasks and remember no more than how many prompts were drawn.
+    """Base class of samplers that choose tasks and whose only state is the number of prompts drawn.
 
-    A subclass says which tasks; ``self.drawn`` is the place in the stream of the first prompt asked for.
+    A subclass chooses the tasks; ``self.drawn`` is the place in the stream of the first requested prompt.
     """
 
     name = "drawing"
-    """For messages."""
+    """Name of the sampler in messages."""
 
     def __init__(self) -> None:
         self.drawn = 0
 
     def choose(self, tasks: Sequence[str], request: SampleRequest) -> Sequence[str]:
-        """``request.expected_prompts`` of the tasks, which are in the order of their names."""
+        """Return ``request.expected_prompts`` of ``tasks``, which are sorted by name."""
         raise NotImplementedError(f"{type(self).__name__} does not define choose(tasks, request)")
 
     def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]:
@@ -46,7 +46,7 @@ class TaskSampler:
         self.drawn = state["drawn"]
 
     def known(self, given: Iterable[str], tasks: Sequence[str], to_do: str) -> None:
-        """Raises ConfigError for a task that there is not."""
+        """Raise ConfigError for an unknown task."""
         for task in given:
             if task not in tasks:
                 near = did_you_mean(task, set(tasks))
@@ -57,10 +57,10 @@ class TaskSampler:
 
 
 class WeightedTaskSampler(TaskSampler):
-    """Base of samplers that draw each prompt's task at random, in proportion to weights.
+    """Base class of samplers that draw each prompt's task at random, in proportion to weights.
 
     Args:
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -68,7 +68,7 @@ class WeightedTaskSampler(TaskSampler):
         self._seed = seed
 
     def weights(self, tasks: Sequence[str], request: SampleRequest) -> Sequence[float]:
-        """One for each task: finite, at least 0, and not all of them 0."""
+        """Return a weight for each task: finite, at least 0, and not all 0."""
         raise NotImplementedError(f"{type(self).__name__} does not define weights(tasks, request)")
 
     def choose(self, tasks: Sequence[str], request: SampleRequest) -> Sequence[str]:
@@ -78,11 +78,11 @@ class WeightedTaskSampler(TaskSampler):
                 f"sampler {self.name}: every task has weight 0 at step {request.target_version} "
                 f"({', '.join(tasks)}); give one of them more"
             )
-        # The generator is made anew from the number of prompts drawn, so that this number is all its state.
+        # A new generator is seeded with the number of prompts drawn, so that this number is the whole state.
         return random.Random(f"{self._seed}/{self.drawn}").choices(tasks, weights, k=request.expected_prompts)
 
     def checked(self, task: str, weight: Any) -> float:
-        """The weight.  Raises ConfigError if it is no finite number of at least 0."""
+        """Return the weight.  Raises ConfigError if it is not a finite number of at least 0."""
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             expected = "a number"
         elif not 0 <= weight < math.inf:
@@ -98,11 +98,11 @@ class Mix(WeightedTaskSampler):
     """Draws each prompt's task at random, in proportion to the tasks' weights.
 
     Args:
-        weights: of tasks; a task without one has weight 1, weight 0 leaves it out.
-        seed: of the draws.
+        weights: weight of each task; the default is 1, and 0 leaves a task out.
+        seed: seed of the draws.
 
     Raises:
-        ConfigError: a weight is no finite number of at least 0, or names a task that there is not.
+        ConfigError: a weight is not a finite number of at least 0, or names an unknown task.
     """
 
     name = "mix"
@@ -117,7 +117,7 @@ class Mix(WeightedTaskSampler):
 
 
 class RoundRobin(TaskSampler):
-    """Draws from the tasks in turn, in the order of their names."""
+    """Draws from the tasks in turn, in alphabetical order."""
 
     name = "round_robin"
 
@@ -126,15 +126,15 @@ class RoundRobin(TaskSampler):
 
 
 class TaskOrder(TaskSampler):
-    """Draws for each step from the tasks that a list names for it.
+    """Draws from the tasks that a list names for each step.
 
     Args:
-        order: for step 0, 1, ... a task, or several that take turns; after the last it starts over.  The
-            step is the ``target_version``: the last that may train the prompt, and with ``policy =
-            "in_order"`` the one that does.
+        order: for step 0, 1, ... a task, or several tasks that take turns; after the last it starts over.
+            The step is the ``target_version``: the last step that may train the prompt, and with
+            ``policy = "in_order"`` the step that does.
 
     Raises:
-        ConfigError: the list is empty, or names a task that there is not.
+        ConfigError: the list is empty, or names an unknown task.
     """
 
     name = "chosen"
@@ -158,7 +158,7 @@ def _in_turn(tasks: Sequence[str], start: int, count: int) -> list[str]:
 
 
 def draw(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
-    """One prompt of each chosen task, in that order; each loader is asked once."""
+    """Draw one prompt of each chosen task, in order, with one call of each loader."""
     chosen = list(chosen)
     taken = {task: iter(loaders[task].take(count)) for task, count in Counter(chosen).items()}
     return [next(taken[task]) for task in chosen]
@@ -167,16 +167,17 @@ def draw(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
 def checked_sample(
     sampler: Sampler, name: str, loaders: Mapping[str, Loader], request: SampleRequest
 ) -> list[Prompt]:
-    """What the sampler draws.
+    """Ask a sampler for prompts and check what it returns.
 
     Args:
-        sampler: asked once.
-        name: as in the configuration, for messages.
-        loaders: of all tasks.
-        request: how many prompts, and for which versions.
+        sampler: the sampler, which is called once.
+        name: name of the sampler in the configuration, for messages.
+        loaders: the loaders of all tasks.
+        request: number of prompts, and the versions they are for.
 
     Raises:
-        PluginError: it raised, or did not return exactly as many prompts of these tasks as were asked for.
+        PluginError: the sampler raised, or did not return exactly the requested number of prompts of these
+            tasks.
     """
     who = f"sampler {name!r}"
     try:

@@ -1,11 +1,11 @@
-"""Prompts from files and data sets, for tasks whose environment only judges.
+"""Prompts from files and data sets, for tasks whose environment only scores replies.
 
     [tasks.gsm8k]
     env = "math:gsm8k"
     source = { path = "train.jsonl", validation_path = "test.jsonl", prompt = "question" }
 
-A source is a sequence of prompts.  Nothing is opened before it is first asked for something; then every row
-is read once, so that a bad one is an error before the run begins.  A pickled source opens its file anew.
+A source is a sequence of prompts.  It opens its file on first use and then reads every row once, so that a
+bad row is an error before the run begins.  A pickled source opens its file again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from grpo_core.errors import ConfigError
 from grpo_core.records import Prompt
 
 PROMPT_FIELDS = ("prompt", "messages", "question")
-"""Looked for in this order, unless the configuration names one."""
+"""Fields that may hold the prompt, in order of preference, if the configuration names none."""
 
 
 class Rows(Protocol):
-    """What a file or data set is read as."""
+    """The rows of a file or data set."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
@@ -37,20 +37,20 @@ class Source(Sequence[Prompt]):
     """The prompts of one split of a task.
 
     Args:
-        task: its name; what the prompts are marked with.
-        path: a ``.jsonl`` or ``.parquet`` file, or a data set: a directory or hub id for ``datasets``.
-        split: of the data set.
+        task: name of the task, which is set on each prompt.
+        path: a ``.jsonl`` or ``.parquet`` file, or a data set (a directory or hub id for ``datasets``).
+        split: split of the data set.
         config: how rows become prompts.
 
     Raises (when it is opened):
-        ConfigError: it cannot be read, or a row is no prompt.
+        ConfigError: the file cannot be read, or a row is not a prompt.
     """
 
     def __init__(self, task: str, path: str, config: SourceConfig, *, split: str = "train") -> None:
         self._task, self._path, self._config, self._split = task, path, config, split
         self._rows: Rows | None = None
         self.fingerprint = ""
-        """Of all ids and messages, in order; known when it is open."""
+        """Hash of all ids and messages, in order; set by ``open``."""
 
     def __len__(self) -> int:
         return len(self._opened())
@@ -70,7 +70,7 @@ class Source(Sequence[Prompt]):
         return {**self.__dict__, "_rows": None}
 
     def open(self) -> None:
-        """Read all of it once, unless that was done."""
+        """Read every row once; further calls do nothing."""
         self._opened()
 
     def _opened(self) -> Rows:
@@ -81,7 +81,7 @@ class Source(Sequence[Prompt]):
         return self._rows
 
     def _check(self, rows: Rows) -> str:
-        """The fingerprint.  Raises ConfigError for the first row that is no prompt, or has another's id."""
+        """Return the fingerprint.  Raises ConfigError for a row that is not a prompt or repeats an id."""
         if not len(rows):
             raise ConfigError(f"task {self._task!r}: source {self._path!r} is empty; expected a prompt a row")
         return fingerprint(self._unique(self._prompt(rows[place], place) for place in range(len(rows))))
@@ -138,7 +138,7 @@ def _is_prompt(given: Any) -> bool:
 
 
 def find_source(task: str, config: SourceConfig, split: str) -> Source | None:
-    """Of ``"train"`` or ``"validation"``; None if the configuration leaves it to the environment."""
+    """Return the source of ``"train"`` or ``"validation"``, or None if the environment has the prompts."""
     if split == "train":
         return Source(task, config.path, config, split=config.split) if config.path else None
     path = config.validation_path or (config.path if config.validation_split else "")
@@ -149,7 +149,7 @@ def find_source(task: str, config: SourceConfig, split: str) -> Source | None:
 
 
 def read(path: str, subset: str, split: str, *, who: str) -> Rows:
-    """The rows of a file or data set.  Raises ConfigError if it cannot be read."""
+    """Read a file or data set.  Raises ConfigError if it cannot be read."""
     suffix = Path(path).suffix
     if suffix in (".jsonl", ".ndjson", ".parquet"):
         if not Path(path).is_file():
@@ -161,9 +161,9 @@ def read(path: str, subset: str, split: str, *, who: str) -> Rows:
 
 
 class JsonLines:
-    """The objects of a file with one JSON object a line; read where it is asked for.
+    """A file with one JSON object per line, which is parsed on access.
 
-    Blank lines do not count.
+    Blank lines are skipped.
     """
 
     def __init__(self, path: Path, who: str) -> None:
@@ -190,7 +190,7 @@ class JsonLines:
 
     @staticmethod
     def _lines(file: Any) -> Iterator[int]:
-        """Begin and end of each line that is not blank."""
+        """Return begin and end of each line that is not blank."""
         end = 0
         for line in file:
             begin, end = end, end + len(line)
@@ -200,7 +200,7 @@ class JsonLines:
 
 
 class _Table:
-    """A pyarrow table."""
+    """The rows of a pyarrow table."""
 
     def __init__(self, table: Any) -> None:
         self._table = table

@@ -1,6 +1,6 @@
-"""Estimates from validation rollouts: pass@k, the majority's choice, bootstrap intervals.
+"""Estimates from validation rollouts: pass@k, majority vote, bootstrap intervals.
 
-Functions of numbers; whatever is random has a seed.
+These are pure functions of numbers; the random ones take a seed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from statistics import fmean
 from attrs import frozen
 
 RESAMPLES = 1000
-"""Of a bootstrap: enough for two digits of a 95 % interval."""
+"""Number of bootstrap resamples: enough for two digits of a 95 % interval."""
 
 
 @frozen
 class Interval:
-    """Where a mean would lie if the prompts had been others of the same kind."""
+    """The range of a mean under resampling of the prompts."""
 
     low: float
     high: float
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that at least one of ``k`` rollouts is correct, given ``correct`` of ``n``.
+    """Estimate the chance that at least one of ``k`` rollouts is correct, given ``correct`` of ``n``.
 
     ``1 - C(n - correct, k) / C(n, k)``, which is unbiased for every ``n >= k`` (Chen et al. 2021, "Evaluating
     large language models trained on code", equation 1); ``1 - (1 - correct / n) ** k`` is not.
@@ -37,14 +37,13 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority(votes: Sequence[tuple[Hashable, float]]) -> float:
-    """The value of the answer with the most votes: the mean of its votes' values.
+    """Return the value of the answer with the most votes, which is the mean of its votes' values.
 
-    A tie is worth the mean over the answers that share it: what drawing one of them comes to in the long run,
-    without a draw and without regard to the order of the votes (Wang et al. 2022, "Self-consistency", leaves
-    ties open).
+    A tie has the mean value of the answers that share it, the expectation of a random choice among them (Wang
+    et al. 2022, "Self-consistency", leaves ties open).
 
     Args:
-        votes: ``(answer, value)`` of each rollout; at least one.
+        votes: ``(answer, value)`` for each rollout; at least one.
     """
     values: dict[Hashable, list[float]] = {}
     for answer, value in votes:
@@ -56,20 +55,21 @@ def majority(votes: Sequence[tuple[Hashable, float]]) -> float:
 def interval(
     values: Sequence[float], *, seed: int, confidence: float = 0.95, resamples: int = RESAMPLES
 ) -> Interval:
-    """Percentile bootstrap of the mean (Efron 1979): the same for the same values, in any order, and seed.
+    """Return the percentile bootstrap interval of the mean (Efron 1979).
 
-    Equal values have an interval of no width; it says that these prompts are alike, not that all are.
+    The result depends on the values, not on their order, and on the seed.  Equal values give an interval of
+    zero width: these prompts are alike, which does not mean that all are.
 
     Args:
-        values: one for each independent unit, which is a prompt and not a rollout; at least one.
-        seed: of the resampling.
-        confidence: share of the resampled means that lie within.
-        resamples: drawn with replacement, each as large as ``values``.
+        values: one value for each independent unit (a prompt, not a rollout); at least one.
+        seed: seed of the resampling.
+        confidence: share of the resampled means inside the interval.
+        resamples: number of resamples, each as large as ``values``.
     """
     import numpy as np
 
     distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
-    # Drawing n of n values with replacement draws so many of each distinct one.
+    # A resample of n values is a multinomial draw over the distinct values.
     drawn = np.random.default_rng(seed).multinomial(len(values), counts / len(values), size=resamples)
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(drawn @ distinct / len(values), [tail, 1.0 - tail])
@@ -79,7 +79,7 @@ def interval(
 def with_interval(
     name: str, values: Sequence[float], *, seed: int, confidence: float = 0.95
 ) -> Mapping[str, float]:
-    """``{name: mean, name/low: ..., name/high: ...}``; nothing if there are no values."""
+    """Return ``{name: mean, name_low: ..., name_high: ...}``, or ``{}`` if there are no values."""
     if not values:
         return {}
     mean = fmean(values)

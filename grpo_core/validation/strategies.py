@@ -1,7 +1,7 @@
-"""The validation strategies that the core offers.
+"""The built-in validation strategies.
 
-All of them score each prompt by itself, from the rollouts of it that have feedback, and give for each task
-the mean over its prompts with a bootstrap interval.
+Each strategy scores every prompt separately, from its scored rollouts, and reports for each task the mean
+over its prompts with a bootstrap interval.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ Mode = Literal["batched", "pipelined"]
 
 
 class Strategy:
-    """``n`` rollouts of each prompt, and the mean over prompts of what ``scores`` says.
+    """Base class: plays ``n`` rollouts of each prompt and averages ``scores`` over prompts.
 
-    Metrics of each task: those of ``scores``, each with ``/low`` and ``/high``; ``reward/NAME`` for the parts
-    that the environment names; ``completion_tokens``; ``truncated``, the share that ended at a limit;
-    ``prompts``, those that count; ``errors``, the rollouts unscored, which do not count.
+    Metrics of each task: those of ``scores``, each with ``_low`` and ``_high``; ``reward/NAME`` for the
+    reward parts that the environment names; ``completion_tokens``; ``truncated``, the share that ended at a
+    limit; ``prompts``, the number of prompts that count; ``errors``, the number of unscored rollouts, which
+    do not.
 
     Raises ConfigError if an option is out of its range.
 
     Args:
-        n: rollouts of each prompt.
-        temperature: 0 is greedy decoding.
-        max_tokens: of one completion; None: as in training.
-        mode: ``"batched"``: turn by turn, one environment call for all that are live.  ``"pipelined"``: each
-            rollout for itself; the environment's batching merges what arrives together.
-        confidence: of the intervals.
+        n: number of rollouts of each prompt.
+        temperature: sampling temperature; 0 is greedy decoding.
+        max_tokens: limit of one completion in tokens; None uses the limit of training.
+        mode: ``"batched"`` plays turn by turn, with one environment call for all live rollouts;
+            ``"pipelined"`` plays each rollout on its own, and the environment's batching merges calls.
+        confidence: confidence level of the intervals.
     """
 
     needed: int = 1
-    """Rollouts with feedback without which a prompt does not count."""
+    """Smallest number of scored rollouts with which a prompt counts."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Strategy:
         self.mode, self.confidence = mode, float(confidence)
 
     def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-        """Of one prompt, from its rollouts with feedback: ``needed`` of them or more."""
+        """Return the scores of one prompt from its scored rollouts, at least ``needed`` of them."""
         return {"accuracy": fmean(map(_correct, rollouts)), "reward": fmean(map(_reward, rollouts))}
 
     async def validate(self, context: ValidationContext) -> dict[str, dict[str, float]]:
@@ -100,7 +101,7 @@ class Strategy:
 
 
 class Batched(Strategy):
-    """Turn by turn: one environment call a turn for all live episodes of a task, of ``max_batch`` at most."""
+    """Plays turn by turn, with one environment call a turn for all live episodes of a task."""
 
     played: Mode = "batched"
 
@@ -115,13 +116,13 @@ class Batched(Strategy):
 
 
 class Pipelined(Batched):
-    """Each rollout goes on as soon as it can; environment calls are merged by what arrives together."""
+    """Plays each rollout on its own; calls that arrive together at an environment are merged."""
 
     played: Mode = "pipelined"
 
 
 class Greedy(Strategy):
-    """One rollout of each prompt, always the likeliest token."""
+    """Plays one rollout of each prompt with greedy decoding."""
 
     def __init__(
         self, max_tokens: int | None = None, mode: Mode = "batched", confidence: float = 0.95
@@ -130,14 +131,15 @@ class Greedy(Strategy):
 
 
 class PassAtK(Strategy):
-    """``pass@k``: how often at least one of ``k`` rollouts has full marks, without bias (Chen et al. 2021).
+    """Measures ``pass@k``, the chance that at least one of ``k`` rollouts has a full reward (Chen et al.
+    2021).
 
-    A prompt with fewer than ``k`` feedback does not count; give ``n`` above ``k`` for a smaller variance, and
-    for some to spare.
+    A prompt with fewer than ``k`` scored rollouts does not count.  An ``n`` above ``k`` gives a smaller
+    variance and tolerates unscored rollouts.
 
     Args:
-        k: a number, or several.
-        n: rollouts of each prompt; None: the largest ``k``.
+        k: one number, or several.
+        n: number of rollouts of each prompt; None uses the largest ``k``.
     """
 
     def __init__(
@@ -164,11 +166,11 @@ class PassAtK(Strategy):
 
 
 class Majority(Strategy):
-    """``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
+    """Measures ``maj@n``, the accuracy of the majority answer of ``n`` rollouts (Wang et al. 2022).
 
-    Answers are those that the environment reports (``Feedback.answer``); replies without one abstain.  Where
-    no reply to a prompt has one, the whole replies are compared, without regard to case and white space.
-    Answers that share the lead count with the mean of their scores.
+    The environment reports the answers (``Feedback.answer``); replies without an answer abstain.  If no reply
+    to a prompt has an answer, whole replies are compared, ignoring case and white space.  Answers that share
+    the lead count with the mean of their scores.
     """
 
     def __init__(
@@ -201,13 +203,13 @@ def _reward(rollout: Rollout) -> float:
 
 
 def _normalised(rollout: Rollout) -> str:
-    """The last completion."""
+    """Return the last reply without case and extra white space."""
     said = [m for m in rollout.messages if m.get("role") == "assistant"]
     return " ".join(str(said[-1].get("content") or "").split()).casefold() if said else ""
 
 
 def _descriptions(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over rollouts, for which nobody needs an interval."""
+    """Return the means over rollouts that are reported without an interval."""
     if not rollouts:
         return {}
     parts: dict[str, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to engines.
+"""Transports of weights from the trainer to engines.
 
 ``shm``, ``cuda_ipc`` and ``collective`` are the transports, each with a writer for the trainer; ``reading``
 reads what any of them published, and ``copies`` keeps it.  This module needs no torch.
@@ -13,18 +13,18 @@ from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
 
 COLLECTIVE = "collective:"
-"""Begins a location that names a trainer's socket, see ``collective``."""
+"""Prefix of a location that names a trainer's socket; see ``collective``."""
 
 
 def anonymous_file(name: str) -> int:
-    """A file in memory, by descriptor: it has no name on any disk and vanishes with its process."""
+    """Make a file in memory and return its descriptor; it has no name and vanishes with its process."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     return os.dup(tempfile.TemporaryFile().fileno())  # pragma: no cover - not on Linux
 
 
 def unreadable(weights: Weights, error: Exception) -> WeightSyncError:
-    """What to raise if the file of a machine's memory cannot be mapped."""
+    """Make the error for shared memory that cannot be mapped."""
     return WeightSyncError(
         f"version {weights.version}: the trainer's shared memory {weights.location} cannot be read "
         f"({error}); it is read on the machine of the trainer, under its user"

@@ -1,11 +1,11 @@
-"""Weights that are sent: from the trainer's block to a block of each engine that asks for them.
+"""Weights sent by a collective backend, from the trainer's block to a block of each engine that asks.
 
-Between GPUs by NCCL, else by gloo, over groups of two: an engine may come and go, and one that is slow keeps
-only itself waiting.  An engine asks for a publication by number, and the trainer refuses any but the last; it
-writes no other while it sends one.  So what arrives is one version, whole, and the one asked for.
+The backend is NCCL between GPUs and gloo otherwise, over groups of two, so that engines can come and go and a
+slow engine keeps only itself waiting.  An engine asks for a publication by number.  The trainer refuses any
+number but the last, and writes no other while it sends one, so an engine gets one whole version.
 
-The location names the trainer's socket, and a secret without which it tells nothing.  Who has it reads the
-weights: bind it to addresses of a network that is trusted.
+The location contains the address of the trainer's socket and a secret.  Whoever has the secret can read the
+weights, so bind the socket to a trusted network only.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from grpo_core.weights import COLLECTIVE
 from grpo_core.weights.layout import pack
 
 _dist: Any = torch.distributed
-"""Untyped: what it has depends on how torch was built."""
+"""``torch.distributed``, untyped: its contents depend on how torch was built."""
 
 SECONDS = 300.0
-"""Patience with a partner in the middle of a transfer."""
+"""Seconds to wait for a partner in the middle of a transfer."""
 LONGEST = 1000
-"""Bytes of a message."""
+"""Largest size of a message in bytes."""
 _TRAINER, _ENGINE = 0, 1
-"""Ranks in a group."""
+"""Ranks of the two members of a group."""
 
 
 class CollectiveWriter:
-    """Owns the block that one trainer publishes in, and sends it to whoever asks.
+    """Owns the block that one trainer publishes in, and sends it to engines.
 
     Args:
-        device: of the block.
-        host: address of the sockets, at which engines reach them.
+        device: device of the block.
+        host: address of the sockets at which engines reach the trainer.
     """
 
     def __init__(self, device: torch.device, host: str) -> None:
@@ -54,7 +54,7 @@ class CollectiveWriter:
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
         self._publication = 0
         self._version: int | None = None
-        """Of what the block holds; None while it is written."""
+        """Version of the block's contents; None while they are written."""
         self._sending = threading.Lock()
         self._secret = secrets.token_hex(16)
         self._partners = itertools.count(1)
@@ -63,7 +63,7 @@ class CollectiveWriter:
         threading.Thread(target=self._accept, name="collective", daemon=True).start()
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-        """Copy the tensors there, when nobody is being sent what was there before."""
+        """Copy the tensors into the block, after all running transfers of the version before."""
         port = self._socket.getsockname()[1]
         with self._sending:
             self._version = None
@@ -85,7 +85,7 @@ class CollectiveWriter:
             threading.Thread(target=self._serve, args=(connection,), name="collective", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """One engine, until it goes away."""
+        """Serve one engine until it closes the connection."""
         with connection, connection.makefile("rwb") as lines, _aside(self._device):
             try:
                 hello = _receive(lines)
@@ -113,7 +113,7 @@ class CollectiveWriter:
 
 
 class _Line:
-    """An engine's end: connected to one trainer, and the last that it sent."""
+    """An engine's connection to one trainer, with the last block that it received."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         self._socket = socket.create_connection((host, port), timeout=SECONDS)
@@ -154,13 +154,13 @@ class _Line:
 
 
 _lines: dict[tuple[str, int, str], _Line] = {}
-"""To the last trainer."""
+"""The connection to the last trainer."""
 
 
 def pulled(weights: Weights) -> torch.Tensor:
-    """A copy of the trainer's block, uint8 [nbytes]; the last one is overwritten, unless it is this one.
+    """Return a copy of the trainer's block, uint8 [nbytes]; it overwrites the copy of another version.
 
-    Raises WeightSyncError if the trainer cannot be reached, or holds another version by now.
+    Raises WeightSyncError if the trainer cannot be reached, or already holds another version.
     """
     try:
         host, port, secret, publication = json.loads(weights.location.removeprefix(COLLECTIVE))
@@ -182,7 +182,7 @@ def _hang_up() -> None:
 
 
 def _serving_store(host: str) -> tuple[Any, int]:
-    """Where partners find each other's addresses; bound to ``host`` alone."""
+    """Make the store in which partners find each other's addresses; it listens on ``host`` only."""
     listening = socket.create_server((host, 0), family=_family(host))
     port = listening.getsockname()[1]
     store = _dist.TCPStore(
@@ -192,7 +192,7 @@ def _serving_store(host: str) -> tuple[Any, int]:
 
 
 def _group(store: Any, rank: int, *, cuda: bool, host: str) -> Any:
-    """Of two, beside whatever default group a process has."""
+    """Make a group of two, independent of the default group of the process."""
     if cuda:
         chosen = _dist.ProcessGroupNCCL.Options()
         chosen._timeout = timedelta(seconds=SECONDS)
@@ -204,14 +204,14 @@ def _group(store: Any, rank: int, *, cuda: bool, host: str) -> Any:
 
 
 def _aside(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """On a GPU a stream of its own, so that a transfer waits for no training and no decoding."""
+    """Use a separate CUDA stream on a GPU, so that a transfer does not wait for training or decoding."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _settle(block: torch.Tensor) -> None:
-    """What this thread asked a GPU to do with it is done when this returns."""
+    """Wait until the GPU has finished what this thread started on its tensors."""
     if block.is_cuda:
         torch.cuda.current_stream(block.device).synchronize()
 
@@ -226,6 +226,6 @@ def _send(lines: BufferedRWPair, message: dict[str, Any]) -> None:
 
 
 def _receive(lines: BufferedRWPair) -> dict[str, Any] | None:
-    """None if the other end has hung up."""
+    """Receive a message, or None if the other end has closed the connection."""
     line = lines.readline(LONGEST)
     return json.loads(line) if line else None

@@ -1,8 +1,8 @@
-"""Copies of published weights, which last while the trainer publishes others.
+"""Copies of published weights that outlive the trainer's next publication.
 
-What a trainer publishes is overwritten by its next ``publish``.  A pool gives weights to engines that are
-late, and a worker on another machine has not got the trainer's memory at all: both read a copy.  Needs no
-torch; the checksums of ``grpo_core.weights.shm`` go along, so that a copy is checked as the original is.
+The trainer's next ``publish`` overwrites the weights before.  Engines of a pool that are late, and workers on
+other machines, read a copy instead.  This module needs no torch.  A copy keeps the checksums of
+``grpo_core.weights.shm``, so an engine verifies it as it verifies the original.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from grpo_core.weights import COLLECTIVE, anonymous_file, unreadable
 
 @frozen(kw_only=True, eq=False)
 class WeightsLease:
-    """Weights that stay readable for as long as somebody has this object."""
+    """Weights that stay readable as long as this object is alive."""
 
     weights: Weights
     memory: Any = None
-    """What has to be kept alive for that."""
+    """An object that keeps the memory alive."""
 
 
 def mapped(weights: Weights) -> mmap.mmap:
-    """The bytes of all tensors.  Raises WeightSyncError if they cannot be read."""
+    """Map the bytes of all tensors.  Raises WeightSyncError if they cannot be read."""
     try:
         with open(weights.location, "rb") as file:
             return mmap.mmap(file.fileno(), weights.nbytes, access=mmap.ACCESS_READ)
@@ -38,22 +38,22 @@ def mapped(weights: Weights) -> mmap.mmap:
 
 
 class Copies:
-    """Owns the memory of copies; that of a copy which nobody has any more is used for another one."""
+    """A pool of buffers for copies; a buffer is reused once its lease is garbage-collected."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, mmap.mmap]] = []
 
     async def hold(self, weights: Weights) -> WeightsLease:
-        """A copy of what a trainer of this machine has published; none of what it sends to whoever asks.
+        """Copy weights published in shared memory; return weights of a collective transport unchanged.
 
-        Raises WeightSyncError.
+        Raises WeightSyncError if the shared memory cannot be read.
         """
         if weights.location.startswith(COLLECTIVE):
             return WeightsLease(weights=weights)
         return await asyncio.to_thread(lambda: self.copy(weights, mapped(weights)))
 
     def copy(self, weights: Weights, data: mmap.mmap | memoryview) -> WeightsLease:
-        """A copy of ``weights``, whose bytes are ``data``, for the processes of this machine."""
+        """Copy ``data``, the bytes of ``weights``, for the processes of this machine."""
         file, memory = self._take(weights.nbytes)
         memory[: weights.nbytes] = data[: weights.nbytes]
         here = evolve(weights, location=f"/proc/{os.getpid()}/fd/{file}")

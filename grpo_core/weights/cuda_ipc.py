@@ -1,7 +1,7 @@
-"""Weights in the memory of a GPU, for the processes of its machine: a handle, and no copy to the host.
+"""Weights in GPU memory, shared with the processes of the machine by a CUDA IPC handle.
 
-CUDA's handle is plain data (JSON, not pickle).  Who opens it sees the trainer's block itself, on the
-trainer's GPU, which must be among those that it can use.
+The handle is plain data (JSON, not pickle).  A process that opens it reads the trainer's block itself, on the
+trainer's GPU, which must be visible to that process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from grpo_core.weights.layout import pack
 SCHEME = "cuda:"
 _BYTES = ("handle", "counter", "event")
 _HANDLE = ("device", "handle", "size", "offset", "counter", "counter_offset", "event", "must_wait")
-"""What ``torch.UntypedStorage._share_cuda_`` returns, and ``_new_shared_cuda`` takes, in order."""
+"""Fields that ``torch.UntypedStorage._share_cuda_`` returns and ``_new_shared_cuda`` takes, in order."""
 
 
 class CudaIpcWriter:
-    """Owns a block of a GPU; each ``write`` replaces what was there."""
+    """Owns a block of GPU memory; each ``write`` replaces its contents."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,7 +32,7 @@ class CudaIpcWriter:
         self._location = ""
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-        """Copy the tensors there; they are there when this returns."""
+        """Copy the tensors into the block; the copies are complete when this returns."""
         weights = pack(version, tensors, block=self._memory, location=lambda: self._location)
         torch.cuda.synchronize(self._device)
         return weights
@@ -47,14 +47,14 @@ class CudaIpcWriter:
 
 
 def described(uuid: str, handle: Iterable[Any]) -> str:
-    """A handle as a location; of the device its identity, since processes number devices differently."""
+    """Encode a handle as a location, with the UUID of the device: processes number devices differently."""
     fields = dict(zip(_HANDLE, handle, strict=True))
     fields |= {name: base64.b64encode(fields[name]).decode() for name in _BYTES}
     return SCHEME + json.dumps(fields | {"device": uuid})
 
 
 def handle_of(location: str, uuids: Iterable[str]) -> list[Any]:
-    """Back again, with the number of the device here.  Raises ValueError if none has its identity."""
+    """Decode a location, with this process's number of the device.  Raises ValueError if it is not visible."""
     fields = json.loads(location.removeprefix(SCHEME))
     here = list(uuids)
     if fields["device"] not in here:
@@ -65,11 +65,11 @@ def handle_of(location: str, uuids: Iterable[str]) -> list[Any]:
 
 
 _opened: dict[str, torch.Tensor] = {}
-"""The last one."""
+"""The last block that was opened."""
 
 
 def opened(weights: Weights) -> torch.Tensor:
-    """The trainer's block, uint8 [n >= nbytes].  Raises WeightSyncError if it cannot be opened here."""
+    """Open the trainer's block, uint8 [n >= nbytes].  Raises WeightSyncError if that is not possible."""
     if weights.location not in _opened:
         _opened.clear()
         try:

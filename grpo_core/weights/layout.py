@@ -1,4 +1,4 @@
-"""Named tensors in one block of bytes, wherever it lies, with a checksum of each."""
+"""The layout of named tensors in one block of bytes, with a checksum for each tensor."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ALIGNMENT = 64
 
 
 class Writer(Protocol):
-    """A trainer's end of a way to engines: owns the block that it publishes in."""
+    """The trainer's side of a transport; owns the block of the published weights."""
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-        """Copy the tensors there; what was there before is overwritten."""
+        """Copy the tensors into the block, over the version before."""
         ...
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Sum of a tensor's bytes read as little-endian integers of up to 8 bytes, modulo 2**64.
+    """Sum a tensor's bytes as little-endian integers of up to 8 bytes, modulo 2**64.
 
-    One pass at memory speed.  It tells a lost, doubled or altered tensor; it is no protection against
-    somebody who means harm.
+    It takes one pass at memory speed and detects lost, doubled and altered tensors.  It does not protect
+    against an attacker.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
@@ -41,11 +41,11 @@ def pack(
     block: Callable[[int], torch.Tensor],
     location: Callable[[], str],
 ) -> Weights:
-    """Copy tensors into a block, one after the other.  Tied tensors are given once, under one name.
+    """Copy tensors into a block, one after the other.  Tied tensors appear once, under one name.
 
     Args:
-        block: makes it: uint8 [n], with n at least the number given.
-        location: where it is then.
+        block: makes the block, uint8 [n], for a size in bytes; n may be larger.
+        location: returns the location of the block.
     """
     named = [(name, tensor.detach()) for name, tensor in tensors]
     offsets, nbytes = [], 0
@@ -71,7 +71,7 @@ def pack(
 
 
 def unpack(weights: Weights, block: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors as views into a block, uint8 [nbytes]."""
+    """Return the tensors as views into a block, uint8 [nbytes]."""
     tensors = {}
     for info in weights.tensors:
         dtype = getattr(torch, info.dtype)
@@ -81,7 +81,7 @@ def unpack(weights: Weights, block: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def verify(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises WeightSyncError if a tensor's checksum is not the trainer's."""
+    """Raise WeightSyncError if a tensor's checksum differs from the trainer's."""
     for info in weights.tensors:
         if (found := checksum(tensors[info.name])) != info.checksum:
             raise WeightSyncError(
@@ -91,7 +91,7 @@ def verify(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def load_tensors(directory: Path) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a model directory's safetensors files.  Raises ModelError if it has none."""
+    """Load the safetensors files of a model directory.  Raises ModelError if there are none."""
     from safetensors.torch import load_file
 
     files = sorted(directory.glob("*.safetensors"))

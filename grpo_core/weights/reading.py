@@ -1,4 +1,4 @@
-"""Published weights, as an engine reads them, wherever they are."""
+"""Reads published weights from any transport."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from grpo_core.weights.layout import unpack, verify
 
 
 def read(weights: Weights) -> dict[str, torch.Tensor]:
-    """The tensors as views of a block: copy them before the trainer publishes again.
+    """Return the tensors as views of a block, verified; copy them before the trainer publishes again.
 
-    Raises WeightSyncError if they cannot be read or a tensor's checksum is not the trainer's.
+    Raises WeightSyncError if the weights cannot be read or a tensor's checksum differs from the trainer's.
     """
     tensors = views(weights)
     verify(weights, tensors)
@@ -20,12 +20,12 @@ def read(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def views(weights: Weights) -> dict[str, torch.Tensor]:
-    """As ``read``, without looking at a byte.  Raises WeightSyncError if they cannot be read."""
+    """Return the same views without verifying them.  Raises WeightSyncError if they cannot be read."""
     return unpack(weights, block(weights))
 
 
 def block(weights: Weights) -> torch.Tensor:
-    """All tensors' bytes, uint8 [nbytes or more].  Raises WeightSyncError if they cannot be read."""
+    """Return all bytes, uint8 [nbytes or more].  Raises WeightSyncError if they cannot be read."""
     if weights.location.startswith(COLLECTIVE):
         return collective.pulled(weights)
     if weights.location.startswith(cuda_ipc.SCHEME):

@@ -1,4 +1,4 @@
-"""Weights in the memory of a machine, for all its processes.
+"""Weights in shared memory, for the processes of one machine.
 
 The trainer writes each version into one memory file that it owns.  The file has no name on any disk and
 vanishes with the trainer, however it dies; engines open it through ``/proc`` and copy what they need.
@@ -19,14 +19,14 @@ from grpo_core.weights.layout import pack
 
 
 class SharedMemoryWriter:
-    """Owns the memory that one trainer publishes in; each ``write`` replaces what was there."""
+    """Owns the shared memory of one trainer; each ``write`` replaces its contents."""
 
     def __init__(self) -> None:
         self._file: int | None = None
         self._map: mmap.mmap | None = None
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-        """Copy the tensors there."""
+        """Copy the tensors into shared memory."""
         return pack(
             version,
             tensors,
@@ -43,14 +43,14 @@ class SharedMemoryWriter:
 
 
 def mapped(weights: Weights) -> torch.Tensor:
-    """The block, uint8 [nbytes].  Raises OSError or ValueError if it cannot be mapped."""
+    """Map the block, uint8 [nbytes].  Raises OSError or ValueError if that is not possible."""
     with open(weights.location, "r+b") as file:
         status = os.fstat(file.fileno())
         return _mapped(status.st_dev, status.st_ino, weights.nbytes, file)
 
 
 _mappings: dict[tuple[int, int, int], torch.Tensor] = {}
-"""The last one: to map the same memory again costs a page fault for each 4 KiB of it."""
+"""The last mapping; mapping the same memory again would cost a page fault for every 4 KiB."""
 
 
 def _mapped(device: int, inode: int, nbytes: int, file: BinaryIO) -> torch.Tensor:
