@@ -1,10 +1,10 @@
-"""Between messages and tokens.  Sampled tokens are never encoded again: only what is new is.
+"""Converts messages to tokens with a chat template.  Sampled tokens are never encoded again.
 
-A rollout of several turns is one row: the prompt, then completions as they were sampled, and between them
-what the chat template writes around the environment's messages.  That is what the template would have
-written for the whole conversation only if it appends: rendering n + 1 turns begins with the rendering of n.
-Templates that do not (those that drop the reasoning of earlier turns, say) are refused for environments of
-several turns, before anything is generated.
+A rollout of several turns is one row: the prompt, then the completions as they were sampled, and between them
+the template's text around the environment's messages.  This equals the template's rendering of the whole
+conversation only if the template appends: the rendering of n + 1 turns begins with the rendering of n turns.
+Other templates (those that drop the reasoning of earlier turns, say) are refused for environments of several
+turns before anything is generated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "argum
 _FAR = 2**31
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names under which transformers saves a tokenizer that is all in its tokenizer.json."""
+"""Class names that transformers saves for a tokenizer that is completely defined by its tokenizer.json."""
 
 
 class Renderer:
     """A tokenizer and its chat template.
 
-    With a chat template, messages are rendered by it.  Without one (base models), the contents of the
-    messages are put one after the other as they are: the prompt ``"52341="`` is these six characters.
+    With a chat template, the template renders messages.  Without one (base models), the contents of the
+    messages are concatenated: the prompt ``"52341="`` is these six characters.
     """
 
     def __init__(self, tokenizer: Any, *, extra_stop: Sequence[int] = (), context: int = _FAR) -> None:
@@ -41,12 +41,12 @@ class Renderer:
         eos = tokenizer.eos_token_id
         self.stop_token_ids = tuple(sorted({*extra_stop, *([] if eos is None else [eos])}))
         self.context = context
-        """Tokens of prompt and completions that the model has positions for."""
+        """Largest number of tokens of prompt and completions: the model's positions."""
         self._checked: set[bool] = set()
 
     @classmethod
     def load(cls, directory: str, *, trust_remote_code: bool = False) -> Renderer:
-        """The tokenizer of a model directory, and its stop tokens.  Raises ModelError."""
+        """Load the tokenizer of a model directory, and its stop tokens.  Raises ModelError."""
         try:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
         except Exception as error:
@@ -55,9 +55,9 @@ class Renderer:
         return cls(tokenizer, extra_stop=_end_tokens(Path(directory)), context=_context(Path(directory)))
 
     def check_turns(self, *, tools: bool) -> None:
-        """Whether rollouts may have several turns, with tools or without.
+        """Check that the template supports several turns, with tools or without.
 
-        Raises ModelError if the template rewrites earlier messages, or cannot render what tools answer.
+        Raises ModelError if the template rewrites earlier messages, or cannot render tool results.
         """
         if not self._template or tools in self._checked:
             return
@@ -71,22 +71,22 @@ class Renderer:
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
-        """The tokens of a conversation up to where the model speaks next; ``tools`` are JSON schemas.
+        """Encode a conversation up to the model's next turn; ``tools`` are JSON schemas.
 
-        Without a template, tools are not shown: the prompt has to tell of them.
+        Without a template the tools are not shown, so the prompt has to describe them.
         """
         return self._encode(self._text(messages, generation=True, tools=tools), start=True)
 
     def continuation_ids(self, messages: Sequence[Message], *, said: Message, ended: bool) -> tuple[int, ...]:
-        """The tokens of messages that follow a completion, up to where the model speaks next.
+        """Encode the messages after a completion, up to the model's next turn.
 
         Args:
-            messages: what the environment answers.
+            messages: the environment's messages.
             said: the assistant message before them.
             ended: whether the completion ends with a stop token; if not, the template's is added.
 
-        Raises ModelError if the template renders a conversation differently once it goes on, since then
-        the tokens before could not stay as they were sampled.
+        Raises ModelError if the template renders earlier messages differently once the conversation goes on,
+        because then the sampled tokens could not be kept.
         """
         if not self._template:
             return self._encode(self._text(messages, generation=True))
@@ -107,20 +107,21 @@ class Renderer:
         before: Sequence[int],
         tools: Sequence[Mapping[str, Any]],
     ) -> Message:
-        """A completion as an assistant message, with its ``tool_calls`` if it makes any.
+        """Convert a completion to an assistant message, with its ``tool_calls`` if it makes any.
 
-        They are read as the tokenizer's response template says; if it has none, between <tool_call> and
-        </tool_call> (``grpo_core.tool_calls.parse_calls``).
+        The tokenizer's response template defines how calls are read; without one, they stand between
+        <tool_call> and </tool_call> (``grpo_core.tool_calls.parse_calls``).
 
         Args:
-            text: of the completion (``texts``).
-            token_ids, before: its tokens, and those before it.
+            text: text of the completion (``texts``).
+            token_ids: tokens of the completion.
+            before: tokens before the completion.
             tools: JSON schemas.
         """
         if getattr(self._tokenizer, "response_template", None):
             try:
                 said = self._tokenizer.parse_response(list(token_ids), prefix=list(before), tools=list(tools))
-            except (ValueError, KeyError, RecursionError):  # the model's fault, which it is told
+            except (ValueError, KeyError, RecursionError):  # a garbled call is reported to the model
                 said = {"tool_calls": [None]}
             calls = read_calls(said.pop("tool_calls", None), text)
             message = {**said, "role": "assistant", "content": str(said.get("content") or "")}
@@ -130,15 +131,15 @@ class Renderer:
         return {**message, "tool_calls": calls} if calls else message
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the model said, without special tokens."""
+        """Decode tokens, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """``text`` of each row."""
+        """Decode each row, without special tokens."""
         return list(self._tokenizer.batch_decode([list(row) for row in rows], skip_special_tokens=True))
 
     def _appended(self, said: Message, messages: Sequence[Message]) -> str:
-        """What the template adds for messages after an assistant's message.  Raises ModelError."""
+        """Return the template's text for messages after an assistant message.  Raises ModelError."""
         before = self._text([_ASKED, said], generation=False)
         after = self._text([_ASKED, said, *messages], generation=True)
         if not after.startswith(before):
@@ -156,7 +157,7 @@ class Renderer:
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,  # an empty list is announced by some templates
+                tools=[dict(tool) for tool in tools] or None,  # some templates announce an empty list
                 tokenize=False,
                 add_generation_prompt=generation,
             )
@@ -169,16 +170,16 @@ class Renderer:
         return str(rendered)
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
-        # a template writes its special tokens itself; plain text gets those of the model, at its start only
+        # a template writes its special tokens itself; plain text gets the model's, only at its start
         special = start and not self._template
         ids = self._tokenizer.encode(text, add_special_tokens=special)
         if special and ids and ids[-1] in self.stop_token_ids:
-            ids = ids[:-1]  # some tokenizers close every text; this one goes on
+            ids = ids[:-1]  # some tokenizers close every text, but this one continues
         return tuple(ids)
 
 
 def _load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
-    """The class that the directory names; the most common one is imported alone, which takes a quarter."""
+    """Load the tokenizer that the directory names; importing only the usual class is four times faster."""
     named = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     if named.get("tokenizer_class") in _PLAIN and (directory / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast
@@ -190,14 +191,14 @@ def _load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
 
 
 def _end_tokens(directory: Path) -> list[int]:
-    """What ends a completion besides the tokenizer's end-of-sequence token (a chat model's end of turn)."""
+    """Return the tokens that end a completion besides the tokenizer's end-of-sequence token."""
     path = directory / "generation_config.json"
     given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
     return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def _context(directory: Path) -> int:
-    """Positions of the model in a directory; as good as endless if it does not say."""
+    """Return the number of positions of a model, or a very large number if it is not given."""
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     given = {**config, **config.get("text_config", {})}.get("max_position_embeddings")
@@ -205,7 +206,7 @@ def _context(directory: Path) -> int:
 
 
 def _plain(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call that any template can render, for those that the model garbled."""
+    """Return a call that any template can render, even if the model garbled it."""
     function = call["function"]
     arguments = function["arguments"] if isinstance(function["arguments"], Mapping) else {}
     return {**call, "function": {"name": function["name"], "arguments": dict(arguments)}}

@@ -1,12 +1,12 @@
-"""Tool calls in what a model said.
+"""Reads tool calls from a model's text.
 
-A call stands in an assistant message as chat templates expect it::
+An assistant message contains its calls in the format that chat templates expect::
 
     {"role": "assistant", "content": "...", "tool_calls": [
         {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}
 
-and is answered by ``{"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "3"}``.  Whatever
-goes wrong with a call is told to the model in such a message; it is never an error of the run.
+The answer is ``{"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "3"}``.  A failed call
+is reported to the model in such a message; it is never an error of the run.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text without its calls, and the calls: ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``.
+    """Split a text into plain text and calls, ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``.
 
-    This is the format of Hermes and Qwen models.  What stands between the tags and is no such object becomes
-    the ``arguments`` of a call without a name.
+    This is the format of Hermes and Qwen models.  Anything else between the tags becomes the ``arguments`` of
+    a call without a name.
     """
     calls = [{"function": _function(inner)} for inner in _TAGGED.findall(text)]
     return (_TAGGED.sub("", text).strip() if calls else text), calls
 
 
 def read_calls(parsed: Any, text: str) -> list[dict[str, Any]]:
-    """Calls that a tokenizer has read from a text; whatever is not one becomes a call without a name."""
+    """Normalise calls that a tokenizer has parsed; an invalid one becomes a call without a name."""
     given = parsed if isinstance(parsed, list) else [parsed] if parsed else []
     functions = [call.get("function") if isinstance(call, dict) else None for call in given]
     return [{"function": _checked(function, text)} for function in functions]
 
 
 def numbered(calls: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, Any]]:
-    """Calls with an id each, nine letters and digits as some templates want them, from ``first`` on."""
+    """Give each call an id, numbered from ``first``: nine letters and digits, as some templates require."""
     return [
         {"type": "function", **call, "id": f"call{number:05d}"} for number, call in enumerate(calls, first)
     ]

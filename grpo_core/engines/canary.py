@@ -1,9 +1,9 @@
-"""The canary: after each weight sync the engine is asked what the trainer knows already.
+"""The canary: checks after each weight sync that the engine uses the weights that it holds.
 
-Checksums tell that the bytes arrived.  Whether they are *used* (no tensor under another name, no keys and
-values of older weights from a prefix cache, no copy that rolled back) only a forward pass tells.  The
-trainer publishes with each version what it says of a few prompts; the engine completes them greedily by one
-token, and its logprob must be the trainer's.
+Checksums show that the bytes arrived.  Only a forward pass shows that they are *used*: that no tensor went to
+another name, that no prefix cache keeps keys and values of older weights, that no copy was rolled back.  With
+each version the trainer publishes its own logprobs for a few prompts.  The engine completes them greedily by
+one token, and its logprob must equal the trainer's.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
 
 ATTEMPTS = 3
-"""An engine may die while it is asked, and hold the weights again when it is asked again."""
+"""Number of tries: an engine may die during a canary, and hold the weights again at the next try."""
 
 
 async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline: float | None) -> float:
-    """The largest difference between the engine's logprobs and the trainer's; 0 without a canary.
+    """Return the largest difference between the engine's and the trainer's logprobs; 0 without a canary.
 
-    Raises WeightSyncError if it is above ``tolerance``, if the engine answered with another version, or not
-    within ``deadline`` seconds; EngineError if the engine cannot be asked.
+    Raises WeightSyncError if the difference is above ``tolerance``, if the engine answers with another
+    version, or if it does not answer within ``deadline`` seconds; EngineError if the engine fails.
     """
     if not weights.canary:
         return 0.0

@@ -1,4 +1,4 @@
-"""One engine of a pool, and what is known of it."""
+"""One engine of a pool, and the pool's knowledge about it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from grpo_core.records import Completion, GenerationRequest
 from grpo_core.weights.copies import WeightsLease
 
 CLOSE = 10.0
-"""Seconds for an engine to end by itself."""
+"""Seconds that an engine may take to close."""
 
 RECOVERABLE_ERRORS = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded, TimeoutError)
-"""Another engine may do better.  Anything else (a plugin that breaks its contract, say) ends the run."""
+"""Errors after which another engine is tried; any other error (a broken contract, say) ends the run."""
 
 
 class CanaryMismatch(Exception):  # noqa: N818 - a canary's finding, told apart from a sync that did not come about
-    """An engine does not use the weights that it holds."""
+    """Raised when a canary shows that an engine does not use the weights that it was given."""
 
 
 @define(eq=False)
 class Member:
-    """An engine, which may be exchanged for another one, under its number."""
+    """A numbered place in the pool, with an engine that can be replaced."""
 
     number: int
     engine: Engine
     changed: Callable[[], None]
-    """Called when it has failed, and when it has finished something while it leaves."""
+    """Called when the engine has failed, and when it finishes a request while it leaves."""
     holds: WeightsLease | None = None
-    """What it is known to hold; None: nothing, or not known."""
+    """Weights that the engine holds; None if there are no weights or it is not known."""
     refuses: WeightsLease | None = None
-    """What it would not take, and went on with what it has."""
+    """Weights that the engine refused while it kept the version before."""
     tokens: int = 0
-    """Of its running requests: their prompts, and what may be sampled at most."""
+    """Tokens of its running requests: prompts plus the most that may be sampled."""
     failures: int = 0
-    """Engines in a row that finished nothing."""
+    """Number of engines in a row that finished nothing."""
     leaving: bool = False
     supervisor: asyncio.Task[None] | None = None
     _doubts: int = 0
@@ -49,9 +49,9 @@ class Member:
     async def ask(
         self, requests: Mapping[int, GenerationRequest], found: dict[int, Completion]
     ) -> Exception | None:
-        """Add what the engine finishes to ``found``; returns why something is missing.
+        """Add the completions that the engine finishes to ``found``; return an error if some are missing.
 
-        Each request is a call of its own: what is finished when the engine dies is kept.
+        Each request is a call of its own, so completions that are finished when the engine dies are kept.
         """
         calls = {i: self._call(request) for i, request in requests.items()}
         answers = await asyncio.gather(*calls.values(), return_exceptions=True)
@@ -66,7 +66,7 @@ class Member:
         return error
 
     def _call(self, request: GenerationRequest) -> asyncio.Task[Completion]:
-        """Counts from now on until it is finished, even if it is cancelled before it begins."""
+        """Start a call that counts as load until it ends, even if it is cancelled before it begins."""
         call = asyncio.create_task(self._generate(request))
         tokens = tokens_of(request)
         self.tokens += tokens
@@ -85,7 +85,7 @@ class Member:
         try:
             answer = await self.engine.generate([request])
         except (EngineError, ChildDied):
-            self.holds = None  # whether it lives and what it holds is the supervisor's to find out
+            self.holds = None  # the supervisor task finds out whether it lives and what it holds
             self._doubts += 1
             self.changed()
             raise
@@ -97,9 +97,9 @@ class Member:
         return answer[0]
 
     async def give(self, held: WeightsLease, *, tolerance: float, deadline: float) -> None:
-        """Let it hold these weights, and ask its canary.
+        """Give the engine these weights, and check its canary.
 
-        Raises TimeoutError after ``deadline`` seconds; CanaryMismatch; what the engine raises.
+        Raises TimeoutError after ``deadline`` seconds, CanaryMismatch, and whatever the engine raises.
         """
         doubts = self._doubts
         async with asyncio.timeout(deadline):
@@ -112,13 +112,13 @@ class Member:
             self.holds = held
 
     def give_back(self) -> None:
-        """What it has not finished is to be asked of another."""
+        """Cancel its unfinished requests, which go to another member."""
         self.holds = None
         for call in self._calls:
             call.cancel()
 
     async def close(self) -> None:
-        with contextlib.suppress(Exception):  # it is on its way out
+        with contextlib.suppress(Exception):  # it is being closed anyway
             async with asyncio.timeout(CLOSE):
                 await self.engine.aclose()
 

@@ -1,24 +1,24 @@
-"""A pool: several engines that are one.
+"""A pool of engines that acts as one engine.
 
     generate          ------>   the member with the fewest outstanding tokens, whole groups at a time
     update_weights    ------>   every member; each switches as soon as it can
 
-A member serves if it is known to hold the weights of the last ``update_weights`` (or those of the one that
-is under way), and its canary said so.  One supervisor task per member makes sure that the member holds them:
+A member serves requests if it holds the weights of the last ``update_weights`` (or of a running one), and its
+canary has confirmed it.  One supervisor task per member makes sure that the member holds them:
 it gives them again to one that has failed a request, and replaces an engine that does not take them.
 
-``update_weights`` returns when every member that held the version before holds the new one, but waits no
-longer than twice what the quickest took and ``lag`` seconds more: a member that is slower is *behind*.  From
-then on it holds that
+``update_weights`` returns when every member that held the version before holds the new one.  It waits at most
+twice as long as the quickest member took, plus ``lag`` seconds; a slower member is *behind*.  From then on
 
-* every request that is asked for later is sampled from the new weights, or from still newer ones: a member
-  that is behind, has failed, or has just joined gets no request before it holds them;
-* requests that run in a member that is behind go on; each of their tokens carries the version that sampled
-  it, which is not older than the one that was current when they began.  The bound on staleness counts from
-  there, so it holds for them too.
+* every later request is sampled from the new weights or from newer ones: a member that is behind, has failed,
+  or has just joined gets no request before it holds them;
+* requests that run on a member that is behind continue.  Each of their tokens carries the version that
+sampled
+  it, which is at least the version that was current when the request began.  The staleness bound counts from
+  that version, so it holds for them, too.
 
-What a member that dies has finished is kept; only what is not answered goes to another member.  Pure
-asyncio: members may be child processes, Ray workers or fakes.
+Completions that a dying member has finished are kept; only unanswered requests go to another member.  The
+pool is pure asyncio: members may be child processes, Ray workers or fakes.
 """
 
 from __future__ import annotations
@@ -41,49 +41,49 @@ from grpo_core.weights.copies import WeightsLease
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""Times that a request is asked before it is to blame."""
+"""Number of times that a request is tried before the request itself is considered at fault."""
 
 MAX_FAILURES = 3
-"""Engines in a row that finished nothing, after which their member is given up."""
+"""Number of engines in a row that may finish nothing before their member is given up."""
 
 AFFINITY = 4
-"""A group stays with its member until that has so many times the group's tokens more to do than another."""
+"""Keep a group on its member unless that has this many times the group's tokens more queued than another."""
 
 HOMES = 10_000
-"""Groups whose member is remembered."""
+"""Number of groups whose member is remembered."""
 
 
 async def as_published(weights: Weights) -> WeightsLease:
-    """For members that need the weights no longer when ``update_weights`` of the pool returns."""
+    """Return a lease of the published weights themselves, valid until the trainer publishes again."""
     return WeightsLease(weights=weights)
 
 
 @frozen(kw_only=True)
 class Statistics:
-    """A pool at one moment."""
+    """A snapshot of a pool."""
 
     serving: int
-    """Members that get requests."""
+    """Number of members that get requests."""
     members: int
-    """Those, and the ones that start, are behind, or are being replaced."""
+    """Number of all members, including those that start, are behind, or are being replaced."""
     given_up: int
     replaced: int
     tokens: int
-    """Of the running requests: their prompts, and what may be sampled at most."""
+    """Tokens of the running requests: prompts plus the most that may be sampled."""
 
 
 class EnginePool:
-    """Satisfies ``grpo_core.protocols.Engine``.  Made while an event loop runs.
+    """Several engines behind the ``Engine`` protocol.  It must be made while an event loop runs.
 
     Args:
-        make: a new engine for the member of this number; called again to replace one.
-        workers: members at the start, numbered from 0.
-        tolerance: of each member's canary, see ``grpo_core.engines.canary``.
+        make: makes an engine for the member with this number; called again to replace one.
+        workers: number of members at the start, numbered from 0.
+        tolerance: tolerance of each member's canary; see ``grpo_core.engines.canary``.
         deadline: seconds for a member to start, take weights and answer its canary.
-        lag: seconds, see above.
-        hold: makes published weights last; the pool gives them to members that start, are replaced or catch
-            up later, when the trainer may have published others.
-        tell: is told of each member that is replaced or given up.
+        lag: extra seconds for slower members; see the module's docstring.
+        hold: takes a lease of published weights.  The pool gives them to members that start, are replaced or
+            catch up later, when the trainer may have published others.
+        tell: called with a message for each member that is replaced or given up.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class EnginePool:
         self._members: list[Member] = []
         self._given_up: set[int] = set()
         self._failed: dict[int, str] = {}
-        """Why the last engine of a member was replaced."""
+        """Why each member's last engine was replaced."""
         self._replaced = 0
         self._next = 0
         self._current: WeightsLease | None = None
-        """Of the last ``update_weights`` that has returned."""
+        """Weights of the last ``update_weights`` that has returned."""
         self._target: WeightsLease | None = None
-        """What every member is to hold."""
+        """Weights that every member should hold."""
         self._homes: OrderedDict[Hashable, Member] = OrderedDict()
         self._fault: Exception | None = None
         self._changed = asyncio.Event()
@@ -118,10 +118,10 @@ class EnginePool:
     # ------------------------------------------------------------------------------ the engine
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in order.
+        """Return one completion for each request, in order.
 
-        Waits while no member serves.  Raises EngineError if a request failed ``ATTEMPTS`` times, or if no
-        member is left.
+        Waits while no member serves requests.  Raises EngineError if a request failed ``ATTEMPTS`` times, or
+        if no member is left.
         """
         if self._current is None:
             raise EngineError("engine pool: generate before the first update_weights")
@@ -139,8 +139,8 @@ class EnginePool:
     async def update_weights(self, weights: Weights) -> None:
         """Give all members the weights; see the module's docstring for when it returns.
 
-        Raises WeightSyncError if no member takes them within the deadline, or if one that took them does not
-        use them.  Members then go back to the version before.
+        Raises WeightSyncError if no member takes them within the deadline, or if a canary shows that a member
+        does not use them.  Members then go back to the version before.
         """
         before = self._target
         held = await self._hold(weights)
@@ -167,7 +167,7 @@ class EnginePool:
         self._notify()
 
     async def aclose(self) -> None:
-        """Close all members; what waits for them raises EngineError."""
+        """Close all members; calls that wait for them raise EngineError."""
         self._fault = self._fault or EngineError("engine pool is closed")
         self._notify()
         await cancel([member.supervisor for member in self._members if member.supervisor is not None])
@@ -179,7 +179,7 @@ class EnginePool:
     # ------------------------------------------------------------------------------ its members
 
     def join(self) -> int:
-        """Add a member, which serves as soon as it holds the weights; returns its number."""
+        """Add a member, which serves requests as soon as it holds the weights; return its number."""
         member = Member(self._next, self._make(self._next), self._notify)
         self._next += 1
         self._members.append(member)
@@ -189,7 +189,7 @@ class EnginePool:
         return member.number
 
     async def leave(self, number: int) -> None:
-        """Let a member finish what it has, and close it.  Raises EngineError if there is none so numbered."""
+        """Let a member finish its requests, and close it.  Raises EngineError for an unknown number."""
         member = next((m for m in self._members if m.number == number), None)
         if member is None or member.supervisor is None:
             raise EngineError(
@@ -228,7 +228,7 @@ class EnginePool:
         places: Sequence[int],
         found: dict[int, Completion],
     ) -> None:
-        """Ask one member for all of a group, and another one for what it did not finish."""
+        """Send a group's requests to one member, and unfinished ones to another."""
         for _ in range(ATTEMPTS):
             missing = {i: requests[i] for i in places if i not in found}
             if not missing:
@@ -239,7 +239,7 @@ class EnginePool:
             raise EngineError(f"engine pool: a request failed {ATTEMPTS} times, the last time: {error}")
 
     async def _choose(self, key: Hashable, tokens: int) -> Member:
-        """The member that has the least to do, or the one that had this group if it has not much more."""
+        """Choose the least loaded member, or this group's last member if its load is not much higher."""
         ready = await self._until(self._serving)
         least = min(ready, key=lambda member: member.tokens)
         home = self._homes.pop(key, least)
@@ -252,14 +252,14 @@ class EnginePool:
     # ------------------------------------------------------------------------------ keeping
 
     async def _keep(self, member: Member) -> None:
-        """See to it that a member holds the target, until it leaves, is given up, or the pool ends."""
+        """Keep a member on the target weights until it leaves, is given up, or the pool is closed."""
         try:
             while not member.leaving:
                 await self._until(lambda: member.leaving or self._lacks(member))
                 if self._target is not None and not member.leaving:
                     await self._sync(member, self._target)
             await self._until(lambda: not member.tokens)
-        except Exception as error:  # whoever waits for the pool raises it
+        except Exception as error:  # raised by the calls that wait for the pool
             self._fault = self._fault or (None if member.number in self._given_up else error)
         self._members.remove(member)
         member.give_back()
@@ -274,11 +274,11 @@ class EnginePool:
             await member.give(held, tolerance=self._tolerance, deadline=self._deadline)
         except CanaryMismatch as error:
             raise WeightSyncError(str(error)) from error
-        except WeightSyncError as error:  # it goes on as it was, which is good enough if all do
+        except WeightSyncError as error:  # it keeps the old version, which is acceptable if all members do
             member.refuses, self._failed[member.number] = held, str(error)
             self._notify()
             await self._until(lambda: self._target is not held or self._holders(held) or not member.holds)
-            with contextlib.suppress(TimeoutError):  # there may be others already: then it is only late
+            with contextlib.suppress(TimeoutError):  # with newer weights, it is only late
                 async with asyncio.timeout(self._lag):
                     await self._until(lambda: self._target is not held)
             if self._target is held:
@@ -288,7 +288,7 @@ class EnginePool:
         self._notify()
 
     async def _replace(self, member: Member, error: Exception) -> None:
-        """Put a new engine in the place of one that failed.  Raises the error if there is no use in that."""
+        """Replace an engine that failed.  Raises the error if the member is given up."""
         member.give_back()
         self._notify()
         await member.close()
@@ -314,11 +314,11 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     def _reasons(self) -> str:
-        """Why engines were replaced, the last of each member."""
+        """Return why engines were replaced, for each member's last one."""
         return "".join(f"; engine {number}: {why}" for number, why in self._failed.items())
 
     async def _until(self, ask: Callable[[], T | None]) -> T:
-        """Wait until ``ask()`` is true of something.  Raises what has ended the pool."""
+        """Wait until ``ask()`` returns something true.  Raises the error that has ended the pool."""
         while True:
             if self._fault is not None:
                 raise self._fault

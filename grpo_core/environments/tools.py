@@ -1,13 +1,4 @@
-"""What a model may call: the schemas that it is shown, the calls in what it said, and running them.
-
-A call stands in an assistant message as chat templates expect it::
-
-    {"role": "assistant", "content": "...", "tool_calls": [
-        {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}
-
-and is answered by ``{"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "3"}``.  Whatever
-goes wrong with a call is told to the model in such a message; it is never an error of the run.
-"""
+"""Tools of a model: their schemas, and running the calls of ``grpo_core.tool_calls``."""
 
 from __future__ import annotations
 
@@ -24,7 +15,7 @@ from grpo_core.errors import PluginError
 from grpo_core.records import Message
 
 TEMPLATES = "transformers.utils.chat_template_utils"
-"""Has ``get_json_schema``; imported where there are tools."""
+"""The module with ``get_json_schema``, which is imported only for environments with tools."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -39,14 +30,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Toolbox:
-    """Tools by name.
+    """A set of tools by name.
 
     Args:
         tools: functions and bound methods.
-        who: named in errors.
+        who: name of the owner in errors.
 
-    Raises PluginError for a tool that has no schema (type hints and a docstring in Google's format that
-    describes each argument), or a name that comes twice.
+    Raises PluginError for a tool without a schema (type hints, and a docstring in Google's format that
+    describes each argument), or if two tools have one name.
     """
 
     def __init__(self, tools: Iterable[Callable[..., Any]], who: str) -> None:
@@ -64,7 +55,7 @@ class Toolbox:
         return tuple(self._schemas.values())
 
     def call(self, call: Mapping[str, Any]) -> Any:
-        """What the tool returns (maybe an awaitable) or raises; ToolError for a call that cannot be made."""
+        """Return the tool's result, which may be an awaitable.  Raises ToolError if it cannot be called."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if not name:
             raise ToolError(
@@ -87,11 +78,11 @@ class Toolbox:
 
 
 class ToolError(Exception):
-    """A call that cannot be made as the model wrote it; the text is for the model."""
+    """Raised for a call that cannot be made as the model wrote it; the model gets the text."""
 
 
 def message(call: Mapping[str, Any], result: Any) -> Message:
-    """The message that answers a call: text as it is, other values as JSON, an exception as "error: ..."."""
+    """Make the answer to a call: text as it is, other values as JSON, an exception as "error: ..."."""
     if isinstance(result, ToolError):
         content = f"error: {result}"
     elif isinstance(result, BaseException):
@@ -105,7 +96,7 @@ def message(call: Mapping[str, Any], result: Any) -> Message:
 
 
 def methods(session: Any) -> list[Callable[..., Any]]:
-    """The public methods of an object that are written in Python: its tools."""
+    """Return the public Python methods of an object, which are its tools."""
     kind = type(session)
     public = [name for name in dir(kind) if not name.startswith("_")]
     names = [name for name in public if inspect.isfunction(inspect.getattr_static(kind, name))]
@@ -130,8 +121,10 @@ def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_torch(module: Any) -> Iterator[None]:
-    """Where torch is not loaded yet, a schema needs none: it is looked at for the type hint of a tensor only,
-    and would take a second and 200 MB of each environment's process."""
+    """Keep transformers from importing torch for a schema.
+
+    It would look only for the type hint of a tensor, and take a second and 200 MB in each environment
+    process."""
     real = module.is_torch_available
     if "torch" not in sys.modules:
         module.is_torch_available = lambda: False
@@ -142,7 +135,7 @@ def _no_torch(module: Any) -> Iterator[None]:
 
 
 def _mismatch(schema: Mapping[str, Any], value: Any) -> str:
-    """The type that was expected, if the value has another one."""
+    """Return the expected type if the value has another one."""
     kind = schema.get("type")
     if not isinstance(kind, str) or kind not in _TYPES or (value is None and schema.get("nullable")):
         return ""

@@ -54,7 +54,7 @@ def described(uuid: str, handle: Iterable[Any]) -> str:
 
 
 def handle_of(location: str, uuids: Iterable[str]) -> list[Any]:
-    """Decode a location, with this process's number of the device.  Raises ValueError if it is not visible."""
+    """Decode a location, with this process's number of the device.  Raises ValueError if not visible."""
     fields = json.loads(location.removeprefix(SCHEME))
     here = list(uuids)
     if fields["device"] not in here:

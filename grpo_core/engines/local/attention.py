@@ -1,4 +1,4 @@
-"""Attention of the fast path: tensors whose last dimension is the row, or the token of a prompt."""
+"""Attention of the fast path, on tensors whose last dimension is the row or the token of a prompt."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _TILE = 1 << 18
-"""Elements of a product that attention holds at once: about what a core's cache takes."""
+"""Number of elements of a product held at once: about what fits into a core's cache."""
 
 
 def attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of one query of each row, with the rows innermost, in tiles of columns.
+    """Attend from one query of each row, with the rows innermost, in tiles of columns.
 
     Args: q [KV, G, D, R]; keys, values [S, KV, D, R]; mask [S, 1, 1, R].  Returns [KV, G, D, R].
     """
@@ -37,9 +37,9 @@ def attend_columns(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None)
 
 
 def attend_rows_first(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """The same by torch's fused kernels, for keys and values that lie as [R, KV, S, D]."""
+    """Do the same with torch's fused kernels, for keys and values laid out as [R, KV, S, D]."""
     out = F.scaled_dot_product_attention(
-        q.permute(3, 0, 1, 2),  # the G heads of a KV head are G queries: keys need not be repeated
+        q.permute(3, 0, 1, 2),  # the G heads of a KV head become G queries, so keys are not repeated
         keys.permute(3, 1, 0, 2),
         values.permute(3, 1, 0, 2),
         attn_mask=None if mask is None else mask.permute(3, 1, 2, 0),
@@ -49,22 +49,22 @@ def attend_rows_first(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
 
 
 def fan_out(x: Tensor, of: Tensor) -> Tensor:
-    """x [..., P] -> [..., len(of)]: the columns ``of``."""
+    """Select the columns ``of``: x [..., P] -> [..., len(of)]."""
     prompts = x.shape[-1]
     copies = len(of) // prompts
     if torch.equal(of, torch.arange(prompts, device=of.device).repeat_interleave(copies)):
-        return x.unsqueeze(-1).expand(*x.shape, copies).flatten(-2)  # whole groups: no gather is needed
+        return x.unsqueeze(-1).expand(*x.shape, copies).flatten(-2)  # whole groups need no gather
     return x.flatten(0, -2).t().index_select(0, of).t().reshape(*x.shape[:-1], len(of))
 
 
 def norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
-    """RMS norm over the D of [H, D, N], in place."""
+    """Apply the RMS norm over D to [H, D, N], in place."""
     scale = x.float().square().mean(1, keepdim=True).add_(eps).rsqrt_().to(x.dtype)
     x.mul_(scale).mul_(weight[:, None])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [H, D, N], whose features j and j + D / 2 are turned by one angle; cos, sin [D, N or 1]."""
+    """Rotate features j and j + D / 2 of x [H, D, N] by one angle; cos and sin are [D, N or 1]."""
     half = x.shape[1] // 2
     out = x * cos
     out[:, :half].addcmul_(x[:, half:], sin[:half], value=-1)
@@ -73,8 +73,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def prompt_mask(longest: int, lengths: Tensor) -> Tensor:
-    """[P, 1, T, T] True where a token may look: not ahead, and not at padding on the left."""
+    """Return a mask [P, 1, T, T]: True where a token may attend, neither ahead nor to left padding."""
     at = torch.arange(longest, device=lengths.device)
     seen = (at <= at[:, None]) & (at >= longest - lengths[:, None, None])
-    # a padding token sees itself: softmax over nothing is NaN
+    # a padding token attends to itself, because a softmax over nothing is NaN
     return (seen | torch.eye(longest, dtype=torch.bool, device=lengths.device))[:, None]

@@ -1,8 +1,8 @@
 """Rows that are decoded together.
 
-A batch moves in columns (``grpo_core.engines.local.columns``): a step fills one column with a token and its
-logprob for every row, so that nothing in it is done per row in Python.  A row that finished leaves its
-place dead until enough have, then the others move together.
+A batch advances in columns (``grpo_core.engines.local.columns``): a step fills one column with a token and
+its logprob for every row, without any Python code per row.  A finished row stays in place, dead, until enough
+rows are dead; then the others move together.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from grpo_core.errors import EngineError
 from grpo_core.records import Completion, FinishReason, GenerationRequest
 
 DEAD_SHARE = 0.1
-"""Finished rows among a batch's rows before the others move together."""
+"""Share of finished rows at which the others move together."""
 
 Finished = tuple[Hashable, "Completion | EngineError"]
 Entry = tuple[Hashable, GenerationRequest]
 
 
 class Cache(Protocol):
-    """Keys and values of a batch's rows."""
+    """The keys and values of a batch's rows."""
 
     def prefill(self, ids: Tensor, lengths: Tensor, of: Tensor) -> Tensor:
         """Append rows; row i continues prompt ``of[i]``.
@@ -40,7 +40,7 @@ class Cache(Protocol):
         ...
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Append a token [R] to each row; returns the logits [R, V] float32 of the next one, as above."""
+        """Append a token [R] to each row; return the logits [R, V] float32 of the next one, as above."""
         ...
 
     def select(self, order: Tensor) -> None:
@@ -49,17 +49,17 @@ class Cache(Protocol):
 
 
 class Model(Protocol):
-    """An architecture with weights."""
+    """A model architecture with its weights."""
 
     vocabulary: int
     max_positions: int
     device: torch.device
     rows_join: bool
-    """Whether a cache takes more rows after it has decoded; else such rows become another batch."""
+    """Whether a cache accepts more rows after it has decoded; if not, they form another batch."""
     description: str
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy all weights; raises WeightSyncError, before any is changed, if names or shapes differ."""
+        """Copy all weights; raise WeightSyncError before any copy if names or shapes differ."""
         ...
 
     def new_cache(self) -> Cache: ...
@@ -73,29 +73,29 @@ class Batch:
         self._cache = model.new_cache()
         self._stop_strings = stops
         self._entries: list[Entry | None] = []
-        """None where a row is dead."""
+        """The entry of each row; None for a dead row."""
         self._n_alive = 0
         self._history = Columns([((), torch.int64), ((), torch.float32)], model.device)
         self._versions: list[int] = []
-        """Of the history's columns, from time ``_versions_from`` on."""
+        """The weight version of each column of the history, from time ``_versions_from`` on."""
         self._versions_from = 0
         empty = torch.empty(0, dtype=torch.int64, device=self._device)
         self._tokens = empty
         self._counters = empty
         self._births = empty
-        """Time of a row's first token."""
+        """The time of each row's first token."""
         self._ends = empty
-        """Time of its last token, if nothing stops it."""
+        """The time of each row's last token, unless it stops before."""
         self._alive = empty.bool()
         self._inverse_temperatures = empty.float()
         self._greedy = empty.bool()
         self._stops = torch.empty(0, 0, dtype=torch.int64, device=self._device)
-        """[K, R] token ids that end a row, -1 where it has fewer than K."""
+        """Token ids that end a row, [K, R]; -1 where a row has fewer than K."""
         self._summarise()
 
     @property
     def alive(self) -> int:
-        """Rows that are not finished."""
+        """Number of rows that are not finished."""
         return self._n_alive
 
     def cancel(self, keys: set[Hashable]) -> None:
@@ -151,7 +151,7 @@ class Batch:
         self._stops = torch.cat([old, new.t().to(self._device)], 1)
 
     def _summarise(self) -> None:
-        """What is true of all rows, so that a step need not look."""
+        """Precompute what all rows have in common, so that a step does not look at rows."""
         self._warm = bool((self._inverse_temperatures != 1).any())
         self._any_greedy = bool(self._greedy.any())
         self._all_greedy = bool(self._greedy.all())
@@ -263,7 +263,7 @@ class Batch:
         self._stops = self._stops[:, order]
         self._cache.select(order)
         self._history.select(order)
-        first = int(self._births.min()) if n else 0  # time begins again with the next row
+        first = int(self._births.min()) if n else 0  # time restarts with the next row
         self._history.evict_before(first)
         del self._versions[: first - self._versions_from if n else None]
         self._versions_from = first

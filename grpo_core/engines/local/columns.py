@@ -1,8 +1,8 @@
-"""Tensors along which all rows of a batch move together: [column, ..., row].
+"""Growing tensors of a batch whose rows advance together: [column, ..., row].
 
-Each decoding step fills one column for every row.  Columns are appended on the right and forgotten on the
-left; rows are appended at the end and removed by moving others into their places.  *Time* counts columns
-since the beginning: it does not change when the content is moved to other columns.
+Each decoding step fills one column for every row.  Columns are appended on the right and evicted on the left;
+rows are appended at the end and removed by moving others into their places.  *Time* counts columns since the
+beginning and does not change when the content moves to other columns.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 KEPT_BYTES = 64 << 20
-"""Memory that is kept when no row is left, since fresh memory is slow to touch; more is given back."""
+"""Bytes that stay allocated when no row is left, since fresh memory is slow to touch."""
 
 
 class Columns:
-    """The columns ``start`` to ``end`` of the first ``rows`` rows of each of ``tensors`` are in use.
+    """A set of tensors of which columns ``start`` to ``end`` of the first ``rows`` rows are in use.
 
     Args:
-        middle: the dimensions between column and row of each tensor, and its dtype.
-        rows_first: lay the memory out as [row, middle[0], column, middle[1]]; else as it is indexed.
+        middle: the dimensions between column and row, and the dtype, of each tensor.
+        rows_first: lay the memory out as [row, middle[0], column, middle[1]] instead of as indexed.
     """
 
     def __init__(
@@ -40,20 +40,20 @@ class Columns:
         self.tensors: list[Tensor] = [self._lay_out(i, 0, 0) for i in range(len(middle))]
         self.start = self.end = self.rows = 0
         self.offset = 0
-        """Time of column 0."""
+        """The time of column 0."""
 
     @property
     def time(self) -> int:
-        """Of the next column."""
+        """The time of the next column."""
         return self.end + self.offset
 
     def evict_before(self, time: int) -> None:
         self.start = min(max(self.start, time - self.offset), self.end)
 
     def make_room(self, *, before: int = 0, after: int = 1, rows: int) -> None:
-        """Let ``before`` columns end at ``end``, ``after`` columns begin there, and ``rows`` rows fit.
+        """Make room for ``before`` columns up to ``end``, ``after`` columns from there, and ``rows`` rows.
 
-        What has to grow doubles, and what is forgotten is reused only once it is half of the columns:
+        Dimensions that must grow double, and evicted columns are reused once they are half of all columns, so
         the cost of copying is constant per column.
         """
         columns, wide = self._capacity
@@ -66,7 +66,7 @@ class Columns:
         self._repack(columns, wide, end=max(before, used))
 
     def select(self, order: Tensor) -> None:
-        """Keep the rows ``order`` [n], in that order; a row that keeps its place costs nothing."""
+        """Keep the rows ``order`` [n], in this order; a row that keeps its place costs nothing."""
         n = len(order)
         places = torch.arange(n, device=order.device)
         to = (order != places).nonzero()[:, 0]
@@ -77,7 +77,7 @@ class Columns:
                 used.index_copy_(-1, to, used.index_select(-1, source))
         self.rows = n
         columns, wide = self._capacity
-        if 0 < 4 * n <= wide:  # few rows should lie close together
+        if 0 < 4 * n <= wide:  # a few remaining rows should be contiguous
             self._repack(columns, n, end=self.end)
         if n == 0:
             self.start = self.end = self.offset = 0
@@ -96,11 +96,11 @@ class Columns:
         self.start, self.end, self._capacity = start, end, (columns, wide)
 
     def _lay_out(self, i: int, columns: int, wide: int) -> Tensor:
-        """Tensor ``i`` in its memory, which only ever grows: fresh memory is slow to touch."""
+        """Return tensor ``i`` in its memory, which never shrinks: fresh memory is slow to touch."""
         shape = self._middle[i]
         size = columns * wide * prod(shape)
         if size > len(self._memory[i]):
-            # zeros, because attention multiplies what it must not see by 0, and that must be 0
+            # zeros, because attention multiplies masked values by 0, and the product must be 0
             self._memory[i] = _zeros(size, self._memory[i])
         memory = self._memory[i][:size]
         if self._rows_first:
@@ -109,7 +109,7 @@ class Columns:
 
 
 def _zeros(size: int, like: Tensor) -> Tensor:
-    """On a CPU in pages of its own: a column takes memory once it is used, and all of it goes at once."""
+    """Make zeros; on a CPU in pages of their own, so that unused columns take no memory."""
     if like.device.type != "cpu":
         return like.new_zeros(size)
     return torch.frombuffer(mmap.mmap(-1, size * like.element_size()), dtype=like.dtype)

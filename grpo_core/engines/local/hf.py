@@ -1,7 +1,7 @@
-"""Every other architecture: transformers' own forward and cache.
+"""Decodes every other architecture with transformers' own forward pass and cache.
 
-Requests that come while others are decoded become a batch of their own beside them: a cache of transformers
-takes no more rows once it has decoded.
+Requests that arrive while others are decoded form a separate batch: a cache of transformers accepts no more
+rows once it has decoded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_core.models import keep_softcapping
 
 
 class TransformersModel:
-    """See ``grpo_core.engines.local.batch.Model``.  The weights come with the first ``load``."""
+    """A ``grpo_core.engines.local.batch.Model`` of transformers; ``load`` brings its first weights."""
 
     rows_join = False
 
@@ -52,7 +52,7 @@ class TransformersModel:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         named = dict(tensors)
-        for name, place in self._buffers.items():  # a trainer may send them or not
+        for name, place in self._buffers.items():  # a trainer may leave them out
             named.setdefault(name, place)
         copy_all(named, {**self._places, **self._buffers}, tied=self._tied)
 
@@ -60,7 +60,7 @@ class TransformersModel:
         return TransformersCache(self)
 
     def forward(self, ids: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """Logits [B, V] float32 after ids [B, T] that continue ``past``; mask [B, all] is 0 at padding."""
+        """Return logits [B, V] float32 after ids [B, T] that continue ``past``; mask [B, all], 0 at padding."""
         optional = {
             "position_ids": (mask.cumsum(-1) - 1).clamp_(min=0)[:, -ids.shape[1] :],
             "logits_to_keep": 1,

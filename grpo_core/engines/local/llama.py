@@ -1,9 +1,9 @@
-"""Llama-like models (Llama, Mistral, Qwen2, Qwen3), decoded without transformers.
+"""Decodes Llama-like models (Llama, Mistral, Qwen2, Qwen3) without transformers.
 
-Most of a small model's decoding step is dispatch and elementwise work, so it is laid out for that: fused
-projections, attention over one query with the rows innermost (every operation is a long contiguous loop),
-and rotary angles that are the same for all rows: attention sees differences of positions only, and rows
-that are aligned at their newest token share its time.
+A decoding step of a small model spends most of its time on dispatch and elementwise work.  Therefore
+projections are fused, attention over one query has the rows innermost (every operation is a long contiguous
+loop), and all rows share their rotary angles: attention depends on differences of positions only, and rows
+are aligned at their newest token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape | None:
-        """From ``config.json``; None if the model is not one that this file computes exactly."""
+        """Read ``config.json``; return None for a model that this module cannot compute exactly."""
         kind = config.get("model_type")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         sliding = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
@@ -86,7 +86,7 @@ class Shape:
 
 @define
 class _Layer:
-    """Weights of a layer; those of a kind that is applied to the same input are one tensor."""
+    """Weights of a layer; weights that multiply the same input are fused into one tensor."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -115,13 +115,13 @@ class Llama:
         self.max_positions = shape.max_positions
         self.description = f"fast path ({shape.kind})"
         self.rows_first = device.type != "cpu" or dtype != torch.float32
-        """Attention by torch's fused kernels; else by elementwise operations with the rows innermost."""
+        """Whether attention uses torch's fused kernels, or elementwise operations with the rows innermost."""
         self.places: dict[str, Tensor] = {}
-        """Where each of the trainer's tensors goes: views into the fused ones."""
+        """Views into the fused tensors, by the names of the trainer's tensors."""
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
         self.embedding = self._place(shape.vocabulary, shape.width, name="model.embed_tokens.weight")
         self.norm = self._place(shape.width, name="model.norm.weight")
-        if shape.tied:  # its own tensor all the same: the last norm's weight is folded into it
+        if shape.tied:  # a tensor of its own, because the last norm's weight is folded into it
             self.head = torch.zeros_like(self.embedding)
         else:
             self.head = self._place(shape.vocabulary, shape.width, name="lm_head.weight")
@@ -170,7 +170,7 @@ class Llama:
         copy_all(tensors, self.places, tied={"lm_head.weight"} if s.tied else set())
         if s.tied:
             self.head.copy_(self.embedding)
-        # what follows a norm takes the norm's weight in, and the queries the scale of attention
+        # a norm's weight is folded into the next projection, and the scale of attention into the queries
         self.head *= self.norm
         for w in self.layers:
             w.qkv *= w.input_norm
@@ -187,15 +187,16 @@ class Llama:
         return LlamaCache(self)
 
     def angles(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [D, end - start] of the rotary embedding (Su et al., RoFormer, 2021), twice D / 2."""
+        """Return cos and sin [D, end - start] of the rotary embedding (RoFormer, 2021), twice D / 2."""
         times = torch.arange(start, end, dtype=torch.float64, device=self.device)
         turns = (self._frequencies[:, None] * times).repeat(2, 1)
         return turns.cos().to(self.dtype), turns.sin().to(self.dtype)
 
     def forward(self, tokens: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Logits float32 of what follows tokens [N]; angles are [D, N or 1].
+        """Return float32 logits of the tokens after tokens [N]; angles are [D, N or 1].
 
-        [N, V], or [n, V] if the last layer's ``attend`` answers only for the last of each N / n tokens.
+        The logits are [N, V], or [n, V] if the last layer's ``attend`` returns only the last of each N / n
+        tokens.
         """
         s = self.shape
         q_k = s.heads + s.kv_heads
@@ -218,8 +219,8 @@ class Llama:
         return self._project(self._normed(x))
 
     def _project(self, x: Tensor) -> Tensor:
-        """Logits in memory that serves every step: at a large vocabulary, fresh memory costs more than the
-        product."""
+        """Compute logits in memory that all steps share: with a large vocabulary, fresh memory costs more
+        than the product."""
         size = len(x) * self.vocabulary
         if size > len(self._logits):
             self._logits = torch.empty(size, dtype=self.dtype, device=self.device)
@@ -227,14 +228,14 @@ class Llama:
         return torch.mm(x, self.head.t(), out=out).float()
 
     def _normed(self, x: Tensor) -> Tensor:
-        """RMS norm of [N, width] without its weight."""
+        """Apply the RMS norm without its weight to [N, width]."""
         if x.dtype != torch.float32:
             return F.rms_norm(x, (self.shape.width,), None, self.shape.eps)
         return x * torch.addmv(self._eps, x.square(), self._mean).rsqrt_()[:, None]
 
 
 class LlamaCache:
-    """Keys and values as columns: [column, KV, D, row] of each layer."""
+    """Keys and values of each layer as columns: [column, KV, D, row]."""
 
     def __init__(self, model: Llama) -> None:
         s = model.shape
@@ -246,10 +247,10 @@ class LlamaCache:
             rows_first=self._rows_first,
         )
         self._starts = torch.empty(0, dtype=torch.int64, device=model.device)
-        """[R] time of each row's first token."""
+        """The time of each row's first token, [R]."""
         self._ragged = False
         self._turns = (0, torch.empty(0), torch.empty(0))
-        """Rotary angles of the next columns, from a time on."""
+        """Rotary angles of the coming columns, with the time of the first of them."""
 
     def prefill(self, ids: Tensor, lengths: Tensor, of: Tensor) -> Tensor:
         (prompts, longest), model, columns = ids.shape, self._model, self._columns
@@ -266,7 +267,7 @@ class LlamaCache:
             keys, values = (tensor.permute(3, 0, 1, 2).contiguous() for tensor in (k, v))
             for tensor, new in zip(columns.tensors[2 * layer : 2 * layer + 2], (keys, values), strict=True):
                 tensor[here, ..., rows] = attention.fan_out(new, of) if shared else new
-            if layer == model.shape.layers - 1:  # only the next token is asked for
+            if layer == model.shape.layers - 1:  # only the last token's logits are needed
                 return self._attend(q[..., -1], keys, values, starts if padded else None)
             q, k, v = (tensor.permute(2, 0, 3, 1).contiguous() for tensor in (q, k, v))
             gqa = k.shape[1] != q.shape[1]
@@ -303,23 +304,23 @@ class LlamaCache:
         self._look()
 
     def _look(self) -> None:
-        """What the rows have in common, so that a step need not ask."""
+        """Precompute what all rows have in common, so that a step does not look at rows."""
         if len(self._starts):
             first, last = int(self._starts.min()), int(self._starts.max())
             self._columns.start = first - self._columns.offset
             self._ragged = first != last
 
     def _next_angles(self) -> tuple[Tensor, Tensor]:
-        """Of the next column: [D, 1], [D, 1].  Computed for many columns at once."""
+        """Return cos and sin of the next column, [D, 1] each; they are computed for many columns at once."""
         time, (first, cos, sin) = self._columns.time, self._turns
         if not first <= time < first + cos.shape[-1]:
             self._turns = first, cos, sin = time, *self._model.angles(time, time + 64)
         return cos[:, time - first, None], sin[:, time - first, None]
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, starts: Tensor | None) -> Tensor:
-        """Attention of each row's newest token: q [H, D, R], keys and values [S, KV, D, R] -> [H * D, R].
+        """Attend from each row's newest token: q [H, D, R], keys and values [S, KV, D, R] -> [H * D, R].
 
-        ``starts`` [R] are the times of the rows' first tokens; None: that of the first column.
+        ``starts`` [R] are the times of the rows' first tokens; None means the first column.
         """
         mask = None
         if starts is not None:
@@ -331,14 +332,14 @@ class LlamaCache:
 
 
 def _columns(weight: Tensor, h: Tensor, bias: Tensor | None) -> Tensor:
-    """``weight`` [O, I] applied to the rows of ``h`` [N, I], as [O, N]."""
+    """Apply ``weight`` [O, I] to the rows of ``h`` [N, I]; return [O, N]."""
     return torch.mm(weight, h.t()) if bias is None else torch.addmm(bias[:, None], weight, h.t())
 
 
 def copy_all(tensors: Mapping[str, Tensor], places: Mapping[str, Tensor], tied: set[str]) -> None:
-    """Copy each tensor to its place; raises WeightSyncError, before the first copy, if they do not match.
+    """Copy each tensor to its place; raise WeightSyncError before the first copy if they do not match.
 
-    ``tied`` names may be among ``tensors``: they are another's second name.
+    ``tensors`` may contain ``tied`` names, which are second names of other tensors.
     """
     problems = (
         [f"missing: {', '.join(sorted(missing))}"] if (missing := places.keys() - tensors.keys()) else []

@@ -1,8 +1,8 @@
 """From logits to tokens: counter-based uniforms and inverse-CDF sampling, vectorised over rows.
 
-A token is a function of its row's logits, seed and position alone, so a row's neighbours in the batch do
-not matter.  Uniforms come from splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-Generators, 2014) evaluated at a counter; a token is where the cumulative distribution crosses its uniform.
+A token depends only on its row's logits, seed and position, not on the other rows of the batch.  Uniforms
+come from splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) evaluated at a
+counter; a token is where the cumulative distribution crosses its uniform.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _BLOCK = 128
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same bits as ``value`` modulo 2**64."""
+    """Return the int64 with the bits of ``value`` modulo 2**64."""
     value %= 2**64
     return value - 2**64 if value >= 2**63 else value
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """splitmix64's finalizer on int64 [...], in place."""
+    """Apply splitmix64's finalizer to int64 [...], in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         # a right shift of an int64 repeats the sign bit: the mask makes it the unsigned shift
         z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1))
@@ -36,12 +36,12 @@ def _mix_(z: Tensor) -> Tensor:
 
 
 def counters(seeds: Sequence[int]) -> Tensor:
-    """Where the streams of these seeds begin: int64 [len(seeds)].  Any int is a seed, modulo 2**64."""
+    """Return the initial counters of these seeds, int64 [len(seeds)].  Any int is a seed, modulo 2**64."""
     return _mix_(torch.tensor([_signed(seed + _GAMMA) for seed in seeds], dtype=torch.int64))
 
 
 def next_uniforms(counters: Tensor) -> Tensor:
-    """The next uniform of each stream, float64 [R] in [0, 1); advances the counters in place."""
+    """Return the next uniform of each stream, float64 [R] in [0, 1); advance the counters in place."""
     counters.add_(_signed(_GAMMA))
     bits = _mix_(counters.clone())
     return (bits >> 11).bitwise_and_(2**53 - 1).to(torch.float64).mul_(2.0**-53)
@@ -72,17 +72,18 @@ def sample(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row of ``logits`` [R, V], and its logprob at temperature 1: [R], [R]."""
+    """Return the likeliest token of each row of ``logits`` [R, V], and its logprob at temperature 1."""
     tokens = logits.argmax(-1)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return tokens, logprobs
 
 
 def _cross(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """First index [R] at which ``cumulative`` [R, N] exceeds ``uniforms`` [R] times its last value.
+    """Return the first index [R] at which ``cumulative`` [R, N] exceeds ``uniforms`` [R] times its last
+    value.
 
-    The threshold stays below the last value, so there is such an index; a sum of non-negative terms in
-    order never falls, so the index is one at which it rises: a term that is not 0.  (Rows of NaN give 0.)
+    The threshold is below the last value, so such an index exists.  A running sum of non-negative terms never
+    falls, so it rises at this index: the term is not 0.  (Rows of NaN give 0.)
     """
     total = cumulative[:, -1]
     below_total = torch.nextafter(total, torch.zeros_like(total))
@@ -92,7 +93,7 @@ def _cross(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_two_level(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """First the block of ``_BLOCK`` tokens, then the token in it: a long row is summed, not scanned."""
+    """Choose a block of ``_BLOCK`` tokens, then a token in it, so that a long row is summed, not scanned."""
     rows, vocabulary = probabilities.shape
     whole = vocabulary // _BLOCK
     sums = probabilities[:, : whole * _BLOCK].view(rows, whole, _BLOCK).sum(-1)

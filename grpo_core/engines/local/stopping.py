@@ -1,4 +1,4 @@
-"""Stop strings: does a completion's text now hold one?  Asked after each token, about a short tail."""
+"""Finds stop strings in the tail of a completion's text after each token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 from grpo_core.errors import EngineError
 
 _SLACK = 8
-"""Tokens before a stop string that the tail includes: the first of them may hold part of a character."""
+"""Extra tokens at the start of the tail: the first of them may be part of a character."""
 
 
 class StopStrings:
-    """Loads the tokenizer of ``directory`` when the first request with stop strings asks."""
+    """Checks stop strings with the tokenizer of ``directory``, which is loaded on first use."""
 
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
@@ -22,16 +22,16 @@ class StopStrings:
         self._may_end: dict[tuple[str, ...], list[bool]] = {}
 
     def window(self, stop: tuple[str, ...]) -> int:
-        """How many of the last tokens hold any of the strings whole: each character may be several bytes."""
+        """Return how many last tokens contain any string whole; a character may be several bytes."""
         return max(len(string.encode()) for string in stop) + _SLACK
 
     def ended(self, stop: tuple[str, ...], tokens: Sequence[int]) -> bool:
-        """Whether the text of the last ``window`` of these tokens holds one of the strings."""
+        """Return whether the text of the last ``window`` tokens contains one of the strings."""
         text = self._text([list(tokens[-self.window(stop) :])])[0]
         return any(string in text for string in stop)
 
     def may_end(self, stop: tuple[str, ...], token: int) -> bool:
-        """False if the token cannot complete any of the strings: its text lacks each one's last character."""
+        """Return False if the token lacks the last character of every string, so it cannot complete one."""
         table = self._may_end.get(stop)
         if table is None:
             table = self._may_end[stop] = self._table(stop)
@@ -45,7 +45,7 @@ class StopStrings:
         last = {string[-1] for string in stop}
         return [
             not text.startswith(before)
-            or "\N{REPLACEMENT CHARACTER}" in text  # part of a character: only the tail can tell
+            or "\N{REPLACEMENT CHARACTER}" in text  # part of a character
             or not last.isdisjoint(text[len(before) :])
             for text in texts
         ]
