@@ -60,7 +60,7 @@ class TransformersModel:
         return TransformersCache(self)
 
     def forward(self, ids: Tensor, mask: Tensor, past: Any) -> Tensor:
-        """Return logits [B, V] float32 after ids [B, T] that continue ``past``; mask [B, all], 0 at padding."""
+        """Return logits [B, V] float32 after ids [B, T] after ``past``; mask [B, all] is 0 at padding."""
         optional = {
             "position_ids": (mask.cumsum(-1) - 1).clamp_(min=0)[:, -ids.shape[1] :],
             "logits_to_keep": 1,
