@@ -1,4 +1,4 @@
-"""Checkpoints: one consistent cut, written beside and renamed; no pickle, ever.
+"""Checkpoints: one consistent cut, written to a temporary directory and renamed; never a pickle.
 
     checkpoints/step-000120/
         manifest.json                 sha256 and size of each of the other files; written last
@@ -6,9 +6,10 @@
         pipeline.json                 buffer, prompts in flight, sampler
         train_dataloader_TASK.json    position of each loader
 
-Training waits for the cut: the state of the pipeline, and the trainer's copy of its own.  It goes on while
-they are written.  A directory whose name ends in ``.partial`` was never finished.  A complete one is verified
-before it is used; the newest that holds is taken, and the others are named with the reason.
+Training waits only for the cut: the state of the pipeline, and the trainer's copy of its own state.  It
+continues while they are written.  A directory whose name ends in ``.partial`` was never finished.  A
+checkpoint is verified before use; a run resumes from the newest intact one, and the damaged ones are reported
+with the reason.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ async def begin(
     keep: int,
     disk: Disk | None = None,
 ) -> Callable[[], Awaitable[Path]]:
-    """Begin ``parent/step-NNNNNN``; returns when training may go on.  What it returns writes the rest.
+    """Begin ``parent/step-NNNNNN``; return when training may go on.  The returned function writes the rest.
 
-    It is written completely or not at all; then all but the newest ``keep`` are removed.  Both raise
-    CheckpointError; what was there before is then untouched.
+    The checkpoint is written completely or not at all; then all but the newest ``keep`` are removed.  Both
+    functions raise CheckpointError, and leave older checkpoints untouched.
 
     Args:
-        pipeline: what ``cut`` returned.
-        loaders: state of each, by task.
-        save_trainer: ``Trainer.save``.
+        pipeline: the result of ``cut``.
+        loaders: state of each loader, by task.
+        save_trainer: ``Trainer.save`` of the trainer.
     """
     disk = disk or Disk()
     streams = {_loader_file(task): as_json(state) for task, state in loaders.items()}
@@ -92,7 +93,7 @@ async def begin(
 def _write(
     disk: Disk, partial: Path, step: int, pipeline: Mapping[str, Any], streams: Mapping[str, bytes]
 ) -> None:
-    """All that is not the trainer's, and the manifest."""
+    """Write everything but the trainer's files, and then the manifest."""
     disk.write(partial / "pipeline.json", as_json({"format": FORMAT, "step": step, **pipeline}))
     for name, state in streams.items():
         disk.write(partial / name, state)
@@ -103,18 +104,18 @@ def _write(
 
 
 def _tidy(disk: Disk, parent: Path, step: int, keep: int) -> None:
-    """Remove what is too old, what was passed over, and what a life before this one never finished."""
+    """Remove checkpoints that are too old, damaged, or were never finished."""
     complete = complete_names(parent)
     passed_over = [path for at, path in complete if at > step]
     for path in [path for at, path in complete if at <= step][:-keep] + passed_over:
         disk.remove(path)
     for unfinished in parent.glob(f"step-*{_PARTIAL}"):
         disk.remove(unfinished)
-    disk.sync(parent)  # what a power cut brought back might be newer than what a later life goes on from
+    disk.sync(parent)  # otherwise a power cut could bring a newer checkpoint back
 
 
 def _failed(error: OSError, disk: Disk, partial: Path) -> CheckpointError:
-    """What to raise; makes room first, since that may be what was missing."""
+    """Remove the partial directory, since space may be short, and return the error to raise."""
     written = sum(path.stat().st_size for path in files(partial))
     disk.remove(partial)
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
@@ -132,7 +133,7 @@ def as_json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Prompts by task and id, since their answers may be anything."""
+    """Replace prompts by task and id, since their answers may be any object."""
     match value:
         case Slot(prompt=Prompt() as prompt):
             stamps = ("id", "generation_version", "target_version", "attempts")
@@ -157,7 +158,7 @@ def _loader_file(task: str, *, safe: str = "") -> str:
 
 @frozen(kw_only=True)
 class Found:
-    """The newest checkpoint that holds, and why newer ones were passed over."""
+    """The newest intact checkpoint, and why newer ones were skipped."""
 
     directory: Path
     step: int
@@ -165,16 +166,16 @@ class Found:
 
 
 def complete_names(parent: Path) -> list[tuple[int, Path]]:
-    """Steps and directories of the checkpoints that were finished, oldest first; not verified."""
+    """Return steps and directories of the finished checkpoints, oldest first; they are not verified."""
     found = [(_NAME.fullmatch(path.name), path) for path in parent.glob("step-*") if path.is_dir()]
     complete = [(int(match[1]), path) for match, path in found if match]
     return sorted(complete, key=lambda item: (item[0], not item[1].name.endswith(REPLACED)))
 
 
 def newest(parent: Path) -> Found | None:
-    """The newest checkpoint whose every file is what was written; None if there is none at all.
+    """Return the newest checkpoint whose files are all intact, or None if there is no checkpoint.
 
-    Raises CheckpointError if there are checkpoints but none of them holds.
+    Raises CheckpointError if there are checkpoints but all are damaged.
     """
     passed_over = [f"{path.name}: was never finished" for path in sorted(parent.glob(f"step-*{_PARTIAL}"))]
     for step, directory in reversed(complete_names(parent)):
@@ -188,7 +189,7 @@ def newest(parent: Path) -> Found | None:
 
 
 def fault(directory: Path) -> str | None:
-    """Why a checkpoint cannot be used; None if every file of it is what was written."""
+    """Return why a checkpoint cannot be used, or None if all its files are intact."""
     try:
         manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -210,7 +211,7 @@ def read_pipeline(directory: Path) -> dict[str, Any]:
 
 
 def read_loader(directory: Path, task: str) -> dict[str, Any] | None:
-    """The loader's state, or None if the task was not part of the run."""
+    """Return the loader's state, or None if the task was not part of the run."""
     path = directory / _loader_file(task)
     if not path.exists():
         return None
@@ -222,7 +223,7 @@ def read_loader(directory: Path, task: str) -> dict[str, Any] | None:
 
 
 def cut(buffer: Buffer[Prompt, Group], sampler: Sampler) -> dict[str, Any]:
-    """What ``pipeline.json`` will hold, as of now: records that do not change, and copies."""
+    """Return the contents of ``pipeline.json`` as of now: immutable records and copies."""
     state = sampler.state_dict() if hasattr(sampler, "state_dict") else None
     return {"buffer": buffer.state_dict(), "sampler": copy.deepcopy(state)}
 
@@ -230,10 +231,10 @@ def cut(buffer: Buffer[Prompt, Group], sampler: Sampler) -> dict[str, Any]:
 def restore(
     directory: Path, buffer: Buffer[Prompt, Group], loaders: Mapping[str, TaskLoader], sampler: Sampler
 ) -> list[str]:
-    """Continue from a checkpoint; returns what the user should know of tasks that came or went.
+    """Continue from a checkpoint; return messages about tasks that were added or removed.
 
-    A task that is new begins at its beginning.  One that is gone takes its stream along, unless prompts of it
-    are unfinished.  Raises CheckpointError then, and if a task's prompts are not those of the checkpoint.
+    A new task starts at the beginning of its stream.  A task may be removed unless prompts of it are
+    unfinished. Raises CheckpointError in that case, and if a task's prompts differ from the checkpoint's.
     """
     state = read_pipeline(directory)
     told = _compare_tasks(directory, loaders, state["buffer"])
@@ -249,7 +250,7 @@ def restore(
 
 
 def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, Any]) -> list[str]:
-    """What to say of tasks that came or went.  Raises CheckpointError if one left prompts behind."""
+    """Return messages about added and removed tasks.  Raises CheckpointError if one left prompts behind."""
     tasks, names = set(tasks), (file.name for file in directory.glob(_loader_file("*", safe="*")))
     saved = {unquote(name.removeprefix("train_dataloader_").removesuffix(".json")) for name in names}
     slots = [*buffer["retrying"], *(slot for slot, _ in buffer["ready"])]
@@ -276,7 +277,7 @@ def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, A
 def load_buffer(
     buffer: Buffer[Prompt, Group], state: Mapping[str, Any], prompt: Callable[[str, str], Prompt]
 ) -> None:
-    """Put its state, as read from JSON, into a buffer; ``prompt(task, id)`` finds prompts again."""
+    """Load a state that was read from JSON into a buffer; ``prompt(task, id)`` looks prompts up."""
 
     def slot(dumped: Mapping[str, Any]) -> Slot[Prompt]:
         task, id = dumped["prompt"]

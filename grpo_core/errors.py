@@ -1,15 +1,15 @@
-"""What can go wrong, and whose turn it is.
+"""The errors of grpo-core, by who can fix them.
 
     GrpoError
-    ├── ConfigError          you: a configuration, a command line, a path
+    ├── ConfigError          a configuration, a command line or a path is wrong
     ├── PluginError          a plugin breaks its contract; names plugin, distribution, version, fault
     ├── ModelError           a model or tokenizer cannot be loaded or used
     ├── CheckpointError      a checkpoint cannot be written or is not what was written
     ├── EngineError          an engine cannot generate; the rollouts it held are played again
-    ├── WeightSyncError      an engine does not hold the weights that it was sent
+    ├── WeightSyncError      an engine did not load the weights that it was sent
     ├── TrainerError         a training step failed
-    ├── SamplingError        too few of the groups that were generated have anything to teach
-    ├── DeadlineExceeded     something took longer than it may
+    ├── SamplingError        too few of the generated groups have a learning signal
+    ├── DeadlineExceeded     an operation took longer than its deadline
     ├── ChildDied            a child process ended before it answered
     └── SlotError            the buffer was asked for a transition that its state does not allow
 
@@ -19,7 +19,7 @@ prints the message alone, without a traceback, and exits with ``exit_status``.
 
 
 class GrpoError(Exception):
-    """Base of all errors that grpo-core raises on purpose.  ``str(error)`` is for the user's eyes."""
+    """Base class of all errors that grpo-core raises on purpose.  ``str(error)`` is written for users."""
 
     exit_status = 1
 
@@ -69,7 +69,7 @@ class SlotError(GrpoError):
 
 
 def did_you_mean(given: str, known: "list[str] | tuple[str, ...] | set[str]") -> str:
-    """``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
+    """Return ``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
     from difflib import get_close_matches
 
     near = get_close_matches(given, sorted(known), n=1)

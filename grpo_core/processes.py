@@ -1,16 +1,16 @@
 """A killable child process that owns one object: an environment, a trainer, an engine.
 
-The child is started anew (``subprocess``, never ``fork``: no inherited threads, locks or CUDA), makes its
-object by name, and answers calls on its main thread, so that signals and event loops work there.  Parent
-and child speak length-prefixed pickles over a private socket pair that nobody else can open.  The child
-dies with its parent, ignores ctrl-C (that is the parent's affair), and what it prints goes to its log.
+The child is a new process (``subprocess``, never ``fork``: no inherited threads, locks or CUDA).  It makes
+its object by name and answers calls on its main thread, so that signals and event loops work there.  Parent
+and child exchange length-prefixed pickles over a private socket pair that no other process can open.  The
+child dies with its parent, leaves ctrl-C to the parent, and prints to its log.
 
     parent                                      child
     Child("module:factory", kwargs)   ------>   target = factory(**kwargs)
     await child.call("step", batch)   ------>   target.step(batch)            (one after the other), or
                                                 target.serve(connection)      (the target runs its own loop)
 
-A method that returns a ``concurrent.futures.Future`` is answered when that is done; other calls do not wait.
+A method may return a ``concurrent.futures.Future``: it is answered when that is done, and other calls go on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 
 @frozen
 class Call:
-    """What the parent asks."""
+    """A call from the parent."""
 
     id: int
     method: str
@@ -55,7 +55,7 @@ class Call:
 
 @frozen
 class Answer:
-    """What the child says: a result, or an error with the traceback of the child."""
+    """The child's answer: a result, or an error with the child's traceback."""
 
     id: int
     result: Any = None
@@ -72,14 +72,14 @@ def _frame(message: Call | Answer) -> bytes:
 
 
 class Child:
-    """Starts at once; ``await started()`` or the first ``call`` waits until the target is made.
+    """A child process, which starts at once; ``started`` or the first ``call`` waits for its target.
 
     Args:
         factory: ``"module:attribute"``, imported in the child.
-        kwargs: given to the factory; pickled.
-        name: how messages call it (``"environment sort"``).
+        kwargs: keyword arguments of the factory; pickled.
+        name: name of the child in messages (``"environment sort"``).
         environ: added to the child's environment variables.
-        log: file that receives what the child prints; None: the parent's standard error.
+        log: file for the child's output; None is the parent's standard error.
     """
 
     def __init__(
@@ -129,16 +129,16 @@ class Child:
         return self._death is None and self._process.poll() is None
 
     async def started(self, *, seconds: float) -> Any:
-        """Wait until the target is made; returns its ``description()`` if it has one.
+        """Wait until the target is made; return its ``description()`` if it has one.
 
-        Raises what the factory raised, ChildDied, or DeadlineExceeded after ``seconds``.
+        Raises the factory's error, ChildDied, or DeadlineExceeded after ``seconds``.
         """
         return await self._answer(0, "start", seconds)
 
     async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
         """Call ``target.method(*args)`` in the child; its exception is raised here.
 
-        After ``seconds`` without an answer the child is killed, and every call that waits for it fails.
+        After ``seconds`` without an answer the child is killed, and all waiting calls fail.
         """
         await self._connect()
         if self._death is not None:
@@ -150,7 +150,7 @@ class Child:
         return await self._answer(id, method, seconds)
 
     async def died(self) -> errors.GrpoError:
-        """Wait until the child has ended, however that comes about, and tell why."""
+        """Wait until the child has ended for any reason, and return the reason."""
         await self._connect()
         if self._reader is not None:
             await asyncio.shield(self._reader)
@@ -164,7 +164,7 @@ class Child:
         if self._process.poll() is None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has not made its group yet, or is gone
+            except ProcessLookupError:  # it has not made its group yet, or has ended
                 self._process.kill()
             self._process.wait()
         if self._writer is not None:
@@ -174,7 +174,7 @@ class Child:
         self._fail_waiting()
 
     async def aclose(self, *, seconds: float = 2.0) -> None:
-        """Let the child end by itself for ``seconds``, then kill it."""
+        """Give the child ``seconds`` to end by itself, then kill it."""
         if self._writer is not None and self._death is None:
             self._death = errors.ChildDied(f"{self.name} is closed")
             self._writer.close()
@@ -219,7 +219,7 @@ class Child:
                 answer: Answer = pickle.loads(await stream.readexactly(length))
                 future = self._waiting.get(answer.id)
                 if future is None or future.done():
-                    continue  # its caller has gone away
+                    continue  # its caller was cancelled
                 if answer.error is not None:
                     answer.error.__cause__ = RemoteTraceback(answer.traceback)
                     future.set_exception(answer.error)
@@ -235,7 +235,7 @@ class Child:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self._death or errors.ChildDied(f"{self.name} died"))
-                future.exception()  # somebody may have gone away: that is no reason for a warning
+                future.exception()  # marks the error as seen: a caller may have been cancelled
 
     def _last_words(self, lines: int = 6) -> str:
         if self._log is None or not self._log.exists():
@@ -245,7 +245,7 @@ class Child:
 
 
 class RemoteTraceback(Exception):  # noqa: N818
-    """The traceback of a child, shown as the cause of the error that it raised here."""
+    """The traceback of a child, shown as the cause of the error in the parent."""
 
 
 def _exit(code: int) -> str:
@@ -260,7 +260,7 @@ _BOOT = "import sys; from grpo_core import processes; processes.main(int(sys.arg
 
 
 class Connection:
-    """The child's end: calls come in, answers go out."""
+    """The child's side of the socket: receives calls and sends answers."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -269,9 +269,9 @@ class Connection:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def receive(self, *, wait: bool | float = True) -> Call | None:
-        """The next call; None if there is none now, or within ``wait`` seconds.
+        """Return the next call, or None if there is no call now or within ``wait`` seconds.
 
-        Raises EOFError if the parent is gone.
+        Raises EOFError if the parent has gone.
         """
         if wait is not True and not self._selector.select(wait):
             return None
@@ -283,7 +283,7 @@ class Connection:
         self._send(_frame(Answer(id, result)))
 
     def fail(self, id: int, error: BaseException) -> None:
-        """Send an error; one that cannot be pickled goes as a GrpoError with its type and text."""
+        """Send an error; an error that cannot be pickled is sent as a GrpoError with its type and text."""
         text = "".join(traceback.format_exception(error))
         try:
             frame = _frame(Answer(id, error=error, traceback=text))
@@ -294,7 +294,7 @@ class Connection:
         self._send(frame)
 
     def answer(self, call: Call, target: Any) -> None:
-        """Call the method and send what it returns or raises."""
+        """Call the method, and send its result or error."""
         try:
             result = getattr(target, call.method)(*call.args)
         except Exception as error:
@@ -327,7 +327,7 @@ class Connection:
 
 
 def main(fd: int, parent: int) -> None:
-    """Entry point of the child."""
+    """Run the child process."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=fd))
@@ -356,14 +356,14 @@ def main(fd: int, parent: int) -> None:
 
 
 def _leave(status: int) -> None:
-    """End now: nobody is left to wait for, and threads of libraries must not hold the process."""
+    """Exit at once; threads of libraries must not keep the process alive."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies (Linux; elsewhere the closed socket ends it)."""
+    """Ask the kernel to kill this process when its parent dies (Linux only; else the closed socket does)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,8 +1,8 @@
 """Merges the calls of many rollouts into few calls of an environment.
 
-Rollouts end one by one, environments are fastest in batches.  What arrives while a call is running, or
-within ``max_wait`` of the first arrival, shares the next call.  There is one batcher in front of each
-environment, for training and validation alike.
+Rollouts end one by one, but environments are fastest in batches.  Episodes that arrive during a call, or
+within ``max_wait`` of the first arrival, share the next call.  Each environment has one batcher, which serves
+training and validation alike.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class _Submission(Generic[T, R]):
 
 
 class MicroBatcher(Generic[T, R]):
-    """One call at a time, of at most ``max_batch`` items; results come back in the order of the items.
+    """Merges submissions into calls of at most ``max_batch`` items, one call at a time.
 
     Args:
-        call: takes a list, returns as many results.
-        max_batch: items in a call at most.  A longer submission is split.
-        max_wait: seconds that the first item waits for others, while no call is running.
-        together: never split a submission, however long it is (an environment that compares rollouts).
+        call: takes a list and returns as many results.
+        max_batch: largest number of items in a call.  A longer submission is split.
+        max_wait: seconds that the first item waits for others while no call is running.
+        together: never split a submission, however long it is (for environments that compare rollouts).
 
-    An exception of ``call`` reaches those whose items were in it, and nobody else; a PluginError that none of
-    them waits for any more, whoever submits next.
+    An exception of ``call`` is raised to the callers in that batch only.  If all of them were cancelled, a
+    PluginError is raised to the next caller.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class MicroBatcher(Generic[T, R]):
         self._timer: asyncio.TimerHandle | None = None
         self._running: asyncio.Task[None] | None = None
         self._broken: PluginError | None = None
-        """A broken contract that nobody has heard of."""
+        """A broken contract that has not been reported to any caller."""
         self._closed = False
         self.calls = 0
         self.items = 0
 
     async def submit(self, items: Sequence[T]) -> list[R]:
-        """One result for each item, in order.  A caller that is cancelled takes its items along."""
+        """Return one result for each item, in order.  Cancelling the caller removes its items."""
         if self._closed:
             raise GrpoError("the batcher is closed")
         if self._broken is not None:
@@ -90,7 +90,7 @@ class MicroBatcher(Generic[T, R]):
             self._withdraw(submission)
 
     async def aclose(self) -> None:
-        """Stop the running call; everybody who waits gets a GrpoError."""
+        """Stop the running call; all waiting callers get a GrpoError."""
         self._closed = True
         self._cancel_timer()
         for submission in list(self._queue):
@@ -102,7 +102,7 @@ class MicroBatcher(Generic[T, R]):
     # ------------------------------------------------------------------------------ internals
 
     def _schedule(self) -> None:
-        """Start the next call if it is full, or see to it that it starts when the first has waited enough."""
+        """Start the next call if it is full, or schedule it for when the first item has waited enough."""
         if self._running is not None or not self._queue:
             return
         if self._waiting >= self._max_batch:
@@ -118,12 +118,12 @@ class MicroBatcher(Generic[T, R]):
             self._running = asyncio.get_running_loop().create_task(self._run(parts), name="batched call")
 
     def _take(self) -> list[tuple[_Submission[T, R], list[T]]]:
-        """The next batch, as pieces of submissions in the order of their arrival."""
+        """Return the next batch, as pieces of submissions in order of arrival."""
         parts: list[tuple[_Submission[T, R], list[T]]] = []
         room = self._max_batch
         while self._queue and room > 0:
             submission = self._queue[0]
-            if submission.answer.done():  # it failed, or its caller was cancelled, a moment ago
+            if submission.answer.done():  # it has just failed, or its caller was cancelled
                 self._withdraw(submission)
                 continue
             if self._together and parts and submission.left > room:
@@ -169,7 +169,7 @@ class MicroBatcher(Generic[T, R]):
                 submission.answer.set_result(submission.results)
 
     def _fail(self, submission: _Submission[T, R], error: Exception) -> None:
-        """What is left of it in the queue is passed over: its caller has an answer."""
+        """Give the caller an error; the rest of its submission in the queue is skipped."""
         if not submission.answer.done():
             submission.answer.set_exception(error)
 
@@ -186,7 +186,7 @@ class MicroBatcher(Generic[T, R]):
 
 
 class BatchedEnvironment:
-    """A judge whose evaluations are merged; groups that it has to see whole are not split."""
+    """An environment client that merges evaluations; groups that must stay whole are not split."""
 
     def __init__(self, environment: EnvironmentClient, config: EnvironmentConfig) -> None:
         self._environment = environment
@@ -209,5 +209,5 @@ class BatchedEnvironment:
         await self._environment.close(sessions)
 
     async def aclose(self) -> None:
-        """Nobody is judged any more; the judge behind it stays as it is."""
+        """Stop evaluating; the environment behind the batcher stays open."""
         await self.batcher.aclose()

@@ -1,4 +1,4 @@
-"""What an environment returned, as feedback; and what it raised, as text."""
+"""Converts results of an environment to feedback, and its errors to text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from grpo_core.errors import GrpoError, PluginError
 from grpo_core.records import Feedback
 
 LARGEST_REWARD = 1e300
-"""A reward of this magnitude or more is refused: squared in an advantage it would overflow."""
+"""Rewards of this magnitude or more are refused: their squares would overflow in an advantage."""
 
 
 def as_feedback(results: Any, expected: int, who: str) -> list[Feedback]:
-    """What ``evaluate`` returned, as feedback.
+    """Convert the results of ``evaluate`` to feedback.
 
-    Raises PluginError if it is not a sequence of as many floats, Feedback and Nones as there were episodes.
-    A reward that is no number is not an error of the batch: its episode are unscored.
+    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward that is not a
+    finite number makes only its own episode unscored.
     """
     if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
         raise PluginError(
@@ -40,7 +40,7 @@ def _feedback(result: Any, who: str) -> Feedback:
         raise PluginError(f"{who}: evaluate returned messages {result.messages!r}, expected role and content")
     metrics = {str(name): float(value) for name, value in result.metrics.items()}
     reward = {} if result.reward is None else _reward(result.reward, who)
-    if result.error is not None:  # an error is never a reward, whatever stands beside it
+    if result.error is not None:  # an error is never a reward, whatever reward comes with it
         reward = {"reward": None, "error": str(result.error)}
     elif reward.get("error"):
         reward |= {"done": True, "messages": ()}

@@ -1,7 +1,8 @@
-"""An environment in its child process: made by name, held to its contract, its tools run, its sessions kept.
+"""The child process's side of an environment: makes it, checks its results, runs its tools, keeps its
+sessions.
 
-Sessions live here and nowhere else; the core knows them by their names.  Code of the environment that is
-async runs in one event loop that stays the same; what is not async runs outside of it.
+Sessions exist only here; the core knows their names.  Async code of the environment always runs in the same
+event loop, and other code runs outside of it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 MOST_PROMPTS = 100_000
-"""Of an environment that yields its prompts: they are all drawn once, since an epoch has to have a length."""
+"""Limit for a generator of prompts: all are drawn at once, because an epoch needs a length."""
 
 UNREADABLE = "a prompt cannot be sent to the trainer's process; put plain data into answer and info"
 
 
 @attrs.frozen
 class Session:
-    """What ``open`` returned, and the tools of its rollout."""
+    """The result of ``open``, and the tools of its rollout."""
 
     value: Any
     tools: Toolbox
@@ -43,8 +44,9 @@ class EnvironmentHost:
     """Calls the environment for the core.
 
     Args:
-        task: what its prompts are marked with.
-        spec, options: of the environment.
+        task: name of the task, which is set on its prompts.
+        spec: name of the environment.
+        options: options of its factory.
         allow, block: see ``PluginHost.discover``.
         concurrency: see ``config.EnvironmentConfig``.
     """
@@ -64,7 +66,7 @@ class EnvironmentHost:
 
     @classmethod
     def around(cls, environment: Any, *, task: str = "task", concurrency: int = 0) -> EnvironmentHost:
-        """A host, in this process, of an environment that is there already: for tests of environments."""
+        """Make a host in this process for an existing environment, for tests of environments."""
         host = cls.__new__(cls)
         host._adopt(task, f"environment {type(environment).__name__}", environment, concurrency)
         return host
@@ -79,7 +81,7 @@ class EnvironmentHost:
         self._needs_group = bool(getattr(environment, "needs_group", False))
         self._sessions: dict[str, Session] = {}
         self._runner = asyncio.Runner()
-        if self._has_sessions:  # half a second, which is not to count as the first rollout's
+        if self._has_sessions:  # takes half a second, which should not count for the first rollout
             importlib.import_module(TEMPLATES)
 
     def description(self) -> dict[str, Any]:
@@ -92,7 +94,7 @@ class EnvironmentHost:
         }
 
     def prompts(self, split: str) -> bytes:
-        """The prompts of a split, complete and checked; pickled here, so that an error has a name."""
+        """Return the checked prompts of a split, pickled here so that an error names its prompt."""
         try:
             given = self._environment.prompts(split)
             prompts = (
@@ -120,7 +122,7 @@ class EnvironmentHost:
             raise PluginError(f"{where}: {UNREADABLE}: {named(error)}") from error
 
     def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """For each prompt a reply worth full marks, if one is known."""
+        """Return a reply with a full reward for each prompt, or None where it is not known."""
         solve = getattr(self._environment, "solve", None)
         try:
             return [solve(prompt) for prompt in prompts] if solve else [None] * len(prompts)
@@ -130,12 +132,12 @@ class EnvironmentHost:
     # ------------------------------------------------------------------------------ sessions
 
     def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
-        """Open a session under each name; one that cannot be opened says why and is not closed."""
+        """Open a session under each name; a failed one reports its error and is not closed."""
         values = self._each(self._environment.open, [prompt for _, prompt in prompts])
         return [self._opened(name, value) for (name, _), value in zip(prompts, values, strict=True)]
 
     def close(self, names: Sequence[str]) -> None:
-        """Close those that are open.  What ``close`` raises is printed: the session is gone all the same."""
+        """Close the sessions that are open.  Errors of ``close`` are printed; the session is gone anyway."""
         sessions = [self._sessions.pop(name) for name in names if name in self._sessions]
         close = getattr(self._environment, "close", None)
         for result in self._each(close, [session.value for session in sessions]) if close else ():
@@ -143,7 +145,7 @@ class EnvironmentHost:
                 traceback.print_exception(result)
 
     def end(self) -> None:
-        """Close what is open; nothing is asked any more."""
+        """Close all open sessions; no call follows."""
         self.close(list(self._sessions))
         self._runner.close()
 
@@ -175,10 +177,10 @@ class EnvironmentHost:
     # ------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """One feedback for each episode.  Raises PluginError for a result that is none.
+        """Return feedback for each episode.  Raises PluginError for an invalid result.
 
-        The environment is asked first: where it raises no tool has run, so that none runs twice when the
-        episodes are tried again.
+        The environment evaluates before any tool runs: if it raises, the episodes are tried again, and no
+        tool may run twice.
         """
         found = [self._with_session(episode) for episode in episodes]
         calling = [isinstance(e, Episode) and _calls(e) != () for e in found]
@@ -200,7 +202,7 @@ class EnvironmentHost:
         return attrs.evolve(episode, session=session)
 
     def _evaluated(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """What the environment says."""
+        """Return the environment's feedback."""
         if not episodes:
             return []
         if self._has_sessions:
@@ -226,7 +228,7 @@ class EnvironmentHost:
         return as_feedback(results, expected, self._who)
 
     def _answer(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """What the tools say; those of one message are called one after the other."""
+        """Return the tools' answers; the calls of one message run one after the other."""
         answers: list[list[Any]] = [[] for _ in episodes]
         for place in range(max((len(_calls(episode)) for episode in episodes), default=0)):
             here = [i for i, episode in enumerate(episodes) if len(_calls(episode)) > place]
@@ -240,13 +242,13 @@ class EnvironmentHost:
     # ------------------------------------------------------------------------------ calling
 
     def _each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """What ``function`` returns or raises for each item; what is awaitable is awaited, all together."""
+        """Return the result or error of ``function`` for each item; awaitables are awaited together."""
         results = [_attempt(function, item) for item in items]
         waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
         if waiting:
             try:
                 awaited = self._runner.run(_all([results[i] for i in waiting], self._concurrency))
-            except BaseException as error:  # it went through the loop and left tasks behind, which would
+            except BaseException as error:  # it escaped from the loop and left tasks behind, which would
                 with contextlib.suppress(BaseException):  # raise it again
                     self._runner.close()
                 self._runner = asyncio.Runner()
@@ -273,14 +275,14 @@ class EnvironmentHost:
 
 
 def units(episodes: Sequence[Episode], *, whole_groups: bool) -> list[list[Episode]]:
-    """What may be evaluated apart from the rest: episodes, or runs of episodes of one group."""
+    """Split episodes into parts that may be evaluated separately: single episodes, or whole groups."""
     if not whole_groups:
         return [[episode] for episode in episodes]
     return [list(run) for _, run in itertools.groupby(episodes, key=lambda episode: episode.group)]
 
 
 def _calls(episode: Episode) -> Sequence[Mapping[str, Any]]:
-    """The tools that wait to be called."""
+    """Return the tool calls of an episode that wait for an answer."""
     calls = episode.messages[-1].get("tool_calls") if episode.messages else None
     return tuple(calls or ()) if episode.finish_reason == "stop" else ()
 

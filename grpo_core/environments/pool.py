@@ -1,7 +1,7 @@
-"""Several workers of one environment that are one: episodes go to the worker with the fewest of them.
+"""Several workers of one environment that act as one; episodes go to the least loaded worker.
 
-Each worker has a batcher of its own.  The rollouts of a group go to one worker, and those with a session to
-the worker that has opened it.
+Each worker has its own batcher.  The rollouts of a group go to one worker, and rollouts with a session go to
+the worker that opened it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 
 class EnvironmentWorker(EnvironmentClient, Protocol):
-    """One environment, wherever it lives (``EnvironmentProcess``, ``RayEnvironment``)."""
+    """One environment in a process or a cluster worker."""
 
     first_traceback: str
 
@@ -29,11 +29,11 @@ class EnvironmentWorker(EnvironmentClient, Protocol):
 
 
 class EnvironmentPool:
-    """Satisfies ``EnvironmentWorker``; its ``evaluate`` is batched already.
+    """Several workers behind the ``EnvironmentWorker`` protocol, with batched ``evaluate``.
 
     Args:
-        workers: of the same environment; at least one.
-        config: how they are batched.
+        workers: at least one worker; all have the same environment.
+        config: how calls are batched.
     """
 
     def __init__(self, workers: Sequence[EnvironmentWorker], config: EnvironmentConfig) -> None:
@@ -41,9 +41,9 @@ class EnvironmentPool:
         self._config = config
         self._environments: list[BatchedEnvironment] = []
         self._load = [0] * len(self._workers)
-        """Episodes that a worker evaluates now, and sessions that it has."""
+        """Number of running episodes and open sessions of each worker."""
         self._homes: dict[str, int] = {}
-        """Worker of a session."""
+        """The worker of each session."""
         self.max_turns = self._workers[0].max_turns
         self.needs_group = self._workers[0].needs_group
 
@@ -52,7 +52,7 @@ class EnvironmentPool:
         return next((w.first_traceback for w in self._workers if w.first_traceback), "")
 
     async def start(self) -> None:
-        """Start all at once.  Raises what the first that fails raises."""
+        """Start all workers together.  Raises the first error."""
         await asyncio.gather(*(worker.start() for worker in self._workers))
         self.max_turns, self.needs_group = self._workers[0].max_turns, self._workers[0].needs_group
         self._environments = [BatchedEnvironment(worker, self._config) for worker in self._workers]
@@ -64,7 +64,7 @@ class EnvironmentPool:
         return await self._workers[0].solve(prompts)
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
-        """The sessions of one prompt are opened by one worker."""
+        """Open sessions; the sessions of one prompt are opened by one worker."""
         by_prompt: dict[str, list[str]] = defaultdict(list)
         for session, prompt in prompts.items():
             by_prompt[prompt.id].append(session)
@@ -86,7 +86,7 @@ class EnvironmentPool:
         return [opened[session] for session in prompts]
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """One for each episode, in order."""
+        """Return feedback for each episode, in order."""
         if len(self._environments) == 1:
             return await self._environments[0].evaluate(episodes)
         by_group: dict[str, list[int]] = defaultdict(list)
@@ -121,7 +121,7 @@ class EnvironmentPool:
             await self._environments[worker].close(some)
 
     async def aclose(self) -> None:
-        """End all workers; what waits for them is told."""
+        """End all workers; calls that wait for them raise an error."""
         await asyncio.gather(*(environment.aclose() for environment in self._environments))
         await asyncio.gather(*(worker.aclose() for worker in self._workers))
 

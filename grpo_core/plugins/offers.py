@@ -1,4 +1,4 @@
-"""What plugins are and what they offer: records, names and options."""
+"""Records of plugins and their offers, and the checks of names and options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Factory = Callable[..., Any]
 
 @define(kw_only=True)
 class Plugin:
-    """What is known of a plugin."""
+    """A plugin that was found, with its offers or its fault."""
 
     name: str
     distribution: str
@@ -38,16 +38,16 @@ class Plugin:
     module: str
     offers: dict[Kind, dict[str, Factory | str]] = field(factory=dict)
     listeners: list[Callable[[Event], Any]] = field(factory=list)
-    """Its ``grpo_event`` hooks."""
+    """The plugin's ``grpo_event`` hooks."""
     fault: BaseException | None = None
-    """Why it is broken."""
+    """The error that makes the plugin unusable."""
     note: str = ""
     seconds: float = 0.0
-    """To import and check it."""
+    """Seconds that importing and checking the plugin took."""
 
     @property
     def error(self) -> str:
-        """Why it is broken, in one line; empty if it is not."""
+        """The fault in one line, or an empty string."""
         if self.fault is None:
             return ""
         text = " ".join(str(self.fault).split())
@@ -59,20 +59,20 @@ class Plugin:
 
 @frozen
 class Offer:
-    """A factory that somebody asked for by name."""
+    """A factory that was selected by name."""
 
     kind: Kind
     name: str
     plugin: Plugin
     given: Factory | str
     args: tuple[str, ...] = ()
-    """The rest of the name, if the plugin offers a prefix."""
+    """The rest of the name, if the plugin offers a prefix; it is the first argument."""
 
     def __str__(self) -> str:
         return f"{spaced(self.kind)} {self.name!r} of {self.plugin}"
 
     def load(self) -> Factory:
-        """The factory itself.  Raises PluginError if its module does not import."""
+        """Return the factory.  Raises PluginError if its module cannot be imported."""
         if not isinstance(self.given, str):
             return self.given
         module, _, attribute = self.given.partition(":")
@@ -100,7 +100,7 @@ def checked_offers(hook: str, returned: Any) -> dict[str, Factory | str]:
 def matching(
     offers: Mapping[str, Factory | str], name: str, *, bare: bool = False
 ) -> tuple[Factory | str, tuple[str, ...]] | None:
-    """The offer of that name, or the longest prefix of it; ``"*"`` alone only matches behind its plugin."""
+    """Return the offer with this name, or with its longest prefix; ``"*"`` needs the plugin's name."""
     if name in offers and not name.endswith("*"):
         return offers[name], ()
     prefixes = (offer[:-1] for offer in offers if offer.endswith("*") and (offer != "*" or not bare))
@@ -114,7 +114,7 @@ def matching(
 def signature_of(factory: Factory) -> inspect.Signature | None:
     try:
         return inspect.signature(factory)
-    except (TypeError, ValueError):  # some callables of C have none
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return None
 
 
