@@ -1,7 +1,7 @@
 """The configuration of a run: what may be written in CONFIG.toml or with ``--set section.key=value``.
 
-Every key has a default.  Unknown keys are errors that name the nearest one.  Each part of the program
-receives its own section and no other.
+Every key has a default.  An unknown key is an error that names the nearest known key.  Each part of the
+program receives its own section and no other.
 """
 
 from __future__ import annotations
@@ -22,54 +22,56 @@ from attrs.validators import deep_iterable, ge, gt, le
 from grpo_core.errors import ConfigError, did_you_mean
 
 TINY = "tiny"
-"""As ``model.path``: a model of 90,000 parameters is made locally, so that nothing is downloaded."""
+"""Value of ``model.path`` for a model of 90,000 parameters that is made locally, without a download."""
 
 
 @frozen(kw_only=True)
 class ModelConfig:
-    """Which model is trained."""
+    """The model that is trained."""
 
     path: str = TINY
-    """A directory, a hub id, or "tiny"."""
+    """The model is a directory, a hub id, or "tiny"."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the matrix products in training; weights and optimizer state stay float32."""
+    """Matrix products in training use this type; weights and optimizer state stay float32."""
     trust_remote_code: bool = False
-    """Run code that comes with the model."""
+    """Allow code that comes with the model to run."""
     warm_start_steps: int = field(default=40, validator=ge(0))
-    """Only for "tiny": supervised steps on the environment's solutions before the reinforcement learning."""
+    """Number of supervised steps on the environment's solutions before reinforcement learning starts ("tiny"
+    only)."""
     width: int = field(default=64, validator=ge(8))
-    """Only for "tiny"."""
+    """Width of the hidden layers ("tiny" only)."""
     layers: int = field(default=2, validator=ge(1))
-    """Only for "tiny"."""
+    """Number of layers ("tiny" only)."""
 
 
 @frozen(kw_only=True)
 class SourceConfig:
-    """Where a task's prompts come from, if not from its environment."""
+    """A file or data set of prompts, for tasks whose environment has none."""
 
     path: str = ""
-    """Of the training prompts: a .jsonl or .parquet file, or a data set (a directory or a hub id).  Empty:
-    the environment has them."""
+    """Training prompts come from this .jsonl or .parquet file or data set (a directory or a hub id); if it is
+    empty, from the environment."""
     validation_path: str = ""
-    """Of held-out prompts; empty: `path` if it is a data set and `validation_split` is given, else the
-    environment has them."""
+    """Held-out prompts come from this file or data set.  If it is empty, they come from `path` if that is a
+    data set and `validation_split` is given, otherwise from the environment."""
     subset: str = ""
-    """Of a data set that has several."""
+    """Name of the subset, for a data set with several."""
     split: str = "train"
-    """Of a data set."""
+    """Split of a data set with the training prompts."""
     validation_split: str = ""
-    """Of a data set."""
+    """Split of a data set with the held-out prompts."""
     prompt: str = ""
-    """Field of a row that holds the prompt, as text or messages.  Empty: the first of `prompt`, `messages`
-    and `question` that there is."""
+    """Field of a row with the prompt, as text or messages.  If it is empty, the first of `prompt`, `messages`
+    and `question` that exists is used."""
     answer: str = "answer"
-    """Field of the answer."""
+    """Field of a row with the answer."""
     id: str = "id"
-    """Field of the id; a row without one has its number as id.  All other fields are the prompt's `info`."""
+    """Field of a row with the id; the default id is the row's number.  All other fields become the prompt's
+    `info`."""
     system: str = ""
-    """A system message before each prompt."""
+    """This system message precedes each prompt, unless it is empty."""
     workers: int = field(default=0, validator=ge(0))
-    """Processes that read rows ahead; worth while only for rows that are slow to read."""
+    """Number of processes that read rows ahead; they pay only for rows that are slow to read."""
 
 
 @frozen(kw_only=True)
@@ -77,181 +79,219 @@ class TaskConfig:
     """A named source of prompts: an environment with its options."""
 
     env: str
+    """Name of the environment, as in "math:sort" or "./file.py:Class"."""
     options: dict[str, Any] = field(factory=dict)
+    """Options are passed to the environment's factory."""
     weight: float = field(default=1.0, validator=ge(0))
-    """Share of the prompts, for samplers that weigh tasks."""
+    """Relative share of the prompts, for samplers that weigh tasks."""
     source: SourceConfig = field(factory=SourceConfig)
+    """Prompts can come from a file or data set instead of the environment."""
 
 
 @frozen(kw_only=True)
 class PluginChoice:
-    """A plugin's offer and the options of its factory."""
+    """The name of a plugin's offer, and the options of its factory."""
 
     name: str
+    """Name of the offer, as `grpo-core plugins` lists it."""
     options: dict[str, Any] = field(factory=dict)
+    """Options are passed to the offer's factory."""
 
 
 @frozen(kw_only=True)
 class SamplerConfig(PluginChoice):
+    """The sampler, which chooses the next prompts."""
+
     name: str = "mix"
 
 
 @frozen(kw_only=True)
 class DynamicSamplingConfig:
-    """Dynamic sampling: groups whose rewards are all equal teach nothing, and are replaced."""
+    """Dynamic sampling replaces groups whose rewards are all equal, because they have no learning signal."""
 
     enabled: bool = False
-    """Train only groups whose rewards differ; generate others in the place of the rest."""
+    """Train only groups whose rewards differ, and generate others instead of the rest."""
     tolerance: float = field(default=0.0, validator=ge(0))
-    """Rewards of a group that differ by no more than this are equal."""
+    """Rewards of a group are equal if they differ by no more than this."""
     max_extra_groups: int = field(default=0, validator=ge(0))
-    """Groups filtered between two steps, at most; then the run ends with an error that says how many passed.
-    0: 20 for each group of a step."""
+    """The run ends with an error when more groups than this are filtered between two steps.  0 allows 20 for
+    each group of a step."""
 
 
 @frozen(kw_only=True)
 class EngineConfig(PluginChoice):
+    """The engine, which generates completions."""
+
     name: str = "local"
     threads: int = field(default=0, validator=ge(0))
-    """Of torch on the CPU; 0: half of the cores when training runs beside it, else all of them."""
+    """Number of torch threads on the CPU; 0 uses half of the cores if training runs at the same time,
+    otherwise all."""
     deadline: float = field(default=600.0, validator=gt(0))
-    """Seconds for a weight update, and for the engine to start."""
+    """Time limit in seconds for a weight update and for the start of the engine."""
     workers: int = field(default=1, validator=ge(1))
-    """Engines that share the requests: of this machine or, with Ray, in workers of the cluster."""
+    """Number of engines that share the requests, on this machine or in workers of a Ray cluster."""
     gpus_per_worker: float = field(default=0.0, validator=ge(0))
-    """That Ray gives to each."""
+    """Number of GPUs per engine worker (Ray only)."""
     placement: Literal["pack", "spread"] = "pack"
-    """Ray workers on as few machines as possible, or on as many."""
+    """Place Ray workers on as few machines as possible ("pack") or on as many ("spread")."""
     env_vars: dict[str, str] = field(factory=dict)
-    """Environment variables of each Ray worker, set before the engine's plugin is loaded."""
+    """Environment variables are set in each Ray worker before the engine's plugin is loaded."""
     transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
     """How the trainer sends weights to engines: `shm` through shared memory (and Ray's object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by gloo otherwise. `auto` is
     `shm`: the two others have not been run on GPUs yet."""
     collective_host: str = "127.0.0.1"
-    """Address of this machine at which engines reach the trainer, for `collective`; on a cluster use an
+    """Engines reach the trainer at this address of its machine (`collective` only); on a cluster use an
     address of its network."""
 
 
 @frozen(kw_only=True)
 class LossConfig(PluginChoice):
+    """The loss, which the optimizer minimises."""
+
     name: str = "grpo"
 
 
 @frozen(kw_only=True)
 class AdvantageConfig(PluginChoice):
+    """The advantage function, which compares the rewards of a group."""
+
     name: str = "group"
 
 
 @frozen(kw_only=True)
 class EnvironmentConfig:
-    """How environments are called, in training and validation alike."""
+    """How environments are called, in training and validation."""
 
     workers: int = field(default=1, validator=ge(1))
-    """Of each task's environment, which share the episodes: processes of this machine or, with Ray, of the
-    cluster."""
+    """Number of workers per environment that share the episodes: processes of this machine or Ray workers."""
     max_batch: int = field(default=256, validator=ge(1))
-    """Episodes in one call at most."""
+    """Largest number of episodes in one call."""
     max_wait: float = field(default=0.005, validator=ge(0))
-    """Seconds that an episode waits for others to share its call."""
+    """An episode waits this many seconds for others to share its call."""
     deadline: float = field(default=30.0, validator=gt(0))
-    """Seconds for a call; then the process is killed and each episode tried alone."""
+    """Time limit of a call in seconds; then the process is killed and each episode is tried alone."""
     start_deadline: float = field(default=120.0, validator=gt(0))
+    """Time limit in seconds for the start of an environment, and for its prompts."""
     concurrency: int = field(default=0, validator=ge(0))
-    """Calls of an async `evaluate` that run at once, each with one episode (or one group that is compared),
-    and of async tools; 0: `evaluate` gets the whole batch, and all tools run at once."""
+    """Number of calls of an async `evaluate` or of async tools that run at once, each with one episode (or
+    one group, if the environment compares rollouts).  0 gives `evaluate` the whole batch and runs all tools
+    at once."""
     max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
-    """The run stops when more than this share of the last 200 episodes of a task were unscored."""
+    """The run stops when more than this share of the last 200 episodes of a task is unscored."""
 
 
 @frozen(kw_only=True)
 class RolloutConfig:
-    """How prompts are played."""
+    """How rollouts are generated."""
 
     group_size: int = field(default=8, validator=ge(2))
+    """Number of rollouts of each prompt."""
     temperature: float = field(default=1.0, validator=gt(0))
+    """Sampling temperature of the completions."""
     max_tokens: int = field(default=256, validator=ge(1))
-    """Of one completion."""
+    """Largest number of tokens in one completion."""
     max_turns: int = field(default=0, validator=ge(0))
-    """Completions of a rollout, where its environment allows more; 0: as many as the environment says."""
+    """Largest number of completions in a rollout, if its environment allows more; 0 leaves it to the
+    environment."""
     max_total_tokens: int = field(default=0, validator=ge(0))
-    """Of a whole rollout: prompt, completions and what the environment answers; 0: as many as the model has
-    positions for."""
+    """Largest number of tokens in a rollout (prompt, completions and the environment's messages); 0 uses all
+    positions of the model."""
     max_tool_calls: int = field(default=0, validator=ge(0))
-    """Of a rollout; 0: any number."""
+    """Largest number of tool calls in a rollout; 0 means no limit."""
     stop: list[str] = field(factory=list)
-    """Strings that end a completion, besides the tokenizer's end-of-sequence token."""
+    """A completion ends with any of these strings, or with the tokenizer's end-of-sequence token."""
     deadline: float = field(default=600.0, validator=gt(0))
-    """Seconds for one attempt at a rollout; one that takes longer is played again."""
+    """Time limit in seconds for one attempt at a rollout; then it is tried again."""
     max_retries: int = field(default=3, validator=ge(0))
-    """Attempts after the first; then the prompt is skipped, and that is recorded."""
+    """Number of attempts after the first; then the prompt is skipped, and the skip is recorded."""
 
 
 @frozen(kw_only=True)
 class TrainerConfig:
-    """The optimizer."""
+    """The trainer: steps, optimizer and device."""
 
     steps: int = field(default=100, validator=ge(1))
+    """Number of steps of the run."""
     prompts_per_step: int = field(default=16, validator=ge(1))
+    """Number of groups in one step."""
     updates_per_step: int = field(default=1, validator=ge(1))
+    """Number of optimizer updates in one step."""
     lr: float = field(default=1e-6, validator=gt(0))
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up."""
     lr_end: float = field(default=0.1, validator=[ge(0), le(1)])
-    """Where a linear or cosine schedule ends, as a share of ``lr``."""
+    """A linear or cosine schedule ends at this share of `lr`."""
     warmup_updates: int = field(default=5, validator=ge(0))
+    """Number of updates in which the learning rate rises linearly to `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments."""
     weight_decay: float = field(default=0.0, validator=ge(0))
+    """Weight decay of AdamW."""
     max_grad_norm: float = field(default=1.0, validator=gt(0))
+    """Gradients are clipped to this norm."""
     proximal: Literal["recompute", "generation"] = "recompute"
-    """What the clipped ratio is relative to: the trainer's weights when the step began (one more forward
-    pass if there are several updates), or the weights that generated."""
+    """Proximal logprobs are recomputed with the trainer's weights at the start of the step (one more forward
+    pass if there are several updates), or taken from generation."""
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
-    """Rows times the longest of them, padding included, at most (a longer row comes alone)."""
+    """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
+    own."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
     device: str = "auto"
-    """"cpu", "cuda", or "auto"."""
+    """Device of the trainer: "cpu", "cuda", or "auto" for CUDA if it is available."""
     threads: int = field(default=0, validator=ge(0))
-    """Of torch on the CPU; 0: half of the cores when generation runs beside it, else all of them."""
+    """Number of torch threads on the CPU; 0 uses half of the cores if generation runs at the same time,
+    otherwise all."""
     deadline: float = field(default=3600.0, validator=gt(0))
-    """Seconds for one step, publish or save, and for the start."""
+    """Time limit in seconds for the start, and for each step, publication and save."""
 
 
 @frozen(kw_only=True)
 class PipelineConfig:
-    """How generation and training run beside each other."""
+    """How generation and training run at the same time."""
 
     max_staleness: int = field(default=1, validator=ge(0))
-    """Steps between the weights that generate and the step that trains; 0 is synchronous."""
+    """Largest number of steps between the weights that generate and the step that trains; 0 is
+    synchronous."""
     policy: Literal["deadline", "in_order"] = "deadline"
+    """Train groups as they become ready, by deadline, or in the order of their prompts, which is
+    reproducible."""
     in_flight_updates: bool = True
-    """Running requests go on with new weights; else a weight update waits until none is running."""
+    """Running requests continue with new weights; if false, a weight update waits until no request is
+    running."""
 
 
 @frozen(kw_only=True)
 class ValidationConfig(PluginChoice):
+    """The validation strategy, and when it runs."""
+
     name: str = "greedy"
     every: int = field(default=10, validator=ge(0))
-    """Steps; 0: never."""
+    """Validate every this many steps; 0 means never."""
     prompts: int = field(default=200, validator=ge(1))
-    """Of each task, at most."""
+    """Largest number of held-out prompts per task."""
     pause: bool = False
-    """Training waits: no step and no group begins while validation runs.  Else it goes on; in either case the
-    weights that are measured stay the same."""
+    """Pause training during validation.  If false, training goes on; the validated weights stay the same in
+    either case."""
     deadline: float = field(default=3600.0, validator=gt(0))
-    """Seconds for the rollouts that a strategy asks for at once; those not finished then are unscored."""
+    """Time limit in seconds for each set of rollouts of a strategy; unfinished rollouts are unscored."""
     engine: EngineConfig | None = None
-    """An engine for validation alone, with options of its own; training does not wait for its results."""
+    """A separate engine for validation, with its own options; training does not wait for its results."""
 
 
 @frozen(kw_only=True)
 class CheckpointConfig:
+    """When checkpoints are written, and how many are kept."""
+
     every: int = field(default=20, validator=ge(0))
-    """Steps; 0: only at the end."""
+    """Save every this many steps; 0 means only at the end."""
     keep: int = field(default=2, validator=ge(1))
-    """Newest complete ones that stay on disk."""
+    """Number of newest complete checkpoints that stay on disk."""
     async_save: bool = True
-    """Write while training goes on, from a copy of weights and optimizer in the host's memory, which it keeps
-    (12 bytes for each parameter in float32).  False: no copy; training waits until all is written."""
+    """Save in the background from a snapshot in host memory, which stays allocated (12 bytes per float32
+    parameter). If false, training waits until the checkpoint is written."""
 
 
 _LIMITS: Any = deep_iterable(ge(0))
@@ -259,42 +299,45 @@ _LIMITS: Any = deep_iterable(ge(0))
 
 @frozen(kw_only=True)
 class HealthConfig:
-    """What the run watches.  Two numbers are [a warning, the end of the run], of the median of the last five
-    steps; 0 is never."""
+    """Health checks.  Each limit is [warn, abort] for the median of the last five steps; 0 disables it."""
 
     canary_tolerance: float = field(default=0.0, validator=ge(0))
-    """Difference of logprobs between engine and trainer after a weight sync, at most; 0: 0.001, or 0.1 where
-    one of them computes in bfloat16."""
+    """Largest difference of logprobs between engine and trainer after a weight sync.  0 chooses 0.001, or 0.1
+    if one of them computes in bfloat16."""
     logprob_diff: tuple[float, float] = field(default=(0.5, 2.0), validator=_LIMITS)
-    """Of the sampled tokens, between the engine and the trainer at the start of a step."""
+    """Limits for the mean difference of logprobs between the engine and the trainer at the start of a
+    step."""
     mismatch_kl: tuple[float, float] = field(default=(0.5, 4.0), validator=_LIMITS)
-    """From the policy that generated to the one that a step starts from."""
+    """Limits for the KL from the policy that generated to the policy at the start of a step."""
     effective_sample_size: tuple[float, float] = field(default=(0.1, 0.01), validator=_LIMITS)
-    """Share of the tokens, by their importance ratios; smaller is worse."""
+    """Limits for the effective sample size of the importance ratios, as a share of the tokens; smaller is
+    worse."""
     clip_fraction: tuple[float, float] = field(default=(0.3, 0.9), validator=_LIMITS)
-    """Share of the tokens, on either side."""
+    """Limits for the share of clipped tokens, on either side."""
     max_non_finite: float = field(default=0.1, validator=[ge(0), le(1)])
-    """The run stops when the loss of more than this share of an update's rows is not finite; up to it they
-    are left out and counted."""
+    """The run stops when more than this share of an update's rows has a loss that is not finite; fewer rows
+    are skipped and counted."""
 
 
 @frozen(kw_only=True)
 class RayConfig:
-    """Ray workers in the place of child processes, for engines and environments."""
+    """Ray workers instead of child processes for engines and environments."""
 
     enabled: bool = False
-    """What `--ray` sets."""
+    """Run engines and environments in Ray workers; `--ray` sets it."""
     address: str = ""
-    """Of a running cluster ("auto", "host:6379"); empty: one of this machine alone, for the run."""
+    """Address of a running cluster ("auto", "host:6379"); if it is empty, a local cluster is started for the
+    run."""
 
 
 @frozen(kw_only=True)
 class Config:
-    """The whole of it."""
+    """The configuration of a run."""
 
     seed: int = field(default=0, validator=ge(0))
+    """Seed of everything that is random in the run."""
     plugins: list[str] | None = None
-    """Allow-list of plugin names; None: all that are installed."""
+    """Only these plugins are loaded; by default all installed ones are."""
     tasks: dict[str, TaskConfig] = field(factory=dict)
     model: ModelConfig = field(factory=ModelConfig)
     sampler: SamplerConfig = field(factory=SamplerConfig)
