@@ -1,4 +1,4 @@
-"""A sampler in a file: the hard task only while a prompt can still be trained in the second half of the run.
+"""A sampler in a file: it adds a hard task once prompts can be trained in the second half of the run.
 
 grpo-core train examples/two_tasks.toml --set sampler.name=./examples/custom_sampler.py:HardLater
 """
@@ -10,12 +10,12 @@ from grpo_core.data.samplers import WeightedTaskSampler, draw
 
 
 class HardLater:
-    """Nothing but the protocol: exactly ``request.expected_prompts`` prompts, and a state of JSON values.
+    """A sampler that implements the protocol only: ``sample``, and a state of JSON values.
 
     Args:
-        easy: the task of the beginning.
-        hard: the task that joins it, turn by turn.
-        start: first step that trains it.
+        easy: name of the task of the beginning.
+        hard: name of the task that joins it, turn by turn.
+        start: first step that trains the hard task.
     """
 
     def __init__(self, easy: str = "reverse", hard: str = "sort", start: int = 150) -> None:
@@ -36,7 +36,7 @@ class HardLater:
 
 
 class Fading(WeightedTaskSampler):
-    """The same with a base class that draws at random by weights, and keeps the state."""
+    """The same idea with a base class that draws at random by weights, and keeps the state."""
 
     name = "fading"
 

@@ -1,4 +1,4 @@
-"""A validation strategy in a file: ``pass^k``, the chance that all of k replies to a prompt are right.
+"""A validation strategy in a file: it estimates ``pass^k``, the chance that all of k replies are right.
 
 grpo-core validate RUN --validation ./examples/custom_validation.py:Reliable --set validation.options.k=4
 """
@@ -11,12 +11,11 @@ from grpo_core.validation.estimates import with_interval
 
 
 class Reliable:
-    """Nothing but the protocol: ``{task: {metric: number}}``, from rollouts that the context plays.
+    """A strategy that implements the protocol only: it returns ``{task: {metric: number}}``.
 
     Args:
-        k: replies that all have to be right; without bias from n of them (Yao et al. 2024, "tau-bench").
-        n: rollouts of each prompt.
-        temperature: of sampling.
+        k: number of replies that must all be right, estimated without bias from n (Yao et al. 2024,
+        "tau-bench"). n: number of rollouts of each prompt. temperature: sampling temperature.
     """
 
     def __init__(self, k: int = 4, n: int = 8, temperature: float = 1.0) -> None:
@@ -26,7 +25,7 @@ class Reliable:
 
     async def validate(self, context: grpo.ValidationContext) -> dict[str, dict[str, float]]:
         results = {}
-        for task, prompts in context.prompts.items():  # each task by itself
+        for task, prompts in context.prompts.items():  # score each task separately
             rollouts = await context.rollout(prompts, n=self.n, temperature=self.temperature)
             scores = [self.score(rollouts[i : i + self.n]) for i in range(0, len(rollouts), self.n)]
             known = [score for score in scores if score is not None]
@@ -34,7 +33,7 @@ class Reliable:
         return results
 
     def score(self, rollouts: Sequence[grpo.Rollout]) -> float | None:
-        """Of one prompt; None if too few of its rollouts have feedback."""
+        """Return the score of one prompt, or None if too few of its rollouts are scored."""
         judged = [r.reward for r in rollouts if r.reward is not None]
         correct = sum(reward >= 1 for reward in judged)
         return comb(correct, self.k) / comb(len(judged), self.k) if len(judged) >= self.k else None

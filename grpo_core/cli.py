@@ -1,6 +1,6 @@
 """The command line: ``train``, ``validate``, ``verify``, ``report``, ``check``, ``plugins``.
 
-Imports are inside the commands: ``--help``, ``plugins`` and ``check`` (but of an engine) load no torch.
+Commands import what they need: ``--help``, ``plugins`` and ``check`` (except of an engine) load no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 ALONE = {"--resume": "latest", "--ray": ""}
-"""What an option means without its value."""
+"""Values of options that are given without one."""
 
 app = App(
     name="grpo-core",
@@ -46,22 +46,22 @@ def train(
     env
         Environment to train on, as "math:sort" or "./file.py:Class"; may be repeated.
     sampler
-        Chooses the next prompts.
+        Sampler that chooses the next prompts.
     validation
-        How held-out prompts are measured.
+        Validation strategy for held-out prompts.
     engine
-        Generates completions.
+        Engine that generates completions.
     set_
-        One configuration key, as "trainer.lr=1e-4"; may be repeated.
+        Set a configuration key, as in "trainer.lr=1e-4"; may be repeated.
     output
-        Directory of the run; must not hold anything yet.  Default: runs/NAME.
+        Directory of the run, which must be empty or new.  Default: runs/NAME.
     resume
-        Continue the run in this directory, or without one the latest in runs/.
+        Continue the run in this directory.  Without a value, continue the latest run in runs/.
     ray
-        Engines and environments in workers of the Ray cluster at this address ("auto", "host:6379"), or
-        without one of a cluster of this machine alone, for the run.
+        Run engines and environments on the Ray cluster at this address ("auto", "host:6379").  Without a
+        value, start a local cluster for this run.
     no_plugin
-        Name of an installed plugin that is not to be loaded; may be repeated.
+        Do not load this installed plugin; may be repeated.
     """
     from grpo_core import commands
 
@@ -89,24 +89,24 @@ def validate(
     json: bool = False,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
-    """Measure a model, or the newest checkpoint of a run, on held-out prompts.
+    """Validate a model, or the newest checkpoint of a run, on held-out prompts.
 
     Parameters
     ----------
     model
         Directory of a run or of a model, or a hub id.
     env
-        Environment to measure on, as "math:sort"; may be repeated.  Default: the tasks of the run.
+        Environment to validate on, as "math:sort"; may be repeated.  Default: the tasks of the run.
     validation
-        How prompts are rolled out and measured; default: as in the run.
+        Validation strategy.  Default: the strategy of the run.
     engine
-        Generates completions; default: as in the run's validation.
+        Engine that generates completions.  Default: the engine of the run's validation.
     set_
-        One configuration key, as "validation.prompts=1000" or "validation.options.k=8"; may be repeated.
+        Set a configuration key, as in "validation.prompts=1000"; may be repeated.
     json
         Print the results as JSON.
     no_plugin
-        Name of an installed plugin that is not to be loaded; may be repeated.
+        Do not load this installed plugin; may be repeated.
     """
     from grpo_core import commands
 
@@ -123,7 +123,7 @@ def validate(
 
 @app.command
 def verify(run: Path) -> int:
-    """Check over everything that happened in a run that nothing was lost, doubled or too stale.
+    """Check the events of a run: no prompt was lost, trained twice, or trained too late.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def verify(run: Path) -> int:
 
 @app.command
 def report(run: Path) -> int:
-    """Write report.html of a run: finished, going on, or killed.
+    """Write report.html for a finished, running or killed run.
 
     Parameters
     ----------
@@ -158,20 +158,20 @@ def check(
     task: Annotated[list[str] | None, Parameter(negative="")] = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
-    """Find out whether an environment, a sampler, a validation strategy or an engine keeps its contract.
+    """Check that an environment, a sampler, a validation strategy or an engine keeps its contract.
 
     Parameters
     ----------
     name
-        What a plugin offers, as "math:sort" or "./file.py:Class".
+        Name of the offer, as "math:sort" or "./file.py:Class".
     kind
-        environment, sampler, validation_strategy or engine, if the name does not tell.
+        Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy or engine.
     set_
-        One of its options, as "length=3"; may be repeated.
+        Set an option of the offer, as in "length=3"; may be repeated.
     task
-        Name of a task that a sampler is to work with; may be repeated.
+        Name of a task for a sampler; may be repeated.
     no_plugin
-        Name of an installed plugin that is not to be loaded; may be repeated.
+        Do not load this installed plugin; may be repeated.
     """
     from grpo_core import check
 
@@ -180,12 +180,12 @@ def check(
 
 @app.command
 def plugins(*, json: bool = False) -> int:
-    """Show the installed plugins: what each offers, or why it is broken.
+    """List the installed plugins with their offers, or with the reason why a plugin is broken.
 
     Parameters
     ----------
     json
-        As JSON.
+        Print the list as JSON.
     """
     from grpo_core.plugins.host import PluginHost, listing
 
@@ -212,7 +212,7 @@ def _describe(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Entry point: messages instead of tracebacks, and an exit status that tells."""
+    """Run the command line; print errors as one message and exit with their status."""
     from grpo_core.errors import GrpoError
 
     try:
@@ -220,7 +220,7 @@ def main() -> None:
     except GrpoError as error:
         print(f"grpo-core: {error}", file=sys.stderr)
         status = error.exit_status
-    except OSError as error:  # a full disk, a directory without permission: not ours to mend
+    except OSError as error:  # a full disk or a directory without permission
         print(f"grpo-core: {error}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
@@ -229,7 +229,7 @@ def main() -> None:
 
 
 def _with_values(arguments: list[str]) -> list[str]:
-    """``--resume`` and ``--ray`` may stand alone: the latest run, a cluster of this machine alone."""
+    """Add the values of ``--resume`` and ``--ray`` where they are given without one."""
     given = []
     for i, argument in enumerate(arguments):
         given.append(argument)

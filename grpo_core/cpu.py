@@ -1,4 +1,4 @@
-"""What makes torch fast on a CPU and is set once for each process that computes."""
+"""Settings that make torch fast on a CPU, made once in each process that computes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ _KEPT_FREE = 256 << 20
 
 
 def prepare(threads: int) -> None:
-    """Settings of this process; none of them changes the precision of a result."""
+    """Apply the settings to this process; they do not change the precision of results."""
     torch.set_num_threads(threads)
     _keep_freed_memory()
     _choose_float32_products()
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc reuse activations: given back to the system, each page of them is zeroed at its next use."""
+    """Let malloc keep freed memory: the system would zero each returned page at its next use."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
-        return  # not the GNU C library
+        return  # this is not the GNU C library
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, _KEPT_FREE)
 
 
 def _choose_float32_products() -> None:
-    """Take oneDNN's matrix products where they are float32 and MKL's are slow: not on Intel's processors.
+    """Use oneDNN's matrix products where they are float32 and MKL's are slow (processors not made by Intel).
 
-    torch hands float32 products to oneDNN only where bfloat16 is allowed in them.  oneDNN uses that
-    permission where the processor has matrix tiles (AMX) and computes in float32 elsewhere; whether it does
-    is not taken on trust.
+    torch uses oneDNN for float32 products only if bfloat16 is allowed in them.  oneDNN computes in bfloat16
+    only on processors with matrix tiles (AMX) and in float32 elsewhere, which is checked here.
     """
     onednn: Any = torch.backends.mkldnn
     if not onednn.is_available() or torch.cpu.get_capabilities().get("amx_bf16", True):
@@ -46,7 +45,7 @@ def _choose_float32_products() -> None:
 
 
 def products_are_float32() -> bool:
-    """Whether products of all layouts and some sizes are closer to the exact ones than bfloat16 allows."""
+    """Return whether products of all layouts and some sizes are more precise than bfloat16."""
     chance = torch.Generator().manual_seed(0)
     for m, k, n in ((4, 64, 64), (512, 64, 128), (256, 512, 1024)):
         a, b = torch.rand(m, k, generator=chance), torch.rand(k, n, generator=chance)

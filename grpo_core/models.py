@@ -1,4 +1,4 @@
-"""Where a model lies, a directory or a hub id that is brought to one; and that it computes what it says."""
+"""Resolves a model path or hub id to a local directory, and works around attention soft-capping."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 
 
 def local_directory(path: str) -> str:
-    """The directory of a model; a hub id is downloaded (once: the hub's cache is used).
+    """Return the directory of a model; a hub id is downloaded once, into the hub's cache.
 
-    Raises ModelError if there is no model at ``path``, before anything costly is started.
+    Raises ModelError if there is no model at ``path``.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -49,9 +49,9 @@ def _download(repository: str) -> str:
 
 
 def keep_softcapping(model: Any) -> None:
-    """Soft-capped scores of attention (Gemma 2) exist in transformers' plain code alone.
+    """Use transformers' plain attention for models with soft-capped scores (Gemma 2).
 
-    Several of its releases choose the fused kernel all the same, and leave the capping out.
+    Several releases choose a fused kernel instead, which ignores the capping.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""Samplers that go where the model learns most."""
+"""Samplers that prefer tasks from which the model learns most."""
 
 import grpo_core as grpo
 

@@ -1,4 +1,4 @@
-"""Tasks in proportion to the variance of their rewards."""
+"""A sampler that draws tasks in proportion to the variance of their rewards."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from grpo_core.data.samplers import WeightedTaskSampler
 from grpo_core.records import Group, SampleRequest
 
 LARGEST = 0.25
-"""Variance of a reward that is 0 or 1."""
+"""Largest variance of a reward that is 0 or 1."""
 
 
 class Learnable(WeightedTaskSampler):
     """Draws a task in proportion to ``p * (1 - p)``, with ``p`` the share of its rollouts that succeed.
 
-    ``p`` is an exponential mean over the groups in the order in which they are heard of, and begins at 0.5.
+    ``p`` is an exponential mean over the groups in the order of observation, and starts at 0.5.
 
     Args:
         floor: share of the largest weight that each task keeps.
-        memory: what remains of ``p`` with each group.
-        success: a rollout with this reward or more has succeeded.
-        weights: a factor for each task; 1 if it is not given.
-        seed: of the draws.
+        memory: decay of ``p`` with each group.
+        success: smallest reward of a successful rollout.
+        weights: a factor for each task; the default is 1.
+        seed: seed of the draws.
 
     Raises:
-        ConfigError: a number is out of range, or a weight names a task that there is not.
+        ConfigError: a number is out of range, or a weight names an unknown task.
     """
 
     name = "learnable"
@@ -50,7 +50,7 @@ class Learnable(WeightedTaskSampler):
         self._rates: dict[str, float] = {}
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Take note of the groups' rewards."""
+        """Record the groups' rewards."""
         for group in groups:
             task = group.prompt.environment
             now = fmean(reward is not None and reward >= self._success for reward in group.rewards)

@@ -1,8 +1,8 @@
-"""Is the answer of a reply the reference answer?
+"""Compares the answer in a reply with the reference answer.
 
-First as strings, after removing what only decorates a number; then, for what still differs, with math-verify.
+Answers are compared as strings without the decoration of numbers, and if they differ, with math-verify.
 A reply must give its answer in ``\\boxed{}`` or after ``####``: prose is not searched for numbers.  An answer
-has to be worked out: ``2+2`` is not accepted for ``4``.
+must be worked out: ``2+2`` is not accepted for ``4``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import threading
 from decimal import Decimal
 
 LONGEST = 200
-"""Characters of an answer that are looked into; a longer one must be the reference letter by letter."""
+"""Largest length of an answer that is parsed; a longer one must equal the reference letter by letter."""
 
 SECONDS = 2
-"""For each of math-verify's two halves."""
+"""Time limit for each of math-verify's two halves."""
 
 DIGITS = 12
-"""After the point, in which a decimal number must agree with a fraction or a root."""
+"""Number of decimal places in which a decimal number must agree with a fraction or a root."""
 
 
 def extract(reply: str) -> str | None:
-    """What is in the last ``\\boxed{}`` with balanced braces, else what follows the last ``####``."""
+    """Return the content of the last ``\\boxed{}`` with balanced braces, else what follows the last ``####``."""
     open_braces: list[int | None] = []
-    """Where the content of a box begins; None for any other brace."""
+    """Stack of open braces: where the content of a box begins, and None for any other brace."""
     begin = end = -1
     for token in _BRACES.finditer(reply):
         if token[0] == "}":
@@ -43,7 +43,7 @@ _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 
 
 def equal(given: str, reference: str) -> bool:
-    """Whether two answers are the same number or expression.  Main thread only: see ``_verified``."""
+    """Return whether two answers are the same number or expression.  Main thread only: see ``_verified``."""
     if len(given) > LONGEST:
         return given == reference
     plain, wanted = normalised(given), normalised(reference)
@@ -72,12 +72,12 @@ def _is_decimal(text: str) -> bool:
 
 
 def _operations(plain: str) -> set[str]:
-    """What is left to be done; one sign is not."""
+    """Return the operations that an answer leaves undone; one sign does not count."""
     return {_SPELLINGS.get(found, found) for found in _OPERATORS.findall(_SIGN.sub("", plain, count=1))}
 
 
 def _accepted(wanted: str) -> set[str]:
-    """Operations that an answer may leave: those of the reference, and those that only spell it otherwise."""
+    """Return the operations that an answer may leave: the reference's, and those of other spellings of it."""
     accepted = _operations(wanted)
     if "." in wanted:
         accepted.add("/")  # 0.5 is 1/2
@@ -95,9 +95,9 @@ _NUMBER = re.compile(r"([-+]?)0*(\d+|(?=\.\d))(?:\.(\d*))?(?:e([-+]?\d{1,2}))?",
 
 
 def normalised(answer: str) -> str:
-    r"""Without what only decorates a number: ``" $1,250.00 "`` is ``"1250"``, ``"5 cm"`` is ``"5"``.
+    r"""Remove the decoration of a number: ``" $1,250.00 "`` becomes ``"1250"``, ``"5 cm"`` becomes ``"5"``.
 
-    The sign of percent is a decoration, too: ``50%`` is ``50`` and not ``0.5``.
+    A percent sign is decoration, too: ``50%`` becomes ``50`` and not ``0.5``.
     """
     text = _STYLED.sub(r"\1", answer.translate(_DASHES))
     text = re.sub(r"\\[,;! ]|\\left|\\right|(?<=\S)~", " ", text)
@@ -113,7 +113,7 @@ def normalised(answer: str) -> str:
 
 
 def _plain(negative: bool, whole: str, fraction: str, exponent: int) -> str:
-    """A decimal number without an exponent, a plus or zeros that say nothing."""
+    """Normalise a decimal number: no exponent, no plus, no redundant zeros."""
     if exponent:
         digits = format(Decimal(f"{whole}.{fraction}e{exponent}"), "f")
         whole, _, fraction = digits.partition(".")
@@ -123,13 +123,13 @@ def _plain(negative: bool, whole: str, fraction: str, exponent: int) -> str:
 
 
 def _readable(answer: str) -> str:
-    """For math-verify, which takes 50% for 0.5 as well, and ``2 1/2`` for a product."""
+    """Rewrite an answer for math-verify, which accepts 50% for 0.5 and reads ``2 1/2`` as a product."""
     text = re.sub(r"\\?%", "", answer.translate(_DASHES))
     return re.sub(r"(?<=\d) (\d+)/(\d+)", r"\\frac{\1}{\2}", text)
 
 
 def _verified(given: str, reference: str) -> bool:
-    """What math-verify says.  Its timeouts are signals, which Python only delivers to the main thread."""
+    """Ask math-verify.  Its timeouts are signals, which Python delivers to the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("math-verify needs the main thread: its timeouts are signals")
     from math_verify import LatexExtractionConfig, parse, verify

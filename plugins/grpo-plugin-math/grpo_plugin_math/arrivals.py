@@ -1,4 +1,4 @@
-"""A task of several turns: digits arrive one by one, and are put in order each time."""
+"""A task of several turns: digits arrive one by one, and the model sorts them each time."""
 
 import random
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ DIGITS = "0123456789"
 class Arrivals(grpo.Environment):
     """``7:`` is ``7``; then ``3:`` is ``37``; then ``5:`` is ``357``; and so on.
 
-    Each turn has an equal share of the reward, 1 in all; the first mistake ends it.
+    Each turn has an equal share of the total reward of 1; the first mistake ends the rollout.
 
     Args:
-        count: digits that arrive; a power of two, so that the shares add up to 1 exactly.
-        train, validation: prompts of each split; no sequence is in both.
+        count: number of digits; a power of two, so that the shares add up to exactly 1.
+        train: number of training prompts.
+        validation: number of held-out prompts; no sequence is in both splits.
         seed: decides which sequences belong to which split.
     """
 
@@ -39,7 +40,7 @@ class Arrivals(grpo.Environment):
         ]
 
     def solve(self, prompt: grpo.Prompt) -> str:
-        """The digits that have arrived, in order."""
+        """Return the digits that have arrived, sorted."""
         arrived = sum(message["role"] == "user" for message in prompt.messages)
         return "".join(sorted(prompt.answer[:arrived]))
 

@@ -1,4 +1,4 @@
-"""A task with a tool: products of numbers that a small model cannot multiply, but its calculator can."""
+"""A task with a tool: a calculator multiplies numbers that a small model cannot multiply."""
 
 import random
 from collections.abc import Sequence
@@ -17,11 +17,12 @@ def multiply(a: int, b: int) -> int:
 
 
 class Calculator(grpo.Environment):
-    """``51*29=`` is ``1479``: reward 1 for the product as the last message, else 0.
+    """Products: ``51*29=`` is ``1479``; the reward is 1 if the last message is the product, otherwise 0.
 
     Args:
-        digits: of each factor.
-        train, validation: prompts of each split; no product is in both.
+        digits: number of digits of each factor.
+        train: number of training prompts.
+        validation: number of held-out prompts; no product is in both splits.
         seed: decides which products belong to which split.
     """
 
@@ -43,7 +44,7 @@ class Calculator(grpo.Environment):
         return [grpo.Prompt(messages=f"{a}*{b}=", answer=str(a * b)) for a, b in self._pairs[split]]
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
-        """The calculator has answered already: the last message of these calls no tool."""
+        """Score the last messages, which call no tool: the calculator has answered already."""
         return [
             grpo.Feedback(
                 reward=float(episode.reply.strip() == episode.prompt.answer),
@@ -53,7 +54,7 @@ class Calculator(grpo.Environment):
         ]
 
     def solve(self, prompt: grpo.Prompt) -> str:
-        """Asks the calculator, and says what it told."""
+        """Ask the calculator, and repeat its answer."""
         last = prompt.messages[-1]
         if last["role"] == "tool":
             return str(last["content"])

@@ -1,7 +1,7 @@
-"""Exercises: a short prompt, one exact answer.
+"""Exercises with a short prompt and one exact answer.
 
-An exercise is numbered: number ``i`` of ``size`` is a prompt that no other number has.  A split is a set of
-numbers, so that training and validation share no prompt and prompts are made when they are read.
+Exercises are numbered: each number below ``size`` has its own prompt.  A split is a set of numbers, so
+training and validation share no prompt, and prompts are made when they are read.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import grpo_core as grpo
 
 DIGITS = "0123456789"
 LARGEST = 2**62
-"""Exercises of one kind at most: their numbers are drawn as machine integers."""
+"""Largest number of exercises of one kind: their numbers are drawn as machine integers."""
 
 
 class Exercises(grpo.Environment):
-    """Reward 1 for the exact answer (white space around it is ignored), else 0.
+    """An environment whose reward is 1 for the exact answer, ignoring outer white space, and otherwise 0.
 
     Args:
-        size: how many exercises there are.
-        exercise: prompt and answer of a number below ``size``.
-        train, validation: prompts of each split; if there are too few exercises for both, a tenth of them
+        size: number of exercises.
+        exercise: returns prompt and answer of a number below ``size``.
+        train: number of training prompts.
+        validation: number of held-out prompts; if there are too few exercises for both splits, a tenth of
+        them
             is held out.
         seed: decides which exercises belong to which split.
     """
@@ -56,7 +58,7 @@ class Exercises(grpo.Environment):
 
 
 class _Prompts(Sequence[grpo.Prompt]):
-    """Prompts that are made when they are read."""
+    """A sequence of prompts that are made when they are read."""
 
     def __init__(self, exercise: Callable[[int], tuple[str, str]], numbers: list[int]) -> None:
         self._exercise = exercise
@@ -101,21 +103,21 @@ def _strings(
 def copy(
     length: int = 5, alphabet: str = DIGITS, *, train: int = 20_000, validation: int = 500, seed: int = 0
 ) -> Exercises:
-    """``:52341=`` is ``52341``."""
+    """Copy the digits: ``:52341=`` is ``52341``."""
     return _strings(length, alphabet, lambda text: (f":{text}=", text), train, validation, seed)
 
 
 def reverse(
     length: int = 5, alphabet: str = DIGITS, *, train: int = 20_000, validation: int = 500, seed: int = 0
 ) -> Exercises:
-    """``<52341=`` is ``14325``."""
+    """Reverse the digits: ``<52341=`` is ``14325``."""
     return _strings(length, alphabet, lambda text: (f"<{text}=", text[::-1]), train, validation, seed)
 
 
 def sort(
     length: int = 5, alphabet: str = DIGITS, *, train: int = 20_000, validation: int = 500, seed: int = 0
 ) -> Exercises:
-    """``52341=`` is ``12345``; the order is that of ``alphabet``."""
+    """Sort the digits: ``52341=`` is ``12345``, in the order of ``alphabet``."""
 
     def exercise(text: str) -> tuple[str, str]:
         return f"{text}=", "".join(sorted(text, key=alphabet.index))
@@ -134,7 +136,7 @@ def _numbers(
     validation: int,
     seed: int,
 ) -> Exercises:
-    """``exercise`` of one number from each range."""
+    """Make an exercise with one number from each range."""
     sizes = [operand.stop - operand.start for operand in operands]
 
     def numbered(number: int) -> tuple[str, str]:
@@ -148,7 +150,7 @@ def _numbers(
 
 
 def _of(digits: int) -> range:
-    """The numbers of exactly so many digits; 0 is one of those with one."""
+    """Return the range of numbers with exactly this many digits; 0 has one digit."""
     _at_least(1, digits=digits)
     return range(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
 
@@ -156,7 +158,7 @@ def _of(digits: int) -> range:
 def maximum(
     digits: int = 2, count: int = 3, *, train: int = 20_000, validation: int = 500, seed: int = 0
 ) -> Exercises:
-    """``max 31,75,42=`` is ``75``."""
+    """Find the maximum: ``max 31,75,42=`` is ``75``."""
     _at_least(1, count=count)
 
     def exercise(*numbers: int) -> tuple[str, str]:
@@ -166,7 +168,7 @@ def maximum(
 
 
 def addition(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
-    """``23+45=`` is ``68``."""
+    """Add two numbers: ``23+45=`` is ``68``."""
 
     def exercise(a: int, b: int) -> tuple[str, str]:
         return f"{a}+{b}=", str(a + b)
@@ -175,7 +177,7 @@ def addition(digits: int = 2, *, train: int = 20_000, validation: int = 500, see
 
 
 def subtraction(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
-    """``23-45=`` is ``-22``."""
+    """Subtract two numbers: ``23-45=`` is ``-22``."""
 
     def exercise(a: int, b: int) -> tuple[str, str]:
         return f"{a}-{b}=", str(a - b)
@@ -184,7 +186,7 @@ def subtraction(digits: int = 2, *, train: int = 20_000, validation: int = 500, 
 
 
 def modulo(digits: int = 2, *, train: int = 20_000, validation: int = 500, seed: int = 0) -> Exercises:
-    """``731%45=`` is ``11``: a number of ``digits + 1`` digits, divided by one of ``digits`` digits."""
+    """Take a remainder: ``731%45=`` is ``11``, with ``digits + 1`` and ``digits`` digits."""
 
     def exercise(a: int, b: int) -> tuple[str, str]:
         return f"{a}%{b}=", str(a % b)

@@ -1,4 +1,4 @@
-"""GSM8K, or any questions in its format, with the final answer in a box."""
+"""GSM8K, or other questions in its format, with the final answer in a box."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
 
 
 class GSM8K(grpo.Environment):
-    """Reward 1 if the reply's last ``\\boxed{}`` (or what follows its last ``####``) is the answer, else 0.
+    """Word problems.  The reward is 1 if the reply's last ``\\boxed{}`` (or what follows its last ``####``)
+    is the answer, else 0.
 
     Metric: ``answered``, the share of replies that give an answer in one of these forms.
 
     Args:
-        path: JSON lines for training, each with ``question`` and ``answer``; the reference is what follows
-            the last ``####`` of the answer.
+        path: file of JSON lines for training, each with ``question`` and ``answer``; the reference is the
+        text
+            after the last ``####`` of the answer.
         validation_path: the same for validation; without it a tenth of ``path``, at most 500 rows, is held
             out.
-        dataset: instead of ``path`` a data set of the hub, such as ``openai/gsm8k``; needs the package
+        dataset: data set of the hub to use instead of ``path``, such as ``openai/gsm8k``; needs the package
             ``datasets``.  Its split ``test`` is used for validation.
-        configuration: of the data set.
-        instruction: follows each question.
-        seed: of the split of ``path``.
+        configuration: configuration of the data set.
+        instruction: text that follows each question.
+        seed: seed of the split of ``path``.
 
     Raises:
         ConfigError: the options do not name exactly one source, or a row is not as described.
@@ -104,7 +106,7 @@ def _hub(dataset: str, configuration: str, split: str) -> list[dict[str, str]]:
 
 
 def _checked(rows: Iterable[tuple[int, Any]], source: str) -> list[dict[str, str]]:
-    """Rows with ``question``, ``answer`` and ``reference``."""
+    """Return the rows with ``question``, ``answer`` and ``reference``."""
     checked = []
     for number, row in rows:
         texts = [row.get(key) if isinstance(row, Mapping) else None for key in ("question", "answer")]

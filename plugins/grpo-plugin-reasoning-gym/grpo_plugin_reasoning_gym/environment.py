@@ -1,4 +1,4 @@
-"""A task of reasoning-gym as an environment."""
+"""Makes an environment from a task of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ GIVEN_BY_US = {"size", "seed"}
 
 
 class ReasoningGym(grpo.Environment):
-    """Prompts that are generated, and what the task's own scorer pays for the answer, from 0 to 1.
+    """Generated prompts, with the score of the task's own scorer (0 to 1) as reward.
 
     Metric: ``answered``, the share of replies with an answer.
 
     Args:
-        task: as reasoning-gym calls it, such as ``chain_sum``.
-        size, validation_size: prompts of each split.  All are different and no prompt is in both splits;
-            a task that has too few different ones offers what it has, a tenth of them for validation.
-        seed: of the prompts.
-        tags: the answer stands between ``<answer>`` and ``</answer>``, the last pair of a reply counts, and
-            prompts end with ``instruction``; if false, the whole reply is the answer.
-        instruction: follows each question if there are tags.
-        options: of the task itself, the fields of its configuration.
+        task: reasoning-gym's name of the task, such as ``chain_sum``.
+        size: number of training prompts.
+        validation_size: number of held-out prompts.  All prompts are different; a task with too few different
+            prompts offers all of them, a tenth for validation.
+        seed: seed of the prompts.
+        tags: expect the answer in the reply's last pair of ``<answer>`` and ``</answer>``, and end prompts
+        with
+            ``instruction``; if false, the whole reply is the answer.
+        instruction: text that follows each question if there are tags.
+        options: options of the task itself, the fields of its configuration.
 
     Raises:
-        ConfigError: there is no such task, it is refused (``REFUSED`` tells why), or an option is wrong.
+        ConfigError: the task is unknown or refused (see ``REFUSED``), or an option is wrong.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class ReasoningGym(grpo.Environment):
 
     @cached_property
     def _entries(self) -> dict[str, list[dict[str, Any]]]:
-        """Of each split."""
+        """Return the entries of each split."""
         seen: set[str] = set()
         validation = self._distinct("validation", seen)
         train = self._distinct("train", seen)
@@ -107,10 +109,10 @@ class ReasoningGym(grpo.Environment):
         return {"train": train, "validation": validation}
 
     def _distinct(self, split: str, seen: set[str]) -> list[dict[str, Any]]:
-        """As many entries as the split should have, solvable and with questions not seen before; at most
-        twice as many are looked at."""
+        """Return the wanted number of solvable entries with new questions, after trying at most twice as
+        many."""
         size = self._sizes[split]
-        # entry i of seed s is entry 0 of seed s + i: seeds that are near each other share most entries
+        # entry i of seed s is entry 0 of seed s + i, so nearby seeds share most entries
         seed = random.Random(f"{self._seed} {split}").getrandbits(31)
         with _same_chance(seed):
             dataset = self._dataset(2 * size, seed)
@@ -126,7 +128,7 @@ class ReasoningGym(grpo.Environment):
         return found
 
     def _solvable(self, entry: dict[str, Any]) -> bool:
-        """Whether the task's own answer is worth full marks; if it knows none, nobody can tell."""
+        """Return whether the task's own answer gets the full score; a task without answers passes."""
         answer = entry["answer"]
         return not isinstance(answer, str) or (
             is_answer(self._task, answer) and score(self._scorer, answer, entry) >= 1
@@ -146,7 +148,7 @@ class ReasoningGym(grpo.Environment):
 
 
 def last_answer(reply: str) -> str | None:
-    """What is in the last complete pair of tags, without white space around it."""
+    """Return the text in the last complete pair of tags, without outer white space."""
     before, closing, _ = reply.rpartition("</answer>")
     _, opening, answer = before.rpartition("<answer>")
     return answer.strip() if closing and opening else None
@@ -165,7 +167,7 @@ def _known(task: str) -> str:
 
 
 def _checked(task: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options that the task's configuration has."""
+    """Return the options, checked against the task's configuration."""
     fields = {f.name: f for f in dataclasses.fields(DATASETS[task][1]) if f.name not in GIVEN_BY_US}
     for name in options:
         if name not in fields:
@@ -184,7 +186,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 @contextlib.contextmanager
 def _same_chance(seed: int) -> Iterator[None]:
-    """Some tasks draw from the global generator: there they find the same state whatever ran before."""
+    """Fix the state of the global generators, from which some tasks draw."""
     state = random.getstate()
     random.seed(seed)
     try:

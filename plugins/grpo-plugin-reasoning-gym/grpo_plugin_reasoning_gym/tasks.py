@@ -1,6 +1,6 @@
-"""Which tasks of reasoning-gym are refused, and which of its scorers need care.
+"""The tasks of reasoning-gym that are refused, and safe use of its scorers.
 
-All of it was measured with reasoning-gym 0.1.25; the tests of this plugin measure it again.
+The lists were measured with reasoning-gym 0.1.25; the tests of this plugin measure them again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ REFUSED = {
     "puzzle24": "its scorer does not look at the numbers of the puzzle: 6*4*1*1 solves each of them",
     "syllogism": "a tenth of its own answers are wrong: it takes invalid syllogisms for valid ones",
 }
-"""Task: why a model that is trained on it would learn something else."""
+"""Refused tasks, with the reason why training on them would teach something else."""
 
 LONGEST = 1000
-"""Characters of an expression that is given to sympy."""
+"""Largest length of an expression that sympy gets."""
 
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
 _CALCULUS = _LETTERS | set("CEX") | {"pi", "Abs", "sqrt", "exp", "log", "ln", "sinh", "cosh", "tanh"}
@@ -37,7 +37,7 @@ _NAMES: Mapping[str, frozenset[str]] = {
     "polynomial_multiplication": _LETTERS,
     "simple_integration": _CALCULUS,
 }
-"""Names that an answer may use, of tasks whose scorers let sympy evaluate the answer as Python."""
+"""Names that an answer may use in tasks whose scorers let sympy evaluate it as Python."""
 
 _EVALUATED = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose scorers call ``eval`` to read a list."""
@@ -50,14 +50,14 @@ def make_safe(task: str, dataset: Any) -> None:
 
 
 def is_answer(task: str, text: str) -> bool:
-    """Whether the scorer may see it: False for code, for numbers that take forever, and for "nan"."""
+    """Return whether the scorer may see an answer: no code, no endless numbers, no "nan"."""
     if task in _NAMES:
         return _is_expression(text, _NAMES[task])
     return task != "complex_arithmetic" or "nan" not in text.lower()  # no distance from it is above 0
 
 
 def _is_expression(text: str, names: frozenset[str]) -> bool:
-    """Numbers, operators and known names; exponents of three digits at most, not nested."""
+    """Return whether a text has only numbers, operators, known names and short exponents without nesting."""
     if len(text) > LONGEST or not re.fullmatch(r"[\w\s+\-*/^().]*", text, re.ASCII):
         return False
     if (
@@ -72,7 +72,7 @@ def _is_expression(text: str, names: frozenset[str]) -> bool:
 
 
 def _digits_of_exponents(node: ast.AST) -> float:
-    """On the way through the tree that has most of them; without end for a power in an exponent."""
+    """Return the most digits of exponents on a path through the tree; infinite for nested powers."""
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Pow):
         return max(map(_digits_of_exponents, ast.iter_child_nodes(node)), default=0)
     if _digits_of_exponents(node.right):
@@ -84,10 +84,10 @@ Scorer = Callable[[str, Mapping[str, Any]], float]
 
 
 def score(scorer: Scorer, answer: str, entry: Mapping[str, Any]) -> float:
-    """What the task pays for an answer.
+    """Score an answer with the task's own scorer.
 
-    A scorer that raises is taken for a wrong answer if it can judge the task's own solution; otherwise the
-    exception is raised again: then nobody knows what the answer is worth.
+    If the scorer raises, the answer counts as wrong provided that the scorer accepts the task's own solution;
+    otherwise the exception is raised again.
     """
     try:
         return float(scorer(answer, entry))
