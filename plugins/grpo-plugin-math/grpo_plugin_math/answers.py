@@ -22,7 +22,7 @@ DIGITS = 12
 
 
 def extract(reply: str) -> str | None:
-    """Return the content of the last ``\\boxed{}`` with balanced braces, else what follows the last ``####``."""
+    """Return the content of the last ``\\boxed{}`` (balanced braces), or the text after the last ``####``."""
     open_braces: list[int | None] = []
     """Stack of open braces: where the content of a box begins, and None for any other brace."""
     begin = end = -1

@@ -16,7 +16,7 @@ INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
 
 class GSM8K(grpo.Environment):
     """Word problems.  The reward is 1 if the reply's last ``\\boxed{}`` (or what follows its last ``####``)
-    is the answer, else 0.
+    is the answer, and otherwise 0.
 
     Metric: ``answered``, the share of replies that give an answer in one of these forms.
 
