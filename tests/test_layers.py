@@ -18,6 +18,7 @@ LAYERS = [
     {"protocols", "hookspecs"},
     {
         "aio",
+        "restarts",
         "completions",
         "rollout",
         "turns",

@@ -12,10 +12,14 @@ from grpo_core.engines import canary
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest
+from grpo_core.restarts import RestartBudget
 from grpo_core.weights.copies import WeightsLease
 
 CLOSE = 10.0
 """Seconds for an engine to end by itself."""
+
+MAX_FAILURES = 3
+"""Engines in a row that finished nothing, after which their member is given up."""
 
 RECOVERABLE_ERRORS = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded, TimeoutError)
 """Another engine may do better.  Anything else (a plugin that breaks its contract, say) ends the run."""
@@ -39,7 +43,7 @@ class Member:
     """What it would not take, and went on with what it has."""
     tokens: int = 0
     """Of its running requests: their prompts, and what may be sampled at most."""
-    failures: int = 0
+    budget: RestartBudget = field(factory=lambda: RestartBudget(MAX_FAILURES))
     """Engines in a row that finished nothing."""
     leaving: bool = False
     supervisor: asyncio.Task[None] | None = None
@@ -93,7 +97,7 @@ class Member:
             raise PluginError(
                 f"engine {self.number}: generate() returned {len(answer)} completions for one request"
             )
-        self.failures = 0
+        self.budget.succeeded()
         return answer[0]
 
     async def give(self, held: WeightsLease, *, tolerance: float, deadline: float) -> None:

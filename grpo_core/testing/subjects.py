@@ -6,8 +6,8 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from grpo_core.environments.feedback import named
 from grpo_core.environments.host import EnvironmentHost, units
+from grpo_core.errors import describe
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 
@@ -65,7 +65,7 @@ class EnvironmentInProcess:
         except Exception as error:
             parts = units(episodes, whole_groups=self.needs_group)
             if len(parts) == 1:
-                return [Feedback(error=named(error))] * len(episodes)
+                return [Feedback(error=describe(error))] * len(episodes)
         return [feedback for part in parts for feedback in self.evaluate(part)]
 
     def close(self, sessions: Sequence[str]) -> None:
