@@ -36,7 +36,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def majority(votes: Sequence[tuple[Hashable, float]]) -> float:
+def majority_score(votes: Sequence[tuple[Hashable, float]]) -> float:
     """The value of the answer with the most votes: the mean of its votes' values.
 
     A tie is worth the mean over the answers that share it: what drawing one of them comes to in the long run,
@@ -76,7 +76,7 @@ def interval(
     return Interval(float(low), float(high))
 
 
-def with_interval(
+def mean_with_interval(
     name: str, values: Sequence[float], *, seed: int, confidence: float = 0.95
 ) -> Mapping[str, float]:
     """``{name: mean, name/low: ..., name/high: ...}``; nothing if there are no values."""
