@@ -6,7 +6,6 @@ grpo-core train examples/two_tasks.toml --set sampler.name=./examples/custom_sam
 from collections.abc import Mapping, Sequence
 
 import grpo_core as grpo
-from grpo_core.data.samplers import WeightedTaskSampler, draw
 
 
 class HardLater:
@@ -26,7 +25,7 @@ class HardLater:
         tasks = [self.easy, self.hard] if request.target_version >= self.start else [self.easy]
         places = range(self.drawn, self.drawn + request.expected_prompts)
         self.drawn += request.expected_prompts
-        return draw(loaders, [tasks[place % len(tasks)] for place in places])
+        return grpo.take_prompts(loaders, [tasks[place % len(tasks)] for place in places])
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self.drawn}
@@ -35,8 +34,8 @@ class HardLater:
         self.drawn = state["drawn"]
 
 
-class Fading(WeightedTaskSampler):
-    """The same idea with a base class that draws at random by weights, and keeps the state."""
+class Fading(grpo.WeightedTaskSampler):
+    """The same with a base class that draws at random by weights, and keeps the state."""
 
     name = "fading"
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from math import comb
 
 import grpo_core as grpo
-from grpo_core.validation.estimates import with_interval
 
 
 class Reliable:
@@ -29,7 +28,8 @@ class Reliable:
             rollouts = await context.rollout(prompts, n=self.n, temperature=self.temperature)
             scores = [self.score(rollouts[i : i + self.n]) for i in range(0, len(rollouts), self.n)]
             known = [score for score in scores if score is not None]
-            results[task] = {**with_interval(f"pass^{self.k}", known, seed=0), "prompts": len(known)}
+            measured = grpo.mean_with_interval(f"pass^{self.k}", known, seed=0)
+            results[task] = {**measured, "prompts": len(known)}
         return results
 
     def score(self, rollouts: Sequence[grpo.Rollout]) -> float | None:

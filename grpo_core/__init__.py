@@ -1,110 +1,126 @@
 """Asynchronous GRPO for language models: domains are plugins, async RL is the core.
 
-What a plugin author imports is here.  Everything is loaded on first use, so that importing the package
-costs next to nothing.
+This is the public API: the names of ``__all__``, ``grpo_core.testing`` for tests of plugins, and
+``grpo_core.engine_kit`` for engines.  Every other module is internal.  A name is loaded on first use, so
+importing the package loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
-    from grpo_core import errors
-    from grpo_core.errors import ConfigError, GrpoError, PluginError
-    from grpo_core.hookspecs import hookimpl
-    from grpo_core.protocols import (
-        Engine,
-        Environment,
-        Loader,
-        Sampler,
-        ValidationContext,
-        ValidationStrategy,
-    )
-    from grpo_core.records import (
-        Completion,
-        EngineSetup,
-        Episode,
-        Feedback,
-        GenerationRequest,
-        Group,
-        Message,
-        Prompt,
-        Rollout,
-        SampleRequest,
-        Weights,
-    )
+    from grpo_core import errors as errors
+    from grpo_core import events as events
+    from grpo_core._version import __version__ as __version__
+    from grpo_core.data.samplers import TaskSampler as TaskSampler
+    from grpo_core.data.samplers import WeightedTaskSampler as WeightedTaskSampler
+    from grpo_core.data.samplers import take_prompts as take_prompts
+    from grpo_core.errors import ConfigError as ConfigError
+    from grpo_core.errors import EngineError as EngineError
+    from grpo_core.errors import GrpoError as GrpoError
+    from grpo_core.errors import ModelError as ModelError
+    from grpo_core.errors import PluginError as PluginError
+    from grpo_core.errors import TrainerError as TrainerError
+    from grpo_core.errors import WeightSyncError as WeightSyncError
+    from grpo_core.errors import did_you_mean as did_you_mean
+    from grpo_core.hookspecs import hookimpl as hookimpl
+    from grpo_core.loss import LossInputs as LossInputs
+    from grpo_core.protocols import AdvantageFunction as AdvantageFunction
+    from grpo_core.protocols import Engine as Engine
+    from grpo_core.protocols import Environment as Environment
+    from grpo_core.protocols import Loader as Loader
+    from grpo_core.protocols import LossFunction as LossFunction
+    from grpo_core.protocols import Sampler as Sampler
+    from grpo_core.protocols import Trainer as Trainer
+    from grpo_core.protocols import ValidationContext as ValidationContext
+    from grpo_core.protocols import ValidationStrategy as ValidationStrategy
+    from grpo_core.records import Batch as Batch
+    from grpo_core.records import Canary as Canary
+    from grpo_core.records import Completion as Completion
+    from grpo_core.records import EndReason as EndReason
+    from grpo_core.records import EngineSetup as EngineSetup
+    from grpo_core.records import Episode as Episode
+    from grpo_core.records import Feedback as Feedback
+    from grpo_core.records import FinishReason as FinishReason
+    from grpo_core.records import GenerationRequest as GenerationRequest
+    from grpo_core.records import Group as Group
+    from grpo_core.records import Message as Message
+    from grpo_core.records import Prompt as Prompt
+    from grpo_core.records import Rollout as Rollout
+    from grpo_core.records import Row as Row
+    from grpo_core.records import SampleRequest as SampleRequest
+    from grpo_core.records import StepResult as StepResult
+    from grpo_core.records import TensorInfo as TensorInfo
+    from grpo_core.records import Weights as Weights
+    from grpo_core.validation.estimates import majority_score as majority_score
+    from grpo_core.validation.estimates import mean_with_interval as mean_with_interval
+    from grpo_core.validation.estimates import pass_at_k as pass_at_k
+    from grpo_core.validation.strategies import ScoringStrategy as ScoringStrategy
 
-    __version__: str
-
-__all__ = [
-    "Completion",
-    "ConfigError",
-    "Engine",
-    "EngineSetup",
-    "Environment",
-    "Episode",
-    "Feedback",
-    "GenerationRequest",
-    "Group",
-    "GrpoError",
-    "Loader",
-    "Message",
-    "PluginError",
-    "Prompt",
-    "Rollout",
-    "SampleRequest",
-    "Sampler",
-    "ValidationContext",
-    "ValidationStrategy",
-    "Weights",
-    "__version__",
-    "errors",
-    "hookimpl",
-]
-
-_HOMES = {
-    "grpo_core.errors": ("ConfigError", "GrpoError", "PluginError"),
-    "grpo_core.hookspecs": ("hookimpl",),
-    "grpo_core.protocols": (
-        "Engine",
-        "Environment",
-        "Loader",
-        "Sampler",
-        "ValidationContext",
-        "ValidationStrategy",
-    ),
-    "grpo_core.records": (
-        "Completion",
-        "EngineSetup",
-        "Episode",
-        "GenerationRequest",
-        "Group",
-        "Message",
-        "Prompt",
-        "Rollout",
-        "SampleRequest",
-        "Feedback",
-        "Weights",
-    ),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("grpo-core")
-    elif name == "errors":
-        value = importlib.import_module("grpo_core.errors")
-    elif name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    else:
-        raise AttributeError(f"module 'grpo_core' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "grpo_core": [
+            "errors",
+            "events",
+        ],
+        "grpo_core._version": ["__version__"],
+        "grpo_core.data.samplers": [
+            "TaskSampler",
+            "WeightedTaskSampler",
+            "take_prompts",
+        ],
+        "grpo_core.errors": [
+            "ConfigError",
+            "EngineError",
+            "GrpoError",
+            "ModelError",
+            "PluginError",
+            "TrainerError",
+            "WeightSyncError",
+            "did_you_mean",
+        ],
+        "grpo_core.hookspecs": ["hookimpl"],
+        "grpo_core.loss": ["LossInputs"],
+        "grpo_core.protocols": [
+            "AdvantageFunction",
+            "Engine",
+            "Environment",
+            "Loader",
+            "LossFunction",
+            "Sampler",
+            "Trainer",
+            "ValidationContext",
+            "ValidationStrategy",
+        ],
+        "grpo_core.records": [
+            "Batch",
+            "Canary",
+            "Completion",
+            "EndReason",
+            "EngineSetup",
+            "Episode",
+            "Feedback",
+            "FinishReason",
+            "GenerationRequest",
+            "Group",
+            "Message",
+            "Prompt",
+            "Rollout",
+            "Row",
+            "SampleRequest",
+            "StepResult",
+            "TensorInfo",
+            "Weights",
+        ],
+        "grpo_core.validation.estimates": [
+            "majority_score",
+            "mean_with_interval",
+            "pass_at_k",
+        ],
+        "grpo_core.validation.strategies": ["ScoringStrategy"],
+    },
+)

@@ -62,7 +62,7 @@ async def assemble(
     model = str(run.model) if tiny else await asyncio.to_thread(local_directory, config.model.path)
     prompts = await tasks.prompts(config, "train")
     held_out = await tasks.prompts(config, "validation") if config.validation.every else {}
-    solved = await demonstrations(tasks, prompts) if tiny and not resume else ()
+    solved = await demonstrations(tasks.processes, prompts) if tiny and not resume else ()
     status("making a tiny model and warming it up" if tiny and not resume else "loading the model")
     trainer = _trainer(config, run, host, model, solved, resume)
     stack.push_async_callback(trainer.aclose)

@@ -19,7 +19,6 @@ from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Offer
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.testing.conformance import Conformance, Finding
 
 CHECKED: Mapping[Kind, str] = {
@@ -105,66 +104,23 @@ def findings(
 # ---------------------------------------------------------------------------------- environments
 
 
-class EnvironmentInChild:
-    """An ``EnvironmentUnderTest`` in its own process, as in a run: it may hang, crash, or end."""
-
-    needs_group: bool
-    max_turns: int
-
-    def __init__(
-        self, name: str, options: Mapping[str, Any], block: Sequence[str], runner: asyncio.Runner
-    ) -> None:
-        self._make = functools.partial(
+def _environment(name: str, options: Mapping[str, Any], block: Sequence[str]) -> Iterator[Finding]:
+    """In its own process, as in a run: it may hang, crash, or end."""
+    with asyncio.Runner() as runner:
+        make = functools.partial(
             EnvironmentProcess, "check", name, options, config=EnvironmentConfig(), block=block
         )
-        self._runner = runner
-        self._process = self._make()
-        self._start()
-
-    def restart(self) -> None:
-        self.end()
-        self._process = self._make()
-        self._start()
-
-    def end(self) -> None:
-        self._runner.run(self._process.aclose())
-
-    def prompts(self, split: str) -> list[Prompt]:
-        return self._runner.run(self._process.prompts(split))
-
-    def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        return self._runner.run(self._process.solve(prompts))
-
-    def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
-        return self._runner.run(self._process.open(dict(prompts)))
-
-    def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        return self._runner.run(self._process.evaluate(episodes))
-
-    def close(self, sessions: Sequence[str]) -> None:
-        self._runner.run(self._process.close(sessions))
-
-    def _start(self) -> None:
+        conformance = Conformance(make, runner.run)
         try:
-            self._runner.run(self._process.start())
-        except BaseException:
-            self.end()
-            raise
-        self.needs_group, self.max_turns = self._process.needs_group, self._process.max_turns
-
-
-def _environment(name: str, options: Mapping[str, Any], block: Sequence[str]) -> Iterator[Finding]:
-    with asyncio.Runner() as runner:
-        try:
-            subject = EnvironmentInChild(name, options, block, runner)
+            conformance.start()
         except GrpoError as error:
             yield Finding("it can be made", "failed", str(error))
             return
         try:
             yield Finding("it can be made", "passed", "in a process of its own")
-            yield from Conformance(subject).run()
+            yield from conformance.run()
         finally:
-            subject.end()
+            conformance.end()
 
 
 # ---------------------------------------------------------------------------------- samplers
@@ -228,10 +184,10 @@ def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator
     from grpo_core.testing.engines import check_engine
 
     with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
-        model = decoding.make_model(Path(directory))
-        made = functools.partial(decoding.start, functools.partial(host.make, "engine", name), model)
+        model = decoding.make_test_model(Path(directory))
+        made = functools.partial(decoding.start_engine, functools.partial(host.make, "engine", name), model)
         try:
-            tried = decoding.Tried(engine=runner.run(made(**options)), model=model)
+            tried = decoding.EngineUnderTest(engine=runner.run(made(**options)), model=model)
         except GrpoError as error:
             yield Finding("it can be made", "failed", str(error))
             return
@@ -242,8 +198,8 @@ def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator
         update = tried.engine.update_weights(tried.publish(0))
         taken = _found("it takes weights", functools.partial(runner.run, update))
         yield taken
-        for law in decoding.LAWS if taken.outcome == "passed" else ():
-            yield _found(decoding.name(law), functools.partial(runner.run, law(tried)))
+        for about, law in decoding.ENGINE_LAWS.items() if taken.outcome == "passed" else ():
+            yield _found(about, functools.partial(runner.run, law(tried)))
         yield _found("it can be closed", functools.partial(runner.run, tried.engine.aclose()))
 
 

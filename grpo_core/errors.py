@@ -68,6 +68,13 @@ class SlotError(GrpoError):
     pass
 
 
+def describe(error: BaseException) -> str:
+    """The message of a GrpoError; of any other exception its type and its message."""
+    if isinstance(error, GrpoError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
 def did_you_mean(given: str, known: "list[str] | tuple[str, ...] | set[str]") -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
     from difflib import get_close_matches

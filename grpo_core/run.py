@@ -17,7 +17,7 @@ from attrs import asdict, evolve, frozen
 from grpo_core import checkpoint
 from grpo_core.assembly import assemble, make_engine, make_validation
 from grpo_core.config import Config, as_table
-from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.errors import ConfigError, describe
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
 from grpo_core.pipeline import Pipeline
 from grpo_core.plugins.host import PluginHost
@@ -85,7 +85,7 @@ async def train(
     except BaseException as error:
         emit(
             ErrorRaised(
-                step=step, message=_message(error), traceback="".join(traceback.format_exception(error))
+                step=step, message=describe(error), traceback="".join(traceback.format_exception(error))
             )
         )
         emit(RunEnded(step=step, reason="failed"))
@@ -188,7 +188,3 @@ def _signals(pipeline: Pipeline, status: Callable[[str], None]) -> Any:
     finally:
         for each in received:
             loop.remove_signal_handler(each)
-
-
-def _message(error: BaseException) -> str:
-    return str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"

@@ -6,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from attrs import evolve
 
 from grpo_core.config import Config, TaskConfig
 from grpo_core.engines.pool import EnginePool
+from grpo_core.engines.transports import Transport, transports_of
 from grpo_core.environments.pool import EnvironmentPool, EnvironmentWorker
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError
@@ -25,7 +25,6 @@ STRATEGIES = {"pack": "DEFAULT", "spread": "SPREAD"}
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-Transport = Literal["shm", "cuda_ipc", "collective"]
 Tell = Callable[[str], None]
 MakeEnvironment = Callable[[int, Path | None], EnvironmentWorker]
 """Of a number and a log file."""
@@ -114,7 +113,7 @@ def transport(config: Config, host: PluginHost) -> Transport:
 
 
 def _transports(host: PluginHost, engine: str) -> set[Transport]:
-    return {"shm", *getattr(host.find("engine", engine).load(), "transports", ())}
+    return set(transports_of(host.find("engine", engine).load()))
 
 
 def _one(config: Config, host: PluginHost, setup: EngineSetup) -> Engine:

@@ -15,9 +15,8 @@ from grpo_core import check
 from grpo_core.cli import app
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing.conformance import Conformance
-from grpo_core.testing.contracts import check_environment
-from grpo_core.testing.subjects import EnvironmentInProcess
+from grpo_core.testing import check_environment
+from grpo_core.testing.contracts import environment_findings
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 MADE = iter(range(10**6))
@@ -152,7 +151,7 @@ class Speechless(TwoTurns):
 
 
 def findings(make):
-    return {finding.check: finding for finding in Conformance(EnvironmentInProcess(make)).run()}
+    return {finding.check: finding for finding in environment_findings(make)}
 
 
 def failed(make):

@@ -9,23 +9,23 @@ import signal
 import pytest
 
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.testing.decoding import LAWS, Tried, make_model, name, start
+from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory):
-    model = make_model(tmp_path_factory.mktemp("model"))
+    model = make_test_model(tmp_path_factory.mktemp("model"))
     with asyncio.Runner() as runner:
-        engine = runner.run(start(LocalEngine, model, max_rows=64))
-        tried = Tried(engine=engine, model=model, kill=lambda: os.kill(engine._child.pid, signal.SIGKILL))
+        engine = runner.run(start_engine(LocalEngine, model, max_rows=64))
+        tried = EngineUnderTest(engine=engine, model=model, kill=lambda: os.kill(engine.pid, signal.SIGKILL))
         runner.run(engine.update_weights(tried.publish(0)))
         yield runner, tried
         runner.run(engine.aclose())
 
 
-@pytest.mark.parametrize("law", LAWS, ids=name)
+@pytest.mark.parametrize("law", ENGINE_LAWS)
 def test_local_computes_what_it_should(tried, law):
     runner, engine = tried
-    runner.run(law(engine))
+    runner.run(ENGINE_LAWS[law](engine))

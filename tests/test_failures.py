@@ -37,7 +37,7 @@ from grpo_core.records import EngineSetup, Feedback, GenerationRequest
 from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import policy, tiny
-from grpo_core.weights.reading import read
+from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 
 ROOT = Path(__file__).parent.parent
@@ -209,7 +209,7 @@ def test_03_a_single_wrong_byte_names_its_tensor(model):
         memory.seek(wrong.offset)
         memory.write(bytes([byte ^ 1]))
     with pytest.raises(WeightSyncError, match=rf"version 7: tensor '{re.escape(wrong.name)}' .* is not what"):
-        read(weights)
+        read_weights(weights)
 
 
 REQUEST = GenerationRequest(prompt_ids=tuple(range(5, 45)), max_tokens=4, temperature=0.0)

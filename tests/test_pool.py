@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
 
-from grpo_core.engines.pool import ATTEMPTS, MAX_FAILURES, EnginePool
+from grpo_core.engines.members import MAX_FAILURES
+from grpo_core.engines.pool import ATTEMPTS, EnginePool
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.events import StepEnded
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights

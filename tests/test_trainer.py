@@ -23,7 +23,7 @@ from grpo_core.training import policy, tiny
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
 from grpo_core.training.trainer import TorchTrainer, create, learning_rate, token_budget
-from grpo_core.weights.reading import read
+from grpo_core.weights.reading import read_weights
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def ragged(groups: int = 4, size: int = 2, seed: int = 0) -> list[Row]:
 
 
 def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in read(trainer.publish()).items()}
+    return {name: tensor.clone() for name, tensor in read_weights(trainer.publish()).items()}
 
 
 def same(a: TorchTrainer, b: TorchTrainer) -> bool:
@@ -518,7 +518,7 @@ def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_pa
                 result = await trainer.step(batch(ragged(seed=step), step))
             assert result.version == 2
             await (await trainer.save(tmp_path / "saved"))()
-            there = {name: tensor.clone() for name, tensor in read(await trainer.publish()).items()}
+            there = {name: tensor.clone() for name, tensor in read_weights(await trainer.publish()).items()}
             with pytest.raises(TrainerError, match="holds version 2"):
                 await trainer.step(batch([], 7))
         finally:

@@ -19,18 +19,10 @@ from grpo_core.config import Config, EngineConfig, RayConfig, ValidationConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ConfigError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing.decoding import (
-    Tried,
-    a_dead_engine_is_replaced_and_holds_the_last_weights,
-    each_token_is_of_the_version_that_it_names,
-    make_model,
-    nothing_of_older_weights_is_left,
-    start,
-    weights_of_another_model_are_refused_and_change_nothing,
-)
+from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_core.weights import collective, cuda_ipc
 from grpo_core.weights.collective import CollectiveWriter, pulled
-from grpo_core.weights.reading import read
+from grpo_core.weights.reading import read_weights
 from grpo_core.workers import transport
 
 CPU = torch.device("cpu")
@@ -51,7 +43,7 @@ def writer():
 
 def test_what_is_sent_is_what_was_written(writer):
     for version in range(3):
-        tensors = read(writer.write(version, named(version + 0.5)))
+        tensors = read_weights(writer.write(version, named(version + 0.5)))
         assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
             name: tensor.tolist() for name, tensor in named(version + 0.5)
         }
@@ -61,8 +53,8 @@ def test_a_version_that_was_written_over_is_refused_and_the_next_is_sent(writer)
     old = writer.write(1, named(1.0))
     new = writer.write(2, named(2.0))
     with pytest.raises(WeightSyncError, match=r"version 1 did not arrive.*the trainer holds version 2 now"):
-        read(old)
-    assert read(new)["a"][0, 0] == 2.0
+        read_weights(old)
+    assert read_weights(new)["a"][0, 0] == 2.0
 
 
 def test_the_same_version_is_sent_once(writer):
@@ -70,14 +62,14 @@ def test_the_same_version_is_sent_once(writer):
     first = pulled(weights)
     writer.write(2, named(2.0))
     assert pulled(weights) is first
-    assert read(weights)["a"][0, 0] == 1.0
+    assert read_weights(weights)["a"][0, 0] == 1.0
 
 
 def test_a_tensor_that_changed_on_its_way_is_named(writer):
     weights = writer.write(1, named(1.0))
     wrong = evolve(weights.tensors[1], checksum=7)
     with pytest.raises(WeightSyncError, match="tensor 'b'"):
-        read(evolve(weights, tensors=(weights.tensors[0], wrong)))
+        read_weights(evolve(weights, tensors=(weights.tensors[0], wrong)))
 
 
 def test_nothing_is_told_without_the_secret_and_the_sockets_are_of_the_loopback(writer):
@@ -88,7 +80,7 @@ def test_nothing_is_told_without_the_secret_and_the_sockets_are_of_the_loopback(
         with socket.create_connection((host, port), timeout=10) as stranger:
             stranger.sendall(said)
             assert stranger.recv(100) == b""
-    assert read(writer.write(2, named(2.0)))["a"][0, 0] == 2.0, "and it serves on"
+    assert read_weights(writer.write(2, named(2.0)))["a"][0, 0] == 2.0, "and it serves on"
 
 
 def test_a_trainer_that_is_gone_is_an_error_with_a_name():
@@ -99,7 +91,7 @@ def test_a_trainer_that_is_gone_is_an_error_with_a_name():
         location=f'collective:["127.0.0.1", {port}, "secret", 1]',
     )
     with pytest.raises(WeightSyncError, match=r"did not arrive.*Connection refused.*engine\.collective_host"):
-        read(weights)
+        read_weights(weights)
 
 
 PARTNER = """
@@ -124,25 +116,25 @@ def test_an_engine_that_dies_does_not_stop_the_trainer(writer, moment):
         assert partner.stdout is not None
         assert partner.stdout.readline() == b"here\n"
         partner.kill()
-    assert read(writer.write(2, size))["a"].all()
+    assert read_weights(writer.write(2, size))["a"].all()
 
 
 @pytest.mark.slow
 def test_an_engine_takes_weights_that_are_sent(tmp_path, writer):
     async def story():
-        model = make_model(tmp_path)
-        engine = await start(LocalEngine, model, max_rows=64)
-        tried = Tried(
-            engine=engine, model=model, writer=writer, kill=lambda: os.kill(engine._child.pid, signal.SIGKILL)
+        model = make_test_model(tmp_path)
+        engine = await start_engine(LocalEngine, model, max_rows=64)
+        tried = EngineUnderTest(
+            engine=engine, model=model, writer=writer, kill=lambda: os.kill(engine.pid, signal.SIGKILL)
         )
         await tried.engine.update_weights(tried.publish(0))
         for law in (
-            each_token_is_of_the_version_that_it_names,
-            weights_of_another_model_are_refused_and_change_nothing,
-            nothing_of_older_weights_is_left,
-            a_dead_engine_is_replaced_and_holds_the_last_weights,
+            "each token is of the version that it names",
+            "weights of another model are refused and change nothing",
+            "nothing of older weights is left",
+            "a dead engine is replaced and holds the last weights",
         ):
-            await law(tried)
+            await ENGINE_LAWS[law](tried)
         await engine.aclose()
 
     asyncio.run(story())
@@ -163,14 +155,14 @@ def test_a_handle_that_cannot_be_opened_is_an_error_that_says_what_to_do(writer)
     location = cuda_ipc.described("GPU-a", [0, b"", 0, 0, b"", 0, b"", True])
     weights = evolve(writer.write(1, named(1.0)), location=location)
     with pytest.raises(WeightSyncError, match=r'GPU-a is none of.*engine\.transport = "shm"'):
-        read(weights)
+        read_weights(weights)
 
 
 READER = """
 import pickle, sys
-from grpo_core.weights.reading import read
+from grpo_core.weights.reading import read_weights
 weights = pickle.loads(bytes.fromhex(sys.argv[1]))
-print([float(tensor.float().mean()) for tensor in read(weights).values()])
+print([float(tensor.float().mean()) for tensor in read_weights(weights).values()])
 """
 
 

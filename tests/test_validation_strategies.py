@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grpo_core.errors import ConfigError
 from grpo_core.records import Rollout
 from grpo_core.testing.strategies import check_validation_strategy
-from grpo_core.validation.estimates import interval, majority, pass_at_k
+from grpo_core.validation.estimates import interval, majority_score, pass_at_k
 from grpo_core.validation.results import headline, table
 from grpo_core.validation.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
 
@@ -62,7 +62,7 @@ def test_pass_at_k_of_something_else_is_an_error(case):
 )
 def test_a_majority_and_its_ties_whatever_the_order(votes, worth):
     for order in itertools.permutations(votes):
-        assert majority(order) == pytest.approx(worth)
+        assert majority_score(order) == pytest.approx(worth)
 
 
 values = st.lists(st.floats(-1, 1), min_size=1, max_size=30)

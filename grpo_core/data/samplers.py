@@ -37,7 +37,7 @@ class TaskSampler:
     def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]:
         chosen = self.choose(sorted(loaders), request)
         self.drawn += len(chosen)
-        return draw(loaders, chosen)
+        return take_prompts(loaders, chosen)
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
@@ -157,8 +157,8 @@ def _in_turn(tasks: Sequence[str], start: int, count: int) -> list[str]:
     return [tasks[place % len(tasks)] for place in range(start, start + count)]
 
 
-def draw(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
-    """Draw one prompt of each chosen task, in order, with one call of each loader."""
+def take_prompts(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[Prompt]:
+    """The next prompt of each chosen task, in the order of ``chosen``; asks each loader once."""
     chosen = list(chosen)
     taken = {task: iter(loaders[task].take(count)) for task, count in Counter(chosen).items()}
     return [next(taken[task]) for task in chosen]

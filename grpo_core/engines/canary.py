@@ -15,9 +15,11 @@ from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, EngineError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
+from grpo_core.restarts import RestartBudget
 
-ATTEMPTS = 3
-"""Number of tries: an engine may die during a canary, and hold the weights again at the next try."""
+MAX_FAILURES = 3
+"""Failures in a row after which the canary gives up: an engine may die while it is asked, and hold the
+weights again when it is asked again."""
 
 
 async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline: float | None) -> float:
@@ -46,12 +48,9 @@ async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline
 
 
 async def _ask(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Completion]:
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return await engine.generate(requests)
-        except (EngineError, ChildDied):
-            continue
-    return await engine.generate(requests)
+    return await RestartBudget(MAX_FAILURES).run(
+        lambda: engine.generate(requests), on=(EngineError, ChildDied)
+    )
 
 
 def _difference(version: int, canary: Canary, completion: Completion, tolerance: float) -> float:

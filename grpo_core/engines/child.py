@@ -1,9 +1,9 @@
 """An engine in a child process: its parent's side, whatever decodes in the child.
 
-The child's target is a *server*: it has ``serve(connection)``, and answers the calls ``generate(ticket,
-packed requests)`` (see ``wire``), ``cancel(ticket)`` and ``update_weights(weights)``, which returns a table
-with a ``description``.  A process and not a thread, so that generation overlaps with training and with the
-pipeline for real, and so that an engine that dies or hangs can be replaced.
+The child makes a *server*, usually a ``DecodingServer``: it answers the calls ``generate(ticket, packed
+requests)`` (see ``wire``), ``cancel(ticket)`` and ``update_weights(weights)``.  The engine is a process and
+not a thread, so that generation overlaps with training and with the pipeline, and so that an engine that dies
+or hangs can be replaced.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ from grpo_core.engines import wire
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
 from grpo_core.processes import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core.restarts import RestartBudget
 
 MAX_DEATHS = 3
-"""Deaths of the child, with no finished request in between, after which the engine gives up."""
+"""Deaths in a row, with no finished request in between, after which the child is not started again."""
 
 
 class ChildEngine:
-    """Satisfies ``grpo_core.protocols.Engine``; the child starts at once, the constructor does not wait.
+    """An engine in a child process of its own: satisfies ``grpo_core.Engine``.
+
+    The child starts at once; the constructor does not wait.  If it dies, running ``generate`` calls raise
+    EngineError, and the next call starts another child, which gets the last weights before anything else.
 
     Args:
-        name: how messages call it; also in the name of its log.
-        server: ``"module:Class"`` of the server, made in the child as ``Class(setup=setup, **options)``.
-        environ: added to the child's environment variables.
-
-    If the child dies, running ``generate`` calls raise EngineError, and the next call starts another
-    child and gives it the last weights before anything else.
+        setup: what the core tells an engine's factory.
+        name: the engine's name in messages and in the name of its log.
+        server: ``"module:Class"`` of the server, made in the child as ``Class(setup=setup, **options)``;
+            usually a ``DecodingServer``.
+        options: of the server; they are pickled.
+        env_vars: environment variables added for the child.
     """
 
     def __init__(
@@ -43,23 +47,21 @@ class ChildEngine:
         name: str,
         server: str,
         options: Mapping[str, Any],
-        environ: Mapping[str, str] | None = None,
+        env_vars: Mapping[str, str] | None = None,
     ) -> None:
         self.name = f"engine {name}"
         self._setup = setup
         self._server = server
         self._options = dict(options)
-        self._environ = dict(environ or {})
+        self._env_vars = dict(env_vars or {})
         self._log = Path(setup.log_directory) / f"engine-{name}.log" if setup.log_directory else None
         self._tickets = itertools.count()
         self._starting = asyncio.Lock()
         self._weights: Weights | None = None
         """The last that a child held."""
-        self._deaths = 0
+        self._deaths = RestartBudget(MAX_DEATHS)
         self._closed = False
         self._cancelling: set[asyncio.Task[Any]] = set()
-        self.description = "starting"
-        """Which path decodes, where; known after the first ``update_weights``."""
         self._child: Child | None = self._start()
         self._ready = False
         """The child holds ``_weights``."""
@@ -68,7 +70,7 @@ class ChildEngine:
         """One completion for each request, in order.
 
         Cancelling the task frees the rows.  Raises EngineError if the child died (ask again), if it died
-        three times in a row (do not), or if a request cannot be decoded.
+        ``MAX_DEATHS`` times in a row (do not), or if a request cannot be decoded.
         """
         try:
             child = await self._ready_child()
@@ -83,7 +85,7 @@ class ChildEngine:
         except ChildDied as error:
             self._died(child, error)
             raise EngineError(f"{self.name} died while it generated; ask again: {error}") from error
-        self._deaths = 0
+        self._deaths.succeeded()
         return wire.unpack_completions(answer)
 
     async def update_weights(self, weights: Weights) -> None:
@@ -100,7 +102,13 @@ class ChildEngine:
                     f"{self.name} does not hold version {weights.version}: {error}"
                 ) from error
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None while there is none."""
+        return self._child.pid if self._child is not None else None
+
     async def aclose(self) -> None:
+        """End the child; running calls raise EngineError."""
         self._closed = True
         if self._child is not None:
             await self._child.aclose()
@@ -118,7 +126,7 @@ class ChildEngine:
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
                 "TOKENIZERS_PARALLELISM": "false",
-                **self._environ,
+                **self._env_vars,
             },
             log=self._log,
         )
@@ -141,7 +149,7 @@ class ChildEngine:
             child = self._living_child()
             try:
                 await child.started(seconds=seconds)
-                told = await child.call("update_weights", weights, seconds=seconds)
+                await child.call("update_weights", weights, seconds=seconds)
             except ChildDied as error:
                 self._died(child, error)
                 continue  # at most MAX_DEATHS times
@@ -150,7 +158,6 @@ class ChildEngine:
                 raise WeightSyncError(
                     f"{self.name} does not hold version {weights.version}: {error}"
                 ) from error
-            self.description = told["description"]
             self._weights, self._ready = weights, True
             return
 
@@ -169,12 +176,12 @@ class ChildEngine:
         if child is self._child:
             child.kill()
             self._child, self._ready = None, False
-            self._deaths += 1
-        if self._deaths >= MAX_DEATHS:
+            self._deaths.failed()
+        if self._deaths.exhausted:
             where = f"see {self._log}" if self._log else "its output is above"
             raise EngineError(
-                f"{self.name} died {self._deaths} times without finishing a request in between ({where}); "
-                f"the last time: {why}"
+                f"{self.name} died {self._deaths.failures} times without finishing a request in between "
+                f"({where}); the last time: {why}"
             ) from why
 
     def _cancel(self, child: Child, ticket: int) -> None:

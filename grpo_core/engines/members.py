@@ -12,10 +12,14 @@ from grpo_core.engines import canary
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest
+from grpo_core.restarts import RestartBudget
 from grpo_core.weights.copies import WeightsLease
 
 CLOSE = 10.0
 """Seconds that an engine may take to close."""
+
+MAX_FAILURES = 3
+"""Engines in a row that finished nothing, after which their member is given up."""
 
 RECOVERABLE_ERRORS = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded, TimeoutError)
 """Errors after which another engine is tried; any other error (a broken contract, say) ends the run."""
@@ -38,9 +42,9 @@ class Member:
     refuses: WeightsLease | None = None
     """Weights that the engine refused while it kept the version before."""
     tokens: int = 0
-    """Tokens of its running requests: prompts plus the most that may be sampled."""
-    failures: int = 0
-    """Number of engines in a row that finished nothing."""
+    """Of its running requests: their prompts, and what may be sampled at most."""
+    budget: RestartBudget = field(factory=lambda: RestartBudget(MAX_FAILURES))
+    """Engines in a row that finished nothing."""
     leaving: bool = False
     supervisor: asyncio.Task[None] | None = None
     _doubts: int = 0
@@ -93,7 +97,7 @@ class Member:
             raise PluginError(
                 f"engine {self.number}: generate() returned {len(answer)} completions for one request"
             )
-        self.failures = 0
+        self.budget.succeeded()
         return answer[0]
 
     async def give(self, held: WeightsLease, *, tolerance: float, deadline: float) -> None:

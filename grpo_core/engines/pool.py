@@ -43,9 +43,6 @@ T = TypeVar("T")
 ATTEMPTS = 4
 """Number of times that a request is tried before the request itself is considered at fault."""
 
-MAX_FAILURES = 3
-"""Number of engines in a row that may finish nothing before their member is given up."""
-
 AFFINITY = 4
 """Keep a group on its member unless that has this many times the group's tokens more queued than another."""
 
@@ -294,10 +291,10 @@ class EnginePool:
         await member.close()
         why = self._failed[member.number] = str(error) or f"no answer within {self._deadline:g} s"
         if not isinstance(error, TimeoutError | DeadlineExceeded):  # it may be waiting for a machine
-            member.failures += 1
-        if member.failures >= MAX_FAILURES:
+            member.budget.failed()
+        if member.budget.exhausted:
             self._given_up.add(member.number)
-            self._tell(f"engine {member.number} is given up, it failed {member.failures} times: {why}")
+            self._tell(f"engine {member.number} is given up, it failed {member.budget.failures} times: {why}")
             raise error
         self._replaced += 1
         self._tell(f"engine {member.number} is replaced: {why}")

@@ -37,23 +37,3 @@ def unpack_completions(packed: Packed) -> list[Completion]:
         Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=finish_reason)
         for token_ids, logprobs, versions, finish_reason in packed
     ]
-
-
-def problem(request: GenerationRequest, engine: str, vocabulary: int, positions: int) -> str | None:
-    """Why no engine with so many tokens and positions can complete the request; None if it can."""
-    n = len(request.prompt_ids)
-    if not n:
-        return f"engine {engine}: a request has no prompt tokens; a prompt needs at least one"
-    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-        return (
-            f"engine {engine}: a prompt has tokens from {min(request.prompt_ids)} to "
-            f"{max(request.prompt_ids)}; the model has {vocabulary} tokens"
-        )
-    if n + request.max_tokens > positions:
-        return (
-            f"engine {engine}: a prompt of {n} tokens and max_tokens={request.max_tokens} exceed the "
-            f"model's {positions} positions; shorten the prompts or lower rollout.max_tokens"
-        )
-    if request.max_tokens < 0 or request.temperature < 0:
-        return f"engine {engine}: max_tokens={request.max_tokens}, temperature={request.temperature}: below 0"
-    return None

@@ -1,4 +1,4 @@
-"""Converts results of an environment to feedback, and its errors to text."""
+"""What an environment returned, as feedback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from grpo_core.errors import GrpoError, PluginError
+from grpo_core.errors import PluginError
 from grpo_core.records import Feedback
 
 LARGEST_REWARD = 1e300
@@ -67,7 +67,3 @@ def _reward(given: Any, who: str) -> dict[str, Any]:
 
 def is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("role"), str)
-
-
-def named(error: BaseException) -> str:
-    return str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"

@@ -19,9 +19,9 @@ from typing import Any
 
 import attrs
 
-from grpo_core.environments.feedback import as_feedback, is_message, named
+from grpo_core.environments.feedback import as_feedback, is_message
 from grpo_core.environments.tools import TEMPLATES, Toolbox, message, methods
-from grpo_core.errors import PluginError
+from grpo_core.errors import PluginError, describe
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
@@ -103,7 +103,7 @@ class EnvironmentHost:
                 else list(itertools.islice(given, MOST_PROMPTS + 1))
             )
         except Exception as error:
-            raise PluginError(f"{self._who}: prompts({split!r}) raised {named(error)}") from error
+            raise PluginError(f"{self._who}: prompts({split!r}) raised {describe(error)}") from error
         where = f"{self._who}: prompts({split!r})"
         if not hasattr(given, "__len__") and len(prompts) > MOST_PROMPTS:
             raise PluginError(
@@ -119,7 +119,7 @@ class EnvironmentHost:
         try:
             return pickle.dumps(complete, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise PluginError(f"{where}: {UNREADABLE}: {named(error)}") from error
+            raise PluginError(f"{where}: {UNREADABLE}: {describe(error)}") from error
 
     def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """Return a reply with a full reward for each prompt, or None where it is not known."""
@@ -127,7 +127,7 @@ class EnvironmentHost:
         try:
             return [solve(prompt) for prompt in prompts] if solve else [None] * len(prompts)
         except Exception as error:
-            raise PluginError(f"{self._who}: solve raised {named(error)}") from error
+            raise PluginError(f"{self._who}: solve raised {describe(error)}") from error
 
     # ------------------------------------------------------------------------------ sessions
 
@@ -156,7 +156,7 @@ class EnvironmentHost:
 
     def _opened(self, name: str, value: Any) -> SessionStart:
         if isinstance(value, BaseException):
-            return SessionStart(error=f"open raised {named(value)}")
+            return SessionStart(error=f"open raised {describe(value)}")
         self._sessions[name] = Session(value, self._tools)
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *methods(value)])
@@ -217,14 +217,14 @@ class EnvironmentHost:
                 judged += self._results(results, len(part))
             except Exception as error:
                 traceback.print_exception(error)
-                judged += [Feedback(error=named(error))] * len(part)
+                judged += [Feedback(error=describe(error))] * len(part)
         return judged
 
     def _results(self, results: Any, expected: int) -> list[Feedback]:
         if isinstance(results, Exception):
             raise results
         if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
-            raise PluginError(f"{self._who}: evaluate raised {named(results)}") from results
+            raise PluginError(f"{self._who}: evaluate raised {describe(results)}") from results
         return as_feedback(results, expected, self._who)
 
     def _answer(self, episodes: Sequence[Episode]) -> list[Feedback]:

@@ -20,7 +20,8 @@ from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 class EnvironmentWorker(EnvironmentClient, Protocol):
     """One environment in a process or a cluster worker."""
 
-    first_traceback: str
+    @property
+    def first_traceback(self) -> str: ...
 
     async def start(self) -> None: ...
     async def prompts(self, split: str) -> list[Prompt]: ...

@@ -14,17 +14,17 @@ import asyncio
 import contextlib
 import pickle
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.feedback import named
 from grpo_core.environments.host import UNREADABLE, units
-from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError
+from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, describe
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.restarts import RestartBudget
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,8 +32,8 @@ R = TypeVar("R")
 GIVE_UP_AFTER = 20
 """Failures in a row after which the environment, not an episode, is to blame."""
 
-STARTS = 3
-"""In a row, of a process that dies while it starts, or while it offers its prompts."""
+MAX_DEATHS = 3
+"""Deaths in a row, while the process starts or offers its prompts, after which it is not started again."""
 
 CLOSING = 5.0
 """Seconds that open sessions have to be closed when the process is to end."""
@@ -99,7 +99,7 @@ class EnvironmentProcess:
         try:
             prompts: list[Prompt] = pickle.loads(pickled)
         except Exception as error:
-            raise PluginError(f"{self._who}: prompts({split!r}): {UNREADABLE}: {named(error)}") from error
+            raise PluginError(f"{self._who}: prompts({split!r}): {UNREADABLE}: {describe(error)}") from error
         return prompts
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
@@ -166,7 +166,7 @@ class EnvironmentProcess:
                 attempt = await self._attempt(method, part)
             if isinstance(attempt, Exception):
                 self.first_traceback = self.first_traceback or _traceback(attempt)
-                results += [failed(named(attempt))] * len(part)
+                results += [failed(describe(attempt))] * len(part)
                 in_a_row += 1
             else:
                 results += attempt
@@ -188,7 +188,7 @@ class EnvironmentProcess:
             return await self._ask(await self._started(), method, argument, self._config.start_deadline)
 
         async with self._turn:
-            return await _again_if_it_dies(ask)
+            return await RestartBudget(MAX_DEATHS).run(ask, on=ChildDied)
 
     async def _ask(self, child: Child, method: str, argument: Any, seconds: float) -> Any:
         try:
@@ -208,7 +208,7 @@ class EnvironmentProcess:
             raise ChildDied(f"the environment of task {self.task!r} is closed")
         await self._end()
         try:
-            return await _again_if_it_dies(self._start)
+            return await RestartBudget(MAX_DEATHS).run(self._start, on=ChildDied)
         except ChildDied as error:
             raise self._cannot_start(error) from error
 
@@ -241,18 +241,10 @@ class EnvironmentProcess:
         return child
 
 
-async def _again_if_it_dies(ask: Callable[[], Awaitable[R]]) -> R:
-    """It may have been an accident.  Raises ChildDied in the end."""
-    for _ in range(STARTS - 1):
-        with contextlib.suppress(ChildDied):
-            return await ask()
-    return await ask()
-
-
 def _traceback(error: BaseException) -> str:
     """Of the child if the error comes from there."""
     cause = error.__cause__
-    return str(cause) if isinstance(cause, RemoteTraceback) else named(error)
+    return str(cause) if isinstance(cause, RemoteTraceback) else describe(error)
 
 
 class ErrorBudget:

@@ -29,7 +29,7 @@ import pluggy
 
 import grpo_core
 from grpo_core import hookspecs
-from grpo_core.errors import ConfigError, PluginError, did_you_mean
+from grpo_core.errors import ConfigError, PluginError, describe, did_you_mean
 from grpo_core.plugins.installed import import_file, import_plugin, installed, module_name, names_of
 from grpo_core.plugins.offers import (
     HOOKS,
@@ -126,7 +126,7 @@ class PluginHost:
         try:
             return factory(*args, **options)
         except Exception as error:
-            raise PluginError(f"{offer}: cannot be made: {_describe(error)}") from error
+            raise PluginError(f"{offer}: cannot be made: {describe(error)}") from error
 
     def function(self, kind: Kind, name: str, **options: Any) -> Factory:
         """A loss or advantage with its options, which are its keyword-only parameters, filled in."""
@@ -315,7 +315,3 @@ def _check_known(names: Iterable[str], known: set[str], source: str) -> None:
 
 def _without_event(function: Factory) -> Callable[[Event], Any]:
     return lambda event: function()
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, PluginError | ConfigError) else f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import PluginError, did_you_mean
+from grpo_core.errors import PluginError, describe, did_you_mean
 
 if TYPE_CHECKING:
     from grpo_core.events import Event
@@ -50,8 +50,7 @@ class Plugin:
         """The fault in one line, or an empty string."""
         if self.fault is None:
             return ""
-        text = " ".join(str(self.fault).split())
-        return text if isinstance(self.fault, PluginError) else f"{type(self.fault).__name__}: {text}"
+        return " ".join(describe(self.fault).split())
 
     def __str__(self) -> str:
         return f"plugin {self.name!r} ({f'{self.distribution} {self.version}'.strip()})"
@@ -79,9 +78,7 @@ class Offer:
         try:
             return cast("Factory", getattr(importlib.import_module(module), attribute))
         except Exception as error:
-            raise PluginError(
-                f"{self}: {self.given} cannot be loaded: {type(error).__name__}: {error}"
-            ) from error
+            raise PluginError(f"{self}: {self.given} cannot be loaded: {describe(error)}") from error
 
 
 def checked_offers(hook: str, returned: Any) -> dict[str, Factory | str]:

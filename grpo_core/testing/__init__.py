@@ -1,6 +1,82 @@
-"""What plugin authors and our own tests test with: a virtual clock and fakes that keep the contracts."""
+"""What plugin authors test with: contracts as checks, fakes that keep them, and a virtual clock.
 
-from grpo_core.testing.clock import Deadlock, run
-from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts
+    check_environment, check_sampler, check_validation_strategy   each is a whole test
+    check_engine, ENGINE_LAWS                what an engine does, and what it computes
+    FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
+    HostedEnvironment                        an environment as a run uses it, in this process
+    demonstrations                           what ``solve`` says in turn, played with the environment
+    MemoryLoader                             a loader in memory, for tests of samplers
+    SharedMemoryWriter, CollectiveWriter     publish weights, as the trainer does
+    find_offer, make_offer                   what an installed plugin offers, by name
+    run                                      runs a coroutine on virtual time
 
-__all__ = ["Deadlock", "FakeEngine", "FakeEnvironment", "FakeRenderer", "FakeTrainer", "prompts", "run"]
+The checks of samplers need hypothesis (``pip install hypothesis``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpo_core._lazy import attach
+
+if TYPE_CHECKING:
+    from grpo_core.demonstrations import demonstrations as demonstrations
+    from grpo_core.testing.clock import Deadlock as Deadlock
+    from grpo_core.testing.clock import run as run
+    from grpo_core.testing.contracts import MemoryLoader as MemoryLoader
+    from grpo_core.testing.contracts import check_environment as check_environment
+    from grpo_core.testing.contracts import check_sampler as check_sampler
+    from grpo_core.testing.decoding import ENGINE_LAWS as ENGINE_LAWS
+    from grpo_core.testing.decoding import EngineUnderTest as EngineUnderTest
+    from grpo_core.testing.decoding import make_test_model as make_test_model
+    from grpo_core.testing.decoding import start_engine as start_engine
+    from grpo_core.testing.engines import check_engine as check_engine
+    from grpo_core.testing.fakes import FakeEngine as FakeEngine
+    from grpo_core.testing.fakes import FakeEnvironment as FakeEnvironment
+    from grpo_core.testing.fakes import FakeRenderer as FakeRenderer
+    from grpo_core.testing.fakes import FakeTrainer as FakeTrainer
+    from grpo_core.testing.fakes import prompts as prompts
+    from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
+    from grpo_core.testing.offers import find_offer as find_offer
+    from grpo_core.testing.offers import make_offer as make_offer
+    from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
+    from grpo_core.weights.collective import CollectiveWriter as CollectiveWriter
+    from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "grpo_core.demonstrations": ["demonstrations"],
+        "grpo_core.testing.clock": [
+            "Deadlock",
+            "run",
+        ],
+        "grpo_core.testing.contracts": [
+            "MemoryLoader",
+            "check_environment",
+            "check_sampler",
+        ],
+        "grpo_core.testing.decoding": [
+            "ENGINE_LAWS",
+            "EngineUnderTest",
+            "make_test_model",
+            "start_engine",
+        ],
+        "grpo_core.testing.engines": ["check_engine"],
+        "grpo_core.testing.fakes": [
+            "FakeEngine",
+            "FakeEnvironment",
+            "FakeRenderer",
+            "FakeTrainer",
+            "prompts",
+        ],
+        "grpo_core.testing.hosted": ["HostedEnvironment"],
+        "grpo_core.testing.offers": [
+            "find_offer",
+            "make_offer",
+        ],
+        "grpo_core.testing.strategies": ["check_validation_strategy"],
+        "grpo_core.weights.collective": ["CollectiveWriter"],
+        "grpo_core.weights.shm": ["SharedMemoryWriter"],
+    },
+)

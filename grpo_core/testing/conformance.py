@@ -1,24 +1,22 @@
 """What an environment must be for training on it to mean something, as checks with a result each.
 
-    grpo-core check reverse                                # in its own process, as in a run
-    grpo_core.testing.contracts.check_environment(Reverse) # in a test, in this process
-
-The checks see the environment through an ``EnvironmentUnderTest``, so that both do the same.
+grpo-core check reverse                                # in its own process, as in a run
+grpo_core.testing.check_environment(Reverse)           # in a test, in this process
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.errors import GrpoError
 from grpo_core.metrics import FULL_REWARD
-from grpo_core.records import Episode, Feedback, Message, Prompt
-from grpo_core.testing.subjects import EnvironmentUnderTest
+from grpo_core.records import Episode, Feedback, Message, Prompt, SessionStart
 from grpo_core.tool_calls import numbered, parse_calls
 
 Outcome = Literal["passed", "failed", "noted"]
@@ -76,9 +74,16 @@ Reply = tuple[Prompt, str]
 
 @define(eq=False)
 class Conformance:
-    """The checks of an environment, in their order; each may use what those before it have found."""
+    """The checks of an environment, in their order; each may use what those before it have found.
 
-    subject: EnvironmentUnderTest
+    Args:
+        make: a new environment, the same each time, not started yet.
+        wait: runs a coroutine of the environment to its end, for example ``asyncio.Runner().run``.
+    """
+
+    make: Callable[[], EnvironmentWorker]
+    wait: Callable[[Coroutine[Any, Any, Any]], Any]
+    environment: EnvironmentWorker = field(init=False)
     some: list[Prompt] = field(factory=list)
     """Of the prompts to train on."""
     solved: list[Reply] = field(factory=list)
@@ -89,8 +94,21 @@ class Conformance:
     """On replies that no prompt asks for, those of a reply side by side."""
     _names: Iterator[int] = field(factory=itertools.count)
 
+    def start(self) -> None:
+        """Make the environment.  Raises what that raises."""
+        self.environment = self.make()
+        try:
+            self.wait(self.environment.start())
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End the environment."""
+        self.wait(self.environment.aclose())
+
     def run(self) -> Iterator[Finding]:
-        """The findings, as they are made."""
+        """The findings about an environment that was started, one after another."""
         for name, check in self._checks().items():
             try:
                 finding = Finding(name, "passed", check())
@@ -119,14 +137,14 @@ class Conformance:
     # ------------------------------------------------------------------------------ prompts
 
     def _training_prompts(self) -> str:
-        self._train = self.subject.prompts("train")
+        self._train = self._prompts("train")
         _expect(self._train, 'prompts("train") is empty; expected at least one prompt')
         step = max(1, len(self._train) // PROMPTS)
         self.some = self._train[::step][:PROMPTS]
         return f"{len(self._train):,}"
 
     def _held_out_prompts(self) -> str:
-        held_out = self.subject.prompts("validation")
+        held_out = self._prompts("validation")
         if not held_out:
             raise Noted('prompts("validation") is empty: nothing will be measured')
         trained = {self._task_of(prompt) for prompt in self._train}
@@ -139,11 +157,12 @@ class Conformance:
 
     def _task_of(self, prompt: Prompt) -> str:
         """What is to be learnt: of several turns the first message is not all; the answer may tell more."""
-        return repr((prompt.messages, prompt.answer if self.subject.max_turns > 1 else None))
+        return repr((prompt.messages, prompt.answer if self.environment.max_turns > 1 else None))
 
     def _same_prompts(self) -> str:
-        self.subject.restart()
-        again = self.subject.prompts("train")
+        self.end()
+        self.start()
+        again = self._prompts("train")
         differ = sum(one != other for one, other in zip(self._train, again, strict=False))
         _expect(
             len(again) == len(self._train) and not differ,
@@ -156,7 +175,7 @@ class Conformance:
     # ------------------------------------------------------------------------------ rewards
 
     def _first_feedback(self) -> str:
-        replies = self.subject.solve(self.some)
+        replies = self._solved(self.some)
         self.solved = [(p, reply) for p, reply in zip(self.some, replies, strict=True) if reply is not None]
         prompt, reply = self.solved[0] if self.solved else (self.some[0], "")
         (feedback,) = self._judged([(prompt, reply)])
@@ -229,7 +248,7 @@ class Conformance:
                     one == other,
                     f"{_said(prompt, reply)}: reward {one} {self._alone}, {other} {how} with "
                     f"{len(plays) - 1} others. Batches are put together by chance: judge each "
-                    f"{'group' if self.subject.needs_group else 'episode'} by itself",
+                    f"{'group' if self.environment.needs_group else 'episode'} by itself",
                 )
         return f"{len(plays)} episodes: each {self._alone}, together, and backwards"
 
@@ -242,9 +261,21 @@ class Conformance:
 
     # ------------------------------------------------------------------------------ playing
 
+    def _prompts(self, split: str) -> list[Prompt]:
+        prompts: list[Prompt] = self.wait(self.environment.prompts(split))
+        return prompts
+
+    def _solved(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        replies: list[str | None] = self.wait(self.environment.solve(prompts))
+        return replies
+
+    def _evaluated(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        feedback: list[Feedback] = self.wait(self.environment.evaluate(episodes))
+        return feedback
+
     @property
     def _alone(self) -> str:
-        return "as a group" if self.subject.needs_group else "alone"
+        return "as a group" if self.environment.needs_group else "alone"
 
     def _mixed(self) -> list[Reply]:
         """Right and wrong replies, side by side."""
@@ -263,13 +294,12 @@ class Conformance:
 
         ``to_the_end``: on all turns, as far as ``solve`` knows what to say next.
         """
-        members = 3 if self.subject.needs_group else 1
+        members = 3 if self.environment.needs_group else 1
         names = [f"check {next(self._names)}" for _ in range(members * len(plays))]
         given = [plays[place // members] for place in range(len(names))]
         try:
-            opened = self.subject.open(
-                [(name, prompt) for name, (prompt, _) in zip(names, given, strict=True)]
-            )
+            prompts = {name: prompt for name, (prompt, _) in zip(names, given, strict=True)}
+            opened: list[SessionStart] = self.wait(self.environment.open(prompts))
             for (prompt, reply), one in zip(given, opened, strict=True):
                 _expect(one.error is None, f"{_said(prompt, reply)}: there is no session: {one.error}")
             tools = any(one.tools for one in opened)
@@ -282,18 +312,18 @@ class Conformance:
                 )
                 for place, (name, (prompt, reply)) in enumerate(zip(names, given, strict=True))
             ]
-            feedback = self.subject.evaluate(episodes)
-            for _ in range(1, self.subject.max_turns if to_the_end else 1):
+            feedback = self._evaluated(episodes)
+            for _ in range(1, self.environment.max_turns if to_the_end else 1):
                 self._next_turn(episodes, feedback, tools)
         finally:
-            self.subject.close(names)
+            self.wait(self.environment.close(names))
         return feedback[::members]
 
     def _next_turn(self, episodes: list[Episode], feedback: list[Feedback], tools: bool) -> None:
         """Those that go on say what ``solve`` says of the conversation so far; rewards add up."""
         going = [place for place, v in enumerate(feedback) if not v.done and v.error is None]
         talks = [(*episodes[place].messages, *feedback[place].messages) for place in going]
-        replies = self.subject.solve(
+        replies = self._solved(
             [evolve(episodes[place].prompt, messages=talk) for place, talk in zip(going, talks, strict=True)]
         )
         going = [place for place, reply in zip(going, replies, strict=True) if reply is not None]
@@ -301,7 +331,7 @@ class Conformance:
         for place, (talk, reply) in zip(going, said, strict=True):
             now = episodes[place]
             episodes[place] = evolve(now, messages=(*talk, _message(reply, tools)), turn=now.turn + 1)
-        judged = self.subject.evaluate([episodes[place] for place in going]) if going else []
+        judged = self._evaluated([episodes[place] for place in going]) if going else []
         for place, last in zip(going, judged, strict=True):
             rewards = [r for r in (feedback[place].reward, last.reward) if r is not None]
             feedback[place] = evolve(last, reward=sum(rewards) if rewards else None)

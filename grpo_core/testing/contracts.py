@@ -1,6 +1,6 @@
 """The contracts of plugins as tests that their authors run.
 
-    from grpo_core.testing.contracts import check_environment, check_sampler
+    from grpo_core.testing import check_environment, check_sampler
 
     def test_mine_keeps_the_contract():
         check_sampler(Mine)
@@ -26,8 +26,8 @@ from grpo_core.data.loaders import ShuffledIndices
 from grpo_core.data.samplers import checked_sample
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
-from grpo_core.testing.conformance import Conformance
-from grpo_core.testing.subjects import EnvironmentInProcess
+from grpo_core.testing.conformance import Conformance, Finding
+from grpo_core.testing.hosted import HostedEnvironment, finished
 
 SMALL = 100_000
 """Bytes of JSON that a sampler's state has at most: it is part of each checkpoint."""
@@ -39,9 +39,22 @@ def check_environment(make: Callable[[], Any]) -> None:
     Args:
         make: a new environment, the same each time; a class will do.
     """
-    findings = list(Conformance(EnvironmentInProcess(make)).run())
-    failed = [f"{finding.check}: {finding.told}" for finding in findings if finding.outcome == "failed"]
+    failed = [
+        f"{finding.check}: {finding.told}"
+        for finding in environment_findings(make)
+        if finding.outcome == "failed"
+    ]
     assert not failed, "\n".join(failed)
+
+
+def environment_findings(make: Callable[[], Any]) -> list[Finding]:
+    """What ``grpo_core.testing.conformance`` finds of an environment in this process."""
+    conformance = Conformance(lambda: HostedEnvironment(make()), finished)
+    conformance.start()
+    try:
+        return list(conformance.run())
+    finally:
+        conformance.end()
 
 
 class MemoryLoader:

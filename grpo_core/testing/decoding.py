@@ -1,17 +1,17 @@
 """What any engine has to compute, as laws that are tried one after the other on one running engine.
 
     @pytest.fixture(scope="module")
-    def tried(tmp_path_factory):
-        model = make_model(tmp_path_factory.mktemp("model"))
+    def engine(tmp_path_factory):
+        model = make_test_model(tmp_path_factory.mktemp("model"))
         with asyncio.Runner() as runner:  # an engine lives in one event loop
-            engine = runner.run(start(MyEngine, model))
-            yield runner, Tried(engine=engine, model=model)
+            engine = runner.run(start_engine(MyEngine, model))
+            yield runner, EngineUnderTest(engine=engine, model=model)
             runner.run(engine.aclose())
 
-    @pytest.mark.parametrize("law", LAWS, ids=name)
-    def test_mine_computes_what_it_should(tried, law):
-        runner, engine = tried
-        runner.run(law(engine))
+    @pytest.mark.parametrize("law", ENGINE_LAWS)
+    def test_my_engine_keeps_the_law(engine, law):
+        runner, under_test = engine
+        runner.run(ENGINE_LAWS[law](under_test))
 
 What an engine says is compared with transformers' forward pass of the same weights, in float32.  How it
 behaves as a part of a run is the contract of ``grpo_core.testing.engines``.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +42,23 @@ PATIENCE = 60.0
 SMALL = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=5, seed=3)
 
 
-def make_model(directory: Path) -> Path:
-    """A random model with 256 positions, 4 heads of 32 and tied embeddings, and its tokenizer."""
-    make_tiny_model(directory / "m", (), width=128, layers=2, warm_start_steps=0)
+def make_test_model(directory: Path, *, width: int = 128) -> Path:
+    """Write a random model with 256 positions, 4 heads and tied embeddings, and its tokenizer.
+
+    Returns its directory, which is inside of ``directory``.
+    """
+    make_tiny_model(directory / "m", (), width=width, layers=2, warm_start_steps=0)
     return directory / "m"
 
 
-async def start(factory: Callable[..., Engine], model: Path, **options: Any) -> Engine:
+async def start_engine(factory: Callable[..., Engine], model: Path, **options: Any) -> Engine:
     """As the core does: an engine is made while its event loop runs."""
     setup = EngineSetup(model=str(model), log_directory=str(model.parent), deadline=120.0)
     return factory(setup, **options)
 
 
 @define(kw_only=True)
-class Tried:
+class EngineUnderTest:
     """An engine, and what it is compared with."""
 
     engine: Engine
@@ -143,7 +146,7 @@ def endless(n: int) -> list[GenerationRequest]:
 # ---------------------------------------------------------------------------------- the laws
 
 
-async def logprobs_are_those_of_the_model(tried: Tried) -> None:
+async def logprobs_are_those_of_the_model(tried: EngineUnderTest) -> None:
     await tried.update()
     requests = mixed(64)
     completions = await tried.ask(*requests)
@@ -157,7 +160,7 @@ async def logprobs_are_those_of_the_model(tried: Tried) -> None:
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
 
 
-async def tokens_do_not_depend_on_what_else_is_decoded(tried: Tried) -> None:
+async def tokens_do_not_depend_on_what_else_is_decoded(tried: EngineUnderTest) -> None:
     requests = mixed(24)
     crowd = await tried.ask(*requests)
     alone = [(await tried.ask(request))[0] for request in requests[::5]]
@@ -168,7 +171,7 @@ async def tokens_do_not_depend_on_what_else_is_decoded(tried: Tried) -> None:
     assert len({c.token_ids for c in greedy}) == 1
 
 
-async def what_cannot_be_generated_is_refused_and_harms_nobody(tried: Tried) -> None:
+async def what_cannot_be_generated_is_refused_and_harms_nobody(tried: EngineUnderTest) -> None:
     for change in (
         {"prompt_ids": ()},
         {"prompt_ids": (10**6,)},
@@ -185,7 +188,7 @@ async def what_cannot_be_generated_is_refused_and_harms_nobody(tried: Tried) -> 
     assert len(one.token_ids) == 1
 
 
-async def a_stop_string_ends_a_completion_and_stays_in_it(tried: Tried) -> None:
+async def a_stop_string_ends_a_completion_and_stays_in_it(tried: EngineUnderTest) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tried.model / "tokenizer.json"))
@@ -200,7 +203,7 @@ async def a_stop_string_ends_a_completion_and_stays_in_it(tried: Tried) -> None:
     assert other.token_ids == free.token_ids
 
 
-async def each_token_is_of_the_version_that_it_names(tried: Tried) -> None:
+async def each_token_is_of_the_version_that_it_names(tried: EngineUnderTest) -> None:
     old, new = tried.version, tried.version + 1
     requests, weights = endless(64), tried.publish(new)
     running = asyncio.ensure_future(tried.ask(*requests))
@@ -218,7 +221,7 @@ async def each_token_is_of_the_version_that_it_names(tried: Tried) -> None:
         assert not tried.recomputes or not len(after) or after.max() <= tried.tolerance
 
 
-async def nothing_of_older_weights_is_left(tried: Tried) -> None:
+async def nothing_of_older_weights_is_left(tried: EngineUnderTest) -> None:
     """Long prompts twice, so that a prefix cache has them; an odd number of updates, so that none returns."""
     request = GenerationRequest(prompt_ids=tuple(range(5, 85)) * 2, max_tokens=8)
     for _ in range(3):
@@ -229,7 +232,7 @@ async def nothing_of_older_weights_is_left(tried: Tried) -> None:
             assert tried.difference(request, completion, tried.version).max() <= tried.tolerance
 
 
-async def weights_of_another_model_are_refused_and_change_nothing(tried: Tried) -> None:
+async def weights_of_another_model_are_refused_and_change_nothing(tried: EngineUnderTest) -> None:
     before = await tried.ask(SMALL)
     lost, _ = tried.tensors(0)[3]
     try:
@@ -243,7 +246,7 @@ async def weights_of_another_model_are_refused_and_change_nothing(tried: Tried) 
     await tried.update()
 
 
-async def a_cancelled_generate_frees_its_rows(tried: Tried) -> None:
+async def a_cancelled_generate_frees_its_rows(tried: EngineUnderTest) -> None:
     task = asyncio.ensure_future(tried.engine.generate(endless(tried.crowd)))
     await tried.ask(evolve(SMALL, max_tokens=1))  # the engine has the others by now
     task.cancel()
@@ -253,7 +256,7 @@ async def a_cancelled_generate_frees_its_rows(tried: Tried) -> None:
         assert len((await tried.ask(evolve(SMALL, max_tokens=40)))[0].token_ids) == 40
 
 
-async def a_dead_engine_is_replaced_and_holds_the_last_weights(tried: Tried) -> None:
+async def a_dead_engine_is_replaced_and_holds_the_last_weights(tried: EngineUnderTest) -> None:
     if tried.kill is None:
         return
     await tried.update()
@@ -269,21 +272,20 @@ async def a_dead_engine_is_replaced_and_holds_the_last_weights(tried: Tried) -> 
     assert set(after.versions) == {tried.version}
 
 
-Law = Callable[[Tried], Coroutine[Any, Any, None]]
+Law = Callable[[EngineUnderTest], Coroutine[Any, Any, None]]
 
-LAWS: Sequence[Law] = (
-    logprobs_are_those_of_the_model,
-    tokens_do_not_depend_on_what_else_is_decoded,
-    what_cannot_be_generated_is_refused_and_harms_nobody,
-    a_stop_string_ends_a_completion_and_stays_in_it,
-    each_token_is_of_the_version_that_it_names,
-    nothing_of_older_weights_is_left,
-    weights_of_another_model_are_refused_and_change_nothing,
-    a_cancelled_generate_frees_its_rows,
-    a_dead_engine_is_replaced_and_holds_the_last_weights,
-)
-
-
-def name(law: Law) -> str:
-    """For ``pytest.mark.parametrize(..., ids=name)``."""
-    return law.__name__.replace("_", " ")
+ENGINE_LAWS: Mapping[str, Law] = {
+    law.__name__.replace("_", " "): law
+    for law in (
+        logprobs_are_those_of_the_model,
+        tokens_do_not_depend_on_what_else_is_decoded,
+        what_cannot_be_generated_is_refused_and_harms_nobody,
+        a_stop_string_ends_a_completion_and_stays_in_it,
+        each_token_is_of_the_version_that_it_names,
+        nothing_of_older_weights_is_left,
+        weights_of_another_model_are_refused_and_change_nothing,
+        a_cancelled_generate_frees_its_rows,
+        a_dead_engine_is_replaced_and_holds_the_last_weights,
+    )
+}
+"""Each law by its name, in the order in which they are to be tried."""

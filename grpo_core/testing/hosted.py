@@ -1,19 +1,41 @@
-"""An environment as the core uses it, without a process: for tests of environments and of the core."""
+"""An environment as a run uses it, without a process: for tests of environments and of the core."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import pickle
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
-from grpo_core.environments.host import EnvironmentHost
+from grpo_core.environments.host import EnvironmentHost, units
+from grpo_core.errors import describe
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+
+T = TypeVar("T")
+
+
+def finished(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits, such as the methods of ``HostedEnvironment``.
+
+    Needs no event loop.  Raises RuntimeError if the coroutine waits for something.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} waits; run it in an event loop")
 
 
 class HostedEnvironment:
-    """An ``EnvironmentClient`` around an environment of this process; what the environment raises is raised.
+    """An environment of this process, behind the interface that the rollout code calls.
 
-    An environment whose methods are async needs a thread without a running event loop.
+    As in a run, a batch that raises is evaluated again in its parts, and the episodes that still raise are
+    unscored with an error.  No method ever waits, so ``finished`` can run it without an event loop; an
+    environment whose methods are async needs that, since it runs in an event loop of its own.
     """
+
+    first_traceback = ""
 
     def __init__(self, environment: Any, *, task: str = "task") -> None:
         self.host = EnvironmentHost.around(environment, task=task)
@@ -21,19 +43,44 @@ class HostedEnvironment:
         self.max_turns: int = self._description["max_turns"]
         self.needs_group: bool = self._description["needs_group"]
         self.calls: list[int] = []
-        """Episodes in each call of ``evaluate``."""
+        """Number of episodes in each call of ``evaluate``."""
+
+    async def start(self) -> None:
+        """Does nothing: the environment exists."""
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        """The prompts of ``"train"`` or ``"validation"``; each has an id and the task's name."""
+        prompts: list[Prompt] = pickle.loads(self.host.prompts(split))
+        return prompts
+
+    async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """For each prompt a reply that gets the full reward, if the environment knows one."""
+        return self.host.solve(prompts)
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        """Begin a session for each prompt, in order, under the name that is its key."""
         if not self._description["sessions"]:
             return [SessionStart(tools=self._description["tools"])] * len(prompts)
         return self.host.open(list(prompts.items()))
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        """Feedback for each episode, in order."""
         self.calls.append(len(episodes))
-        return self.host.evaluate(episodes)
+        return self._evaluate(episodes)
+
+    def _evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        try:
+            return self.host.evaluate(episodes)
+        except Exception as error:
+            parts = units(episodes, whole_groups=self.needs_group)
+            if len(parts) == 1:
+                return [Feedback(error=describe(error))] * len(episodes)
+        return [feedback for part in parts for feedback in self._evaluate(part)]
 
     async def close(self, sessions: Sequence[str]) -> None:
+        """End these sessions."""
         self.host.close(sessions)
 
     async def aclose(self) -> None:
+        """End all sessions."""
         self.host.end()

@@ -1,6 +1,6 @@
 """The contract of validation strategies as a test that their authors run.
 
-    from grpo_core.testing.strategies import check_validation_strategy
+    from grpo_core.testing import check_validation_strategy
 
     def test_mine_keeps_the_contract():
         check_validation_strategy(Mine)

@@ -36,8 +36,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def majority(votes: Sequence[tuple[Hashable, float]]) -> float:
-    """Return the value of the answer with the most votes, which is the mean of its votes' values.
+def majority_score(votes: Sequence[tuple[Hashable, float]]) -> float:
+    """The value of the answer with the most votes: the mean of its votes' values.
 
     A tie has the mean value of the answers that share it, the expectation of a random choice among them (Wang
     et al. 2022, "Self-consistency", leaves ties open).
@@ -76,7 +76,7 @@ def interval(
     return Interval(float(low), float(high))
 
 
-def with_interval(
+def mean_with_interval(
     name: str, values: Sequence[float], *, seed: int, confidence: float = 0.95
 ) -> Mapping[str, float]:
     """Return ``{name: mean, name_low: ..., name_high: ...}``, or ``{}`` if there are no values."""

@@ -17,13 +17,13 @@ from grpo_core.metrics import FULL_REWARD
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
 from grpo_core.turns import derive_seed
-from grpo_core.validation.estimates import majority, pass_at_k, with_interval
+from grpo_core.validation.estimates import majority_score, mean_with_interval, pass_at_k
 
 Mode = Literal["batched", "pipelined"]
 
 
-class Strategy:
-    """Base class: plays ``n`` rollouts of each prompt and averages ``scores`` over prompts.
+class ScoringStrategy:
+    """``n`` rollouts of each prompt, and the mean over prompts of what ``scores`` says.
 
     Metrics of each task: those of ``scores``, each with ``_low`` and ``_high``; ``reward/NAME`` for the
     reward parts that the environment names; ``completion_tokens``; ``truncated``, the share that ended at a
@@ -94,14 +94,14 @@ class Strategy:
         seed = derive_seed("bootstrap", task)
         summary: dict[str, float] = {}
         for name, those in values.items():
-            summary |= with_interval(name, those, seed=seed, confidence=self.confidence)
+            summary |= mean_with_interval(name, those, seed=seed, confidence=self.confidence)
         summary |= _descriptions([rollout for judged in counted for rollout in judged])
         errors = len(rollouts) - sum(map(len, of_prompts))
         return summary | {"prompts": float(len(counted)), "errors": float(errors)}
 
 
-class Batched(Strategy):
-    """Plays turn by turn, with one environment call a turn for all live episodes of a task."""
+class Batched(ScoringStrategy):
+    """Turn by turn: one environment call a turn for all live episodes of a task, of ``max_batch`` at most."""
 
     played: Mode = "batched"
 
@@ -121,8 +121,8 @@ class Pipelined(Batched):
     played: Mode = "pipelined"
 
 
-class Greedy(Strategy):
-    """Plays one rollout of each prompt with greedy decoding."""
+class Greedy(ScoringStrategy):
+    """One rollout of each prompt, always the likeliest token."""
 
     def __init__(
         self, max_tokens: int | None = None, mode: Mode = "batched", confidence: float = 0.95
@@ -130,9 +130,8 @@ class Greedy(Strategy):
         super().__init__(1, 0.0, max_tokens, mode, confidence)
 
 
-class PassAtK(Strategy):
-    """Measures ``pass@k``, the chance that at least one of ``k`` rollouts has a full reward (Chen et al.
-    2021).
+class PassAtK(ScoringStrategy):
+    """``pass@k``: how often at least one of ``k`` rollouts has full marks, without bias (Chen et al. 2021).
 
     A prompt with fewer than ``k`` scored rollouts does not count.  An ``n`` above ``k`` gives a smaller
     variance and tolerates unscored rollouts.
@@ -165,8 +164,8 @@ class PassAtK(Strategy):
         return {f"pass@{k}": pass_at_k(n, correct, k) for k in self.k} | dict(super().scores(rollouts))
 
 
-class Majority(Strategy):
-    """Measures ``maj@n``, the accuracy of the majority answer of ``n`` rollouts (Wang et al. 2022).
+class Majority(ScoringStrategy):
+    """``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
 
     The environment reports the answers (``Feedback.answer``); replies without an answer abstain.  If no reply
     to a prompt has an answer, whole replies are compared, ignoring case and white space.  Answers that share
@@ -187,7 +186,7 @@ class Majority(Strategy):
     def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
         votes = [(str(r.answer), _correct(r)) for r in rollouts if r.answer is not None]
         votes = votes or [(_normalised(r), _correct(r)) for r in rollouts]
-        return {f"maj@{self.n}": majority(votes), **super().scores(rollouts)}
+        return {f"maj@{self.n}": majority_score(votes), **super().scores(rollouts)}
 
 
 # ---------------------------------------------------------------------------------- of rollouts
@@ -229,7 +228,7 @@ _LIMITS = {"length", "turns", "tokens", "tool_calls"}
 # ---------------------------------------------------------------------------------- of options
 
 
-def _expect_variety(strategy: Strategy) -> None:
+def _expect_variety(strategy: ScoringStrategy) -> None:
     if strategy.n > 1:
         _expect(strategy.temperature > 0, "temperature", 0, "more than 0: greedy rollouts are all the same")
 

@@ -6,22 +6,25 @@ import torch
 
 from grpo_core.records import Weights
 from grpo_core.weights import COLLECTIVE, collective, cuda_ipc, shm, unreadable
-from grpo_core.weights.layout import unpack, verify
+from grpo_core.weights.layout import unpack
+from grpo_core.weights.layout import verify as check_sums
 
 
-def read(weights: Weights) -> dict[str, torch.Tensor]:
-    """Return the tensors as views of a block, verified; copy them before the trainer publishes again.
+def read_weights(weights: Weights, *, verify: bool = True) -> dict[str, torch.Tensor]:
+    """The tensors of published weights by name, wherever they are: views of one block of bytes.
+
+    Copy them before the trainer publishes again, which overwrites the block.
+
+    Args:
+        weights: as ``Engine.update_weights`` receives them.
+        verify: compare each tensor's checksum with the trainer's; False if that was done already.
 
     Raises WeightSyncError if the weights cannot be read or a tensor's checksum differs from the trainer's.
     """
-    tensors = views(weights)
-    verify(weights, tensors)
+    tensors = unpack(weights, block(weights))
+    if verify:
+        check_sums(weights, tensors)
     return tensors
-
-
-def views(weights: Weights) -> dict[str, torch.Tensor]:
-    """Return the same views without verifying them.  Raises WeightSyncError if they cannot be read."""
-    return unpack(weights, block(weights))
 
 
 def block(weights: Weights) -> torch.Tensor:

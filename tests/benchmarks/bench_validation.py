@@ -20,7 +20,7 @@ from grpo_core.records import Episode, Feedback, Prompt, Weights
 from grpo_core.rollout import SamplingParams
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, clock
 from grpo_core.validation.runner import Context, run_strategy
-from grpo_core.validation.strategies import Strategy
+from grpo_core.validation.strategies import ScoringStrategy
 
 PROMPTS, SEEDS = 256, range(20)
 CALL, EPISODE = 0.5, 0.002
@@ -58,7 +58,7 @@ def validated(mode: str, turns: int, seed: int, wrap: Callable) -> tuple[float, 
             sampling=SamplingParams(temperature=1.0, max_tokens=8),
             seed=seed,
         )
-        results = await run_strategy(mode, Strategy(mode=mode), context)
+        results = await run_strategy(mode, ScoringStrategy(mode=mode), context)
         assert results["task"]["prompts"] == PROMPTS
         return asyncio.get_running_loop().time()
 

@@ -27,7 +27,8 @@ import torch
 
 from grpo_core.engines import wire
 from grpo_core.records import EngineSetup, GenerationRequest
-from grpo_core.testing.decoding import Tried, make_model, mixed
+from grpo_core.testing import EngineUnderTest, make_test_model
+from grpo_core.testing.decoding import mixed
 from grpo_core.training.tiny import make_tiny_model
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.reading import block
@@ -124,7 +125,7 @@ class Direct:
         self.process.wait()
 
 
-async def throughput(tried: Tried, model: Path, device: str) -> None:
+async def throughput(tried: EngineUnderTest, model: Path, device: str) -> None:
     direct = Direct(model, device)
     try:
         for n, tokens in ((512, 32), (64, 128)):
@@ -144,7 +145,7 @@ async def throughput(tried: Tried, model: Path, device: str) -> None:
 # ---------------------------------------------------------------------------------- logprobs, weights
 
 
-async def logprobs(tried: Tried, dtype: str, limit: float | None) -> None:
+async def logprobs(tried: EngineUnderTest, dtype: str, limit: float | None) -> None:
     asked = mixed(128)
     completions = await tried.engine.generate(asked)
     differences = torch.cat(
@@ -158,8 +159,8 @@ async def logprobs(tried: Tried, dtype: str, limit: float | None) -> None:
         )
 
 
-async def restart(tried: Tried) -> None:
-    os.kill(tried.engine._child.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+async def restart(tried: EngineUnderTest) -> None:
+    os.kill(tried.engine.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     began = time.perf_counter()
     while True:
         try:
@@ -176,7 +177,7 @@ async def updates(device: str) -> None:
         model = Path(directory) / "m"
         make_tiny_model(model, (), width=1024, layers=6, warm_start_steps=0)
         writer = SharedMemoryWriter() if device == "cpu" else CudaIpcWriter(torch.device(device, 0))
-        tried = Tried(engine=engine(model, device, cache_mib=256), model=model, writer=writer)
+        tried = EngineUnderTest(engine=engine(model, device, cache_mib=256), model=model, writer=writer)
         await tried.update()
         weights = tried.publish(tried.version)
         elsewhere = partial(torch.ones, weights.nbytes, dtype=torch.uint8, device=device)
@@ -214,14 +215,14 @@ def said(directory: Path) -> list[float]:
 
 async def measure(device: str, model: Path | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        chosen = model or make_model(Path(directory))
-        tried = Tried(engine=engine(chosen, device), model=chosen)
+        chosen = model or make_test_model(Path(directory))
+        tried = EngineUnderTest(engine=engine(chosen, device), model=chosen)
         await tried.update()
         await logprobs(tried, "float32", 1e-4)
         await throughput(tried, chosen, device)
         await restart(tried)
         await tried.engine.aclose()
-        coarse = Tried(engine=engine(chosen, device, dtype="bfloat16"), model=chosen)
+        coarse = EngineUnderTest(engine=engine(chosen, device, dtype="bfloat16"), model=chosen)
         await coarse.update()
         await logprobs(coarse, "bfloat16", None)
         await coarse.engine.aclose()

@@ -25,7 +25,7 @@ import bench_vllm
 import torch
 
 from grpo_core.errors import EngineError
-from grpo_core.testing.decoding import LAWS, Tried, make_model, name, start
+from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.layout import Writer
@@ -55,17 +55,17 @@ async def laws(options: dict[str, Any], writer: Writer, directory: Path) -> list
     """The laws that do not hold, with what was wrong."""
     from grpo_plugin_vllm.engine import VllmEngine
 
-    model = make_model(directory)
-    engine = await start(VllmEngine, model, device="cuda", max_rows=64, **options)
+    model = make_test_model(directory)
+    engine = await start_engine(VllmEngine, model, device="cuda", max_rows=64, **options)
     tolerance = TOLERANCE[options["dtype"]]
-    tried = Tried(engine=engine, model=model, recomputes=True, tolerance=tolerance, writer=writer)
+    tried = EngineUnderTest(engine=engine, model=model, recomputes=True, tolerance=tolerance, writer=writer)
     await engine.update_weights(tried.publish(0))
     broken = []
-    for law in LAWS:
+    for law in ENGINE_LAWS:
         try:
-            await law(tried)
+            await ENGINE_LAWS[law](tried)
         except (AssertionError, EngineError, TimeoutError) as error:
-            broken.append(f"{name(law)}: {error or traceback.format_exc(limit=-1)}")
+            broken.append(f"{law}: {error or traceback.format_exc(limit=-1)}")
     await engine.aclose()
     return broken
 
@@ -109,7 +109,7 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as directory:
             broken = asyncio.run(laws(chosen, WRITERS.get(case, SharedMemoryWriter)(), Path(directory)))
-        print(f"{case}: " + ("; ".join(broken) or f"{len(LAWS)} laws hold"), flush=True)
+        print(f"{case}: " + ("; ".join(broken) or f"{len(ENGINE_LAWS)} laws hold"), flush=True)
         failed |= bool(broken)
     asyncio.run(bench_vllm.measure("cuda", options.model))
     with tempfile.TemporaryDirectory() as directory:

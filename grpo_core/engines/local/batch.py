@@ -7,7 +7,7 @@ rows are dead; then the others move together.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Protocol
 
@@ -23,8 +23,8 @@ from grpo_core.records import Completion, FinishReason, GenerationRequest
 DEAD_SHARE = 0.1
 """Share of finished rows at which the others move together."""
 
-Finished = tuple[Hashable, "Completion | EngineError"]
-Entry = tuple[Hashable, GenerationRequest]
+Finished = tuple[int, "Completion | EngineError"]
+Entry = tuple[int, GenerationRequest]
 
 
 class Cache(Protocol):
@@ -98,7 +98,7 @@ class Batch:
         """Number of rows that are not finished."""
         return self._n_alive
 
-    def cancel(self, keys: set[Hashable]) -> None:
+    def cancel(self, keys: set[int]) -> None:
         dead = [i for i, entry in enumerate(self._entries) if entry is not None and entry[0] in keys]
         self._retire(dead)
 

@@ -6,15 +6,13 @@ waiting (FIFO)  --admit-->  rows of a Batch  --each step one token-->  finished 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from grpo_core.engines import wire
-from grpo_core.engines.local.batch import Batch, Entry, Finished, Model, completion
+from grpo_core.engines.local.batch import Batch, Entry, Finished, Model
 from grpo_core.engines.local.stopping import StopStrings
-from grpo_core.errors import EngineError
 
 PREFILL_TOKENS = 16384
 """Prompt tokens, padding included, that one step prefills at most (a longer prompt comes alone)."""
@@ -28,7 +26,6 @@ class Decoder:
         self._max_rows = max_rows
         self._stops = stops or StopStrings(None)
         self._waiting: deque[Entry] = deque()
-        self._refused: list[Finished] = []
         self._batches: list[Batch] = []
         self.version = -1
 
@@ -40,22 +37,18 @@ class Decoder:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._refused or any(batch.alive for batch in self._batches))
+        return bool(self._waiting or any(batch.alive for batch in self._batches))
 
     def add(self, entries: Iterable[Entry]) -> None:
+        """Take requests that the model can complete, for at least one token each."""
         for key, request in entries:
-            problem = wire.problem(request, "local", self._model.vocabulary, self._model.max_positions)
-            if problem is not None:
-                self._refused.append((key, EngineError(problem)))
-            elif request.max_tokens == 0:
-                self._refused.append((key, completion([], [], [], "length")))
-            elif request.max_tokens == 1:  # needs no row beyond the step that it joins: it holds up nobody
+            if request.max_tokens == 1:  # needs no row beyond the step that it joins: it holds up nobody
                 self._waiting.appendleft((key, request))
             else:
                 self._waiting.append((key, request))
 
     @torch.inference_mode()
-    def cancel(self, keys: set[Hashable]) -> None:
+    def cancel(self, keys: set[int]) -> None:
         """Forget these requests; their rows are free at the next step."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in keys)
         for batch in self._batches:
@@ -65,13 +58,12 @@ class Decoder:
     def clear(self) -> None:
         """Forget everything."""
         self._waiting.clear()
-        self._refused.clear()
         self._batches.clear()
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """One more token for every row; returns what finished."""
-        finished, self._refused = self._refused, []
+        finished: list[Finished] = []
         entries = self._admitted()
         if entries and not (self._model.rows_join and self._batches):
             self._batches.append(Batch(self._model, self._stops))

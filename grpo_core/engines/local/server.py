@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from attrs import define, field
 
 from grpo_core import cpu
-from grpo_core.engines import wire
+from grpo_core.engines.decoding_server import DecodingServer, check_request
 from grpo_core.engines.local.batch import Model
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError
-from grpo_core.processes import Call, Connection
-from grpo_core.records import Completion, EngineSetup, Weights
-from grpo_core.weights import reading
+from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core.weights.reading import read_weights
 
 
-@define
-class _Open:
-    """A ``generate`` that is not answered yet."""
+class Server(DecodingServer):
+    """Decodes with a ``Decoder``, which it makes when the first weights arrive."""
 
-    call: int
-    missing: int
-    results: list[Completion | EngineError | None] = field(factory=list)
-
-
-class Server:
-    """Consumes calls, produces answers; blocks only while it has nothing to decode."""
+    name = "local"
 
     def __init__(self, setup: EngineSetup, *, device: str, dtype: str, max_rows: int) -> None:
+        super().__init__()
         cpu.prepare(setup.threads)
         self._setup = setup
         self._device = device
@@ -41,88 +34,42 @@ class Server:
         self._max_rows = max_rows
         self._model: Model | None = None
         self._decoder: Decoder | None = None
-        self._open: dict[int, _Open] = {}
 
-    def serve(self, connection: Connection) -> None:
-        while True:
-            call = connection.receive(wait=not self._busy)
-            while call is not None:
-                self._take(connection, call)
-                call = connection.receive(wait=False)
-            if self._busy:
-                self._step(connection)
-
-    @property
-    def _busy(self) -> bool:
-        return self._decoder is not None and self._decoder.busy
-
-    def _take(self, connection: Connection, call: Call) -> None:
-        if call.method == "generate":
-            self._generate(connection, call)
-        else:
-            connection.answer(call, self)
-
-    def _generate(self, connection: Connection, call: Call) -> None:
-        ticket, requests = int(call.args[0]), wire.unpack_requests(call.args[1])
-        if self._decoder is None:
-            connection.fail(call.id, EngineError("engine local: generate before the first update_weights"))
-        elif not requests:
-            connection.reply(call.id, [])
-        else:
-            self._open[ticket] = _Open(call.id, len(requests), [None] * len(requests))
-            self._decoder.add(((ticket, i), request) for i, request in enumerate(requests))
-
-    def _step(self, connection: Connection) -> None:
-        assert self._decoder is not None
-        try:
-            finished = self._decoder.step()
-        except Exception as error:  # out of memory, say: these requests fail, and others may fit
-            self._decoder.clear()
-            for open_ in self._open.values():
-                connection.fail(open_.call, EngineError(f"engine local: decoding failed: {error!r}"))
-            self._open.clear()
-            return
-        for key, result in finished:
-            ticket, index = cast("tuple[int, int]", key)
-            open_ = self._open[ticket]
-            open_.results[index] = result
-            open_.missing -= 1
-            if not open_.missing:
-                del self._open[ticket]
-                problem = next((r for r in open_.results if isinstance(r, EngineError)), None)
-                if problem is not None:
-                    connection.fail(open_.call, problem)
-                else:
-                    completions = cast("list[Completion]", open_.results)
-                    connection.reply(open_.call, wire.pack_completions(completions))
-
-    # ------------------------------------------------------------------------------ calls
-
-    def update_weights(self, weights: Weights) -> dict[str, Any]:
-        """Read, check and apply; returns what the engine is."""
+    def load(self, weights: Weights) -> None:
         begin = time.perf_counter()
-        tensors = reading.read(weights)
+        tensors = read_weights(weights)
         if self._decoder is None:
             model = self._make_model(tensors)
             decoder = Decoder(model, max_rows=self._max_rows, stops=StopStrings(self._setup.model))
             decoder.load(tensors, weights.version)
             self._model, self._decoder = model, decoder
-            print(f"engine local: {self.description()}", flush=True)
+            threads = torch.get_num_threads()
+            print(f"engine local: {model.description}, {model.device}, {threads} threads", flush=True)
         else:
             self._decoder.load(tensors, weights.version)
         print(f"engine local: version {weights.version} in {time.perf_counter() - begin:.3f} s", flush=True)
-        return {"description": self.description(), "version": weights.version}
 
-    def cancel(self, ticket: int) -> None:
-        """Free the rows of a ``generate`` whose caller has gone away; it is not answered."""
-        open_ = self._open.pop(ticket, None)
-        if open_ is not None and self._decoder is not None:
-            self._decoder.cancel({(ticket, i) for i in range(len(open_.results))})
+    def check(self, request: GenerationRequest) -> None:
+        assert self._model is not None
+        check_request(
+            request, engine="local", vocabulary=self._model.vocabulary, positions=self._model.max_positions
+        )
 
-    def description(self) -> str:
-        if self._model is None:
-            return "no model yet"
-        return f"{self._model.description}, {self._model.device}, {torch.get_num_threads()} threads"
+    def add(self, key: int, request: GenerationRequest) -> None:
+        assert self._decoder is not None
+        self._decoder.add([(key, request)])
+
+    def step(self) -> Iterable[tuple[int, Completion | EngineError]]:
+        assert self._decoder is not None
+        try:
+            return self._decoder.step()
+        except Exception as error:  # out of memory, say: these requests fail, and others may fit
+            self._decoder.clear()
+            raise EngineError(f"engine local: decoding failed: {error!r}") from error
+
+    def forget(self, keys: set[int]) -> None:
+        assert self._decoder is not None
+        self._decoder.cancel(keys)
 
     def _make_model(self, tensors: dict[str, torch.Tensor]) -> Model:
         device = torch.device(_resolve_device(self._device))

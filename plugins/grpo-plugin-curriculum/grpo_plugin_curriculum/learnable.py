@@ -7,14 +7,12 @@ from statistics import fmean
 from typing import Any
 
 import grpo_core as grpo
-from grpo_core.data.samplers import WeightedTaskSampler
-from grpo_core.records import Group, SampleRequest
 
 LARGEST = 0.25
 """Largest variance of a reward that is 0 or 1."""
 
 
-class Learnable(WeightedTaskSampler):
+class Learnable(grpo.WeightedTaskSampler):
     """Draws a task in proportion to ``p * (1 - p)``, with ``p`` the share of its rollouts that succeed.
 
     ``p`` is an exponential mean over the groups in the order of observation, and starts at 0.5.
@@ -49,15 +47,15 @@ class Learnable(WeightedTaskSampler):
         self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
         self._rates: dict[str, float] = {}
 
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Record the groups' rewards."""
+    def observe(self, groups: Sequence[grpo.Group]) -> None:
+        """Take note of the groups' rewards."""
         for group in groups:
             task = group.prompt.environment
             now = fmean(reward is not None and reward >= self._success for reward in group.rewards)
             before = self._rates.get(task, 0.5)
             self._rates[task] = self._memory * before + (1 - self._memory) * now
 
-    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
+    def weights(self, tasks: Sequence[str], request: grpo.SampleRequest) -> list[float]:
         self.known(self._weights, tasks, "weigh")
         return [self._weights.get(task, 1.0) * self._learnable(task) for task in tasks]
 

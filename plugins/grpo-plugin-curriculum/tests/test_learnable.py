@@ -3,18 +3,16 @@
 import pytest
 
 import grpo_core as grpo
-from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, Rollout, SampleRequest
-from grpo_core.testing.contracts import check_sampler
+from grpo_core.testing import check_sampler, find_offer
 from grpo_plugin_curriculum.learnable import Learnable
 
-REQUEST = SampleRequest(generation_version=0, target_version=0, current_version=0, expected_prompts=1)
+REQUEST = grpo.SampleRequest(generation_version=0, target_version=0, current_version=0, expected_prompts=1)
 
 
 def group(task, *rewards):
-    return Group(
+    return grpo.Group(
         prompt=grpo.Prompt(messages="x", environment=task),
-        rollouts=tuple(Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
+        rollouts=tuple(grpo.Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
         generation_version=0,
         target_version=0,
     )
@@ -47,8 +45,7 @@ def test_it_moves_gradually():
 
 
 def test_it_is_offered_by_name():
-    offered = PluginHost.discover(allow=["curriculum"]).find("sampler", "learnable")
-    assert offered.load() is Learnable
+    assert find_offer("sampler", "learnable", plugins=["curriculum"]) is Learnable
 
 
 @pytest.mark.parametrize("options", [{"floor": 0}, {"memory": 1.0}])

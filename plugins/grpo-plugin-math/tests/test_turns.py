@@ -12,10 +12,7 @@ from statistics import fmean
 import pytest
 
 import grpo_core as grpo
-from grpo_core.demonstrations import demonstrations
-from grpo_core.errors import ConfigError
-from grpo_core.records import Episode
-from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.testing import HostedEnvironment, demonstrations
 from grpo_plugin_math.arrivals import Arrivals
 from grpo_plugin_math.calculator import Calculator
 
@@ -34,10 +31,7 @@ class Solved(HostedEnvironment):
 
     def __init__(self, environment):
         super().__init__(environment)
-        self.prompts, self.ends, self.turns = environment.prompts("train"), [], []
-
-    async def solve(self, prompts):
-        return self.host.solve(prompts)
+        self.train, self.ends, self.turns = environment.prompts("train"), [], []
 
     async def evaluate(self, episodes):
         feedback = await super().evaluate(episodes)
@@ -46,30 +40,25 @@ class Solved(HostedEnvironment):
         return feedback
 
 
-class Tasks:
-    def __init__(self, judge):
-        self.processes = {"task": judge}
-
-
 def transcripts(environment):
-    judge = Solved(environment)
-    return judge, asyncio.run(demonstrations(Tasks(judge), {"task": judge.prompts[:300]}))
+    solved = Solved(environment)
+    return solved, asyncio.run(demonstrations({"task": solved}, {"task": solved.train[:300]}))
 
 
 def said(prompt, *replies):
     messages = [{"role": "assistant", "content": reply} for reply in replies]
-    return Episode(prompt=prompt, messages=(*prompt.messages, *messages), turn=len(replies) - 1)
+    return grpo.Episode(prompt=prompt, messages=(*prompt.messages, *messages), turn=len(replies) - 1)
 
 
 def test_digits_arrive_while_they_are_put_in_order():
-    judge, told = transcripts(Arrivals(train=300, validation=50))
+    solved, told = transcripts(Arrivals(train=300, validation=50))
     assert len(told) == 300
-    for prompt, texts in zip(judge.prompts, told, strict=False):
+    for prompt, texts in zip(solved.train, told, strict=False):
         digits = prompt.answer
         assert list(texts[::2]) == [f"{digit}:" for digit in digits]
         assert list(texts[1::2]) == ["".join(sorted(digits[: n + 1])) for n in range(4)]
-    assert set(judge.turns) == {0.25}
-    assert len(judge.ends) == 300, "the fourth turn ends it, without another digit"
+    assert set(solved.turns) == {0.25}
+    assert len(solved.ends) == 300, "the fourth turn ends it, without another digit"
 
 
 def test_a_mistake_ends_what_arrives():
@@ -81,15 +70,15 @@ def test_a_mistake_ends_what_arrives():
 
 
 def test_a_calculator_is_asked_and_its_answer_is_said():
-    judge, told = transcripts(Calculator(train=300, validation=50))
-    for prompt, texts in zip(judge.prompts, told, strict=False):
+    solved, told = transcripts(Calculator(train=300, validation=50))
+    for prompt, texts in zip(solved.train, told, strict=False):
         question, call, product, answer = texts
         assert question == prompt.messages[0]["content"]
         assert json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))["name"] == "multiply"
         assert (
             product == answer == prompt.answer == str(eval(question.rstrip("=")))
         )  # a product of two numbers
-    assert judge.ends == [1.0] * 300
+    assert solved.ends == [1.0] * 300
 
 
 def test_an_answer_is_judged_however_it_was_found():
@@ -119,7 +108,7 @@ def test_no_prompt_is_in_both_splits(make):
     ],
 )
 def test_options_that_make_no_task_are_told(make, options):
-    with pytest.raises(ConfigError, match="expected"):
+    with pytest.raises(grpo.ConfigError, match="expected"):
         make(**options)
 
 

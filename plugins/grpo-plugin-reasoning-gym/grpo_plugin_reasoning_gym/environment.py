@@ -12,7 +12,6 @@ from typing import Any
 from reasoning_gym.factory import DATASETS, create_dataset
 
 import grpo_core as grpo
-from grpo_core.errors import did_you_mean
 from grpo_plugin_reasoning_gym.tasks import REFUSED, is_answer, make_safe, score
 
 INSTRUCTION = "Think step by step, and write the final answer between <answer> and </answer>."
@@ -160,7 +159,7 @@ def _known(task: str) -> str:
     if task not in DATASETS:
         tasks = sorted(set(DATASETS) - set(REFUSED))
         raise grpo.ConfigError(
-            f"reasoning_gym has no task {task!r}.{did_you_mean(task, set(tasks))} "
+            f"reasoning_gym has no task {task!r}.{grpo.did_you_mean(task, set(tasks))} "
             f"Its tasks: {', '.join(tasks)}"
         )
     return task
@@ -173,7 +172,7 @@ def _checked(task: str, options: dict[str, Any]) -> dict[str, Any]:
         if name not in fields:
             known = ", ".join(f"{key}={_default(field)!r}" for key, field in fields.items())
             raise grpo.ConfigError(
-                f"reasoning_gym:{task} has no option {name!r}.{did_you_mean(name, set(fields))} "
+                f"reasoning_gym:{task} has no option {name!r}.{grpo.did_you_mean(name, set(fields))} "
                 f"Its options: {known or 'none'}; and those of all tasks: size, validation_size, seed, tags, "
                 "instruction"
             )

@@ -1,20 +1,20 @@
 """The tasks of reasoning-gym as environments: prompts, answers, and what must not earn anything."""
 
-import asyncio
 import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 import grpo_core as grpo
-from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.plugins.host import PluginHost
-from grpo_core.testing.contracts import check_environment
+from grpo_core.testing import check_environment, find_offer, make_offer
 from grpo_plugin_reasoning_gym.environment import ReasoningGym, last_answer
 from grpo_plugin_reasoning_gym.tasks import REFUSED, is_answer
+
+GRPO = Path(sys.executable).with_name("grpo-core")
 
 
 def text(prompt):
@@ -43,14 +43,14 @@ def answering(answer):
 
 
 def test_a_task_is_found_by_its_prefix_and_listing_it_imports_nothing():
-    code = """if True:
-        import sys
-        from grpo_core.plugins.host import PluginHost
-        offer = PluginHost.discover(allow=["reasoning_gym"]).find("environment", "reasoning_gym:chain_sum")
-        print(offer.args, "reasoning_gym" in sys.modules)
-    """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == "('chain_sum',) False\n"
+    environment = find_offer("environment", "reasoning_gym:chain_sum", plugins=["reasoning_gym"])(size=3)
+    assert len(environment.prompts("train")) == 3
+    command = [sys.executable, "-X", "importtime", GRPO, "plugins"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "reasoning_gym" in told.stdout
+    imported = {line.split("|")[-1].strip() for line in told.stderr.splitlines()}
+    assert "grpo_plugin_reasoning_gym" in imported
+    assert "reasoning_gym" not in imported
 
 
 def test_chain_sum_keeps_the_contract_of_environments():
@@ -194,7 +194,7 @@ def test_errors_name_the_environment_when_it_is_asked_for_by_name():
     with pytest.raises(
         grpo.PluginError, match=r"'reasoning_gym:gcd' of plugin .*: reasoning_gym:gcd has no opt"
     ):
-        PluginHost.discover(allow=["reasoning_gym"]).make("environment", "reasoning_gym:gcd", tag=False)
+        make_offer("environment", "reasoning_gym:gcd", plugins=["reasoning_gym"], tag=False)
 
 
 # ---------------------------------------------------------------------------------- code as an answer
@@ -365,20 +365,8 @@ def _check(task):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["ransom_note", "word_ladder"])
 def test_tasks_that_order_sets_are_the_same_in_every_process(task):
-    async def told():
-        process = EnvironmentProcess(
-            "puzzles", f"reasoning_gym:{task}", {"size": 20, "validation_size": 5}, allow=["reasoning_gym"]
-        )
-        try:
-            prompts = await process.prompts("train")
-            solutions = await process.solve(prompts)
-            episodes = [
-                grpo.Episode(prompt=prompt, messages=[{"role": "assistant", "content": solution}])
-                for prompt, solution in zip(prompts, solutions, strict=True)
-            ]
-            assert [feedback.reward for feedback in await process.evaluate(episodes)] == [1.0] * 20
-            return prompts
-        finally:
-            await process.aclose()
-
-    assert asyncio.run(told()) == asyncio.run(told())
+    size = ("--set", "size=20", "--set", "validation_size=5")
+    command = [GRPO, "check", f"reasoning_gym:{task}", *size]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert "ok      the same prompts each time: also when it is made anew" in done.stdout
+    assert "ok      a solution gets full marks: 20 of 20" in done.stdout

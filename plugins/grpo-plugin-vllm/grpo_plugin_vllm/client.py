@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import stamina
 
-from grpo_core.errors import ConfigError, EngineError
+from grpo_core import ConfigError, EngineError
 
 BUSY = frozenset({429, 502, 503, 504})
 """Statuses that say "later": the request has done nothing."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.errors import EngineError
-from grpo_core.records import Completion, FinishReason, GenerationRequest
+from grpo_core import Completion, EngineError, FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -6,12 +6,12 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_core.engines.child import ChildEngine
-from grpo_core.errors import ConfigError
-from grpo_core.records import EngineSetup
+from grpo_core import ConfigError, EngineSetup
+from grpo_core.engine_kit import ChildEngine, takes_weights_by
 from grpo_plugin_vllm.options import Options
 
 
+@takes_weights_by("shm", "cuda_ipc", "collective")
 class VllmEngine(ChildEngine):
     """Decodes with vLLM in a child process of its own (see ``ChildEngine`` and ``grpo_plugin_vllm.server``).
 
@@ -33,9 +33,6 @@ class VllmEngine(ChildEngine):
 
     Raises ConfigError if vLLM is not installed, ValueError if an option is out of its range.
     """
-
-    transports = ("shm", "cuda_ipc", "collective")
-    """How it can take weights: its server uses ``grpo_core.weights.reading``."""
 
     def __init__(
         self,
@@ -77,5 +74,5 @@ class VllmEngine(ChildEngine):
             server="grpo_plugin_vllm.server:Server",
             options={"options": options},
             # threads that spin while they wait would take the trainer's cores
-            environ={"VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive"},
+            env_vars={"VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive"},
         )

@@ -16,9 +16,15 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.engines import wire
-from grpo_core.errors import EngineError, WeightSyncError
-from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core import (
+    Completion,
+    EngineError,
+    EngineSetup,
+    GenerationRequest,
+    Weights,
+    WeightSyncError,
+)
+from grpo_core.engine_kit import check_request, read_weights
 from grpo_plugin_vllm.client import Client, ServerError
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.transfer import as_table
@@ -28,7 +34,7 @@ TORN = "updating"
 
 
 class HttpEngine:
-    """Satisfies ``grpo_core.protocols.Engine``.
+    """Satisfies ``grpo_core.Engine``.
 
     Args:
         url: of the server.
@@ -78,8 +84,7 @@ class HttpEngine:
         """
         await self._make_ready()
         for request in requests:
-            if (problem := wire.problem(request, "vllm:http", 2**31, self._positions)) is not None:
-                raise EngineError(problem)
+            check_request(request, engine="vllm:http", vocabulary=2**31, positions=self._positions)
         tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
@@ -205,9 +210,7 @@ class HttpEngine:
         """Where the server reads them, verified.  Raises WeightSyncError if they are not what was written."""
         import torch
 
-        from grpo_core.weights.reading import read
-
-        tensors = read(weights)
+        tensors = read_weights(weights)
         if self._directory is None:
             return weights
         self._directory.mkdir(parents=True, exist_ok=True)

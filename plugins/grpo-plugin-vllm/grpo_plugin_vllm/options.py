@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-from grpo_core.records import EngineSetup
+from grpo_core import EngineSetup
 from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
 
 CPU_CACHE_MIB = 256

@@ -1,7 +1,7 @@
 """How vLLM takes weights from grpo-core: its own API for RL, with a backend that reads what was published.
 
 vLLM loads the backend in each of its processes by the entry point ``vllm.general_plugins``.  What it is sent
-is a ``grpo_core.records.Weights`` as a table; the bytes stay where the trainer put them (or, by ``relay``,
+is a ``grpo_core.Weights`` as a table; the bytes stay where the trainer put them (or, by ``collective``,
 where they were sent) until they are copied into the model's parameters, once.
 """
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from grpo_core.processes import die_with
-from grpo_core.records import TensorInfo, Weights
+from grpo_core import TensorInfo, Weights
+from grpo_core.engine_kit import die_with
 
 if TYPE_CHECKING:
     import torch

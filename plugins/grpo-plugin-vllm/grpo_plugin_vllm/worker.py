@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from grpo_core.errors import WeightSyncError
-from grpo_core.weights.reading import read, views
+from grpo_core import WeightSyncError
+from grpo_core.engine_kit import read_weights
 from grpo_plugin_vllm.transfer import PLAIN_LINEAR, from_table
 
 
@@ -60,7 +60,7 @@ def _fetch(table: dict[str, Any], device: torch.device) -> str:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     try:
-        read(from_table(**table))
+        read_weights(from_table(**table))
     except WeightSyncError as error:
         return str(error)
     return ""
@@ -96,7 +96,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()  # the trainer may write there again once this returns
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        tensors = views(from_table(**vars(update_info)))
+        tensors = read_weights(from_table(**vars(update_info)), verify=False)
         loaded = self.model.load_weights(iter(tensors.items()))
         missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
         if loaded is not None and missing:

@@ -10,9 +10,9 @@ import stamina
 from aiohttp import web
 from attrs import evolve
 
-from grpo_core.errors import ConfigError, EngineError, WeightSyncError
-from grpo_core.records import EngineSetup, GenerationRequest
-from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, WeightSyncError
+from grpo_core.engine_kit import read_weights
+from grpo_core.testing import SharedMemoryWriter
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
 from grpo_plugin_vllm.http import HttpEngine
 
@@ -180,10 +180,9 @@ def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_p
     async def story(engine, server):
         sent = server.bodies[5]["update_info"]
         assert sent["location"] == str(tmp_path / "w" / "weights.bin")
-        from grpo_core.weights.reading import read
         from grpo_plugin_vllm.transfer import from_table
 
-        tensors = read(from_table(**sent))
+        tensors = read_weights(from_table(**sent))
         assert tensors["a"].tolist() == [0, 1, 2, 3, 4, 5]
 
     played(story, directory=str(tmp_path / "w"))

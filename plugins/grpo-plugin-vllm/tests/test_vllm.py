@@ -7,30 +7,26 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from killing import Run, left_after
 
-from grpo_core.errors import ModelError
-from grpo_core.laws import Laws
-from grpo_core.records import EngineSetup
-from grpo_core.testing.decoding import (
-    LAWS,
-    Tried,
-    each_token_is_of_the_version_that_it_names,
-    make_model,
-    name,
-    start,
-    weights_of_another_model_are_refused_and_change_nothing,
+from grpo_core import ModelError
+from grpo_core.testing import (
+    ENGINE_LAWS,
+    CollectiveWriter,
+    EngineUnderTest,
+    check_engine,
+    make_test_model,
+    start_engine,
 )
-from grpo_core.testing.engines import check_engine
-from grpo_core.training import tiny
-from grpo_core.weights.collective import CollectiveWriter
-from grpo_core.weights.layout import load_tensors
-from grpo_core.weights.shm import SharedMemoryWriter
 from grpo_plugin_vllm.engine import VllmEngine
+
+GRPO = Path(sys.executable).with_name("grpo-core")
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,19 +38,19 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory):
-    model = make_model(tmp_path_factory.mktemp("model"))
+    model = make_test_model(tmp_path_factory.mktemp("model"))
     with asyncio.Runner() as runner:
-        engine = runner.run(start(VllmEngine, model, max_rows=64, cache_mib=64))
-        tried = Tried(engine=engine, model=model, recomputes=True)
+        engine = runner.run(start_engine(VllmEngine, model, max_rows=64, cache_mib=64))
+        tried = EngineUnderTest(engine=engine, model=model, recomputes=True)
         runner.run(engine.update_weights(tried.publish(0)))
         yield runner, tried
         runner.run(engine.aclose())
 
 
-@pytest.mark.parametrize("law", LAWS, ids=name)
+@pytest.mark.parametrize("law", ENGINE_LAWS)
 def test_vllm_computes_what_it_should(tried, law):
     runner, engine = tried
-    runner.run(law(engine))
+    runner.run(ENGINE_LAWS[law](engine))
 
 
 def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, monkeypatch):
@@ -62,13 +58,13 @@ def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, mo
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
     async def story():
-        engine = await start(VllmEngine, make_model(tmp_path), max_rows=64, cache_mib=64)
+        engine = await start_engine(VllmEngine, make_test_model(tmp_path), max_rows=64, cache_mib=64)
         writer = CollectiveWriter(torch.device("cpu"), "127.0.0.1")
-        tried = Tried(engine=engine, model=tmp_path / "m", recomputes=True, writer=writer)
+        tried = EngineUnderTest(engine=engine, model=tmp_path / "m", recomputes=True, writer=writer)
         await tried.engine.update_weights(tried.publish(0))
-        await each_token_is_of_the_version_that_it_names(tried)
-        await weights_of_another_model_are_refused_and_change_nothing(tried)
-        pid = engine._child.pid
+        await ENGINE_LAWS["each token is of the version that it names"](tried)
+        await ENGINE_LAWS["weights of another model are refused and change nothing"](tried)
+        pid = engine.pid
         decoding = children(pid)
         assert decoding
         os.kill(pid, signal.SIGKILL)
@@ -85,11 +81,11 @@ def test_vllm_shares_a_gpu_with_the_trainer(sleep_after, tmp_path):
     options = {"memory_fraction": 0.3, "sleep_after": sleep_after, "dtype": "float32", "max_rows": 64}
 
     async def story():
-        engine = await start(VllmEngine, make_model(tmp_path), device="cuda", **options)
-        tried = Tried(engine=engine, model=tmp_path / "m", recomputes=True, tolerance=1e-3)
+        engine = await start_engine(VllmEngine, make_test_model(tmp_path), device="cuda", **options)
+        tried = EngineUnderTest(engine=engine, model=tmp_path / "m", recomputes=True, tolerance=1e-3)
         beside = torch.empty(torch.cuda.mem_get_info()[1] // 2, dtype=torch.uint8, device="cuda")
-        for law in LAWS:
-            await law(tried)
+        for law in ENGINE_LAWS:
+            await ENGINE_LAWS[law](tried)
         del beside
         await engine.aclose()
 
@@ -102,8 +98,10 @@ def children(pid):
 
 def test_vllm_keeps_the_contract_of_engines(tmp_path):
     async def story():
-        engine = await start(VllmEngine, make_model(tmp_path), max_rows=64, cache_mib=64)
-        await check_engine(engine, Tried(engine=engine, model=tmp_path / "m").publish, prompt_ids=(5, 8, 2))
+        engine = await start_engine(VllmEngine, make_test_model(tmp_path), max_rows=64, cache_mib=64)
+        await check_engine(
+            engine, EngineUnderTest(engine=engine, model=tmp_path / "m").publish, prompt_ids=(5, 8, 2)
+        )
 
     asyncio.run(story())
 
@@ -131,22 +129,19 @@ def test_a_run_learns_and_loses_nothing_when_its_engine_is_killed_in_the_middle_
     said = run.end(seconds=200)
     assert run.process.returncode == 0, said
     events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
-    laws = Laws()
-    for event in events:
-        laws.observe(event)
-    assert not laws.violations
-    assert laws.steps == 24
+    subprocess.run([GRPO, "verify", run.directory], check=True, capture_output=True, timeout=60)
+    assert sum(event["event"] == "StepEnded" for event in events) == 24
     first, last = (event["results"]["sort"]["accuracy"] for event in events if event["event"] == "Validated")
     assert last >= first + 0.15, "it learns"
 
 
 def test_a_model_that_vllms_kernels_for_cpus_cannot_compute_is_refused_before_the_first_token(tmp_path):
-    tiny.make_tiny_model(tmp_path / "m", [("12=", "12")], warm_start_steps=1)
+    model = make_test_model(tmp_path, width=64)
 
     async def story():
-        engine = VllmEngine(EngineSetup(model=str(tmp_path / "m")), device="cpu", cache_mib=64)
+        engine = await start_engine(VllmEngine, model, device="cpu", cache_mib=64)
         with pytest.raises(ModelError, match=r"heads are 16 wide.*--set model\.width=128"):
-            await engine.update_weights(SharedMemoryWriter().write(0, load_tensors(tmp_path / "m")))
+            await engine.update_weights(EngineUnderTest(engine=engine, model=model).publish(0))
         await engine.aclose()
 
     asyncio.run(story())

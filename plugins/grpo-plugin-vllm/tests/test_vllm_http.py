@@ -15,16 +15,13 @@ import urllib.request
 
 import pytest
 
-from grpo_core.testing.decoding import (
-    LAWS,
-    Tried,
-    a_dead_engine_is_replaced_and_holds_the_last_weights,
-    make_model,
-    name,
-    start,
-    weights_of_another_model_are_refused_and_change_nothing,
+from grpo_core.testing import (
+    ENGINE_LAWS,
+    EngineUnderTest,
+    check_engine,
+    make_test_model,
+    start_engine,
 )
-from grpo_core.testing.engines import check_engine
 from grpo_plugin_vllm.http import HttpEngine
 from grpo_plugin_vllm.transfer import PLAIN_LINEAR
 
@@ -52,14 +49,14 @@ ARGUMENTS = [
     *("--block-size", "32", "--no-enable-chunked-prefill"),
 ]
 NOT_THERE = {
-    a_dead_engine_is_replaced_and_holds_the_last_weights,  # the server is somebody else's to start again
-    weights_of_another_model_are_refused_and_change_nothing,  # its tokens are refused until the next version
+    "a dead engine is replaced and holds the last weights",  # the server is somebody else's to start again
+    "weights of another model are refused and change nothing",  # its tokens are refused until the next
 }
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    model = make_model(tmp_path_factory.mktemp("model"))
+    model = make_test_model(tmp_path_factory.mktemp("model"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -97,8 +94,8 @@ def test_a_server_keeps_the_contract_of_engines(server):
     url, model = server
 
     async def story():
-        engine = await start(HttpEngine, model, url=url)
-        await check_engine(engine, Tried(engine=engine, model=model).publish, prompt_ids=(5, 8, 2))
+        engine = await start_engine(HttpEngine, model, url=url)
+        await check_engine(engine, EngineUnderTest(engine=engine, model=model).publish, prompt_ids=(5, 8, 2))
 
     asyncio.run(story())
 
@@ -107,12 +104,12 @@ def test_a_server_computes_what_an_engine_should_from_a_file_as_well(server, tmp
     url, model = server
 
     async def story():
-        engine = await start(HttpEngine, model, url=url, directory=str(tmp_path / "weights"))
-        tried = Tried(engine=engine, model=model, recomputes=True, crowd=400)
-        for law in LAWS:
+        engine = await start_engine(HttpEngine, model, url=url, directory=str(tmp_path / "weights"))
+        tried = EngineUnderTest(engine=engine, model=model, recomputes=True, crowd=400)
+        for law in ENGINE_LAWS:
             if law not in NOT_THERE:
-                print(name(law))
-                await law(tried)
+                print(law)
+                await ENGINE_LAWS[law](tried)
         await engine.aclose()
 
     asyncio.run(story())

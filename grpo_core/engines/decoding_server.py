@@ -1,0 +1,246 @@
+"""The child's side of an engine in a child process: one loop takes calls and decodes in between.
+
+ChildEngine (parent)                     DecodingServer (child)
+generate(ticket, packed requests)  --->  check, add  ...  step, step, step  --->  packed completions
+cancel(ticket)                     --->  forget
+update_weights(weights)            --->  load, between two steps
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from attrs import define, field, frozen
+
+from grpo_core.engines import wire
+from grpo_core.errors import EngineError, GrpoError
+from grpo_core.processes import Call, Connection
+from grpo_core.records import Completion, GenerationRequest, Weights
+
+EMPTY = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
+"""The completion of a request for no tokens."""
+
+
+@define
+class _OpenCall:
+    """A ``generate`` call that is not answered yet."""
+
+    id: int
+    results: list[Completion | None]
+    running: dict[int, int] = field(factory=dict)
+    """Key of each request that is still decoded, and its place in ``results``."""
+
+
+@frozen
+class _Update:
+    call: int
+    steps: Iterator[None]
+
+
+class DecodingServer(ABC):
+    """Base class of the object that a ``ChildEngine`` makes in its child process.
+
+    A subclass says how requests are decoded; this class keeps the calls apart, answers them, and lets weights
+    change between two steps.  All methods are called on the child's main thread, one after another.
+
+    Errors: an EngineError of ``check`` or ``add`` fails that call, an EngineError of ``step`` fails all
+    requests that are running.  A GrpoError of ``load`` fails the update, and the engine must then still hold
+    the weights before.  Any other exception ends the process; the parent starts another one with the last
+    weights, so no token is sampled by an engine in an unknown state.
+    """
+
+    name: ClassVar[str]
+    """The engine's name in messages."""
+    idle_seconds: float = 0.0
+    """Seconds without a call or a running request after which ``idle`` is called; 0: never."""
+
+    _connection: Connection
+
+    def __init__(self) -> None:
+        self._keys = itertools.count()
+        self._calls: dict[int, _OpenCall] = {}
+        """By ticket, which is the parent's number of a ``generate``."""
+        self._tickets: dict[int, int] = {}
+        """Ticket of each running request."""
+        self._update: _Update | None = None
+        self._has_weights = False
+        self._was_idle = False
+
+    # ------------------------------------------------------------------------------ for subclasses
+
+    @abstractmethod
+    def load(self, weights: Weights) -> Iterator[None] | None:
+        """Read, check and apply weights; every later token must be sampled from them.
+
+        A plain method, or a generator: each ``yield`` lets the server decode one more step meanwhile.  Raises
+        WeightSyncError if the weights cannot be read or are not this model's, ModelError if the model cannot
+        be used; the engine then still holds the weights before.
+        """
+
+    @abstractmethod
+    def check(self, request: GenerationRequest) -> None:
+        """Raises EngineError if this engine can never complete the request (see ``check_request``)."""
+
+    @abstractmethod
+    def add(self, key: int, request: GenerationRequest) -> None:
+        """Take a request, which asks for at least one token; ``key`` names it from now on."""
+
+    @abstractmethod
+    def step(self) -> Iterable[tuple[int, Completion | EngineError]]:
+        """Decode at least one more token; returns the keys of the requests that ended, and their results.
+
+        Called only while a request is running.
+        """
+
+    @abstractmethod
+    def forget(self, keys: set[int]) -> None:
+        """Stop decoding these requests; they are running, and nobody waits for them any more."""
+
+    def idle(self) -> None:  # noqa: B027 - optional
+        """Called once when there was nothing to do for ``idle_seconds``, say to free memory."""
+
+    @property
+    def busy(self) -> bool:
+        """Requests are running."""
+        return bool(self._tickets)
+
+    # ------------------------------------------------------------------------------ the loop
+
+    def serve(self, connection: Connection) -> None:
+        """Take calls and decode until the parent is gone, which raises EOFError."""
+        self._connection = connection
+        while True:
+            call = connection.receive(wait=self._patience())
+            if call is None and not self.busy and self._update is None:
+                self._was_idle = True
+                self.idle()
+            while call is not None:
+                self._was_idle = False
+                self._take(call)
+                call = connection.receive(wait=False)
+            if self._update is not None:
+                self._go_on_with(self._update)
+            if self.busy:
+                self._step()
+
+    def _patience(self) -> bool | float:
+        """Whether, or how many seconds, to wait for a call."""
+        if self.busy or self._update is not None:
+            return False
+        return self.idle_seconds if self.idle_seconds and not self._was_idle else True
+
+    def _take(self, call: Call) -> None:
+        match call.method:
+            case "generate":
+                ticket, packed = call.args
+                try:
+                    self._generate(call.id, ticket, wire.unpack_requests(packed))
+                except EngineError as error:
+                    self._cancel(ticket)
+                    self._connection.fail(call.id, error)
+            case "update_weights":
+                self._update = _Update(call.id, self._loading(call.args[0]))
+            case "cancel":
+                self._cancel(call.args[0])
+                self._connection.reply(call.id, None)
+            case _:
+                self._connection.answer(call, self)
+
+    # ------------------------------------------------------------------------------ generation
+
+    def _generate(self, id: int, ticket: int, requests: list[GenerationRequest]) -> None:
+        if not self._has_weights:
+            raise EngineError(f"engine {self.name}: generate before the first update_weights")
+        for request in requests:
+            self.check(request)
+        call = self._calls[ticket] = _OpenCall(id, [None if r.max_tokens else EMPTY for r in requests])
+        for place, request in enumerate(requests):
+            if request.max_tokens:
+                key = next(self._keys)
+                self.add(key, request)
+                call.running[key] = place
+                self._tickets[key] = ticket
+        self._answer_if_complete(ticket)
+
+    def _step(self) -> None:
+        try:
+            for key, result in self.step():
+                self._finish(key, result)
+        except EngineError as error:
+            for ticket in list(self._calls):
+                self._fail(ticket, error)
+
+    def _finish(self, key: int, result: Completion | EngineError) -> None:
+        ticket = self._tickets.pop(key, None)
+        if ticket is None:  # it was forgotten while it was decoded
+            return
+        call = self._calls[ticket]
+        place = call.running.pop(key)
+        if isinstance(result, EngineError):
+            self._fail(ticket, result)
+        else:
+            call.results[place] = result
+            self._answer_if_complete(ticket)
+
+    def _answer_if_complete(self, ticket: int) -> None:
+        call = self._calls[ticket]
+        if not call.running:
+            del self._calls[ticket]
+            completions = [result for result in call.results if result is not None]
+            self._connection.reply(call.id, wire.pack_completions(completions))
+
+    def _fail(self, ticket: int, error: EngineError) -> None:
+        id = self._calls[ticket].id
+        self._cancel(ticket)
+        self._connection.fail(id, error)
+
+    def _cancel(self, ticket: int) -> None:
+        """Forget a call, which is not answered."""
+        call = self._calls.pop(ticket, None)
+        if call is not None and call.running:
+            for key in call.running:
+                del self._tickets[key]
+            self.forget(set(call.running))
+
+    # ------------------------------------------------------------------------------ weights
+
+    def _loading(self, weights: Weights) -> Iterator[None]:
+        steps = self.load(weights)
+        if steps is not None:
+            yield from steps
+
+    def _go_on_with(self, update: _Update) -> None:
+        try:
+            loaded = next(update.steps, True)
+        except GrpoError as error:
+            self._update = None
+            self._connection.fail(update.call, error)
+        else:
+            if loaded:  # otherwise a decoding step comes first
+                self._update, self._has_weights = None, True
+                self._connection.reply(update.call, None)
+
+
+def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, positions: int) -> None:
+    """Raises EngineError if no engine with so many tokens and positions can complete the request."""
+    n = len(request.prompt_ids)
+    if not n:
+        raise EngineError(f"engine {engine}: a request has no prompt tokens; a prompt needs at least one")
+    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    if not 0 <= lowest <= highest < vocabulary:
+        raise EngineError(
+            f"engine {engine}: a prompt has tokens from {lowest} to {highest}; the model has {vocabulary} "
+            "tokens"
+        )
+    if n + request.max_tokens > positions:
+        raise EngineError(
+            f"engine {engine}: a prompt of {n} tokens and max_tokens={request.max_tokens} exceed the "
+            f"model's {positions} positions; shorten the prompts or lower rollout.max_tokens"
+        )
+    if request.max_tokens < 0 or request.temperature < 0:
+        raise EngineError(
+            f"engine {engine}: max_tokens={request.max_tokens}, temperature={request.temperature}: below 0"
+        )

@@ -1,0 +1,47 @@
+"""When to stop trying again: one count of failures in a row for children, engines and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from attrs import define, field
+
+T = TypeVar("T")
+
+
+@define
+class RestartBudget:
+    """Counts failures in a row; ``limit`` of them exhaust it, and a success makes it whole again."""
+
+    limit: int
+    failures: int = field(default=0, init=False)
+
+    @property
+    def exhausted(self) -> bool:
+        """Trying again is no use."""
+        return self.failures >= self.limit
+
+    def failed(self) -> None:
+        self.failures += 1
+
+    def succeeded(self) -> None:
+        self.failures = 0
+
+    async def run(
+        self, call: Callable[[], Awaitable[T]], *, on: type[Exception] | tuple[type[Exception], ...]
+    ) -> T:
+        """Await ``call()``, again after each failure, until it succeeds or the budget is exhausted.
+
+        Raises the last of the errors ``on``, and any other error at once.
+        """
+        while True:
+            try:
+                result = await call()
+            except on:
+                self.failed()
+                if self.exhausted:
+                    raise
+            else:
+                self.succeeded()
+                return result

@@ -1,0 +1,32 @@
+"""What installed plugins offer, by name: for tests of the offers of a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.offers import Kind
+
+
+def find_offer(kind: Kind, name: str, *, plugins: Sequence[str] | None = None) -> Callable[..., Any]:
+    """The factory that is offered as ``name``, as a configuration finds it.
+
+    Args:
+        kind: "environment", "sampler", "engine", ...
+        name: as in a configuration, for example ``"math:sort"``.
+        plugins: names of the plugins that may be loaded; None: all that are installed.
+
+    Raises PluginError if there is no such offer, or if its plugin is broken.
+    """
+    return PluginHost.discover(plugins).factory(kind, name)
+
+
+def make_offer(
+    kind: Kind, name: str, *args: Any, plugins: Sequence[str] | None = None, **options: Any
+) -> Any:
+    """What the factory makes with these options, which are checked as those of a configuration.
+
+    Raises PluginError for options that it does not have.
+    """
+    return PluginHost.discover(plugins).make(kind, name, *args, **options)
