@@ -35,7 +35,7 @@ class HardLater:
 
 
 class Fading(grpo.WeightedTaskSampler):
-    """The same with a base class that draws at random by weights, and keeps the state."""
+    """The same idea with a base class that draws at random by weights, and keeps the state."""
 
     name = "fading"
 

@@ -42,9 +42,9 @@ class Member:
     refuses: WeightsLease | None = None
     """Weights that the engine refused while it kept the version before."""
     tokens: int = 0
-    """Of its running requests: their prompts, and what may be sampled at most."""
+    """Tokens of its running requests: prompts plus the most that may be sampled."""
     budget: RestartBudget = field(factory=lambda: RestartBudget(MAX_FAILURES))
-    """Engines in a row that finished nothing."""
+    """Number of engines in a row that finished nothing."""
     leaving: bool = False
     supervisor: asyncio.Task[None] | None = None
     _doubts: int = 0

@@ -101,7 +101,7 @@ class ScoringStrategy:
 
 
 class Batched(ScoringStrategy):
-    """Turn by turn: one environment call a turn for all live episodes of a task, of ``max_batch`` at most."""
+    """Plays turn by turn, with one environment call a turn for all live episodes of a task."""
 
     played: Mode = "batched"
 
@@ -122,7 +122,7 @@ class Pipelined(Batched):
 
 
 class Greedy(ScoringStrategy):
-    """One rollout of each prompt, always the likeliest token."""
+    """Plays one rollout of each prompt with greedy decoding."""
 
     def __init__(
         self, max_tokens: int | None = None, mode: Mode = "batched", confidence: float = 0.95
@@ -131,7 +131,8 @@ class Greedy(ScoringStrategy):
 
 
 class PassAtK(ScoringStrategy):
-    """``pass@k``: how often at least one of ``k`` rollouts has full marks, without bias (Chen et al. 2021).
+    """Measures ``pass@k``, the chance that at least one of ``k`` rollouts has a full reward (Chen et al.
+    2021).
 
     A prompt with fewer than ``k`` scored rollouts does not count.  An ``n`` above ``k`` gives a smaller
     variance and tolerates unscored rollouts.
@@ -165,7 +166,7 @@ class PassAtK(ScoringStrategy):
 
 
 class Majority(ScoringStrategy):
-    """``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
+    """Measures ``maj@n``, the accuracy of the majority answer of ``n`` rollouts (Wang et al. 2022).
 
     The environment reports the answers (``Feedback.answer``); replies without an answer abstain.  If no reply
     to a prompt has an answer, whole replies are compared, ignoring case and white space.  Answers that share

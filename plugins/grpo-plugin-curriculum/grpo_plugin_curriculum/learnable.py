@@ -48,7 +48,7 @@ class Learnable(grpo.WeightedTaskSampler):
         self._rates: dict[str, float] = {}
 
     def observe(self, groups: Sequence[grpo.Group]) -> None:
-        """Take note of the groups' rewards."""
+        """Record the groups' rewards."""
         for group in groups:
             task = group.prompt.environment
             now = fmean(reward is not None and reward >= self._success for reward in group.rewards)
