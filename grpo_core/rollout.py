@@ -21,16 +21,16 @@ from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.protocols import Engine, EnvironmentClient
 from grpo_core.records import EndReason, Message, Rollout
 from grpo_core.rendering import Renderer
-from grpo_core.turns import RolloutState, SamplingParams, Start, derive_seed
+from grpo_core.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 
-__all__ = ["LostBudget", "SamplingParams", "Start", "derive_seed", "play"]
+__all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "derive_seed", "play"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 async def play(
-    starts: Sequence[Start],
+    requests: Sequence[RolloutRequest],
     *,
     engine: Engine,
     environments: Mapping[str, EnvironmentClient],
@@ -46,12 +46,14 @@ async def play(
 
     Raises ModelError if the chat template cannot keep the tokens of earlier turns.
     """
-    plays = [RolloutState(start, environments[start.prompt.environment], sampling) for start in starts]
+    plays = [
+        RolloutState(request, environments[request.prompt.environment], sampling) for request in requests
+    ]
     try:
         async with asyncio.timeout(deadline):
             await _open(plays, renderer)
             while live := [p for p in plays if not p.done]:
-                await _speak([p for p in live if not p.spoken], engine, renderer)
+                await _generate([p for p in live if not p.awaiting_reward], engine, renderer)
                 asked = _to_be_asked(plays)
                 episodes = [p.episode() for p in asked]
                 feedback = await _by_environment(
@@ -70,23 +72,23 @@ async def play(
 
 async def _open(plays: Sequence[RolloutState], renderer: Renderer) -> None:
     """Sessions and prompts; a prompt that several rollouts share is rendered once."""
-    pairs = [(p.session, p.start.prompt) for p in plays]
+    pairs = [(p.session, p.request.prompt) for p in plays]
     opened = await _by_environment(plays, pairs, lambda environment, part: environment.open(dict(part)))
     rendered: dict[tuple[int, str], tuple[int, ...]] = {}
     for p, begun in zip(plays, opened, strict=True):
         if p.environment.max_turns > 1:
             renderer.check_turns(tools=bool(begun.tools))
-        key = id(p.start.prompt), repr(begun.tools) if begun.tools else ""
+        key = id(p.request.prompt), repr(begun.tools) if begun.tools else ""
         if key not in rendered:
-            rendered[key] = renderer.prompt_ids(p.start.prompt.messages, begun.tools)
+            rendered[key] = renderer.prompt_ids(p.request.prompt.messages, begun.tools)
         p.begin(begun, rendered[key], renderer.context)
 
 
-async def _speak(plays: Sequence[RolloutState], engine: Engine, renderer: Renderer) -> None:
+async def _generate(plays: Sequence[RolloutState], engine: Engine, renderer: Renderer) -> None:
     """One completion for each."""
     if not plays:
         return
-    requests = [p.request(renderer.stop_token_ids) for p in plays]
+    requests = [p.generation_request(renderer.stop_token_ids) for p in plays]
     completions = await engine.generate(requests)
     check_completions(completions, requests)
     replies = renderer.texts([completion.token_ids for completion in completions])
@@ -108,7 +110,7 @@ def _to_be_asked(plays: Sequence[RolloutState]) -> list[RolloutState]:
     waiting: dict[tuple[str, str], list[RolloutState]] = defaultdict(list)
     calling: set[tuple[str, str]] = set()
     for p in plays:
-        group = p.start.prompt.environment, p.start.group
+        group = p.request.prompt.environment, p.request.group
         if p.calls_tools:
             calling.add(group)
         if p.environment.needs_group and p.error is None:
@@ -116,9 +118,9 @@ def _to_be_asked(plays: Sequence[RolloutState]) -> list[RolloutState]:
     live = {group for group, members in waiting.items() if not all(p.done for p in members)}
     asked = []
     for p in plays:
-        group = p.start.prompt.environment, p.start.group
+        group = p.request.prompt.environment, p.request.group
         if not p.environment.needs_group:
-            wanted = p.spoken
+            wanted = p.awaiting_reward
         elif group in calling:
             wanted = p.calls_tools
         else:
@@ -135,7 +137,7 @@ async def _by_environment(
     """One result for each item, by one call for each environment, all at once."""
     by_environment: dict[str, list[int]] = defaultdict(list)
     for i, p in enumerate(plays):
-        by_environment[p.start.prompt.environment].append(i)
+        by_environment[p.request.prompt.environment].append(i)
 
     async def of(places: list[int]) -> Sequence[R]:
         return await ask(plays[places[0]].environment, [items[i] for i in places])
@@ -154,7 +156,7 @@ async def _by_environment(
 async def _close(plays: Sequence[RolloutState]) -> None:
     sessions: dict[str, list[RolloutState]] = defaultdict(list)
     for p in plays:
-        sessions[p.start.prompt.environment].append(p)
+        sessions[p.request.prompt.environment].append(p)
     for members in sessions.values():
         await members[0].environment.close([p.session for p in members])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grpo_core.advantages import group as group_advantages
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.records import Feedback, Group, Prompt, Rollout, Weights
-from grpo_core.rollout import LostBudget, SamplingParams, Start, derive_seed, play
+from grpo_core.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.rows import check_staleness, make_batch
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 
@@ -18,12 +18,12 @@ SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
 VERSION_0 = Weights(version=0, location="", nbytes=0, tensors=())
 
 
-def played(starts, environments, engine=None, deadline=None):
+def played(requests, environments, engine=None, deadline=None):
     async def story():
         used = engine or FakeEngine()
         await used.update_weights(VERSION_0)
         return await play(
-            starts,
+            requests,
             engine=used,
             environments=environments,
             renderer=FakeRenderer(),
@@ -34,13 +34,15 @@ def played(starts, environments, engine=None, deadline=None):
     return run(story())
 
 
-def starts(n, task="task"):
-    return [Start(prompt=prompt, seed=i, group=prompt.id) for i, prompt in enumerate(prompts(n, task))]
+def requests(n, task="task"):
+    return [
+        RolloutRequest(prompt=prompt, seed=i, group=prompt.id) for i, prompt in enumerate(prompts(n, task))
+    ]
 
 
 def test_one_engine_call_and_one_environment_call_a_turn():
     environment = FakeEnvironment()
-    rollouts = played(starts(100), {"task": environment})
+    rollouts = played(requests(100), {"task": environment})
     assert environment.calls == [100]
     assert [rollout.messages[0]["content"] for rollout in rollouts] == [f"prompt {i}" for i in range(100)]
 
@@ -51,7 +53,8 @@ def test_rewards_belong_to_their_rollouts_whatever_finishes_first():
 
     environments = {"even": FakeEnvironment(feedback), "odd": FakeEnvironment(feedback)}
     mixed = [
-        Start(prompt=prompts(20, "odd" if i % 2 else "even")[i], seed=i, group=str(i)) for i in range(20)
+        RolloutRequest(prompt=prompts(20, "odd" if i % 2 else "even")[i], seed=i, group=str(i))
+        for i in range(20)
     ]
     for i, rollout in enumerate(played(mixed, environments)):
         assert rollout.reward == i + (rollout.messages[-1]["content"] == "a") / 2
@@ -67,7 +70,7 @@ def guess(episode):
 
 def test_turns_go_on_while_the_environment_says_so_and_rewards_are_summed():
     environment = FakeEnvironment(guess, max_turns=3)
-    first, second, third, fourth = played(starts(4), {"task": environment})
+    first, second, third, fourth = played(requests(4), {"task": environment})
     assert [r.turns for r in (first, second, third, fourth)] == [1, 2, 3, 3]
     assert [r.reward for r in (first, second, third, fourth)] == [1.0, 0.75, 0.5, -0.75]
     assert environment.calls == [4, 3, 2], "what is live is judged together"
@@ -76,7 +79,7 @@ def test_turns_go_on_while_the_environment_says_so_and_rewards_are_summed():
 
 
 def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version():
-    (rollout,) = played(starts(2)[1:], {"task": FakeEnvironment(guess, max_turns=2)})
+    (rollout,) = played(requests(2)[1:], {"task": FakeEnvironment(guess, max_turns=2)})
     text = FakeRenderer().text(rollout.token_ids)
     assert text[1:3] == "no"
     assert rollout.sampled == (True, False, False, True)
@@ -93,23 +96,23 @@ def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version()
     ],
 )
 def test_no_verdict_is_not_a_reward_of_zero(feedback, error):
-    (rollout,) = played(starts(1), {"task": FakeEnvironment(lambda episode: feedback)})
+    (rollout,) = played(requests(1), {"task": FakeEnvironment(lambda episode: feedback)})
     assert (rollout.reward, rollout.error) == (None, error)
 
 
 def test_what_is_not_finished_at_the_deadline_is_unscored():
     engine = FakeEngine(latency=lambda rng: 100.0)
-    (rollout,) = played(starts(1), {"task": FakeEnvironment()}, engine, deadline=5.0)
+    (rollout,) = played(requests(1), {"task": FakeEnvironment()}, engine, deadline=5.0)
     assert (rollout.reward, rollout.error) == (None, "not finished within its deadline of 5 s")
     assert engine.running == 0, "the request was given up"
 
 
 def test_what_the_engine_loses_is_no_fault_of_the_environment():
     lose = FakeEngine(fault=lambda request: EngineError("died"))
-    (lost,) = played(starts(1), {"task": FakeEnvironment()}, lose)
-    (late,) = played(starts(1), {"task": FakeEnvironment()}, FakeEngine(latency=lambda rng: 99), deadline=9)
-    (failed,) = played(starts(1), {"task": FakeEnvironment(lambda e: Feedback(error="KeyError"))})
-    (fine,) = played(starts(1), {"task": FakeEnvironment()})
+    (lost,) = played(requests(1), {"task": FakeEnvironment()}, lose)
+    (late,) = played(requests(1), {"task": FakeEnvironment()}, FakeEngine(latency=lambda rng: 99), deadline=9)
+    (failed,) = played(requests(1), {"task": FakeEnvironment(lambda e: Feedback(error="KeyError"))})
+    (fine,) = played(requests(1), {"task": FakeEnvironment()})
     assert [r.lost for r in (lost, late, failed, fine)] == [True, True, False, False]
 
 
@@ -128,11 +131,13 @@ def test_an_engine_that_loses_everything_in_flight_with_all_retries_ends_the_run
 
 def test_what_the_engine_gives_up_is_unscored_and_bugs_are_not_hidden():
     (rollout,) = played(
-        starts(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: EngineError("died"))
+        requests(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: EngineError("died"))
     )
     assert (rollout.reward, rollout.error) == (None, "died")
     with pytest.raises(ZeroDivisionError):
-        played(starts(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: ZeroDivisionError()))
+        played(
+            requests(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: ZeroDivisionError())
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,7 @@ def test_an_engine_that_breaks_its_contract_is_told_how(changes, message):
             return [evolve(completion, **changes) for completion in completions if changes]
 
     with pytest.raises(PluginError, match=message):
-        played(starts(1), {"task": FakeEnvironment()}, Broken())
+        played(requests(1), {"task": FakeEnvironment()}, Broken())
 
 
 def test_seeds_depend_on_all_their_parts_and_fit_63_bits():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import grpo_core as grpo
 from grpo_core.errors import EngineError
 from grpo_core.records import Completion, Feedback, Weights
-from grpo_core.rollout import SamplingParams, Start, derive_seed, play
+from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.testing.hosted import HostedEnvironment
 from grpo_core.validation.runner import Context
@@ -45,7 +45,7 @@ def played(environment, engine, n=1, *, sampling=SAMPLING, deadline=None, group=
     async def story():
         await engine.update_weights(weights(0))
         return await play(
-            [Start(prompt=prompts(1)[0], seed=i, group=group) for i in range(n)],
+            [RolloutRequest(prompt=prompts(1)[0], seed=i, group=group) for i in range(n)],
             engine=engine,
             environments={"task": environment},
             renderer=renderer or FakeRenderer(),
@@ -106,7 +106,7 @@ def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers
         await engine.update_weights(weights(0))
         rows = asyncio.create_task(
             play(
-                [Start(prompt=prompt, seed=i) for i, prompt in enumerate(prompts(n))],
+                [RolloutRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts(n))],
                 engine=engine,
                 environments={"task": FakeEnvironment(feedback, max_turns=turns)},
                 renderer=FakeRenderer(),
@@ -120,11 +120,11 @@ def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers
         return await rows
 
     for rollout in run(story()):
-        spoken = [
+        generated = [
             (r, c) for r, c in engine.said if r.prompt_ids[: len(rollout.prompt_ids)] == rollout.prompt_ids
         ]
         place = 0
-        for request, completion in spoken:
+        for request, completion in generated:
             end = len(request.prompt_ids) - len(rollout.prompt_ids)
             assert request.prompt_ids == rollout.prompt_ids + rollout.token_ids[:end], "seen = kept"
             assert not any(rollout.sampled[place:end]), "answers are not trained"
@@ -136,8 +136,8 @@ def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers
             assert rollout.logprobs[end:place] == completion.logprobs
             assert rollout.versions[end:place] == completion.versions
         assert place == len(rollout.token_ids), "a row ends with what was sampled"
-        assert sum(rollout.sampled) == sum(len(c.token_ids) for _, c in spoken)
-        assert rollout.turns == len(spoken) <= turns
+        assert sum(rollout.sampled) == sum(len(c.token_ids) for _, c in generated)
+        assert rollout.turns == len(generated) <= turns
         assert rollout.reward == 0.5 * rollout.turns
         assert not total or len(rollout.prompt_ids) + len(rollout.token_ids) <= total
 
@@ -419,7 +419,7 @@ def test_a_session_is_closed_once_however_its_rollout_ends(end):
         await engine.update_weights(weights(0))
         rollouts = asyncio.create_task(
             play(
-                [Start(prompt=prompts(1)[0], seed=i) for i in range(3)],
+                [RolloutRequest(prompt=prompts(1)[0], seed=i) for i in range(3)],
                 engine=engine,
                 environments={"task": environment},
                 renderer=FakeRenderer(),
@@ -520,7 +520,7 @@ def test_training_and_validation_play_the_same(mode):
         trained = []
         for prompt in items:
             trained += await play(
-                [Start(prompt=prompt, seed=i, group=prompt.id) for i in range(2)],
+                [RolloutRequest(prompt=prompt, seed=i, group=prompt.id) for i in range(2)],
                 engine=engine,
                 environments=environments,
                 renderer=FakeRenderer(),
