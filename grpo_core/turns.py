@@ -129,6 +129,7 @@ class RolloutState:
             stop_token_ids=stop_token_ids,
             stop=self.sampling.stop,
             seed=self.request.seed if self.turns == 0 else derive_seed(self.request.seed, self.turns),
+            group=self.request.group,
         )
 
     def take_completion(self, completion: Completion, message: Message) -> None:

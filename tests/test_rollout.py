@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
+from test_pipeline import Run
 
 from grpo_core.advantages import group as group_advantages
+from grpo_core.engines import wire
+from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import EngineError, PluginError
-from grpo_core.records import Feedback, Group, Prompt, Rollout, Weights
+from grpo_core.events import Dispatched
+from grpo_core.records import Feedback, GenerationRequest, Group, Prompt, Rollout, Weights
 from grpo_core.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.rows import check_staleness, make_batch
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
+from grpo_core.validation.runner import Context
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
 VERSION_0 = Weights(version=0, location="", nbytes=0, tensors=())
@@ -168,6 +175,111 @@ def test_seeds_depend_on_all_their_parts_and_fit_63_bits():
     assert len(seeds) == 1200
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(1, "a") == derive_seed(1, "a")
+
+
+# ---------------------------------------------------------------------------------- one engine for a group
+
+
+class SeenEngine(FakeEngine):
+    """An engine that keeps the requests that it is asked for."""
+
+    def __init__(self):
+        super().__init__(update_seconds=0.0)
+        self.seen = []
+
+    async def generate(self, requests):
+        self.seen += requests
+        return await super().generate(requests)
+
+
+def go_on(episode):
+    return Feedback(reward=0.0, done=False, messages="more")
+
+
+def engines_of_prompts(engines, among):
+    """Numbers of the engines that each prompt's requests went to, over all turns."""
+    return {
+        prompt.messages[0]["content"]: {
+            number
+            for number, engine in enumerate(engines)
+            for request in engine.seen
+            if FakeRenderer().text(request.prompt_ids).startswith(prompt.messages[0]["content"])
+        }
+        for prompt in among
+    }
+
+
+@pytest.mark.parametrize("needs_group", [False, True])
+@pytest.mark.parametrize("size", [2, 8])
+def test_all_turns_of_a_group_are_generated_by_one_engine_of_a_pool(size, needs_group):
+    engines = [SeenEngine() for _ in range(4)]
+    environment = FakeEnvironment(go_on, max_turns=4, needs_group=needs_group)
+
+    async def story():
+        pool = EnginePool(engines.__getitem__, len(engines))
+        await pool.update_weights(VERSION_0)
+        groups = [
+            play(
+                [RolloutRequest(prompt=prompt, seed=i, group=prompt.id) for i in range(size)],
+                engine=pool,
+                environments={"task": environment},
+                renderer=FakeRenderer(),
+                sampling=SAMPLING,
+            )
+            for prompt in prompts(4)
+        ]
+        played = await asyncio.gather(*groups)
+        await pool.aclose()
+        return played
+
+    assert {rollout.turns for group in run(story()) for rollout in group} == {4}
+    assert sum(len(engine.seen) for engine in engines) == 4 * 4 * size
+    where = engines_of_prompts(engines, prompts(4))
+    assert sorted(number for found in where.values() for number in found) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["batched", "pipelined"])
+def test_all_turns_of_validation_rollouts_of_a_prompt_are_generated_by_one_engine(mode):
+    """Also where prompts of two tasks have the same id."""
+    engines = [SeenEngine() for _ in range(4)]
+    environment = FakeEnvironment(go_on, max_turns=3)
+    held_out = [
+        Prompt(messages=f"{task} {i}", id=str(i), environment=task) for task in ("x", "y") for i in range(2)
+    ]
+
+    async def story():
+        pool = EnginePool(engines.__getitem__, len(engines))
+        await pool.update_weights(VERSION_0)
+        context = Context(
+            version=0,
+            prompts={task: [p for p in held_out if p.environment == task] for task in ("x", "y")},
+            engine=pool,
+            environments={"x": environment, "y": environment},
+            renderer=FakeRenderer(),
+            sampling=SAMPLING,
+        )
+        await context.rollout(held_out, n=3, temperature=1.0, mode=mode)
+        await pool.aclose()
+
+    run(story())
+    assert sum(len(engine.seen) for engine in engines) == 3 * 3 * len(held_out)
+    where = engines_of_prompts(engines, held_out)
+    assert sorted(number for found in where.values() for number in found) == [0, 1, 2, 3]
+
+
+def test_requests_in_training_carry_the_slot_of_their_group():
+    engine = SeenEngine()
+    steps = Run(engine=engine, steps=2, environment=FakeEnvironment(max_turns=2))()
+    slots = {str(slot.id) for event in steps.of(Dispatched) for slot in event.slots}
+    assert {request.group for request in engine.seen} == slots
+
+
+def test_a_request_reaches_an_engines_process_with_all_its_fields():
+    request = GenerationRequest(
+        prompt_ids=(1, 2), max_tokens=3, temperature=0.5, stop_token_ids=(4,), stop=("x",), seed=5, group="g"
+    )
+    assert all(getattr(request, field.name) != field.default for field in fields(GenerationRequest))
+    assert wire.unpack_requests(wire.pack_requests([request])) == [request]
 
 
 # ---------------------------------------------------------------------------------- rows

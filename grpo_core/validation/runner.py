@@ -92,7 +92,7 @@ class Context:
             RolloutRequest(
                 prompt=prompt,
                 seed=derive_seed("validation", self.seed, task, prompt.id, i),
-                group=f"validation/{prompt.id}/{before}",
+                group=f"validation/{task}/{prompt.id}/{before}",
             )
             for i in range(before, before + n)
         ]
