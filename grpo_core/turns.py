@@ -107,6 +107,11 @@ class RolloutState:
             )
 
     @property
+    def max_turns(self) -> int:
+        """Completions that it may have: the lower limit of its environment and of the sampling."""
+        return min(self.environment.max_turns, self.sampling.max_turns or self.environment.max_turns)
+
+    @property
     def room(self) -> int:
         """Tokens that may still be added."""
         limit = self.sampling.max_total_tokens or self.context
@@ -196,9 +201,7 @@ class RolloutState:
 
     def _limit(self) -> EndReason | None:
         """What forbids another turn."""
-        if self.turns >= min(
-            self.environment.max_turns, self.sampling.max_turns or self.environment.max_turns
-        ):
+        if self.turns >= self.max_turns:
             return "turns"
         if self.sampling.max_tool_calls and self.tool_calls > self.sampling.max_tool_calls:
             return "tool_calls"

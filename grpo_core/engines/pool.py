@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import TypeVar
 
@@ -47,7 +47,8 @@ MAX_FAILURES = 3
 """Engines in a row that finished nothing, after which their member is given up."""
 
 AFFINITY = 4
-"""A group stays with its member until that has so many times the group's tokens more to do than another."""
+"""A group stays with its member until that has so many times the group's running tokens more to do than
+another."""
 
 HOMES = 10_000
 """Groups whose member is remembered."""
@@ -110,6 +111,8 @@ class EnginePool:
         self._target: WeightsLease | None = None
         """What every member is to hold."""
         self._homes: OrderedDict[Hashable, Member] = OrderedDict()
+        self._running: Counter[Hashable] = Counter()
+        """Tokens of the requests of each group that are not answered yet."""
         self._fault: Exception | None = None
         self._changed = asyncio.Event()
         for _ in range(workers):
@@ -233,17 +236,25 @@ class EnginePool:
             missing = {i: requests[i] for i in places if i not in found}
             if not missing:
                 return
-            member = await self._choose(key, sum(map(tokens_of, missing.values())))
-            error = await member.ask(missing, found)
+            tokens = sum(map(tokens_of, missing.values()))
+            self._running[key] += tokens
+            try:
+                member = await self._choose(key)
+                error = await member.ask(missing, found)
+            finally:
+                self._running[key] -= tokens
+                if not self._running[key]:
+                    del self._running[key]
         if error is not None:
             raise EngineError(f"engine pool: a request failed {ATTEMPTS} times, the last time: {error}")
 
-    async def _choose(self, key: Hashable, tokens: int) -> Member:
+    async def _choose(self, key: Hashable) -> Member:
         """The member that has the least to do, or the one that had this group if it has not much more."""
         ready = await self._until(self._serving)
         least = min(ready, key=lambda member: member.tokens)
         home = self._homes.pop(key, least)
-        chosen = home if home in ready and home.tokens <= least.tokens + AFFINITY * tokens else least
+        near = home.tokens <= least.tokens + AFFINITY * self._running[key]
+        chosen = home if home in ready and near else least
         self._homes[key] = chosen
         if len(self._homes) > HOMES:
             self._homes.popitem(last=False)

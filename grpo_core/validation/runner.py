@@ -77,9 +77,12 @@ class Context:
         sampling = evolve(
             self.sampling, temperature=temperature, max_tokens=max_tokens or self.sampling.max_tokens
         )
-        parts = [requests] if mode == "batched" else self._apart(requests)
+        batched = mode == "batched"
+        parts = [requests] if batched else self._apart(requests)
         async with asyncio.TaskGroup() as group:
-            playing = [group.create_task(self._play(part, sampling)) for part in parts if part]
+            playing = [
+                group.create_task(self._play(part, sampling, lockstep=batched)) for part in parts if part
+            ]
         rollouts = [rollout for part in playing for rollout in part.result()]
         for request, rollout in zip(requests, rollouts, strict=True):
             self._observe(request, rollout)
@@ -106,8 +109,10 @@ class Context:
             parts.setdefault(key, []).append(request)
         return list(parts.values())
 
-    async def _play(self, requests: Sequence[RolloutRequest], sampling: SamplingParams) -> list[Rollout]:
-        """To their ends; what the engine loses is played again within the deadline."""
+    async def _play(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, *, lockstep: bool
+    ) -> list[Rollout]:
+        """Play rollouts to their ends; play what the engine loses again within the deadline."""
         loop = asyncio.get_running_loop()
         until = None if self.deadline is None else loop.time() + self.deadline
         played: dict[int, Rollout] = {}
@@ -123,6 +128,7 @@ class Context:
                 renderer=self.renderer,
                 sampling=sampling,
                 deadline=left,
+                lockstep=lockstep,
             )
             played.update(zip(wanted, rollouts, strict=True))
             wanted = self._lost(requests, played)
