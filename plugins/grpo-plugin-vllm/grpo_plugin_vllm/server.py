@@ -57,6 +57,8 @@ class Server:
         self._fetching: Call | None = None
         """The ``update_weights`` whose weights the workers fetch."""
         self._asleep = False
+        self._prompt_tokens = self._cached_tokens = 0
+        """Of all finished requests."""
 
     def serve(self, connection: Connection) -> None:
         while True:
@@ -142,6 +144,8 @@ class Server:
             if output.finished:
                 ticket = int(output.request_id.split(":")[0])
                 self._open[ticket].completions[output.request_id] = completing.completion(output)
+                self._prompt_tokens += len(output.prompt_token_ids)
+                self._cached_tokens += output.num_cached_tokens or 0
                 self._answer_if_complete(connection, ticket)
 
     def _answer_if_complete(self, connection: Connection, ticket: int) -> None:
@@ -153,6 +157,10 @@ class Server:
     def cancel(self, ticket: int) -> None:
         """Free the rows of a ``generate`` whose caller has gone away; it is not answered."""
         self._forget(ticket)
+
+    def prefix_cache(self) -> dict[str, int]:
+        """Prompt tokens of all finished requests, and how many of them vLLM found in its prefix cache."""
+        return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
 
     def _forget(self, ticket: int) -> None:
         open_ = self._open.pop(ticket, None)
