@@ -120,7 +120,9 @@ class _Player:
         """Generate a completion for each; of a group that is compared, until none of them calls a tool."""
         while states:
             await self._generate(states)
-            calling = [state for state in states if state.calls_tools and self._environment.needs_group]
+            if not self._environment.needs_group:
+                return
+            calling = [state for state in states if state.calls_tools]
             if calling:
                 await self._evaluate(calling)
             states = [state for state in calling if not state.done]
@@ -168,13 +170,13 @@ class _Player:
 
     async def close(self) -> None:
         """Close the sessions of rollouts that were interrupted."""
-        await self._close(self._states)
+        if self._unclosed:
+            await self._close([state for state in self._states if state.session in self._unclosed])
 
     async def _close(self, states: Sequence[RolloutState]) -> None:
-        sessions = [state.session for state in states if state.session in self._unclosed]
+        sessions = [state.session for state in states]
         self._unclosed.difference_update(sessions)
-        if sessions:
-            await self._environment.close(sessions)
+        await self._environment.close(sessions)
 
 
 async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
