@@ -53,7 +53,7 @@ from grpo_core.metrics import Meter, task_metrics
 from grpo_core.protocols import AdvantageFunction, Engine, EnvironmentClient, Loader, Sampler, Trainer
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
 from grpo_core.rendering import Renderer
-from grpo_core.rollout import SamplingParams, Start, derive_seed, play
+from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.rows import check_staleness, make_batch
 
 T = TypeVar("T")
@@ -188,13 +188,15 @@ class Pipeline:
     async def _play_group(self, slot: Slot[Prompt]) -> None:
         prompt = slot.prompt
         assert prompt is not None
-        starts = [
-            Start(prompt=prompt, seed=derive_seed(self.seed, slot.id, slot.attempts, i), group=str(slot.id))
+        requests = [
+            RolloutRequest(
+                prompt=prompt, seed=derive_seed(self.seed, slot.id, slot.attempts, i), group=str(slot.id)
+            )
             for i in range(self.group_size - len(slot.partial_rollouts))
         ]
         with self._meter.generating():
             rollouts = await play(
-                starts,
+                requests,
                 engine=self.engine,
                 environments=self.environments,
                 renderer=self.renderer,

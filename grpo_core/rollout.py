@@ -1,169 +1,206 @@
-"""A rollout: one prompt played to its end, turn by turn.
+"""Play rollouts: prompts to their ends, turn by turn.
 
-There is one ``play``.  Training calls it for a group, validation for the whole set or for one prompt at a
-time; what is played together is generated in one engine call and judged in one environment call a turn.
+There is one ``play``; training calls it for a group, validation for a set of prompts or for one prompt.
 
-    open       a session for each rollout, and the tools of its model
-    generate   one completion for each rollout that speaks
-    evaluate   tools answer those that call some, the environment judges the others
-    close      whatever happened in between
+    open       one environment call for all rollouts of a task
+    generate   a completion
+    evaluate   tools answer a completion that calls some, the environment answers the others
+    close      the sessions, whatever happened
+
+Rollouts do not wait for each other: each generates and is evaluated at its own pace.  There are three
+exceptions.  Rollouts of one turn share their engine call and their environment call, since no later turn
+could begin earlier.  Where an environment compares the rollouts of a group (``needs_group``), it sees the
+group when none of its rollouts calls a tool any more.  And a caller may ask for ``lockstep``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import Any
 
+from grpo_core.aio import gather
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.protocols import Engine, EnvironmentClient
 from grpo_core.records import EndReason, Message, Rollout
 from grpo_core.rendering import Renderer
-from grpo_core.turns import RolloutState, SamplingParams, Start, derive_seed
+from grpo_core.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 
-__all__ = ["LostBudget", "SamplingParams", "Start", "derive_seed", "play"]
-
-T = TypeVar("T")
-R = TypeVar("R")
+__all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "derive_seed", "play"]
 
 
 async def play(
-    starts: Sequence[Start],
+    requests: Sequence[RolloutRequest],
     *,
     engine: Engine,
     environments: Mapping[str, EnvironmentClient],
     renderer: Renderer,
     sampling: SamplingParams,
     deadline: float | None = None,
+    lockstep: bool = False,
 ) -> list[Rollout]:
-    """Play rollouts turn by turn, together; the result has their order.
+    """Play rollouts to their ends, each at its own pace; the result has the order of the requests.
 
-    A rollout that ends unscored (its environment failed, the engine gave it up, or ``deadline``
-    seconds have passed) has ``reward=None`` and says why in ``error``.  Each session that was opened is
-    closed once, also if this call is cancelled.
+    With ``lockstep`` they wait for each other at each turn: the environment of a task is called once a turn.
+
+    A rollout that ends unscored (its environment failed, the engine lost it, or ``deadline`` seconds have
+    passed) has ``reward=None`` and says why in ``error``.  Each session that was opened is closed once, also
+    if this call is cancelled.
 
     Raises ModelError if the chat template cannot keep the tokens of earlier turns.
     """
-    plays = [RolloutState(start, environments[start.prompt.environment], sampling) for start in starts]
+    states = [
+        RolloutState(request, environments[request.prompt.environment], sampling) for request in requests
+    ]
+    tasks: dict[str, list[RolloutState]] = defaultdict(list)
+    for state in states:
+        tasks[state.request.prompt.environment].append(state)
+    players = [
+        _Player(some, engine, environments[task], renderer, lockstep=lockstep) for task, some in tasks.items()
+    ]
     try:
         async with asyncio.timeout(deadline):
-            await _open(plays, renderer)
-            while live := [p for p in plays if not p.done]:
-                await _speak([p for p in live if not p.spoken], engine, renderer)
-                asked = _to_be_asked(plays)
-                episodes = [p.episode() for p in asked]
-                feedback = await _by_environment(
-                    asked, episodes, lambda environment, part: environment.evaluate(part)
-                )
-                for p, each in zip(asked, feedback, strict=True):
-                    p.apply_feedback(each, renderer)
+            await _together([player.play() for player in players])
     except TimeoutError:
-        _give_up(plays, f"not finished within its deadline of {deadline:g} s", "deadline")
-    except (EngineError, ChildDied, DeadlineExceeded) as error:
-        _give_up(plays, str(error))
+        _give_up(states, f"not finished within its deadline of {deadline:g} s", "deadline")
     finally:
-        await _close(plays)
-    return [p.rollout() for p in plays]
+        for player in players:
+            await player.close()
+    return [state.rollout() for state in states]
 
 
-async def _open(plays: Sequence[RolloutState], renderer: Renderer) -> None:
-    """Sessions and prompts; a prompt that several rollouts share is rendered once."""
-    pairs = [(p.session, p.start.prompt) for p in plays]
-    opened = await _by_environment(plays, pairs, lambda environment, part: environment.open(dict(part)))
-    rendered: dict[tuple[int, str], tuple[int, ...]] = {}
-    for p, begun in zip(plays, opened, strict=True):
-        if p.environment.max_turns > 1:
-            renderer.check_turns(tools=bool(begun.tools))
-        key = id(p.start.prompt), repr(begun.tools) if begun.tools else ""
-        if key not in rendered:
-            rendered[key] = renderer.prompt_ids(p.start.prompt.messages, begun.tools)
-        p.begin(begun, rendered[key], renderer.context)
+class _Player:
+    """Plays the rollouts of one task."""
+
+    def __init__(
+        self,
+        states: Sequence[RolloutState],
+        engine: Engine,
+        environment: EnvironmentClient,
+        renderer: Renderer,
+        *,
+        lockstep: bool,
+    ) -> None:
+        self._states, self._engine = states, engine
+        self._environment, self._renderer = environment, renderer
+        self._lockstep = lockstep
+        self._one_turn = states[0].max_turns == 1
+        self._unclosed = {state.session for state in states}
+
+    async def play(self) -> None:
+        """Play all to their ends."""
+        with _giving_up(self._states):
+            await self._open()
+            await _together([self._play_part(part) for part in self._parts()])
+
+    def _parts(self) -> list[Sequence[RolloutState]]:
+        """Return what is evaluated together: all, groups that are compared, or single rollouts."""
+        if self._lockstep or (self._one_turn and not self._environment.needs_group):
+            return [self._states]
+        parts: dict[str, list[RolloutState]] = defaultdict(list)
+        for state in self._states:
+            parts[state.request.group if self._environment.needs_group else state.session].append(state)
+        return list(parts.values())
+
+    async def _play_part(self, part: Sequence[RolloutState]) -> None:
+        with _giving_up(part):
+            while live := [state for state in part if not state.done]:
+                if self._lockstep or self._one_turn:
+                    await self._reply(live)
+                else:
+                    await _together([self._reply([state]) for state in live])
+                if shown := self._to_evaluate(part):
+                    await self._evaluate(shown)
+        await self._close(part)
+
+    async def _reply(self, states: Sequence[RolloutState]) -> None:
+        """Generate a completion for each; of a group that is compared, until none of them calls a tool."""
+        while states:
+            await self._generate(states)
+            if not self._environment.needs_group:
+                return
+            calling = [state for state in states if state.calls_tools]
+            if calling:
+                await self._evaluate(calling)
+            states = [state for state in calling if not state.done]
+
+    def _to_evaluate(self, part: Sequence[RolloutState]) -> list[RolloutState]:
+        """Return what awaits a reward; of a group that is compared also the rollouts that have ended."""
+        awaiting = [state for state in part if state.awaiting_reward and not state.done]
+        if not self._environment.needs_group:
+            return awaiting
+        groups = {state.request.group for state in awaiting}
+        return [state for state in part if state.error is None and state.request.group in groups]
+
+    async def _open(self) -> None:
+        """Open the sessions and render the prompts; a prompt that several rollouts share is rendered once."""
+        renderer = self._renderer
+        opened = await self._environment.open({s.session: s.request.prompt for s in self._states})
+        rendered: dict[tuple[int, str], tuple[int, ...]] = {}
+        for state, begun in zip(self._states, opened, strict=True):
+            if self._environment.max_turns > 1:
+                renderer.check_turns(tools=bool(begun.tools))
+            prompt = state.request.prompt
+            key = id(prompt), repr(begun.tools) if begun.tools else ""
+            if key not in rendered:
+                rendered[key] = renderer.prompt_ids(prompt.messages, begun.tools)
+            state.begin(begun, rendered[key], renderer.context)
+
+    async def _generate(self, states: Sequence[RolloutState]) -> None:
+        """Add one completion to each."""
+        requests = [state.generation_request(self._renderer.stop_token_ids) for state in states]
+        completions = await self._engine.generate(requests)
+        check_completions(completions, requests)
+        replies = self._renderer.texts([completion.token_ids for completion in completions])
+        for state, request, completion, text in zip(states, requests, completions, replies, strict=True):
+            message: Message = {"role": "assistant", "content": text}
+            if state.tools:
+                message = self._renderer.message(
+                    text, token_ids=completion.token_ids, before=request.prompt_ids, tools=state.tools
+                )
+            state.take_completion(completion, message)
+
+    async def _evaluate(self, states: Sequence[RolloutState]) -> None:
+        feedback = await self._environment.evaluate([state.episode() for state in states])
+        for state, each in zip(states, feedback, strict=True):
+            state.apply_feedback(each, self._renderer)
+
+    async def close(self) -> None:
+        """Close the sessions of rollouts that were interrupted."""
+        if self._unclosed:
+            await self._close([state for state in self._states if state.session in self._unclosed])
+
+    async def _close(self, states: Sequence[RolloutState]) -> None:
+        sessions = [state.session for state in states]
+        self._unclosed.difference_update(sessions)
+        await self._environment.close(sessions)
 
 
-async def _speak(plays: Sequence[RolloutState], engine: Engine, renderer: Renderer) -> None:
-    """One completion for each."""
-    if not plays:
-        return
-    requests = [p.request(renderer.stop_token_ids) for p in plays]
-    completions = await engine.generate(requests)
-    check_completions(completions, requests)
-    replies = renderer.texts([completion.token_ids for completion in completions])
-    for p, request, completion, text in zip(plays, requests, completions, replies, strict=True):
-        message: Message = {"role": "assistant", "content": text}
-        if p.tools:
-            message = renderer.message(
-                text, token_ids=completion.token_ids, before=request.prompt_ids, tools=p.tools
-            )
-        p.take_completion(completion, message)
-
-
-def _to_be_asked(plays: Sequence[RolloutState]) -> list[RolloutState]:
-    """Those whose last completion are unscored.
-
-    A group that is compared is shown whole, with those of it that have ended, once none of it calls a tool:
-    until then only the callers go on.
-    """
-    waiting: dict[tuple[str, str], list[RolloutState]] = defaultdict(list)
-    calling: set[tuple[str, str]] = set()
-    for p in plays:
-        group = p.start.prompt.environment, p.start.group
-        if p.calls_tools:
-            calling.add(group)
-        if p.environment.needs_group and p.error is None:
-            waiting[group].append(p)
-    live = {group for group, members in waiting.items() if not all(p.done for p in members)}
-    asked = []
-    for p in plays:
-        group = p.start.prompt.environment, p.start.group
-        if not p.environment.needs_group:
-            wanted = p.spoken
-        elif group in calling:
-            wanted = p.calls_tools
-        else:
-            wanted = group in live and p.error is None
-        asked += [p] if wanted else []
-    return asked
-
-
-async def _by_environment(
-    plays: Sequence[RolloutState],
-    items: Sequence[T],
-    ask: Callable[[EnvironmentClient, list[T]], Awaitable[Sequence[R]]],
-) -> list[R]:
-    """One result for each item, by one call for each environment, all at once."""
-    by_environment: dict[str, list[int]] = defaultdict(list)
-    for i, p in enumerate(plays):
-        by_environment[p.start.prompt.environment].append(i)
-
-    async def of(places: list[int]) -> Sequence[R]:
-        return await ask(plays[places[0]].environment, [items[i] for i in places])
-
-    groups = list(by_environment.values())
-    if len(groups) == 1:  # as in training: without a task of its own
-        answers = [await of(groups[0])]
+async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Await all; a single one needs no task of its own."""
+    if len(coroutines) == 1:
+        await coroutines[0]
     else:
-        answers = await asyncio.gather(*map(of, groups))
-    results: dict[int, R] = {}
-    for places, answer in zip(groups, answers, strict=True):
-        results.update(zip(places, answer, strict=True))
-    return [results[i] for i in range(len(plays))]
+        await gather(coroutines)
 
 
-async def _close(plays: Sequence[RolloutState]) -> None:
-    sessions: dict[str, list[RolloutState]] = defaultdict(list)
-    for p in plays:
-        sessions[p.start.prompt.environment].append(p)
-    for members in sessions.values():
-        await members[0].environment.close([p.session for p in members])
+@contextlib.contextmanager
+def _giving_up(states: Sequence[RolloutState]) -> Iterator[None]:
+    """Let rollouts end unscored, to be played again, if their engine or environment is lost."""
+    try:
+        yield
+    except (EngineError, ChildDied, DeadlineExceeded) as error:
+        _give_up(states, str(error))
 
 
-def _give_up(plays: Sequence[RolloutState], error: str, reason: EndReason | None = None) -> None:
-    for p in plays:
-        if not p.done:
-            p.finish_reason = reason or p.finish_reason
-            p.give_up(error, lost=True)
+def _give_up(states: Sequence[RolloutState], error: str, reason: EndReason | None = None) -> None:
+    for state in states:
+        if not state.done:
+            state.finish_reason = reason or state.finish_reason
+            state.give_up(error, lost=True)
 
 
 class LostBudget:

@@ -52,8 +52,8 @@ class SamplingParams:
 
 
 @frozen(kw_only=True)
-class Start:
-    """A rollout that is to be played."""
+class RolloutRequest:
+    """A request to play one prompt to its end."""
 
     prompt: Prompt
     seed: int
@@ -69,7 +69,7 @@ def derive_seed(*parts: Any) -> int:
 class RolloutState:
     """A rollout while it is played."""
 
-    start: Start
+    request: RolloutRequest
     environment: EnvironmentClient
     sampling: SamplingParams
     session: str = field(init=False, factory=lambda: str(next(_SESSIONS)))
@@ -89,12 +89,12 @@ class RolloutState:
     finish_reason: EndReason = "stop"
     error: str | None = None
     lost: bool = False
-    spoken: bool = False
-    """Its last completion are unscored yet."""
+    awaiting_reward: bool = False
+    """The environment has not answered its last completion yet."""
     done: bool = False
 
     def __attrs_post_init__(self) -> None:
-        self.messages = self.start.prompt.messages
+        self.messages = self.request.prompt.messages
 
     def begin(self, opened: SessionStart, prompt_ids: tuple[int, ...], context: int) -> None:
         self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
@@ -107,6 +107,11 @@ class RolloutState:
             )
 
     @property
+    def max_turns(self) -> int:
+        """Completions that it may have: the lower limit of its environment and of the sampling."""
+        return min(self.environment.max_turns, self.sampling.max_turns or self.environment.max_turns)
+
+    @property
     def room(self) -> int:
         """Tokens that may still be added."""
         limit = self.sampling.max_total_tokens or self.context
@@ -115,10 +120,10 @@ class RolloutState:
     @property
     def calls_tools(self) -> bool:
         """Its last message waits for the answers of tools."""
-        calls = self.spoken and self.finish_reason == "stop" and self.messages[-1].get("tool_calls")
+        calls = self.awaiting_reward and self.finish_reason == "stop" and self.messages[-1].get("tool_calls")
         return bool(calls)
 
-    def request(self, stop_token_ids: tuple[int, ...]) -> GenerationRequest:
+    def generation_request(self, stop_token_ids: tuple[int, ...]) -> GenerationRequest:
         # A first completion beyond the model's positions is a mistake in the configuration, which the engine
         # reports; only what the turns before have taken is subtracted.
         capped = self.turns > 0 or self.sampling.max_total_tokens
@@ -128,7 +133,8 @@ class RolloutState:
             temperature=self.sampling.temperature,
             stop_token_ids=stop_token_ids,
             stop=self.sampling.stop,
-            seed=self.start.seed if self.turns == 0 else derive_seed(self.start.seed, self.turns),
+            seed=self.request.seed if self.turns == 0 else derive_seed(self.request.seed, self.turns),
+            group=self.request.group,
         )
 
     def take_completion(self, completion: Completion, message: Message) -> None:
@@ -139,7 +145,7 @@ class RolloutState:
             self.tool_calls += len(calls)
         self.messages = (*self.messages, message)
         self.turns += 1
-        self.spoken = True
+        self.awaiting_reward = True
         self.finish_reason = completion.finish_reason
         if self.finish_reason == "length" and self.room <= 0:
             self.finish_reason = "tokens"
@@ -148,11 +154,11 @@ class RolloutState:
 
     def episode(self) -> Episode:
         return Episode(
-            prompt=self.start.prompt,
+            prompt=self.request.prompt,
             messages=self.messages,
             turn=self.turns - 1,
             session=self.session,
-            group=self.start.group,
+            group=self.request.group,
             finish_reason=self.finish_reason,
         )
 
@@ -162,7 +168,7 @@ class RolloutState:
         if feedback.error is not None or (feedback.done and feedback.reward is None):
             self.give_up(feedback.error or "the environment returned no feedback", lost=feedback.lost)
             return
-        self.spoken = False
+        self.awaiting_reward = False
         self.reward = (self.reward or 0.0) + (feedback.reward or 0.0)
         self.metrics |= feedback.metrics
         self.answer = feedback.answer
@@ -195,9 +201,7 @@ class RolloutState:
 
     def _limit(self) -> EndReason | None:
         """What forbids another turn."""
-        if self.turns >= min(
-            self.environment.max_turns, self.sampling.max_turns or self.environment.max_turns
-        ):
+        if self.turns >= self.max_turns:
             return "turns"
         if self.sampling.max_tool_calls and self.tool_calls > self.sampling.max_tool_calls:
             return "tool_calls"

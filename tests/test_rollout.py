@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
+from test_pipeline import Run
 
 from grpo_core.advantages import group as group_advantages
+from grpo_core.engines import wire
+from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import EngineError, PluginError
-from grpo_core.records import Feedback, Group, Prompt, Rollout, Weights
-from grpo_core.rollout import LostBudget, SamplingParams, Start, derive_seed, play
+from grpo_core.events import Dispatched
+from grpo_core.records import Feedback, GenerationRequest, Group, Prompt, Rollout, Weights
+from grpo_core.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.rows import check_staleness, make_batch
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
+from grpo_core.validation.runner import Context
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
 VERSION_0 = Weights(version=0, location="", nbytes=0, tensors=())
 
 
-def played(starts, environments, engine=None, deadline=None):
+def played(requests, environments, engine=None, deadline=None):
     async def story():
         used = engine or FakeEngine()
         await used.update_weights(VERSION_0)
         return await play(
-            starts,
+            requests,
             engine=used,
             environments=environments,
             renderer=FakeRenderer(),
@@ -34,13 +41,15 @@ def played(starts, environments, engine=None, deadline=None):
     return run(story())
 
 
-def starts(n, task="task"):
-    return [Start(prompt=prompt, seed=i, group=prompt.id) for i, prompt in enumerate(prompts(n, task))]
+def requests(n, task="task"):
+    return [
+        RolloutRequest(prompt=prompt, seed=i, group=prompt.id) for i, prompt in enumerate(prompts(n, task))
+    ]
 
 
 def test_one_engine_call_and_one_environment_call_a_turn():
     environment = FakeEnvironment()
-    rollouts = played(starts(100), {"task": environment})
+    rollouts = played(requests(100), {"task": environment})
     assert environment.calls == [100]
     assert [rollout.messages[0]["content"] for rollout in rollouts] == [f"prompt {i}" for i in range(100)]
 
@@ -51,7 +60,8 @@ def test_rewards_belong_to_their_rollouts_whatever_finishes_first():
 
     environments = {"even": FakeEnvironment(feedback), "odd": FakeEnvironment(feedback)}
     mixed = [
-        Start(prompt=prompts(20, "odd" if i % 2 else "even")[i], seed=i, group=str(i)) for i in range(20)
+        RolloutRequest(prompt=prompts(20, "odd" if i % 2 else "even")[i], seed=i, group=str(i))
+        for i in range(20)
     ]
     for i, rollout in enumerate(played(mixed, environments)):
         assert rollout.reward == i + (rollout.messages[-1]["content"] == "a") / 2
@@ -67,16 +77,16 @@ def guess(episode):
 
 def test_turns_go_on_while_the_environment_says_so_and_rewards_are_summed():
     environment = FakeEnvironment(guess, max_turns=3)
-    first, second, third, fourth = played(starts(4), {"task": environment})
+    first, second, third, fourth = played(requests(4), {"task": environment})
     assert [r.turns for r in (first, second, third, fourth)] == [1, 2, 3, 3]
     assert [r.reward for r in (first, second, third, fourth)] == [1.0, 0.75, 0.5, -0.75]
-    assert environment.calls == [4, 3, 2], "what is live is judged together"
+    assert environment.calls == [1] * 9, "each rollout is evaluated when its own completion is finished"
     assert second.metrics == {"tries": 2.0}
     assert [m["role"] for m in second.messages] == ["user", "assistant", "user", "assistant"]
 
 
 def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version():
-    (rollout,) = played(starts(2)[1:], {"task": FakeEnvironment(guess, max_turns=2)})
+    (rollout,) = played(requests(2)[1:], {"task": FakeEnvironment(guess, max_turns=2)})
     text = FakeRenderer().text(rollout.token_ids)
     assert text[1:3] == "no"
     assert rollout.sampled == (True, False, False, True)
@@ -93,23 +103,23 @@ def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version()
     ],
 )
 def test_no_verdict_is_not_a_reward_of_zero(feedback, error):
-    (rollout,) = played(starts(1), {"task": FakeEnvironment(lambda episode: feedback)})
+    (rollout,) = played(requests(1), {"task": FakeEnvironment(lambda episode: feedback)})
     assert (rollout.reward, rollout.error) == (None, error)
 
 
 def test_what_is_not_finished_at_the_deadline_is_unscored():
     engine = FakeEngine(latency=lambda rng: 100.0)
-    (rollout,) = played(starts(1), {"task": FakeEnvironment()}, engine, deadline=5.0)
+    (rollout,) = played(requests(1), {"task": FakeEnvironment()}, engine, deadline=5.0)
     assert (rollout.reward, rollout.error) == (None, "not finished within its deadline of 5 s")
     assert engine.running == 0, "the request was given up"
 
 
 def test_what_the_engine_loses_is_no_fault_of_the_environment():
     lose = FakeEngine(fault=lambda request: EngineError("died"))
-    (lost,) = played(starts(1), {"task": FakeEnvironment()}, lose)
-    (late,) = played(starts(1), {"task": FakeEnvironment()}, FakeEngine(latency=lambda rng: 99), deadline=9)
-    (failed,) = played(starts(1), {"task": FakeEnvironment(lambda e: Feedback(error="KeyError"))})
-    (fine,) = played(starts(1), {"task": FakeEnvironment()})
+    (lost,) = played(requests(1), {"task": FakeEnvironment()}, lose)
+    (late,) = played(requests(1), {"task": FakeEnvironment()}, FakeEngine(latency=lambda rng: 99), deadline=9)
+    (failed,) = played(requests(1), {"task": FakeEnvironment(lambda e: Feedback(error="KeyError"))})
+    (fine,) = played(requests(1), {"task": FakeEnvironment()})
     assert [r.lost for r in (lost, late, failed, fine)] == [True, True, False, False]
 
 
@@ -128,11 +138,13 @@ def test_an_engine_that_loses_everything_in_flight_with_all_retries_ends_the_run
 
 def test_what_the_engine_gives_up_is_unscored_and_bugs_are_not_hidden():
     (rollout,) = played(
-        starts(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: EngineError("died"))
+        requests(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: EngineError("died"))
     )
     assert (rollout.reward, rollout.error) == (None, "died")
     with pytest.raises(ZeroDivisionError):
-        played(starts(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: ZeroDivisionError()))
+        played(
+            requests(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: ZeroDivisionError())
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +167,7 @@ def test_an_engine_that_breaks_its_contract_is_told_how(changes, message):
             return [evolve(completion, **changes) for completion in completions if changes]
 
     with pytest.raises(PluginError, match=message):
-        played(starts(1), {"task": FakeEnvironment()}, Broken())
+        played(requests(1), {"task": FakeEnvironment()}, Broken())
 
 
 def test_seeds_depend_on_all_their_parts_and_fit_63_bits():
@@ -163,6 +175,111 @@ def test_seeds_depend_on_all_their_parts_and_fit_63_bits():
     assert len(seeds) == 1200
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(1, "a") == derive_seed(1, "a")
+
+
+# ---------------------------------------------------------------------------------- one engine for a group
+
+
+class SeenEngine(FakeEngine):
+    """An engine that keeps the requests that it is asked for."""
+
+    def __init__(self):
+        super().__init__(update_seconds=0.0)
+        self.seen = []
+
+    async def generate(self, requests):
+        self.seen += requests
+        return await super().generate(requests)
+
+
+def go_on(episode):
+    return Feedback(reward=0.0, done=False, messages="more")
+
+
+def engines_of_prompts(engines, among):
+    """Numbers of the engines that each prompt's requests went to, over all turns."""
+    return {
+        prompt.messages[0]["content"]: {
+            number
+            for number, engine in enumerate(engines)
+            for request in engine.seen
+            if FakeRenderer().text(request.prompt_ids).startswith(prompt.messages[0]["content"])
+        }
+        for prompt in among
+    }
+
+
+@pytest.mark.parametrize("needs_group", [False, True])
+@pytest.mark.parametrize("size", [2, 8])
+def test_all_turns_of_a_group_are_generated_by_one_engine_of_a_pool(size, needs_group):
+    engines = [SeenEngine() for _ in range(4)]
+    environment = FakeEnvironment(go_on, max_turns=4, needs_group=needs_group)
+
+    async def story():
+        pool = EnginePool(engines.__getitem__, len(engines))
+        await pool.update_weights(VERSION_0)
+        groups = [
+            play(
+                [RolloutRequest(prompt=prompt, seed=i, group=prompt.id) for i in range(size)],
+                engine=pool,
+                environments={"task": environment},
+                renderer=FakeRenderer(),
+                sampling=SAMPLING,
+            )
+            for prompt in prompts(4)
+        ]
+        played = await asyncio.gather(*groups)
+        await pool.aclose()
+        return played
+
+    assert {rollout.turns for group in run(story()) for rollout in group} == {4}
+    assert sum(len(engine.seen) for engine in engines) == 4 * 4 * size
+    where = engines_of_prompts(engines, prompts(4))
+    assert sorted(number for found in where.values() for number in found) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["batched", "pipelined"])
+def test_all_turns_of_validation_rollouts_of_a_prompt_are_generated_by_one_engine(mode):
+    """Also where prompts of two tasks have the same id."""
+    engines = [SeenEngine() for _ in range(4)]
+    environment = FakeEnvironment(go_on, max_turns=3)
+    held_out = [
+        Prompt(messages=f"{task} {i}", id=str(i), environment=task) for task in ("x", "y") for i in range(2)
+    ]
+
+    async def story():
+        pool = EnginePool(engines.__getitem__, len(engines))
+        await pool.update_weights(VERSION_0)
+        context = Context(
+            version=0,
+            prompts={task: [p for p in held_out if p.environment == task] for task in ("x", "y")},
+            engine=pool,
+            environments={"x": environment, "y": environment},
+            renderer=FakeRenderer(),
+            sampling=SAMPLING,
+        )
+        await context.rollout(held_out, n=3, temperature=1.0, mode=mode)
+        await pool.aclose()
+
+    run(story())
+    assert sum(len(engine.seen) for engine in engines) == 3 * 3 * len(held_out)
+    where = engines_of_prompts(engines, held_out)
+    assert sorted(number for found in where.values() for number in found) == [0, 1, 2, 3]
+
+
+def test_requests_in_training_carry_the_slot_of_their_group():
+    engine = SeenEngine()
+    steps = Run(engine=engine, steps=2, environment=FakeEnvironment(max_turns=2))()
+    slots = {str(slot.id) for event in steps.of(Dispatched) for slot in event.slots}
+    assert {request.group for request in engine.seen} == slots
+
+
+def test_a_request_reaches_an_engines_process_with_all_its_fields():
+    request = GenerationRequest(
+        prompt_ids=(1, 2), max_tokens=3, temperature=0.5, stop_token_ids=(4,), stop=("x",), seed=5, group="g"
+    )
+    assert all(getattr(request, field.name) != field.default for field in fields(GenerationRequest))
+    assert wire.unpack_requests(wire.pack_requests([request])) == [request]
 
 
 # ---------------------------------------------------------------------------------- rows

@@ -18,7 +18,7 @@ from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
 from grpo_core.protocols import Environment, EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart, Weights
-from grpo_core.rollout import SamplingParams, Start, play
+from grpo_core.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import FakeEngine, FakeRenderer
 
 PLAYGROUND = """
@@ -261,7 +261,7 @@ def test_an_evaluation_that_raises_costs_no_session(file):
 
 def played(process, engine, n=3):
     return play(
-        [Start(prompt=Prompt(messages="a", environment="play"), seed=i) for i in range(n)],
+        [RolloutRequest(prompt=Prompt(messages="a", environment="play"), seed=i) for i in range(n)],
         engine=engine,
         environments={"play": process},
         renderer=FakeRenderer(),

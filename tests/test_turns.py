@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import grpo_core as grpo
 from grpo_core.errors import EngineError
 from grpo_core.records import Completion, Feedback, Weights
-from grpo_core.rollout import SamplingParams, Start, derive_seed, play
+from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.testing.hosted import HostedEnvironment
 from grpo_core.validation.runner import Context
@@ -45,7 +45,7 @@ def played(environment, engine, n=1, *, sampling=SAMPLING, deadline=None, group=
     async def story():
         await engine.update_weights(weights(0))
         return await play(
-            [Start(prompt=prompts(1)[0], seed=i, group=group) for i in range(n)],
+            [RolloutRequest(prompt=prompts(1)[0], seed=i, group=group) for i in range(n)],
             engine=engine,
             environments={"task": environment},
             renderer=renderer or FakeRenderer(),
@@ -106,7 +106,7 @@ def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers
         await engine.update_weights(weights(0))
         rows = asyncio.create_task(
             play(
-                [Start(prompt=prompt, seed=i) for i, prompt in enumerate(prompts(n))],
+                [RolloutRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts(n))],
                 engine=engine,
                 environments={"task": FakeEnvironment(feedback, max_turns=turns)},
                 renderer=FakeRenderer(),
@@ -120,11 +120,11 @@ def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers
         return await rows
 
     for rollout in run(story()):
-        spoken = [
+        generated = [
             (r, c) for r, c in engine.said if r.prompt_ids[: len(rollout.prompt_ids)] == rollout.prompt_ids
         ]
         place = 0
-        for request, completion in spoken:
+        for request, completion in generated:
             end = len(request.prompt_ids) - len(rollout.prompt_ids)
             assert request.prompt_ids == rollout.prompt_ids + rollout.token_ids[:end], "seen = kept"
             assert not any(rollout.sampled[place:end]), "answers are not trained"
@@ -136,8 +136,8 @@ def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers
             assert rollout.logprobs[end:place] == completion.logprobs
             assert rollout.versions[end:place] == completion.versions
         assert place == len(rollout.token_ids), "a row ends with what was sampled"
-        assert sum(rollout.sampled) == sum(len(c.token_ids) for _, c in spoken)
-        assert rollout.turns == len(spoken) <= turns
+        assert sum(rollout.sampled) == sum(len(c.token_ids) for _, c in generated)
+        assert rollout.turns == len(generated) <= turns
         assert rollout.reward == 0.5 * rollout.turns
         assert not total or len(rollout.prompt_ids) + len(rollout.token_ids) <= total
 
@@ -419,7 +419,7 @@ def test_a_session_is_closed_once_however_its_rollout_ends(end):
         await engine.update_weights(weights(0))
         rollouts = asyncio.create_task(
             play(
-                [Start(prompt=prompts(1)[0], seed=i) for i in range(3)],
+                [RolloutRequest(prompt=prompts(1)[0], seed=i) for i in range(3)],
                 engine=engine,
                 environments={"task": environment},
                 renderer=FakeRenderer(),
@@ -433,7 +433,7 @@ def test_a_session_is_closed_once_however_its_rollout_ends(end):
         if "twice" in end:
             await asyncio.sleep(0)
             rollouts.cancel()
-        await asyncio.wait([rollouts])
+        await asyncio.gather(rollouts, return_exceptions=True)
 
     run(story())
     assert Counter(what for what, _ in counters.log) == {"open": 3, "close": 3}
@@ -498,6 +498,170 @@ def test_a_group_stays_whole_when_some_of_it_have_ended():
     assert len({r.turns for r in rollouts}) > 1, "some have ended before the others"
 
 
+# ---------------------------------------------------------------------------------- rollouts on their own
+
+
+class PacedEngine(FakeEngine):
+    """Takes for each completion what ``seconds`` says of its rollout (its number, from 0) and its turn."""
+
+    def __init__(self, seconds, *, rollouts=8, turns=8, **options):
+        super().__init__(**options)
+        self.seconds, self.asked = seconds, []
+        self.place = {
+            derive_seed(i, turn) if turn else i: (i, turn) for i in range(rollouts) for turn in range(turns)
+        }
+
+    async def generate(self, requests):
+        for request in requests:
+            rollout, turn = self.place[request.seed]
+            self.asked.append((rollout, turn, round(asyncio.get_running_loop().time())))
+        await asyncio.sleep(max(self.seconds(*self.place[request.seed]) for request in requests))
+        return await super().generate(requests)
+
+
+def at_pace(seconds, **options):
+    return PacedEngine(seconds, latency=lambda rng: 0.0, update_seconds=0.0, **options)
+
+
+def seconds_of(environment, engine, n, **options):
+    """Rollouts, and virtual seconds until the last has ended."""
+    clock = {}
+
+    async def evaluate(episodes):
+        feedback = await original(episodes)
+        clock["end"] = asyncio.get_running_loop().time()
+        return feedback
+
+    original, environment.evaluate = environment.evaluate, evaluate
+    return played(environment, engine, n, **options), clock["end"]
+
+
+def varied(rollout, turn):
+    """Each rollout is slow in another turn."""
+    return 100.0 if rollout == turn else 1.0
+
+
+def test_rollouts_of_a_group_do_not_wait_for_each_other():
+    environment = FakeEnvironment(go_on, max_turns=3, seconds=0.0)
+    engine = at_pace(varied)
+    rollouts, seconds = seconds_of(environment, engine, 3)
+    assert [rollout.turns for rollout in rollouts] == [3, 3, 3]
+    assert seconds == pytest.approx(102.0), "as long as each of them alone"
+    assert sorted(engine.asked) == [
+        *((0, 0, 0), (0, 1, 100), (0, 2, 101)),
+        *((1, 0, 0), (1, 1, 1), (1, 2, 101)),
+        *((2, 0, 0), (2, 1, 1), (2, 2, 2)),
+    ]
+
+
+def test_in_lockstep_they_wait_and_share_one_call_a_turn():
+    environment = FakeEnvironment(go_on, max_turns=3, seconds=0.0)
+
+    async def story():
+        engine = at_pace(varied)
+        await engine.update_weights(weights(0))
+        await play(
+            [RolloutRequest(prompt=prompts(1)[0], seed=i) for i in range(3)],
+            engine=engine,
+            environments={"task": environment},
+            renderer=FakeRenderer(),
+            sampling=SAMPLING,
+            lockstep=True,
+        )
+        return asyncio.get_running_loop().time()
+
+    assert run(story()) == pytest.approx(300.0)
+    assert environment.calls == [3, 3, 3]
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_turns": 1}])
+def test_a_group_of_one_turn_shares_one_call_of_its_engine_and_its_environment(limits):
+    environment = FakeEnvironment(go_on, max_turns=3 if limits else 1)
+    calls = []
+
+    class Counting(FakeEngine):
+        async def generate(self, requests):
+            calls.append(len(requests))
+            return await super().generate(requests)
+
+    played(environment, Counting(), 8, sampling=evolve(SAMPLING, **limits))
+    assert calls == environment.calls == [8]
+
+
+def test_only_the_evaluation_of_a_compared_group_waits_and_its_tools_do_not():
+    """The first calls its tool three times, which takes as long as the other's only completion."""
+
+    environment = Ranking()
+
+    def reply(request, rng):
+        rollout, turn = engine.place[request.seed]
+        return call("price", item="tea") if rollout == 0 and turn < 3 else "done"
+
+    engine = at_pace(lambda rollout, turn: 1.0 if rollout == 0 else 4.0, reply=reply)
+    rollouts, seconds = seconds_of(HostedEnvironment(environment), engine, 2)
+    assert [rollout.turns for rollout in rollouts] == [4, 1]
+    assert environment.sizes == [2]
+    assert seconds == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("needs_group", "rewards"), [(False, [0.75, None, 0.75]), (True, [None] * 3)])
+def test_an_engines_error_loses_the_rollout_that_it_hit_or_the_group_that_is_compared(needs_group, rewards):
+    environment = FakeEnvironment(go_on, max_turns=3, needs_group=needs_group)
+
+    def fault(request):
+        return EngineError("died") if engine.place[request.seed] == (1, 1) else None
+
+    engine = at_pace(varied, fault=fault)
+    rollouts = played(environment, engine, 3)
+    assert [rollout.reward for rollout in rollouts] == rewards
+    assert [rollout.lost for rollout in rollouts] == [reward is None for reward in rewards]
+    assert engine.running == 0
+
+
+def test_the_deadline_ends_those_that_are_late_and_keeps_what_is_finished():
+    environment = FakeEnvironment(go_on, max_turns=3)
+    engine = at_pace(lambda rollout, turn: 10.0 if rollout == 1 else 1.0)
+    rollouts = played(environment, engine, 3, deadline=15.0)
+    assert [rollout.reward for rollout in rollouts] == [0.75, None, 0.75]
+    assert [rollout.turns for rollout in rollouts] == [3, 1, 3]
+    assert rollouts[1].error == "not finished within its deadline of 15 s"
+    assert engine.running == 0
+
+
+@pytest.mark.parametrize("needs_group", [False, True])
+def test_a_session_ends_with_its_rollout_unless_its_group_is_compared(needs_group):
+    environment = FakeEnvironment(max_turns=3, needs_group=needs_group, seconds=0.0)
+    engine = at_pace(lambda rollout, turn: 100.0 if rollout == 2 else 1.0)
+    moments = []
+
+    async def close(sessions):
+        moments.append((round(asyncio.get_running_loop().time()), len(sessions)))
+
+    environment.close = close
+    played(environment, engine, 3)
+    assert moments == ([(100, 3)] if needs_group else [(1, 1), (1, 1), (100, 1)])
+
+
+def test_an_error_in_one_rollout_leaves_no_other_of_its_group_running():
+    engine = at_pace(varied, fault=lambda r: ZeroDivisionError() if engine.place[r.seed] == (1, 0) else None)
+    environment = FakeEnvironment(go_on, max_turns=3)
+
+    async def story():
+        await engine.update_weights(weights(0))
+        with pytest.raises(ZeroDivisionError):
+            await play(
+                [RolloutRequest(prompt=prompts(1)[0], seed=i) for i in range(3)],
+                engine=engine,
+                environments={"task": environment},
+                renderer=FakeRenderer(),
+                sampling=SAMPLING,
+            )
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(story())
+    assert sorted(environment.closed) == sorted(environment.opened)
+
+
 # ---------------------------------------------------------------------------------- the same everywhere
 
 
@@ -520,7 +684,7 @@ def test_training_and_validation_play_the_same(mode):
         trained = []
         for prompt in items:
             trained += await play(
-                [Start(prompt=prompt, seed=i, group=prompt.id) for i in range(2)],
+                [RolloutRequest(prompt=prompt, seed=i, group=prompt.id) for i in range(2)],
                 engine=engine,
                 environments=environments,
                 renderer=FakeRenderer(),

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import TypeVar
 
@@ -44,7 +44,8 @@ ATTEMPTS = 4
 """Number of times that a request is tried before the request itself is considered at fault."""
 
 AFFINITY = 4
-"""Keep a group on its member unless that has this many times the group's tokens more queued than another."""
+"""Keep a group on its member unless that has this many times the group's running tokens more queued than
+another."""
 
 HOMES = 10_000
 """Number of groups whose member is remembered."""
@@ -107,6 +108,8 @@ class EnginePool:
         self._target: WeightsLease | None = None
         """Weights that every member should hold."""
         self._homes: OrderedDict[Hashable, Member] = OrderedDict()
+        self._running: Counter[Hashable] = Counter()
+        """Tokens of the requests of each group that are not answered yet."""
         self._fault: Exception | None = None
         self._changed = asyncio.Event()
         for _ in range(workers):
@@ -230,17 +233,25 @@ class EnginePool:
             missing = {i: requests[i] for i in places if i not in found}
             if not missing:
                 return
-            member = await self._choose(key, sum(map(tokens_of, missing.values())))
-            error = await member.ask(missing, found)
+            tokens = sum(map(tokens_of, missing.values()))
+            self._running[key] += tokens
+            try:
+                member = await self._choose(key)
+                error = await member.ask(missing, found)
+            finally:
+                self._running[key] -= tokens
+                if not self._running[key]:
+                    del self._running[key]
         if error is not None:
             raise EngineError(f"engine pool: a request failed {ATTEMPTS} times, the last time: {error}")
 
-    async def _choose(self, key: Hashable, tokens: int) -> Member:
+    async def _choose(self, key: Hashable) -> Member:
         """Choose the least loaded member, or this group's last member if its load is not much higher."""
         ready = await self._until(self._serving)
         least = min(ready, key=lambda member: member.tokens)
         home = self._homes.pop(key, least)
-        chosen = home if home in ready and home.tokens <= least.tokens + AFFINITY * tokens else least
+        near = home.tokens <= least.tokens + AFFINITY * self._running[key]
+        chosen = home if home in ready and near else least
         self._homes[key] = chosen
         if len(self._homes) > HOMES:
             self._homes.popitem(last=False)

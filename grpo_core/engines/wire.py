@@ -11,7 +11,10 @@ Packed = list[tuple[Any, ...]]
 
 
 def pack_requests(requests: Iterable[GenerationRequest]) -> Packed:
-    return [(r.prompt_ids, r.max_tokens, r.temperature, r.stop_token_ids, r.stop, r.seed) for r in requests]
+    return [
+        (r.prompt_ids, r.max_tokens, r.temperature, r.stop_token_ids, r.stop, r.seed, r.group)
+        for r in requests
+    ]
 
 
 def unpack_requests(packed: Packed) -> list[GenerationRequest]:
@@ -23,8 +26,9 @@ def unpack_requests(packed: Packed) -> list[GenerationRequest]:
             stop_token_ids=stop_token_ids,
             stop=stop,
             seed=seed,
+            group=group,
         )
-        for prompt_ids, max_tokens, temperature, stop_token_ids, stop, seed in packed
+        for prompt_ids, max_tokens, temperature, stop_token_ids, stop, seed, group in packed
     ]
 
 

@@ -18,7 +18,7 @@ from grpo_core.errors import PluginError, WeightSyncError
 from grpo_core.protocols import Engine, EnvironmentClient, ValidationStrategy
 from grpo_core.records import Prompt, Rollout
 from grpo_core.rendering import Renderer
-from grpo_core.rollout import SamplingParams, Start, derive_seed, play
+from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 
 Results = Mapping[str, Mapping[str, float]]
 """``{task: {metric: value}}``."""
@@ -73,77 +73,83 @@ class Context:
         before: the same for every version that is measured.  Raises WeightSyncError if a token was sampled
         by another version.
         """
-        starts = [start for prompt in prompts for start in self._starts(prompt, n)]
+        requests = [request for prompt in prompts for request in self._requests(prompt, n)]
         sampling = evolve(
             self.sampling, temperature=temperature, max_tokens=max_tokens or self.sampling.max_tokens
         )
-        parts = [starts] if mode == "batched" else self._apart(starts)
+        batched = mode == "batched"
+        parts = [requests] if batched else self._apart(requests)
         async with asyncio.TaskGroup() as group:
-            playing = [group.create_task(self._play(part, sampling)) for part in parts if part]
+            playing = [
+                group.create_task(self._play(part, sampling, lockstep=batched)) for part in parts if part
+            ]
         rollouts = [rollout for part in playing for rollout in part.result()]
-        for start, rollout in zip(starts, rollouts, strict=True):
-            self._observe(start, rollout)
+        for request, rollout in zip(requests, rollouts, strict=True):
+            self._observe(request, rollout)
         return rollouts
 
-    def _starts(self, prompt: Prompt, n: int) -> list[Start]:
+    def _requests(self, prompt: Prompt, n: int) -> list[RolloutRequest]:
         task, before = prompt.environment, self._asked[prompt.environment, prompt.id]
         self._asked[task, prompt.id] += n
         return [
-            Start(
+            RolloutRequest(
                 prompt=prompt,
                 seed=derive_seed("validation", self.seed, task, prompt.id, i),
-                group=f"validation/{prompt.id}/{before}",
+                group=f"validation/{task}/{prompt.id}/{before}",
             )
             for i in range(before, before + n)
         ]
 
-    def _apart(self, starts: Sequence[Start]) -> list[list[Start]]:
+    def _apart(self, requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
         """What may go its own way: rollouts, or groups of those that are compared."""
-        parts: dict[object, list[Start]] = {}
-        for start in starts:
-            task = start.prompt.environment
-            key = (task, start.group) if self.environments[task].needs_group else id(start)
-            parts.setdefault(key, []).append(start)
+        parts: dict[object, list[RolloutRequest]] = {}
+        for request in requests:
+            task = request.prompt.environment
+            key = (task, request.group) if self.environments[task].needs_group else id(request)
+            parts.setdefault(key, []).append(request)
         return list(parts.values())
 
-    async def _play(self, starts: Sequence[Start], sampling: SamplingParams) -> list[Rollout]:
-        """To their ends; what the engine loses is played again within the deadline."""
+    async def _play(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, *, lockstep: bool
+    ) -> list[Rollout]:
+        """Play rollouts to their ends; play what the engine loses again within the deadline."""
         loop = asyncio.get_running_loop()
         until = None if self.deadline is None else loop.time() + self.deadline
         played: dict[int, Rollout] = {}
-        wanted = list(range(len(starts)))
+        wanted = list(range(len(requests)))
         for _ in range(self.retries + 1):
             left = None if until is None else until - loop.time()
             if not wanted or (left is not None and left <= 0):
                 break
             rollouts = await play(
-                [starts[i] for i in wanted],
+                [requests[i] for i in wanted],
                 engine=self.engine,
                 environments=self.environments,
                 renderer=self.renderer,
                 sampling=sampling,
                 deadline=left,
+                lockstep=lockstep,
             )
             played.update(zip(wanted, rollouts, strict=True))
-            wanted = self._lost(starts, played)
-        return [played[i] for i in range(len(starts))]
+            wanted = self._lost(requests, played)
+        return [played[i] for i in range(len(requests))]
 
-    def _lost(self, starts: Sequence[Start], played: Mapping[int, Rollout]) -> list[int]:
+    def _lost(self, requests: Sequence[RolloutRequest], played: Mapping[int, Rollout]) -> list[int]:
         """Places of the rollouts that are played again; a group that is compared is played again whole."""
         lost = {i for i, rollout in played.items() if rollout.lost}
-        groups = {(starts[i].prompt.environment, starts[i].group) for i in lost}
+        groups = {(requests[i].prompt.environment, requests[i].group) for i in lost}
         return [
             i
-            for i, start in enumerate(starts)
+            for i, request in enumerate(requests)
             if i in lost
             or (
-                self.environments[start.prompt.environment].needs_group
-                and (start.prompt.environment, start.group) in groups
+                self.environments[request.prompt.environment].needs_group
+                and (request.prompt.environment, request.group) in groups
             )
         ]
 
-    def _observe(self, start: Start, rollout: Rollout) -> None:
-        tally = self.tallies.setdefault(start.prompt.environment, Tally())
+    def _observe(self, request: RolloutRequest, rollout: Rollout) -> None:
+        tally = self.tallies.setdefault(request.prompt.environment, Tally())
         tally.rollouts += 1
         if rollout.reward is None:
             tally.errors += 1

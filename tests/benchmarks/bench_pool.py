@@ -30,7 +30,7 @@ from grpo_core.protocols import Engine
 from grpo_core.ray_workers import cluster
 from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
-from grpo_core.rollout import SamplingParams, Start, play
+from grpo_core.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
 
 SLEEPY = f"{Path(__file__).with_name('sleepy.py')}:Sleepy"
@@ -120,9 +120,9 @@ async def rollouts(engine: Engine) -> int:
     environment = FakeEnvironment(lambda episode: Feedback(reward=1.0), seconds=0.0)
 
     async def one(prompt: Any) -> None:
-        starts = [Start(prompt=prompt, seed=i, group=prompt.id) for i in range(GROUP)]
+        requests = [RolloutRequest(prompt=prompt, seed=i, group=prompt.id) for i in range(GROUP)]
         await play(
-            starts,
+            requests,
             engine=engine,
             environments={"task": environment},
             renderer=Renderer(),  # type: ignore[arg-type]

@@ -1,11 +1,17 @@
-"""How long validation takes on simulated latencies: batched, pipelined, and with one call for each rollout.
+"""How long rollouts take on simulated latencies, in validation and in training.
 
     python tests/benchmarks/bench_validation.py
 
 256 prompts; an engine that generates all of them beside each other, 20 seconds for most and up to a few times
 as many for some; an environment with one process, half a second for a call and two milliseconds for each
 episode in it.  The limit is the slowest rollout with a call of its own for each of its turns, as if nobody
-else used the environment.  Under the virtual clock: these seconds are exact, and the same everywhere.
+else used the environment.
+
+Validation is batched, pipelined, and pipelined with one environment call for each rollout.  In training the
+same number of rollouts is played as a step of groups of 8; a group's limit is its slowest rollout.  The row
+``in lockstep`` is what it costs if the rollouts of a group wait for each other at each turn.
+
+Under the virtual clock: these seconds are exact, and the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,13 +22,14 @@ from collections.abc import Callable
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt, Weights
-from grpo_core.rollout import SamplingParams
+from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, clock
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import ScoringStrategy
 
-PROMPTS, SEEDS = 256, range(20)
+PROMPTS, GROUP, SEEDS = 256, 8, range(20)
 CALL, EPISODE = 0.5, 0.002
 
 
@@ -66,6 +73,35 @@ def validated(mode: str, turns: int, seed: int, wrap: Callable) -> tuple[float, 
     return clock.run(story()), len(environment.calls)
 
 
+def trained(turns: int, seed: int, wrap: Callable, *, lockstep: bool = False) -> list[float]:
+    """Virtual seconds of each group of a step."""
+
+    async def group(number: int, engine: FakeEngine, environment: EnvironmentClient) -> float:
+        prompt = Prompt(messages=f"{number}", id=f"{number}", environment="task")
+        requests = [
+            RolloutRequest(prompt=prompt, seed=derive_seed(seed, number, i), group=prompt.id)
+            for i in range(GROUP)
+        ]
+        rollouts = await play(
+            requests,
+            engine=engine,
+            environments={"task": environment},
+            renderer=FakeRenderer(),
+            sampling=SamplingParams(temperature=1.0, max_tokens=8),
+            lockstep=lockstep,
+        )
+        assert [rollout.turns for rollout in rollouts] == [turns] * GROUP
+        return asyncio.get_running_loop().time()
+
+    async def story() -> list[float]:
+        engine = FakeEngine(latency=lambda rng: rng.lognormvariate(3.0, 0.4), update_seconds=0.0)
+        await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
+        environment = wrap(Environment(turns))
+        return await asyncio.gather(*(group(i, engine, environment) for i in range(PROMPTS // GROUP)))
+
+    return clock.run(story())
+
+
 def batcher(**options):
     return lambda environment: BatchedEnvironment(environment, EnvironmentConfig(**options))
 
@@ -106,7 +142,7 @@ def compare(turns: int) -> None:
     )
     show(f"{what}: batched, calls of the environment", max(c for _, c in each["batched"]), turns, below=True)
     worst = max(times_the_limit("pipelined"))
-    show(f"{what}: pipelined, x the limit (worst of {len(SEEDS)})", worst, 1.05, below=True)
+    show(f"{what}: pipelined, x the limit (worst of {len(SEEDS)})", worst, 1.02, below=True)
     calls = statistics.median(count for _, count in each["pipelined"])
     show(
         f"{what}: pipelined, calls for each of one call for each rollout",
@@ -120,6 +156,24 @@ def compare(turns: int) -> None:
     show(f"{what}: pipelined, x as fast as one call for each rollout", faster, 1.0)
 
 
+def compare_training(turns: int) -> None:
+    merged = batcher(max_batch=256, max_wait=0.005)
+    limits = [trained(turns, seed, lambda environment: environment) for seed in SEEDS]
+
+    def times_the_limit(**options: bool) -> float:
+        """Of a step: the mean over its groups; the worst of all seeds."""
+        steps = [trained(turns, seed, merged, **options) for seed in SEEDS]
+        return max(
+            statistics.fmean(seconds / limit for seconds, limit in zip(step, alone, strict=True))
+            for step, alone in zip(steps, limits, strict=True)
+        )
+
+    what = f"{turns} turns, training"
+    show(f"{what}: in lockstep, x the limit (worst of {len(SEEDS)})", times_the_limit(lockstep=True))
+    show(f"{what}: a group, x the limit (worst of {len(SEEDS)})", times_the_limit(), 1.02, below=True)
+
+
 if __name__ == "__main__":
     for turns in (1, 3):
         compare(turns)
+    compare_training(3)

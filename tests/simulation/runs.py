@@ -42,7 +42,7 @@ from grpo_core.pipeline import Pipeline, Schedule, Written
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Group, Prompt
 from grpo_core.reporting.tracking import plain
-from grpo_core.rollout import SamplingParams, Start, play
+from grpo_core.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeRenderer
 from simulation.faults import NONE, Dice, Faults
@@ -397,9 +397,11 @@ class Simulation:
         sampling: SamplingParams,
     ) -> Mapping[str, Mapping[str, float]]:
         """All tokens of a validation are of one version."""
-        starts = [Start(prompt=prompt, seed=i) for i, prompt in enumerate(self._prompts["short"][:3])]
+        requests = [
+            RolloutRequest(prompt=prompt, seed=i) for i, prompt in enumerate(self._prompts["short"][:3])
+        ]
         rollouts = await play(
-            starts,
+            requests,
             engine=engine,
             environments=environments,
             renderer=FakeRenderer(),  # type: ignore[arg-type]

@@ -76,3 +76,13 @@ class VllmEngine(ChildEngine):
             # threads that spin while they wait would take the trainer's cores
             env_vars={"VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive"},
         )
+
+    async def prefix_cache(self) -> dict[str, int]:
+        """Return what vLLM reused of the prompts of all requests that it finished since its start.
+
+        ``prompt_tokens`` are all tokens of these prompts, ``cached_tokens`` those that its prefix cache had.
+        Raises EngineError before the first ``update_weights``, ChildDied if the engine's process died.
+        """
+        child = await self._ready_child()
+        told: dict[str, int] = await child.call("prefix_cache", seconds=self._setup.deadline)
+        return told

@@ -52,6 +52,8 @@ class Server(DecodingServer):
         """The model's tokens, and the longest prompt with its completion."""
         self._held: Weights | None = None
         self._asleep = False
+        self._prompt_tokens = self._cached_tokens = 0
+        """Of all finished requests."""
 
     # ------------------------------------------------------------------------------ generation
 
@@ -88,10 +90,16 @@ class Server(DecodingServer):
     def step(self) -> Iterator[tuple[int, Completion | EngineError]]:
         for output in self._engine.step():
             if output.finished:
+                self._prompt_tokens += len(output.prompt_token_ids)
+                self._cached_tokens += output.num_cached_tokens or 0
                 yield int(output.request_id), completing.completion(output)
 
     def forget(self, keys: set[int]) -> None:
         self._engine.abort_request([str(key) for key in keys])
+
+    def prefix_cache(self) -> dict[str, int]:
+        """Return the prompt tokens of all finished requests, and how many of them the prefix cache held."""
+        return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
 
     # ------------------------------------------------------------------------------ weights
 
