@@ -115,7 +115,7 @@ BLOCK = 32
 
 
 class TwoTurns(FakeEnvironment):
-    """Asks for a second turn once the first turns of all rollouts are over, and reads the caches in between."""
+    """Asks for a second turn once all first turns are over, and reads the caches in between."""
 
     def __init__(self, engines, rollouts):
         super().__init__(max_turns=2)
