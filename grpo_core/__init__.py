@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from grpo_core import errors
     from grpo_core.errors import ConfigError, GrpoError, PluginError
     from grpo_core.hookspecs import hookimpl
+    from grpo_core.loss import LossInputs, needs
     from grpo_core.protocols import (
         Engine,
         Environment,
         Loader,
         Sampler,
+        Trainer,
         ValidationContext,
         ValidationStrategy,
     )
     from grpo_core.records import (
+        Batch,
         Completion,
         EngineSetup,
         Episode,
@@ -32,12 +35,15 @@ if TYPE_CHECKING:
         Prompt,
         Rollout,
         SampleRequest,
+        StepResult,
         Weights,
     )
+    from grpo_core.training.setup import TrainerSetup
 
     __version__: str
 
 __all__ = [
+    "Batch",
     "Completion",
     "ConfigError",
     "Engine",
@@ -49,32 +55,41 @@ __all__ = [
     "Group",
     "GrpoError",
     "Loader",
+    "LossInputs",
     "Message",
     "PluginError",
     "Prompt",
     "Rollout",
     "SampleRequest",
     "Sampler",
+    "StepResult",
+    "Trainer",
+    "TrainerSetup",
     "ValidationContext",
     "ValidationStrategy",
     "Weights",
     "__version__",
     "errors",
     "hookimpl",
+    "needs",
 ]
 
 _HOMES = {
     "grpo_core.errors": ("ConfigError", "GrpoError", "PluginError"),
     "grpo_core.hookspecs": ("hookimpl",),
+    "grpo_core.loss": ("LossInputs", "needs"),
     "grpo_core.protocols": (
         "Engine",
         "Environment",
         "Loader",
         "Sampler",
+        "Trainer",
         "ValidationContext",
         "ValidationStrategy",
     ),
+    "grpo_core.training.setup": ("TrainerSetup",),
     "grpo_core.records": (
+        "Batch",
         "Completion",
         "EngineSetup",
         "Episode",
@@ -85,6 +100,7 @@ _HOMES = {
         "Rollout",
         "SampleRequest",
         "Feedback",
+        "StepResult",
         "Weights",
     ),
 }

@@ -188,9 +188,10 @@ class RolloutConfig:
 
 
 @frozen(kw_only=True)
-class TrainerConfig:
-    """The optimizer."""
+class TrainerConfig(PluginChoice):
+    """Which trainer trains, and how."""
 
+    name: str = "torch"
     steps: int = field(default=100, validator=ge(1))
     prompts_per_step: int = field(default=16, validator=ge(1))
     updates_per_step: int = field(default=1, validator=ge(1))

@@ -101,6 +101,8 @@ class Pipeline:
     sampling: SamplingParams
     group_size: int
     advantages: AdvantageFunction
+    all_rows: bool = False
+    """Rows with advantage 0 are trained as well, because the loss needs them."""
     dynamic: DynamicSampling | None = None
     """Filters groups that teach nothing; None trains all."""
     seed: int = 0
@@ -268,7 +270,11 @@ class Pipeline:
         step = self._trained
         waited = self._meter.now() - started
         batch = make_batch(
-            groups, step=step, temperature=self.sampling.temperature, advantages=self.advantages
+            groups,
+            step=step,
+            temperature=self.sampling.temperature,
+            advantages=self.advantages,
+            all_rows=self.all_rows,
         )
         async with self._stepping:
             result = await self.trainer.step(batch)
@@ -280,6 +286,7 @@ class Pipeline:
         self._apply(lambda: setattr(self, "_published", weights))
         self._observe(groups)
         metrics = task_metrics(groups, step=step)
+        metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)

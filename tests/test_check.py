@@ -279,8 +279,8 @@ def test_what_a_file_holds_is_told_by_its_methods_or_by_the_user(tmp_path):
     with pytest.raises(ConfigError, match="tell what it is with --kind: environment, sampler"):
         check.find(host, f"{file}:make")
     assert check.find(host, f"{file}:make", "sampler").kind == "sampler"
-    with pytest.raises(ConfigError, match="--kind loss: cannot be checked; one of environment, sampler"):
-        check.find(host, f"{file}:make", "loss")
+    with pytest.raises(ConfigError, match="--kind trainer: cannot be checked; one of environment, sampler"):
+        check.find(host, f"{file}:make", "trainer")
 
 
 # ---------------------------------------------------------------------------------- as users do it

@@ -313,8 +313,10 @@ def test_an_engine_that_never_takes_new_weights_is_named_at_its_deadline():
 
 def test_advantages_of_the_wrong_shape_are_an_error_that_says_so():
     run_ = Run()
-    run_.pipeline.advantages = lambda rewards: rewards[:-1]
-    with pytest.raises(PluginError, match=r"returned groups of sizes \[4, 4, 4\], expected \[4, 4, 4, 4\]"):
+    run_.pipeline.advantages = lambda groups: [[0.0] * len(group.rollouts) for group in groups[:-1]]
+    with pytest.raises(
+        PluginError, match=r"returned groups of sizes \[4, 4, 4\]; expected .* \[4, 4, 4, 4\]"
+    ):
         run_()
 
 

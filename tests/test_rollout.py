@@ -197,15 +197,15 @@ def test_groups_without_a_difference_teach_nothing_and_are_left_out():
 def test_every_row_has_its_own_rollouts_advantage(rewards):
     groups = [a_group(row) for row in rewards]
     batch = make_batch(groups, step=3, temperature=1.0, advantages=group_advantages)
-    expected = [(i, a) for i, row in enumerate(group_advantages(rewards)) for a in row if a]
+    expected = [(i, a) for i, row in enumerate(group_advantages(groups)) for a in row if a]
     assert [(row.group, row.advantage) for row in batch.rows] == expected
 
 
 def test_advantages_of_another_shape_name_the_function():
-    def broken(rewards):
+    def broken(groups):
         return [[0.0]]
 
-    with pytest.raises(PluginError, match=r"'broken': returned groups of sizes \[1\], expected \[2\]"):
+    with pytest.raises(PluginError, match=r"broken.* returned groups of sizes \[1\]; expected .* \[2\]"):
         make_batch([a_group([0.0, 1.0])], step=0, temperature=1.0, advantages=broken)
 
 

@@ -21,7 +21,8 @@ from grpo_core.records import Batch, Row
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.training import policy, tiny
 from grpo_core.training.logprobs import KEEP_BYTES
-from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
+from grpo_core.training.process import ProcessTrainer, thread_count
+from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer, create, learning_rate, token_budget
 from grpo_core.weights.reading import read
 
@@ -102,7 +103,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> Non
     for step in range(3):
         result = trainer.step(batch(before, step))
     assert result.version == 3 == trainer.publish().version
-    found, _ = trainer._policy.score(policy.collate(rows, trainer._device), 1.0)
+    found, _ = trainer.model.score(policy.collate(rows, trainer._device), 1.0)
     change = found.detach() - torch.tensor([v for r in before for v in r.logprobs])
     assert change[:4].mean() > 0.02
     assert change[4:].mean() < -0.02
@@ -158,8 +159,8 @@ def test_the_gradient_does_not_depend_on_padding_splitting_or_order(
         for budget in (10**6, tokens_per_microbatch)
     )
     for trainer, given in ((one, ragged(groups=1, size=8)), (other, rows)):
-        trainer._policy.model.double()
-        trainer._reference.model.double()  # type: ignore[union-attr]
+        trainer.model.policy.module.double()
+        trainer.model.reference.module.double()
         trainer.step(batch(given))
     mine, theirs = weights(one), weights(other)
     start = weights(TorchTrainer(setup(model)))
@@ -358,7 +359,7 @@ def test_any_causal_model_is_scored_as_it_scores_itself(kind: str, fused: bool, 
         for n in (1, 4, 9)
     ]  # fmt: skip
     trainer = TorchTrainer(setup(str(tmp_path)))
-    assert trainer._policy._plain_head is fused
+    assert trainer.model.policy._plain_head is fused
     result = trainer.step(batch(scores(str(tmp_path), rows)))
     assert result.metrics["logprob_diff_mean"] < 1e-5
 
@@ -511,9 +512,9 @@ def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_pa
     given = setup(model)
 
     async def story() -> None:
-        trainer = ProcessTrainer(given, log=tmp_path / "log")
+        trainer = ProcessTrainer(attrs.evolve(given, log=str(tmp_path / "log")))
         try:
-            assert (await trainer.started())["version"] == 0
+            await trainer.started()
             for step in range(2):
                 result = await trainer.step(batch(ragged(seed=step), step))
             assert result.version == 2
@@ -541,7 +542,7 @@ def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_pa
 @pytest.mark.slow
 def test_a_trainer_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     async def story() -> None:
-        trainer = ProcessTrainer(setup(str(tmp_path / "nothing")), log=tmp_path / "log")
+        trainer = ProcessTrainer(attrs.evolve(setup(str(tmp_path / "nothing")), log=str(tmp_path / "log")))
         try:
             with pytest.raises(ModelError, match="nothing"):
                 await trainer.started()
@@ -564,7 +565,7 @@ def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = PluginHost.discover(block=["math"])
-    monkeypatch.setattr(assembly, "ProcessTrainer", lambda setup, log: setup)
+    monkeypatch.setattr(host, "make", lambda kind, name, setup: setup)
     config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
     given = assembly._trainer(config, RunDirectory(tmp_path), host, model, (), None)
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
