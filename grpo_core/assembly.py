@@ -79,7 +79,8 @@ async def assemble(
     )
     stack.push_async_callback(engine.aclose)
     own = _validation_engine(config, host, model, run, stack)
-    await asyncio.gather(trainer.started(), asyncio.to_thread(_import_what_is_needed_soon))
+    await asyncio.to_thread(_import_what_is_needed_soon)
+    await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
     renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
     sampling = _sampling(config)
     loaders = {
