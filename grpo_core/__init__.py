@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from grpo_core.errors import did_you_mean as did_you_mean
     from grpo_core.hookspecs import hookimpl as hookimpl
     from grpo_core.loss import LossInputs as LossInputs
+    from grpo_core.loss import needs as needs
     from grpo_core.protocols import AdvantageFunction as AdvantageFunction
     from grpo_core.protocols import Engine as Engine
     from grpo_core.protocols import Environment as Environment
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from grpo_core.records import StepResult as StepResult
     from grpo_core.records import TensorInfo as TensorInfo
     from grpo_core.records import Weights as Weights
+    from grpo_core.training.setup import TrainerSetup as TrainerSetup
     from grpo_core.validation.estimates import majority_score as majority_score
     from grpo_core.validation.estimates import mean_with_interval as mean_with_interval
     from grpo_core.validation.estimates import pass_at_k as pass_at_k
@@ -84,7 +86,7 @@ __getattr__, __dir__, __all__ = attach(
             "did_you_mean",
         ],
         "grpo_core.hookspecs": ["hookimpl"],
-        "grpo_core.loss": ["LossInputs"],
+        "grpo_core.loss": ["LossInputs", "needs"],
         "grpo_core.protocols": [
             "AdvantageFunction",
             "Engine",
@@ -116,6 +118,7 @@ __getattr__, __dir__, __all__ = attach(
             "TensorInfo",
             "Weights",
         ],
+        "grpo_core.training.setup": ["TrainerSetup"],
         "grpo_core.validation.estimates": [
             "majority_score",
             "mean_with_interval",

@@ -22,16 +22,18 @@ from grpo_core.dynamic import DynamicSampling
 from grpo_core.environments.process import ErrorBudget
 from grpo_core.events import Event, WarningRaised
 from grpo_core.health import Limits
+from grpo_core.loss import needs_of
 from grpo_core.models import local_directory
 from grpo_core.pipeline import Pipeline, Schedule, Validate
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine, Sampler
+from grpo_core.protocols import Engine, Sampler, Trainer
 from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.rollout import LostBudget, SamplingParams
 from grpo_core.tasks import Tasks
-from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
+from grpo_core.training.process import thread_count
+from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.runner import Context, Results, run_strategy
 
@@ -77,7 +79,8 @@ async def assemble(
     )
     stack.push_async_callback(engine.aclose)
     own = _validation_engine(config, host, model, run, stack)
-    await asyncio.gather(trainer.started(), asyncio.to_thread(_import_what_is_needed_soon))
+    await asyncio.to_thread(_import_what_is_needed_soon)
+    await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
     renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
     sampling = _sampling(config)
     loaders = {
@@ -85,6 +88,7 @@ async def assemble(
         for task, part in prompts.items()
     }
     sampler = _sampler(config, host)
+    loss = host.function("loss", config.loss.name, **config.loss.options)
     if resume:
         for told in checkpoint.restore(resume.directory, buffer, loaders, sampler):
             status(f"resuming: {told}")
@@ -121,6 +125,7 @@ async def assemble(
         sampling=sampling,
         group_size=config.rollout.group_size,
         advantages=host.function("advantage", config.advantage.name, **config.advantage.options),
+        all_rows="all_rows" in needs_of(loss.function, loss.options),
         dynamic=_dynamic(config),
         seed=config.seed,
         schedule=_schedule(config),
@@ -151,7 +156,7 @@ def _trainer(
     model: str,
     demonstrations: tuple[tuple[str, ...], ...],
     resume: checkpoint.Found | None,
-) -> ProcessTrainer:
+) -> Trainer:
     setup = TrainerSetup(
         model=config.model if config.model.path == TINY else evolve(config.model, path=model),
         trainer=config.trainer,
@@ -167,8 +172,9 @@ def _trainer(
         max_non_finite=config.health.max_non_finite,
         plugins=None if config.plugins is None else tuple(config.plugins),
         block=host.block,
+        log=str(run.logs / "trainer.log"),
     )
-    return ProcessTrainer(setup, log=run.logs / "trainer.log")
+    return host.make("trainer", config.trainer.name, setup, **config.trainer.options)
 
 
 def _buffer(config: Config) -> Buffer[Prompt, Group]:

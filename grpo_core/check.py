@@ -7,9 +7,9 @@ import functools
 import inspect
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.text import Text
@@ -17,8 +17,9 @@ from rich.text import Text
 from grpo_core.config import EnvironmentConfig, merge, parse_setting
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
+from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.plugins.offers import Offer
+from grpo_core.plugins.offers import FROM_THE_CORE, Offer, signature_of
 from grpo_core.testing.conformance import Conformance, Finding
 
 CHECKED: Mapping[Kind, str] = {
@@ -26,8 +27,10 @@ CHECKED: Mapping[Kind, str] = {
     "sampler": "sample",
     "validation_strategy": "validate",
     "engine": "generate",
+    "loss": "inputs",
+    "advantage": "groups",
 }
-"""What can be checked, and the method that tells what a class is."""
+"""What can be checked, and what tells it: the method of a class, or the first parameter of a function."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
 
 
@@ -81,9 +84,14 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
 
 
 def _is_a(kind: Kind, offer: Offer) -> bool:
-    """It was offered as such by a hook, or has the method of such a class."""
-    offered = offer.plugin.offers.get(kind, {}).values()
-    return offer.given in offered or hasattr(offer.load(), CHECKED[kind])
+    """It was offered as such by a hook, or looks like one (see ``CHECKED``)."""
+    factory = offer.load()
+    if offer.given in offer.plugin.offers.get(kind, {}).values():
+        return True
+    if FROM_THE_CORE[kind] is not None:
+        return hasattr(factory, CHECKED[kind])
+    signature = signature_of(factory)
+    return signature is not None and next(iter(signature.parameters), "") == CHECKED[kind]
 
 
 def findings(
@@ -97,6 +105,8 @@ def findings(
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
             yield from _engine(host, offer.name, options)
+        case "loss" | "advantage":
+            yield from _function(host, offer.kind, offer.name, options)
         case _:
             yield from _strategy(host, offer.name, options)
 
@@ -175,6 +185,30 @@ def _strategy(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterat
         yield _found(about, clause)
 
 
+# ---------------------------------------------------------------------------------- losses and advantages
+
+
+def _function(
+    host: PluginHost, kind: Literal["loss", "advantage"], name: str, options: Mapping[str, Any]
+) -> Iterator[Finding]:
+    from grpo_core.testing.objectives import AdvantageContract, LossContract
+
+    contract: Iterable[Callable[[], None]]
+    try:
+        if kind == "loss":
+            loss = host.function("loss", name, **options)
+            needed = needs_of(loss.function, loss.options)
+            contract = LossContract(loss, needed)
+            yield Finding("what it needs", "noted", ", ".join(sorted(needed)) or "nothing")
+        else:
+            contract = AdvantageContract(host.function("advantage", name, **options))
+    except PluginError as error:
+        yield Finding("its options", "failed", str(error))
+        return
+    for clause in contract:
+        yield _found(clause.__name__.replace("_", " "), clause)
+
+
 # ---------------------------------------------------------------------------------- engines
 
 
@@ -185,7 +219,9 @@ def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator
 
     with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
         model = decoding.make_test_model(Path(directory))
-        made = functools.partial(decoding.start_engine, functools.partial(host.make, "engine", name), model)
+        made = functools.partial(
+            decoding.start_engine, lambda *a, **o: host.make("engine", name, *a, **o), model
+        )
         try:
             tried = decoding.EngineUnderTest(engine=runner.run(made(**options)), model=model)
         except GrpoError as error:

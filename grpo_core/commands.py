@@ -189,6 +189,7 @@ def _checked_host(config: Config, block: Sequence[str], *, purpose: str = "train
         *(("environment", task.env) for task in config.tasks.values()),
         ("sampler", config.sampler.name),
         *(("engine", choice.name) for choice in (config.engine, config.validation.engine) if choice),
+        ("trainer", config.trainer.name),
         ("loss", config.loss.name),
         ("advantage", config.advantage.name),
         ("validation_strategy", config.validation.name),

@@ -208,9 +208,10 @@ class RolloutConfig:
 
 
 @frozen(kw_only=True)
-class TrainerConfig:
-    """The trainer: steps, optimizer and device."""
+class TrainerConfig(PluginChoice):
+    """The trainer: its name, steps, optimizer and device."""
 
+    name: str = "torch"
     steps: int = field(default=100, validator=ge(1))
     """Number of steps of the run."""
     prompts_per_step: int = field(default=16, validator=ge(1))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Environment,
         LossFunction,
         Sampler,
+        Trainer,
         ValidationStrategy,
     )
 
@@ -63,6 +64,11 @@ def grpo_validation_strategies() -> Mapping[str, Callable[..., ValidationStrateg
 @hookspec
 def grpo_engines() -> Mapping[str, Callable[..., Engine] | str]:  # type: ignore[empty-body]
     """Offer engines: ``{name: factory(setup: EngineSetup, **options)}``."""
+
+
+@hookspec
+def grpo_trainers() -> Mapping[str, Callable[..., Trainer] | str]:  # type: ignore[empty-body]
+    """Offer trainers: ``{name: factory(setup: TrainerSetup, **options)}``."""
 
 
 @hookspec

@@ -9,14 +9,15 @@ one call.
     def reinforce(inputs: LossInputs) -> LossOutput:
         return -inputs.advantages * inputs.policy_logprobs, {}
 
-Metrics of an update are means over its sampled tokens; a name that ends in ``_max`` is a maximum.  An option
-called ``kl_coefficient`` above 0 makes the core keep the start weights and fill ``reference_logprobs``.
+Metrics of an update are means over its sampled tokens; a name that ends in ``_max`` is a maximum.  A loss
+declares what it ``needs`` besides the sampled tokens and their logprobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from attrs import frozen
 
@@ -24,15 +25,79 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     LossOutput = tuple[Tensor, dict[str, Tensor]]
-    Loss = Callable[..., LossOutput]
 
 _LOG_RATIO_LIMIT = 20.0
 """exp(20) is no weight that anything learns from, but it is finite."""
 
+Need = Literal["reference", "entropy", "all_rows"]
+"""What a loss may need.
+
+``"reference"``: ``reference_logprobs``; the trainer keeps the weights that the run started from.
+``"entropy"``: ``entropy``, with a gradient.
+``"all_rows"``: rows with advantage 0 as well, because another term of the loss trains on them.
+"""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@frozen
+class Needs:
+    """One declaration of ``needs``."""
+
+    names: frozenset[Need]
+    when: str | None
+    """The option that decides; None: always."""
+
+
+def needs(*names: Need, when: str | None = None) -> Callable[[_Function], _Function]:
+    """Declare what a loss needs; several declarations of one function add up.
+
+        @needs("entropy")
+        @needs("reference", "all_rows", when="kl_coefficient")
+        def my_loss(inputs, *, kl_coefficient=0.0): ...
+
+    Args:
+        names: see ``Need``.
+        when: name of an option; the loss needs this only if the option's value is neither 0 nor None nor
+            empty.
+
+    Raises:
+        ValueError: a name is unknown, or the function has no option ``when``.
+    """
+    if unknown := set(names) - set(get_args(Need)):
+        raise ValueError(f"needs: unknown {sorted(unknown)}; expected some of {get_args(Need)}")
+
+    def declare(function: _Function) -> _Function:
+        if when is not None and when not in signature(function).parameters:
+            raise ValueError(f"needs: {function.__qualname__} has no option {when!r}")
+        declared = (*_declared(function), Needs(frozenset(names), when))
+        function.needs = declared  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def needs_of(function: Callable[..., Any], options: Mapping[str, Any]) -> frozenset[Need]:
+    """What a loss needs with these options; the other options have their defaults."""
+    declared = _declared(function)
+    conditional = {each.when for each in declared if each.when is not None}
+    defaults = {name: signature(function).parameters[name].default for name in conditional}
+    values = {**defaults, **options}
+    active = [each for each in declared if each.when is None or values[each.when]]
+    return frozenset(name for each in active for name in each.names)
+
+
+def _declared(function: Callable[..., Any]) -> tuple[Needs, ...]:
+    declared: tuple[Needs, ...] = getattr(function, "needs", ())
+    return declared
+
 
 @frozen(kw_only=True, eq=False)
 class LossInputs:
-    """The sampled tokens of one micro-batch.  Tensors are [N]; only ``policy_logprobs`` has a gradient."""
+    """The sampled tokens of one micro-batch.
+
+    Tensors are [N]; only ``policy_logprobs`` and ``entropy`` have a gradient.
+    """
 
     policy_logprobs: Tensor
     """By the weights that are being updated."""
@@ -41,16 +106,20 @@ class LossInputs:
     engine's (``"generation"``)."""
     generation_logprobs: Tensor
     """By the engine, when it sampled the token: the behaviour policy."""
-    reference_logprobs: Tensor | None
-    """By the start weights; None unless the option ``kl_coefficient`` is above 0."""
+    reference_logprobs: Tensor | None = None
+    """By the weights that the run started from; None unless the loss needs "reference"."""
+    entropy: Tensor | None = None
+    """Entropy of the policy's distribution that each token was sampled from, in nats, at the sampling
+    temperature; None unless the loss needs "entropy"."""
     advantages: Tensor
     rows: Tensor
     """Integer: which row a token belongs to, 0 up to the number of rows of the micro-batch."""
     step: int
     update: int
-    """Of the step's updates, from 0."""
+    """Number of the update within its step, from 0."""
 
 
+@needs("reference", "all_rows", when="kl_coefficient")
 def grpo(
     inputs: LossInputs,
     *,

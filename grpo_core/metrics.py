@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
+from grpo_core.advantages import equal
 from grpo_core.buffer import BufferStatistics
 from grpo_core.records import Group, Rollout
 
@@ -26,7 +27,7 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         rewards = [r.reward for r in rollouts if r.reward is not None]
         metrics[f"reward/{task}"] = fmean(rewards)
         metrics[f"accuracy/{task}"] = fmean(float(reward >= FULL_REWARD) for reward in rewards)
-        metrics[f"frac_reward_zero_std/{task}"] = fmean(float(len(set(g.rewards)) == 1) for g in members)
+        metrics[f"frac_reward_zero_std/{task}"] = fmean(float(_equal(g)) for g in members)
         metrics[f"groups/{task}"] = float(len(members))
         metrics[f"staleness/{task}"] = fmean(_staleness(members, step) or [0])
         metrics[f"completion_tokens/{task}"] = fmean(sum(r.sampled) for r in rollouts)
@@ -40,6 +41,10 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
     metrics["staleness_mean"] = fmean(stale) if stale else 0.0
     metrics["staleness_max"] = float(max(stale, default=0))
     return metrics
+
+
+def _equal(group: Group) -> bool:
+    return equal([reward for reward in group.rewards if reward is not None])
 
 
 def _staleness(groups: Sequence[Group], step: int) -> list[int]:

@@ -100,6 +100,8 @@ class Pipeline:
     sampling: SamplingParams
     group_size: int
     advantages: AdvantageFunction
+    all_rows: bool = False
+    """Rows with advantage 0 are trained as well, because the loss needs them."""
     dynamic: DynamicSampling | None = None
     """Filters groups without a learning signal; None trains all groups."""
     seed: int = 0
@@ -271,7 +273,11 @@ class Pipeline:
         step = self._trained
         waited = self._meter.now() - started
         batch = make_batch(
-            groups, step=step, temperature=self.sampling.temperature, advantages=self.advantages
+            groups,
+            step=step,
+            temperature=self.sampling.temperature,
+            advantages=self.advantages,
+            all_rows=self.all_rows,
         )
         async with self._stepping:
             result = await self.trainer.step(batch)
@@ -284,6 +290,7 @@ class Pipeline:
         self._changes.notify()
         self._observe(groups)
         metrics = task_metrics(groups, step=step)
+        metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)

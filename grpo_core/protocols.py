@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from grpo_core.records import (
     Batch,
@@ -16,6 +16,7 @@ from grpo_core.records import (
     Episode,
     Feedback,
     GenerationRequest,
+    Group,
     Prompt,
     Rollout,
     SampleRequest,
@@ -23,6 +24,9 @@ from grpo_core.records import (
     StepResult,
     Weights,
 )
+
+if TYPE_CHECKING:
+    from grpo_core.loss import LossInputs, LossOutput
 
 # ---------------------------------------------------------------------------------- written by plugin authors
 
@@ -146,37 +150,81 @@ class Engine(Protocol):
     async def aclose(self) -> None: ...
 
 
-AdvantageFunction = Callable[..., list[list[float]]]
-"""``(rewards: list of groups of floats, **options) -> advantages`` of the same shape."""
-
-LossFunction = Callable[..., Any]
-"""See ``grpo_core.loss``."""
-
-
-# ---------------------------------------------------------------------------------- inside of the core
-
-
+@runtime_checkable
 class Trainer(Protocol):
-    """Owns the model and the optimizer."""
+    """Owns the model and the optimizer.
 
-    async def step(self, batch: Batch) -> StepResult: ...
+    Its factory is called as ``factory(setup: TrainerSetup, **options)`` and must return at once: engines and
+    environments start meanwhile.  A class that inherits from this protocol need not define ``started``,
+    ``watch`` and ``aclose``.
+    """
+
+    async def started(self) -> None:
+        """Returns when the trainer can train; awaited once, before all other calls.
+
+        If ``setup.model.path`` is "tiny", the model is in ``setup.model_directory`` then (see
+        ``grpo_core.training.start.start_model``).  Raises ModelError, PluginError or CheckpointError.
+        """
+        return None
+
+    async def step(self, batch: Batch) -> StepResult:
+        """Train version ``batch.step`` into the next one, which is ``StepResult.version``.
+
+        A batch without rows only raises the version.  Raises TrainerError; the run ends with it.
+        """
+        ...
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        """The current weights, and what they say of the canary's prompts (see ``grpo_core.engines.canary``).
+        """Put the current weights where engines read them, by the transport that the setup names.
 
-        What was published before may be overwritten.
+        ``Weights.canary`` has what they say after each of the prompts in ``canary`` (see
+        ``grpo_core.engines.canary``); without it the engine is not compared.  The weights that were published
+        before may be overwritten.
         """
         ...
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         """Take a copy of everything that the trainer needs to continue.
 
-        What is returned waits until the copy is written below ``directory``, and raises OSError if it cannot
-        be; steps may follow before.  It is awaited before the next ``save``.
+        The returned function waits until the copy is written below ``directory``, and raises OSError if that
+        fails; the trainer may be asked for steps before.  It is awaited before the next ``save``.
+        ``directory / "trainer"`` holds a transformers model.  A resumed run names the directory in
+        ``setup.resume_from``.
         """
         ...
 
-    async def aclose(self) -> None: ...
+    async def watch(self) -> None:
+        """Raises TrainerError when the trainer has died; returns if it cannot die by itself.
+
+        Runs beside the whole run, so that a death is noticed when nothing waits for the trainer.
+        """
+        return None
+
+    async def aclose(self) -> None:
+        """End the trainer and free what it holds.  Called once."""
+        return None
+
+
+class AdvantageFunction(Protocol):
+    """Says what each rollout of a step is worth.  Its keyword-only parameters are its options."""
+
+    def __call__(self, groups: Sequence[Group], /) -> Sequence[Sequence[float | None]]:
+        """For each group a list with one finite float for each rollout; None masks the rollout."""
+        ...
+
+
+class LossFunction(Protocol):
+    """Turns the logprobs of sampled tokens into one loss for each; see ``grpo_core.loss``.
+
+    Its keyword-only parameters are its options.
+    """
+
+    def __call__(self, inputs: LossInputs, /) -> LossOutput:
+        """One loss [N] for each token, and metrics [N] by name."""
+        ...
+
+
+# ---------------------------------------------------------------------------------- inside of the core
 
 
 class EnvironmentClient(Protocol):

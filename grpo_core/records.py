@@ -267,6 +267,8 @@ class Batch:
     step: int
     rows: tuple[Row, ...]
     temperature: float
+    masked: Mapping[str, int] = field(factory=dict)
+    """Rollouts without a row because the advantage function masked them, by task."""
 
 
 @frozen(kw_only=True)

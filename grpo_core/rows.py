@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from math import isfinite, nan
 
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.protocols import AdvantageFunction
@@ -10,21 +12,23 @@ from grpo_core.records import Batch, Group, Row
 
 
 def make_batch(
-    groups: Sequence[Group], *, step: int, temperature: float, advantages: AdvantageFunction
+    groups: Sequence[Group],
+    *,
+    step: int,
+    temperature: float,
+    advantages: AdvantageFunction,
+    all_rows: bool = False,
 ) -> Batch:
     """One row for each rollout that has something to teach.
 
     Rollouts whose advantage is 0 (all of a group with equal rewards) are left out: they have no policy
     gradient, and they do not count in the loss's average either (as in DAPO, arXiv 2503.14476, section 3.2,
-    but without refilling the batch).  Raises PluginError if the advantages have not the rewards' shape.
+    but without refilling the batch).  With ``all_rows`` they stay, because the loss has another term that
+    trains on them.  Rollouts that are masked or have no sampled token are always left out.
+
+    Raises PluginError if the advantage function returns anything but a finite float or None for each rollout.
     """
-    rewards = [[float(reward) for reward in group.rewards if reward is not None] for group in groups]
-    scores = advantages(rewards)
-    if [len(row) for row in scores] != [len(row) for row in rewards]:
-        raise PluginError(
-            f"advantage function {getattr(advantages, '__name__', advantages)!r}: returned groups of sizes "
-            f"{[len(row) for row in scores]}, expected {[len(row) for row in rewards]}"
-        )
+    scores = checked_scores(advantages(groups), groups, str(advantages))
     rows = tuple(
         Row(
             prompt_ids=rollout.prompt_ids,
@@ -37,9 +41,47 @@ def make_batch(
         )
         for place, (group, row) in enumerate(zip(groups, scores, strict=True))
         for rollout, advantage in zip(group.rollouts, row, strict=True)
-        if advantage != 0.0 and any(rollout.sampled)
+        if advantage is not None and (all_rows or advantage != 0.0) and any(rollout.sampled)
     )
-    return Batch(step=step, rows=rows, temperature=temperature)
+    masked: Counter[str] = Counter()
+    for group, row in zip(groups, scores, strict=True):
+        masked[group.prompt.environment] += row.count(None)
+    return Batch(step=step, rows=rows, temperature=temperature, masked=dict(+masked))
+
+
+def checked_scores(
+    scores: Sequence[Sequence[float | None]], groups: Sequence[Group], who: str
+) -> list[list[float | None]]:
+    """What an advantage function returned, as floats and None; ``who`` it is, for messages.
+
+    Raises PluginError unless it is a finite number or None for each rollout.
+    """
+    try:
+        sizes = [len(row) for row in scores]
+    except TypeError:
+        kind = type(scores).__name__
+        raise PluginError(f"{who} returned a {kind}; expected a list of lists, one for each group") from None
+    if sizes != [len(group.rollouts) for group in groups]:
+        raise PluginError(
+            f"{who} returned groups of sizes {sizes}; expected one number or None for each rollout: "
+            f"{[len(group.rollouts) for group in groups]}"
+        )
+    return [
+        [_number(value, f"{who}, prompt {group.prompt.id!r}, rollout {i}") for i, value in enumerate(row)]
+        for group, row in zip(groups, scores, strict=True)
+    ]
+
+
+def _number(value: float | None, where: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = nan
+    if not isfinite(number):
+        raise PluginError(f"{where}: the advantage is {str(value)[:80]}; expected a finite number or None")
+    return number
 
 
 def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -> None:

@@ -1,16 +1,26 @@
 """Advantages: relative to the group, and to nothing else."""
 
 import math
+from typing import Any
 
 import pytest
+from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_core.advantages import group
+from grpo_core import advantages
+from grpo_core.advantages import normalize
+from grpo_core.dynamic import DynamicSampling
+from grpo_core.metrics import task_metrics
+from grpo_core.testing.objectives import a_group, check_advantage
 
 rewards = st.integers(-40, 40).map(lambda eighths: eighths / 8)
 one_group = st.lists(rewards, min_size=2, max_size=16)
 scales = st.sampled_from(["group", "none"])
+
+
+def group(rewards: list[list[float]], **options: Any) -> list[list[float]]:
+    return [normalize(each, **options) for each in rewards]
 
 
 def close(a: list[float], b: list[float]) -> bool:
@@ -76,10 +86,10 @@ def test_scaled_advantages_do_not_depend_on_the_unit_of_rewards(values: list[flo
 def test_advantages_of_a_group_sum_to_zero_and_are_bounded(
     values: list[float], scale: str, leave_one_out: bool
 ) -> None:
-    advantages = group([values], scale=scale, leave_one_out=leave_one_out)[0]
-    assert math.fsum(advantages) == pytest.approx(0, abs=1e-9)
+    found = group([values], scale=scale, leave_one_out=leave_one_out)[0]
+    assert math.fsum(found) == pytest.approx(0, abs=1e-9)
     if scale == "group" and not leave_one_out:
-        assert max(map(abs, advantages)) <= (len(values) - 1) / math.sqrt(len(values)) + 1e-9
+        assert max(map(abs, found)) <= (len(values) - 1) / math.sqrt(len(values)) + 1e-9
 
 
 @given(st.lists(one_group, min_size=1, max_size=4), scales)
@@ -92,18 +102,48 @@ def test_a_better_reward_never_has_a_lower_advantage(
     values: list[float], scale: str, leave_one_out: bool
 ) -> None:
     assume(max(values) > min(values))
-    advantages = group([values], scale=scale, leave_one_out=leave_one_out)[0]
-    ranked = [a for _, a in sorted(zip(values, advantages, strict=True))]
+    found = group([values], scale=scale, leave_one_out=leave_one_out)[0]
+    ranked = [a for _, a in sorted(zip(values, found, strict=True))]
     assert ranked == sorted(ranked)
     assert ranked[-1] > ranked[0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_is_refused_with_its_group(bad: float) -> None:
-    with pytest.raises(ValueError, match="group 1 are not finite"):
+def test_a_reward_that_is_not_finite_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"rewards are not finite: \[(nan|inf), 1.0\]"):
         group([[0.0, 1.0], [bad, 1.0]])
 
 
 def test_an_unknown_scale_is_refused() -> None:
     with pytest.raises(ValueError, match="'batch'; expected 'group' or 'none'"):
         group([[0.0, 1.0]], scale="batch")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------- of groups
+
+
+def test_the_built_in_function_normalizes_each_group_by_itself() -> None:
+    groups = [a_group([0.0, 1.0, 1.0, 1.0]), a_group([5.0, 3.0])]
+    expected = [normalize(each, scale="none") for each in ([0.0, 1.0, 1.0, 1.0], [5.0, 3.0])]
+    assert advantages.group(groups, scale="none") == expected
+
+
+def test_a_rollout_without_a_reward_is_masked() -> None:
+    given = a_group([0.0, 1.0, 1.0])
+    first, *others = given.rollouts
+    unscored = evolve(given, rollouts=(evolve(first, reward=None), *others))
+    assert advantages.group([unscored]) == [[None, 0.0, 0.0]]
+
+
+def test_both_keep_the_contract_of_an_advantage_function() -> None:
+    for options in ({}, {"scale": "none"}, {"leave_one_out": True}):
+        check_advantage(advantages.group, **options)
+
+
+@given(st.lists(st.one_of(rewards, st.floats(-1e6, 1e6)), min_size=2, max_size=6))
+def test_equal_rewards_mean_the_same_to_advantages_dynamic_sampling_and_metrics(values: list[float]) -> None:
+    one = a_group(values)
+    without_advantages = not any(advantages.group([one])[0])
+    assert advantages.equal(values) is without_advantages
+    assert DynamicSampling(max_extra_groups=9).keeps(one) is not without_advantages
+    assert task_metrics([one], step=0)["frac_reward_zero_std/task"] == float(without_advantages)

@@ -278,8 +278,128 @@ def test_what_a_file_holds_is_told_by_its_methods_or_by_the_user(tmp_path):
     with pytest.raises(ConfigError, match="tell what it is with --kind: environment, sampler"):
         check.find(host, f"{file}:make")
     assert check.find(host, f"{file}:make", "sampler").kind == "sampler"
-    with pytest.raises(ConfigError, match="--kind loss: cannot be checked; one of environment, sampler"):
-        check.find(host, f"{file}:make", "loss")
+    with pytest.raises(ConfigError, match="--kind trainer: cannot be checked; one of environment, sampler"):
+        check.find(host, f"{file}:make", "trainer")
+
+
+LOSSES = """
+import torch
+
+def fine(inputs):
+    return -inputs.advantages * inputs.policy_logprobs, {}
+
+def mean(inputs):
+    return -(inputs.advantages * inputs.policy_logprobs).mean(), {}
+
+def scalar_metric(inputs):
+    return -inputs.advantages * inputs.policy_logprobs, {"mine": inputs.advantages.mean()}
+
+def nothing(inputs):
+    return -inputs.advantages * inputs.policy_logprobs.detach(), {}
+
+def overflows(inputs):
+    return -inputs.advantages * (inputs.policy_logprobs - inputs.proximal_logprobs).exp(), {}
+
+def by_row_number(inputs):
+    return -inputs.advantages * inputs.policy_logprobs * (1 + inputs.rows), {}
+
+def by_batch(inputs):
+    centred = inputs.advantages - inputs.advantages.mean()
+    return -centred * inputs.policy_logprobs, {}
+
+def by_chance(inputs):
+    return -inputs.advantages * inputs.policy_logprobs * torch.rand(()), {}
+
+def overwrites(inputs):
+    inputs.advantages.mul_(2)
+    return -inputs.advantages * inputs.policy_logprobs, {}
+
+def zeros(groups):
+    return [[0.0] * len(group.rollouts) for group in groups]
+
+def too_few(groups):
+    return [[0.0] * len(group.rollouts) for group in groups[1:]]
+
+def divides(groups):
+    return [[r / 1e-300 for r in group.rewards] for group in groups]
+
+def absolute(groups):
+    return [list(group.rewards) for group in groups]
+
+def by_place(groups):
+    return [[float(i * differs(group)) for i, _ in enumerate(group.rewards)] for group in groups]
+
+def differs(group):
+    return len(set(group.rewards)) > 1
+
+class Counts:
+    calls = 0
+
+def changes(groups):
+    Counts.calls += 1
+    return [[Counts.calls * r if differs(group) else None for r in group.rewards] for group in groups]
+"""
+EACH = "it returns one loss and one of each metric for each token"
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "told"),
+    [
+        ("fine", None, "6 passed, 0 failed, 1 to note"),
+        ("mean", EACH, "losses have shape (), expected (18,)"),
+        ("scalar_metric", EACH, "metric 'mine' has shape (), expected (18,)"),
+        ("nothing", "it trains the policy", "does not depend on policy_logprobs"),
+        ("overflows", "extreme inputs have finite losses and gradients", "the loss is not finite"),
+        ("by_row_number", "the order of rows does not matter", "rows in another order: the losses differ"),
+        (
+            "by_batch",
+            "it does not matter how rows are split",
+            "in a micro-batch of their own: the losses diff",
+        ),
+        (
+            "by_chance",
+            "it returns the same each time and changes no input",
+            "a second call: the losses differ",
+        ),
+        (
+            "overwrites",
+            "it returns the same each time and changes no input",
+            "it changed its input advantages",
+        ),
+        ("zeros", None, "5 passed, 0 failed"),
+        (
+            "too_few",
+            "it returns a finite number or none for each rollout",
+            "groups of sizes [4, 4, 4]; expected",
+        ),
+        ("divides", "extreme rewards have finite advantages", "rollout 0: the advantage is inf"),
+        ("absolute", "equal rewards are worth nothing", "four rewards of 1.0 have advantages [1.0, 1.0"),
+        ("by_place", "the order within a group does not matter", "in the order [2, 0, 3, 1] they have"),
+        ("changes", "it returns the same each time", "for the same groups"),
+    ],
+)
+def test_losses_and_advantages_are_checked(capsys, tmp_path, name, failed, told):
+    (tmp_path / "functions.py").write_text(LOSSES)
+    status, printed = checked(capsys, tmp_path / f"functions.py:{name}")
+    assert told in printed
+    assert status == (0 if failed is None else 1)
+    if failed:
+        assert f"FAILED  {failed}: " in printed
+
+
+@pytest.mark.parametrize("name", ["grpo", "group"])
+def test_the_losses_and_advantages_of_the_core_keep_their_contracts(capsys, name):
+    status, printed = checked(capsys, name)
+    assert status == 0, printed
+    status, printed = checked(capsys, name, "--set", "no_such=1")
+    assert status == 1
+    assert "FAILED  its options:" in printed
+
+
+@pytest.mark.parametrize("name", ["custom_loss.py:gspo", "custom_advantage.py:concise"])
+def test_the_examples_keep_their_contracts(capsys, name):
+    status, printed = checked(capsys, Path(__file__).parent.parent / "examples" / name)
+    assert status == 0, printed
 
 
 # ---------------------------------------------------------------------------------- as users do it

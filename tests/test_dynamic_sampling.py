@@ -58,7 +58,7 @@ def test_a_group_trains_if_its_rewards_differ(rewards, tolerance, kept):
 @example([0.0, 1e-291])
 def test_without_a_tolerance_exactly_the_groups_without_advantages_are_filtered(rewards):
     kept = DynamicSampling(max_extra_groups=9).keeps(group(*rewards))
-    assert kept is any(group_advantages([rewards])[0])
+    assert kept is any(group_advantages([group(*rewards)])[0])
 
 
 def test_filtered_groups_are_counted_by_task_until_the_step():

@@ -61,6 +61,43 @@ def test_values_and_gradients_are_those_of_log_softmax(
     assert not entropy.requires_grad
 
 
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30], ids=["computed again", "kept"])
+@settings(max_examples=25)
+@given(
+    n=st.integers(1, 20),
+    v=st.integers(1, 30),
+    chunk=st.integers(1, 50),
+    bias=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.7, 2.0]),
+    seed=st.integers(0, 99),
+)
+def test_the_gradient_of_the_entropy_is_that_of_log_softmax(
+    keep_bytes: int, n: int, v: int, chunk: int, bias: bool, temperature: float, seed: int
+) -> None:
+    hidden, weight, targets, offset = make(n, 7, v, torch.float64, bias=bias, seed=seed)
+    learned = [each for each in (hidden, weight, offset) if each is not None]
+    chance = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(n, dtype=torch.float64, generator=chance) for _ in range(2))
+    wanted, wanted_entropy = naive(hidden, weight, targets, offset, temperature)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "KEEP_BYTES", keep_bytes)
+        found, entropy = token_logprobs(
+            hidden, weight, targets, bias=offset, temperature=temperature, chunk=chunk, entropy_gradient=True
+        )
+        found_gradients = torch.autograd.grad(found @ a + entropy @ b, learned)
+    torch.testing.assert_close(entropy, wanted_entropy)
+    torch.testing.assert_close(found_gradients, torch.autograd.grad(wanted @ a + wanted_entropy @ b, learned))
+
+
+def test_the_entropy_of_a_certain_distribution_has_a_finite_gradient() -> None:
+    hidden = torch.tensor([[1000.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    _, entropy = token_logprobs(hidden, weight, torch.tensor([0]), entropy_gradient=True)
+    (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
+    assert entropy.item() == 0
+    assert not gradient.any()
+
+
 def test_float32_logprobs_are_right_to_a_millionth() -> None:
     hidden, weight, targets, _ = make(64, 32, 500, torch.float32)
     weight = (weight.detach() * 0.1).requires_grad_()

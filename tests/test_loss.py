@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.loss import LossInputs, grpo, reference_kl
+from grpo_core.loss import LossInputs, grpo, needs, needs_of, reference_kl
 
 HALF, SAME, MORE = -1.69315, -1.0, -0.59453  # 0.5, 1 and 1.5 times the proximal probability exp(-1)
 GENERATION = [-0.5, -1.5, -0.8]
@@ -135,3 +135,33 @@ def test_a_loss_can_be_imported_and_inspected_without_torch() -> None:
     modules = "grpo_core.loss, grpo_core.advantages, grpo_core.batching"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------------------------- needs
+
+
+def test_the_built_in_loss_needs_the_reference_and_all_rows_only_for_its_kl_term() -> None:
+    assert needs_of(grpo, {}) == frozenset()
+    assert needs_of(grpo, {"kl_coefficient": 0}) == frozenset()
+    assert needs_of(grpo, {"kl_coefficient": 0.01, "clip_low": 0.1}) == {"reference", "all_rows"}
+
+
+def test_declarations_of_needs_add_up() -> None:
+    @needs("entropy")
+    @needs("reference", when="beta")
+    @needs("all_rows", when="bonus")
+    def mine(inputs: LossInputs, *, beta: float = 0.5, bonus: float | None = None) -> None: ...
+
+    assert needs_of(mine, {}) == {"entropy", "reference"}
+    assert needs_of(mine, {"beta": 0.0}) == {"entropy"}
+    assert needs_of(mine, {"bonus": 1.0}) == {"entropy", "reference", "all_rows"}
+    assert needs_of(lambda inputs: None, {}) == frozenset()
+
+
+def test_an_unknown_need_and_an_unknown_option_are_refused_where_they_are_written() -> None:
+    with pytest.raises(ValueError, match=r"unknown \['refrence'\]; expected some of \('reference'"):
+        needs("refrence")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mine has no option 'beta'"):
+
+        @needs("reference", when="beta")
+        def mine(inputs: LossInputs) -> None: ...

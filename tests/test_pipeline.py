@@ -311,10 +311,30 @@ def test_an_engine_that_never_takes_new_weights_is_named_at_its_deadline():
         run_()
 
 
+def test_masked_rollouts_are_counted_by_task_and_not_trained():
+    run_ = Run(steps=3)
+    run_.pipeline.advantages = lambda groups: [[None, 1.0, None, -1.0] for _ in groups]
+    run_()
+    assert [event.metrics["masked/task"] for event in run_.of(StepEnded)] == [8.0] * 3
+    assert [len(batch.rows) for batch in run_.trainer.batches] == [8] * 3
+
+
+def test_groups_with_equal_rewards_reach_the_trainer_if_the_loss_needs_all_rows():
+    same = FakeEnvironment(lambda episode: Feedback(reward=1.0))
+    rows = [
+        len(batch.rows)
+        for all_rows in (False, True)
+        for batch in Run(steps=2, environment=same, all_rows=all_rows)().trainer.batches
+    ]
+    assert rows == [0, 0, 16, 16]
+
+
 def test_advantages_of_the_wrong_shape_are_an_error_that_says_so():
     run_ = Run()
-    run_.pipeline.advantages = lambda rewards: rewards[:-1]
-    with pytest.raises(PluginError, match=r"returned groups of sizes \[4, 4, 4\], expected \[4, 4, 4, 4\]"):
+    run_.pipeline.advantages = lambda groups: [[0.0] * len(group.rollouts) for group in groups[:-1]]
+    with pytest.raises(
+        PluginError, match=r"returned groups of sizes \[4, 4, 4\]; expected .* \[4, 4, 4, 4\]"
+    ):
         run_()
 
 

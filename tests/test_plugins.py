@@ -15,6 +15,7 @@ from grpo_core.errors import ConfigError, PluginError
 from grpo_core.events import RunStarted, StepEnded
 from grpo_core.plugins import listening
 from grpo_core.plugins.host import HOOKS, Plugin, PluginHost, listing
+from grpo_core.testing.objectives import a_group
 
 VERSION = grpo_core.__version__
 
@@ -353,9 +354,117 @@ def test_options_are_checked_before_the_factory_is_called(install):
 def test_the_options_of_a_function_are_its_keyword_only_parameters():
     host = PluginHost.discover(allow=[])
     advantages = host.function("advantage", "group", scale="none")
-    assert advantages([[0.0, 1.0]]) == [[-0.5, 0.5]]
+    assert advantages([a_group([0.0, 1.0])]) == [[-0.5, 0.5]]
     with pytest.raises(PluginError, match=r"advantage 'group' of plugin 'core' .* has no option 'rewards'"):
         host.function("advantage", "group", rewards=[])
+
+
+OPTIONS = """
+    from typing import Literal, TYPE_CHECKING
+    from attrs import frozen
+    import grpo_core as grpo
+    if TYPE_CHECKING:
+        from nowhere import Unknown
+
+    @frozen
+    class Strategy:
+        n: int = 4
+        share: float = 0.5
+        mode: Literal["fast", "slow"] = "fast"
+        names: tuple[str, ...] | None = None
+        flag: bool = False
+        table: dict = {}
+        other: "Unknown" = None
+
+        async def validate(self, context):
+            return {}
+
+    def raises(groups, *, value: int = 0):
+        raise KeyError(value)
+
+    @grpo.hookimpl
+    def grpo_validation_strategies():
+        return {"attrs": Strategy}
+
+    @grpo.hookimpl
+    def grpo_advantages():
+        return {"raises": raises}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"n": 3, "share": 1, "mode": "slow", "names": ["a"], "flag": True, "table": {"a": 1}, "other": 7},
+            "",
+        ),
+        ({"n": 2.5}, "option 'n' is 2.5; expected int"),
+        ({"n": True}, "option 'n' is True; expected int"),
+        ({"share": "half"}, "option 'share' is 'half'; expected float"),
+        ({"mode": "medium"}, "option 'mode' is 'medium'; expected 'fast' or 'slow'"),
+        ({"names": "a"}, "option 'names' is 'a'; expected"),
+        ({"names": [1]}, "option 'names' is [1]; expected"),
+        ({"flag": 1}, "option 'flag' is 1; expected bool"),
+        ({"table": []}, "option 'table' is []; expected dict"),
+        ({"nn": 1}, "has no option 'nn'. Did you mean 'n'?"),
+    ],
+)
+def test_options_are_checked_by_name_and_type_also_those_of_an_attrs_class(install, options, expected):
+    install("typed", OPTIONS)
+    host = PluginHost.discover(allow=["typed"])
+    if not expected:
+        host.check_options("validation_strategy", "attrs", options)
+        assert host.make("validation_strategy", "attrs", **options).mode == "slow"
+        return
+    with pytest.raises(PluginError) as caught:
+        host.check_options("validation_strategy", "attrs", options)
+    assert expected in str(caught.value)
+
+
+def test_options_that_the_core_fills_in_are_not_missing(install):
+    install(
+        "sampling",
+        """
+        import grpo_core as grpo
+
+        @grpo.hookimpl
+        def grpo_samplers():
+            return {"strict": lambda seed, size=3: None}
+    """,
+    )
+    host = PluginHost.discover(allow=["sampling"])
+    host.check_options("sampler", "strict", {}, filled=("seed",))
+    with pytest.raises(PluginError, match="needs the option 'seed'"):
+        host.check_options("sampler", "strict", {})
+
+
+def test_all_choices_of_the_core_are_checked_without_making_or_importing_a_model():
+    code = """
+        import sys
+        from grpo_core.errors import PluginError
+        from grpo_core.plugins.host import PluginHost
+        host = PluginHost.discover(allow=[])
+        chosen = [("trainer", "torch"), ("loss", "grpo"), ("advantage", "group"), ("engine", "local"),
+                  ("sampler", "mix"), ("validation_strategy", "greedy")]
+        for kind, name in chosen:
+            host.check_options(kind, name, {}, filled=("seed", "weights"))
+            try:
+                host.check_options(kind, name, {"no_such": 1})
+            except PluginError as error:
+                assert f"has no option 'no_such'" in str(error), error
+            else:
+                raise AssertionError(kind)
+        assert not {"torch", "transformers"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_a_function_that_raises_is_named_with_its_plugin(install):
+    install("typed", OPTIONS)
+    function = PluginHost.discover(allow=["typed"]).function("advantage", "raises", value=3)
+    with pytest.raises(PluginError, match=r"^advantage 'raises' of plugin 'typed' .* raised KeyError: 3$"):
+        function([])
 
 
 # ---------------------------------------------------------------------------------- events

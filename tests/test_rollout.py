@@ -314,16 +314,39 @@ def test_groups_without_a_difference_teach_nothing_and_are_left_out():
 def test_every_row_has_its_own_rollouts_advantage(rewards):
     groups = [a_group(row) for row in rewards]
     batch = make_batch(groups, step=3, temperature=1.0, advantages=group_advantages)
-    expected = [(i, a) for i, row in enumerate(group_advantages(rewards)) for a in row if a]
+    expected = [(i, a) for i, row in enumerate(group_advantages(groups)) for a in row if a]
     assert [(row.group, row.advantage) for row in batch.rows] == expected
 
 
 def test_advantages_of_another_shape_name_the_function():
-    def broken(rewards):
+    def broken(groups):
         return [[0.0]]
 
-    with pytest.raises(PluginError, match=r"'broken': returned groups of sizes \[1\], expected \[2\]"):
+    with pytest.raises(PluginError, match=r"broken.* returned groups of sizes \[1\]; expected .* \[2\]"):
         make_batch([a_group([0.0, 1.0])], step=0, temperature=1.0, advantages=broken)
+
+
+def test_a_rollout_that_is_masked_has_no_row_and_is_counted():
+    groups = [a_group([0.0, 1.0, 1.0]), a_group([1.0, 0.0])]
+
+    def masks(groups):
+        return [[None, 0.5, -0.5], [1, -1]]
+
+    batch = make_batch(groups, step=3, temperature=1.0, advantages=masks)
+    assert [(row.group, row.advantage) for row in batch.rows] == [(0, 0.5), (0, -0.5), (1, 1.0), (1, -1.0)]
+    assert batch.masked == {"": 1}
+
+
+def test_with_all_rows_those_without_an_advantage_stay_unless_nothing_was_sampled():
+    groups = [a_group([1.0, 1.0]), a_group([1.0, 1.0], versions=())]
+    batch = make_batch(groups, step=3, temperature=1.0, advantages=group_advantages, all_rows=True)
+    assert [(row.group, row.advantage) for row in batch.rows] == [(0, 0.0), (0, 0.0)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "high", [1.0]])
+def test_an_advantage_that_is_no_finite_number_names_the_prompt_and_the_rollout(bad):
+    with pytest.raises(PluginError, match=r"prompt 'p', rollout 1: the advantage is .*; expected a finite"):
+        make_batch([a_group([0.0, 1.0])], step=0, temperature=1.0, advantages=lambda groups: [[0.0, bad]])
 
 
 @pytest.mark.parametrize(("versions", "fine"), [((3, 4), True), ((3, 5), False), ((2, 4), False)])

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.errors import ConfigError
 from grpo_core.training import tiny
-from grpo_core.training.policy import Policy, collate
+from grpo_core.training.model import Scorer
+from grpo_core.training.policy import collate
 
 SORTED = tuple(
     (f"{a}{b}{c}=", "".join(sorted(f"{a}{b}{c}"))) for a in range(5) for b in range(5) for c in range(5)
@@ -78,7 +79,7 @@ def test_the_warm_start_teaches_replies_and_their_end(tmp_path: Path) -> None:
     def mean_logprob(steps: int) -> float:
         path = make(tmp_path / str(steps), warm_start_steps=steps)
         model = AutoModelForCausalLM.from_pretrained(path)
-        return Policy(model).score(micro, 1.0)[0].mean().item()
+        return Scorer(model).score(micro, 1.0)[0].mean().item()
 
     assert mean_logprob(30) > mean_logprob(0) + 1.5
 

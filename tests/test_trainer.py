@@ -5,23 +5,28 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from grpo_core import assembly, cpu
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.loss import needs_of
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Batch, Row
+from grpo_core.records import Batch, Group, Prompt, Rollout, Row
 from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.rows import make_batch
 from grpo_core.training import policy, tiny
 from grpo_core.training.logprobs import KEEP_BYTES
-from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
+from grpo_core.training.model import FullModel, ModelSource
+from grpo_core.training.process import ProcessTrainer, thread_count
+from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer, create, learning_rate, token_budget
 from grpo_core.weights.reading import read_weights
 
@@ -102,7 +107,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> Non
     for step in range(3):
         result = trainer.step(batch(before, step))
     assert result.version == 3 == trainer.publish().version
-    found, _ = trainer._policy.score(policy.collate(rows, trainer._device), 1.0)
+    found, _ = trainer.model.score(policy.collate(rows, trainer._device), 1.0)
     change = found.detach() - torch.tensor([v for r in before for v in r.logprobs])
     assert change[:4].mean() > 0.02
     assert change[4:].mean() < -0.02
@@ -158,8 +163,8 @@ def test_the_gradient_does_not_depend_on_padding_splitting_or_order(
         for budget in (10**6, tokens_per_microbatch)
     )
     for trainer, given in ((one, ragged(groups=1, size=8)), (other, rows)):
-        trainer._policy.model.double()
-        trainer._reference.model.double()  # type: ignore[union-attr]
+        trainer.model.policy.module.double()
+        trainer.model.reference.module.double()
         trainer.step(batch(given))
     mine, theirs = weights(one), weights(other)
     start = weights(TorchTrainer(setup(model)))
@@ -228,6 +233,185 @@ def test_a_strong_pull_to_the_reference_holds_the_policy_there(model: str) -> No
     for step in range(6):
         end = [trainer.step(batch(ragged(), step)).metrics["kl"] for trainer in (free, held)]
     assert end[1] < end[0] / 3
+
+
+# ---------------------------------------------------------------------------------- what a loss needs
+
+
+def played(rewards: Sequence[float], replies: Sequence[str]) -> Group:
+    """A group as the rollouts of the pipeline make it."""
+    rollouts = []
+    for reward, reply in zip(rewards, replies, strict=True):
+        ids = tiny.encode(reply)
+        n = len(ids)
+        rollouts.append(
+            Rollout(prompt_ids=tiny.encode("ab="), token_ids=ids, sampled=(True,) * n, logprobs=(-4.0,) * n,
+                    versions=(0,) * n, reward=reward)
+        )  # fmt: skip
+    prompt = Prompt(messages="ab=", id="p", environment="task")
+    return Group(prompt=prompt, rollouts=tuple(rollouts), generation_version=0, target_version=0)
+
+
+def as_the_pipeline_does(config: Config, groups: Sequence[Group], step: int) -> Batch:
+    host = PluginHost.discover(())
+    loss = host.function("loss", config.loss.name, **config.loss.options)
+    return make_batch(
+        groups,
+        step=step,
+        temperature=1.0,
+        advantages=host.function("advantage", config.advantage.name, **config.advantage.options),
+        all_rows="all_rows" in needs_of(loss.function, loss.options),
+    )
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 1.0])
+def test_groups_with_equal_rewards_are_pulled_to_the_reference(
+    model: str, tmp_path: Path, coefficient: float
+) -> None:
+    """They have no advantages, but a loss with a KL term has something to say about them."""
+    drifted = TorchTrainer(setup(model, lr=1e-2))
+    drifted.step(batch([row("ab=", "good", 1.0), row("ab=", "evil", -1.0)]))
+    save(drifted, tmp_path)
+    options = {"kl_coefficient": coefficient}
+    trainer = TorchTrainer(setup(model, lr=1e-3, loss=options, resume_from=tmp_path))
+    groups = [played([1.0, 1.0], ["good", "evil"])]
+    config = Config(loss=LossConfig(options=options))
+    metrics = [trainer.step(as_the_pipeline_does(config, groups, step)).metrics for step in range(1, 9)]
+    if coefficient == 0:
+        assert [each["tokens/trained"] for each in metrics] == [0.0] * 8
+        assert same(trainer, drifted)
+    else:
+        assert metrics[0]["tokens/trained"] > 0
+        assert metrics[0]["kl"] > 1e-4
+        assert metrics[-1]["kl"] < metrics[0]["kl"] / 2
+
+
+LOSSES = """
+import torch
+from grpo_core import needs
+
+@needs("entropy", "all_rows")
+def entropy_only(inputs, *, sign=1.0):
+    assert inputs.reference_logprobs is None
+    return -sign * inputs.entropy, {}
+
+def plain(inputs):
+    assert inputs.entropy is None
+    return -inputs.policy_logprobs, {}
+
+@needs("entropy", when="coefficient")
+def with_bonus(inputs, *, coefficient=0.0):
+    losses = -inputs.policy_logprobs
+    return (losses - coefficient * inputs.entropy if coefficient else losses), {}
+
+def forgets_the_policy(inputs):
+    return -inputs.advantages, {}
+
+def raises(inputs):
+    return inputs.no_such_thing, {}
+
+def one_number(inputs):
+    return inputs.policy_logprobs.mean(), {}
+"""
+
+
+@pytest.fixture
+def losses(tmp_path: Path) -> Path:
+    (tmp_path / "losses.py").write_text(LOSSES)
+    return tmp_path / "losses.py"
+
+
+def with_loss(given: TrainerSetup, name: str, **options: object) -> TrainerSetup:
+    return attrs.evolve(given, loss=LossConfig(name=name, options=options))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_loss_that_needs_the_entropy_trains_it(model: str, losses: Path, sign: float) -> None:
+    trainer = TorchTrainer(with_loss(setup(model, lr=1e-2), f"{losses}:entropy_only", sign=sign))
+    rows = [row("ab=", "good", 0.0), row("cd=", "evil", 0.0)]
+    entropy = [trainer.step(batch(rows, step)).metrics["entropy"] for step in range(4)]
+    assert (entropy[-1] - entropy[0]) * sign > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_the_entropy_has_its_gradient_in_every_architecture(kind: str, losses: Path, tmp_path: Path) -> None:
+    small(kind).save_pretrained(tmp_path / "m")
+    given = setup(str(tmp_path / "m"), lr=1e-2)
+    rows = [
+        Row(prompt_ids=(1, 2), token_ids=(3, 4, 5), sampled=(True,) * 3, logprobs=(-3.0,) * 3,
+            versions=(0,) * 3, advantage=1.0, group=0)
+    ]  # fmt: skip
+    first, plain, bonus = (
+        TorchTrainer(with_loss(given, f"{losses}:{name}", **options))
+        for name, options in (
+            ("with_bonus", {}), ("plain", {}), ("with_bonus", {"coefficient": 3.0})
+        )
+    )  # fmt: skip
+    for trainer in (first, plain, bonus):
+        trainer.step(batch(rows))
+    assert same(first, plain), "without a coefficient it needs no entropy"
+    assert not same(first, bonus)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("forgets_the_policy", "does not depend on policy_logprobs"),
+        ("raises", "raised AttributeError: .*no_such_thing"),
+        ("one_number", r"returned shape \(\); expected one loss for each of the 4 sampled tokens"),
+    ],
+)
+def test_a_loss_that_breaks_its_contract_is_named(model: str, losses: Path, name: str, message: str) -> None:
+    trainer = TorchTrainer(with_loss(setup(model), f"{losses}:{name}"))
+    with pytest.raises(PluginError, match=rf"loss '.*losses.py:{name}' of plugin .*{message}"):
+        trainer.step(batch([row("ab", "good")]))
+
+
+# ---------------------------------------------------------------------------------- other models
+
+
+class OnlyTheHead(FullModel):
+    """Trains the last layer's norm alone, and saves nothing else."""
+
+    def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        chosen = [(name, p) for name, p in super().trainable() if name == "model.norm.weight"]
+        for name, parameter in super().trainable():
+            parameter.requires_grad_(name == chosen[0][0])
+        return chosen
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        return dict(self.trainable())
+
+    def write(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        directory.mkdir(parents=True)
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+            directory / "norm.safetensors",
+        )
+
+    @classmethod
+    def build(cls, source: ModelSource) -> FullModel:
+        made = super().build(attrs.evolve(source, saved=None))
+        if source.saved:
+            made.policy.module.load_state_dict(load_file(source.saved / "norm.safetensors"), strict=False)
+        return made
+
+
+def test_a_model_decides_what_is_trained_published_and_saved(model: str, tmp_path: Path) -> None:
+    """What adapters and shards need; the trainer knows nothing about it."""
+    start = weights(TorchTrainer(setup(model)))
+    trainer = TorchTrainer(setup(model, lr=1e-2), OnlyTheHead.build)
+    for step in range(3):
+        trainer.step(batch(ragged(seed=step), step))
+    now = weights(trainer)
+    assert now.keys() == start.keys(), "engines get whole models"
+    assert [name for name in now if not torch.equal(now[name], start[name])] == ["model.norm.weight"]
+    save(trainer, tmp_path)
+    assert [path.name for path in (tmp_path / "trainer").iterdir()] == ["norm.safetensors"]
+    resumed = TorchTrainer(setup(model, lr=1e-2, resume_from=tmp_path), OnlyTheHead.build)
+    for each in (trainer, resumed):
+        each.step(batch(ragged(seed=9), 3))
+    assert same(trainer, resumed)
 
 
 # ---------------------------------------------------------------------------------- what goes wrong
@@ -358,7 +542,7 @@ def test_any_causal_model_is_scored_as_it_scores_itself(kind: str, fused: bool, 
         for n in (1, 4, 9)
     ]  # fmt: skip
     trainer = TorchTrainer(setup(str(tmp_path)))
-    assert trainer._policy._plain_head is fused
+    assert trainer.model.policy._plain_head is fused
     result = trainer.step(batch(scores(str(tmp_path), rows)))
     assert result.metrics["logprob_diff_mean"] < 1e-5
 
@@ -459,8 +643,6 @@ def test_a_damaged_optimizer_state_is_refused(model: str, tmp_path: Path, harm: 
     elif harm == "cut":
         state.write_bytes(state.read_bytes()[:-100])
     else:
-        from safetensors.torch import load_file, save_file
-
         save_file({key.replace("layers.0", "layers.7"): v for key, v in load_file(state).items()}, state)
     with pytest.raises(CheckpointError, match="resume from another checkpoint"):
         TorchTrainer(setup(model, resume_from=tmp_path))
@@ -511,9 +693,9 @@ def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_pa
     given = setup(model)
 
     async def story() -> None:
-        trainer = ProcessTrainer(given, log=tmp_path / "log")
+        trainer = ProcessTrainer(attrs.evolve(given, log=str(tmp_path / "log")))
         try:
-            assert (await trainer.started())["version"] == 0
+            await trainer.started()
             for step in range(2):
                 result = await trainer.step(batch(ragged(seed=step), step))
             assert result.version == 2
@@ -541,7 +723,7 @@ def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_pa
 @pytest.mark.slow
 def test_a_trainer_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     async def story() -> None:
-        trainer = ProcessTrainer(setup(str(tmp_path / "nothing")), log=tmp_path / "log")
+        trainer = ProcessTrainer(attrs.evolve(setup(str(tmp_path / "nothing")), log=str(tmp_path / "log")))
         try:
             with pytest.raises(ModelError, match="nothing"):
                 await trainer.started()
@@ -564,7 +746,7 @@ def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = PluginHost.discover(block=["math"])
-    monkeypatch.setattr(assembly, "ProcessTrainer", lambda setup, log: setup)
+    monkeypatch.setattr(host, "make", lambda kind, name, setup: setup)
     config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
     given = assembly._trainer(config, RunDirectory(tmp_path), host, model, (), None)
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):

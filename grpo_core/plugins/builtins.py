@@ -35,6 +35,11 @@ def grpo_engines() -> Mapping[str, str]:
 
 
 @hookimpl
+def grpo_trainers() -> Mapping[str, str]:
+    return {"torch": "grpo_core.training.process:ProcessTrainer"}
+
+
+@hookimpl
 def grpo_losses() -> Mapping[str, str]:
     return {"grpo": "grpo_core.loss:grpo"}
 

@@ -21,9 +21,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import pluggy
 
@@ -32,7 +32,9 @@ from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, describe, did_you_mean
 from grpo_core.plugins.installed import import_file, import_plugin, installed, module_name, names_of
 from grpo_core.plugins.offers import (
+    FROM_THE_CORE,
     HOOKS,
+    Bound,
     Factory,
     Kind,
     Offer,
@@ -40,13 +42,15 @@ from grpo_core.plugins.offers import (
     check_options,
     checked_offers,
     matching,
-    signature_of,
     spaced,
 )
 
 if TYPE_CHECKING:
     from grpo_core.events import Event
+    from grpo_core.loss import LossInputs, LossOutput
     from grpo_core.plugins.listening import Audience
+    from grpo_core.protocols import Engine, Environment, Sampler, Trainer, ValidationStrategy
+    from grpo_core.records import Group
 
 __all__ = ["BUILT_IN", "EVENT_HOOK", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listing"]
 
@@ -117,23 +121,72 @@ class PluginHost:
         offer = self.find(kind, name)
         return functools.partial(offer.load(), *offer.args) if offer.args else offer.load()
 
+    @overload
+    def make(self, kind: Literal["environment"], name: str, *args: Any, **options: Any) -> Environment: ...
+    @overload
+    def make(self, kind: Literal["sampler"], name: str, *args: Any, **options: Any) -> Sampler: ...
+    @overload
+    def make(
+        self, kind: Literal["validation_strategy"], name: str, *args: Any, **options: Any
+    ) -> ValidationStrategy: ...
+    @overload
+    def make(self, kind: Literal["engine"], name: str, *args: Any, **options: Any) -> Engine: ...
+    @overload
+    def make(self, kind: Literal["trainer"], name: str, *args: Any, **options: Any) -> Trainer: ...
+    @overload
+    def make(self, kind: Kind, name: str, *args: Any, **options: Any) -> Any: ...
+
     def make(self, kind: Kind, name: str, *args: Any, **options: Any) -> Any:
-        """Call the factory.  Raises PluginError for unknown or missing options and if the factory raises."""
+        """Call the factory.
+
+        Raises PluginError for unknown, missing or mistyped options and if the factory raises.
+        """
         offer = self.find(kind, name)
         factory = offer.load()
         args = (*offer.args, *args)
-        check_options(offer, signature_of(factory), options, given=len(args))
+        check_options(offer, factory, options, given=len(args))
         try:
             return factory(*args, **options)
         except Exception as error:
             raise PluginError(f"{offer}: cannot be made: {describe(error)}") from error
 
-    def function(self, kind: Kind, name: str, **options: Any) -> Factory:
-        """A loss or advantage with its options, which are its keyword-only parameters, filled in."""
+    @overload
+    def function(self, kind: Literal["loss"], name: str, **options: Any) -> Bound[LossInputs, LossOutput]: ...
+    @overload
+    def function(
+        self, kind: Literal["advantage"], name: str, **options: Any
+    ) -> Bound[Sequence[Group], Sequence[Sequence[float | None]]]: ...
+
+    def function(self, kind: Kind, name: str, **options: Any) -> Bound[Any, Any]:
+        """A loss or advantage with its options, which are its keyword-only parameters, filled in.
+
+        Raises PluginError for unknown, missing or mistyped options.
+        """
         offer = self.find(kind, name)
         function = offer.load()
-        check_options(offer, signature_of(function), options, given=None)
-        return functools.partial(function, **options)
+        check_options(offer, function, options, given=None)
+        return Bound(offer, function, options)
+
+    def check_options(
+        self, kind: Kind, name: str, options: Mapping[str, Any], *, filled: Sequence[str] = ()
+    ) -> None:
+        """Check a choice of the configuration without making anything.
+
+        Imports the module of the offer, and nothing that the factory would import when it is called.
+
+        Args:
+            kind: of the offer.
+            name: as the configuration spells it.
+            options: as the configuration gives them.
+            filled: options that the core fills in if the configuration does not.
+
+        Raises:
+            PluginError: there is no such offer, or an option is unknown, missing or mistyped.
+        """
+        offer = self.find(kind, name)
+        given = FROM_THE_CORE[kind]
+        given = given if given is None else given + len(offer.args)
+        check_options(offer, offer.load(), options, given=given, filled=filled)
 
     def find(self, kind: Kind, name: str) -> Offer:
         """What is offered as ``name``, not yet imported if it is offered as a string."""

@@ -5,27 +5,44 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import PluginError, describe, did_you_mean
+from grpo_core.errors import GrpoError, PluginError, describe, did_you_mean
 
 if TYPE_CHECKING:
     from grpo_core.events import Event
 
-Kind = Literal["environment", "sampler", "validation_strategy", "engine", "loss", "advantage"]
+Kind = Literal["environment", "sampler", "validation_strategy", "engine", "trainer", "loss", "advantage"]
 
 HOOKS: Mapping[Kind, str] = {
     "environment": "grpo_environments",
     "sampler": "grpo_samplers",
     "validation_strategy": "grpo_validation_strategies",
     "engine": "grpo_engines",
+    "trainer": "grpo_trainers",
     "loss": "grpo_losses",
     "advantage": "grpo_advantages",
 }
+FROM_THE_CORE: Mapping[Kind, int | None] = {
+    "environment": 0,
+    "sampler": 0,
+    "validation_strategy": 0,
+    "engine": 1,
+    "trainer": 1,
+    "loss": None,
+    "advantage": None,
+}
+"""Positional arguments that the core gives to a factory; None: a function, whose keyword-only parameters are
+its options."""
 Factory = Callable[..., Any]
+Given = TypeVar("Given")
+Returned = TypeVar("Returned")
 
 
 @define(kw_only=True)
@@ -81,6 +98,27 @@ class Offer:
             raise PluginError(f"{self}: {self.given} cannot be loaded: {describe(error)}") from error
 
 
+@frozen
+class Bound(Generic[Given, Returned]):
+    """A function that a plugin offers (a loss, an advantage), with its options filled in."""
+
+    offer: Offer
+    function: Callable[..., Returned]
+    options: Mapping[str, Any]
+
+    def __call__(self, given: Given, /) -> Returned:
+        """Raises PluginError with the plugin's name if the function raises."""
+        try:
+            return self.function(given, **self.options)
+        except GrpoError:
+            raise
+        except Exception as error:
+            raise PluginError(f"{self.offer} raised {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        return str(self.offer)
+
+
 def checked_offers(hook: str, returned: Any) -> dict[str, Factory | str]:
     if not isinstance(returned, Mapping):
         raise PluginError(f"{hook}() returned {type(returned).__name__}, expected a dict of name: factory")
@@ -116,9 +154,26 @@ def signature_of(factory: Factory) -> inspect.Signature | None:
 
 
 def check_options(
-    offer: Offer, signature: inspect.Signature | None, options: Mapping[str, Any], *, given: int | None
+    offer: Offer,
+    factory: Factory,
+    options: Mapping[str, Any],
+    *,
+    given: int | None,
+    filled: Sequence[str] = (),
 ) -> None:
-    """``given`` positional arguments come from the core; None: only keyword-only parameters are options."""
+    """Check names and types of options against the signature, which may be that of an attrs class.
+
+    Args:
+        offer: whose options they are, for messages.
+        factory: the callable that is going to receive the options.
+        options: what the user gave.
+        given: positional arguments that come from the core; None: only keyword-only parameters are options.
+        filled: options that the core fills in later, so that they are not missing.
+
+    Raises:
+        PluginError: an option is unknown, missing, or not of the type with which it is annotated.
+    """
+    signature = signature_of(factory)
     if signature is None:
         return
     parameters = list(signature.parameters.values())
@@ -129,15 +184,61 @@ def check_options(
     spelled = ", ".join(
         name if p.default is p.empty else f"{name}={p.default!r}" for name, p in known.items()
     )
-    for name in options:
+    for name, value in options.items():
         if name not in known:
             raise PluginError(
                 f"{offer} has no option {name!r}.{did_you_mean(name, set(known))} "
                 f"Its options: {spelled or 'none'}"
             )
-    missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
+        if not fits(hint := _hint(factory, known[name]), value):
+            raise PluginError(f"{offer}: option {name!r} is {value!r}; expected {_spelled(hint)}")
+    present = {*options, *filled}
+    missing = [name for name, p in known.items() if p.default is p.empty and name not in present]
     if missing:
         raise PluginError(f"{offer} needs the option {missing[0]!r}. Its options: {spelled}")
+
+
+def _hint(factory: Factory, parameter: inspect.Parameter) -> Any:
+    """The parameter's annotation; Any if it has none, or one that only a type checker can read."""
+    hint = parameter.annotation
+    if hint is parameter.empty:
+        return Any
+    if isinstance(hint, str):
+        module = sys.modules.get(getattr(factory, "__module__", ""))
+        try:
+            return eval(hint, vars(module) if module else {})  # what typing.get_type_hints does
+        except Exception:
+            return Any
+    return hint
+
+
+_SCALARS: Mapping[Any, tuple[type, ...]] = {bool: (bool,), str: (str,), int: (int,), float: (int, float)}
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Whether a value from a TOML file can be what the annotation says; True for unknown annotations."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint is types.NoneType:
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(each, value) for each in arguments)
+    if origin is Literal:
+        return value in arguments
+    if hint in _SCALARS:
+        return isinstance(value, _SCALARS[hint]) and (hint is bool or not isinstance(value, bool))
+    if (origin or hint) in (list, tuple, Sequence):
+        several = isinstance(value, list | tuple)
+        kinds = [kind for kind in arguments if kind is not ...]
+        return several and (len(kinds) != 1 or all(fits(kinds[0], each) for each in value))
+    if (origin or hint) in (dict, Mapping):
+        return isinstance(value, Mapping)
+    return True
+
+
+def _spelled(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
 def spaced(kind: Kind) -> str:

@@ -31,7 +31,7 @@ from attrs import define, evolve, field
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.training import policy
+from grpo_core.training import model as models
 from grpo_core.training.tiny import CONTEXT, make_tiny_model
 from grpo_core.weights.layout import Writer
 from grpo_core.weights.shm import SharedMemoryWriter
@@ -78,7 +78,7 @@ class EngineUnderTest:
     @property
     def module(self) -> Any:
         if self._module is None:
-            self._module = policy.load(self.model, device=torch.device("cpu"))
+            self._module = models.load(self.model, device=torch.device("cpu"))
         return self._module
 
     def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:

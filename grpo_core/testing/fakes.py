@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.errors import EngineError
+from grpo_core.protocols import Trainer
 from grpo_core.records import (
     Batch,
     Completion,
@@ -117,7 +118,7 @@ class FakeEngine:
         self.closed = True
 
 
-class FakeTrainer:
+class FakeTrainer(Trainer):
     """Its weights are a number that depends on everything that was trained, in order."""
 
     def __init__(self, *, seconds: float = 1.0, version: int = 0) -> None:
@@ -142,9 +143,6 @@ class FakeTrainer:
             return None
 
         return written
-
-    async def aclose(self) -> None:
-        return None
 
 
 class FakeEnvironment:

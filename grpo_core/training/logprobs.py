@@ -28,6 +28,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
     product_dtype: torch.dtype | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``log_softmax((hidden @ weight.T + bias) / temperature)`` at ``targets``, and the entropy.
 
@@ -39,15 +40,18 @@ def token_logprobs(
         product_dtype: of the matrix products of the backward pass (bfloat16 is several times faster);
             default: that of ``hidden``.  The forward pass keeps the precision of ``weight``: an error of
             logprobs would pass for a difference between trainer and engine.
+        entropy_gradient: whether the entropy has a gradient; costs one more buffer in the backward pass.
 
     Returns:
-        logprobs [N], with gradient; entropy [N] of each distribution, detached.
+        logprobs [N], with gradient; entropy [N] of each distribution, detached unless ``entropy_gradient``.
     """
     if chunk is None:
         chunk = max(16, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
     hidden = hidden.to(weight.dtype)
     apply: Any = _TokenLogprobs.apply
-    logprobs, entropy = apply(hidden, weight, bias, targets, temperature, chunk, product_dtype)
+    logprobs, entropy = apply(
+        hidden, weight, bias, targets, temperature, chunk, product_dtype, entropy_gradient
+    )
     return logprobs, entropy
 
 
@@ -62,6 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         product_dtype: torch.dtype | None,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         n, vocabulary = hidden.shape[0], weight.shape[0]
         dtype = product_dtype or hidden.dtype
@@ -83,16 +88,17 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept is not None and direct is None:
                 kept[part] = p
         if needed:
-            ctx.save_for_backward(hidden, weight, bias, targets, kept)
+            ctx.save_for_backward(hidden, weight, bias, targets, kept, entropy if entropy_gradient else None)
             ctx.temperature, ctx.dtype = temperature, dtype
             ctx.chunk = chunk * hidden.element_size() // dtype.itemsize
-        ctx.mark_non_differentiable(entropy)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, kept = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, kept, entropy = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
         grad_weight = torch.zeros_like(weight) if to_weight else None
@@ -101,14 +107,21 @@ class _TokenLogprobs(torch.autograd.Function):
         n = hidden.shape[0]
         buffer = product_hidden.new_empty(min(ctx.chunk, n), weight.shape[0])
         grad = (grad / ctx.temperature).to(ctx.dtype)[:, None]
+        if entropy is not None:
+            entropy = entropy.to(ctx.dtype)[:, None]
+            grad_entropy = (grad_entropy / ctx.temperature).to(ctx.dtype)[:, None]
         for begin in range(0, n, ctx.chunk):
             part = slice(begin, min(begin + ctx.chunk, n))
             some_hidden, d_logits = product_hidden[part], buffer[: part.stop - begin]
-            if kept is not None:
-                torch.mul(kept[part], -grad[part], out=d_logits)
-            else:
+            if kept is None:
                 _logits(some_hidden, product_weight, bias, ctx.temperature, d_logits)
-                torch.softmax(d_logits, dim=1, out=d_logits).mul_(-grad[part])
+                torch.softmax(d_logits, dim=1, out=d_logits)
+            p = d_logits if kept is None else kept[part]
+            if entropy is not None:  # of an entropy h: -p (log p + h)
+                d_entropy = torch.special.entr(p).sub_(p * entropy[part]).mul_(grad_entropy[part])
+            torch.mul(p, -grad[part], out=d_logits)
+            if entropy is not None:
+                d_logits += d_entropy
             d_logits.scatter_add_(1, targets[part, None], grad[part])  # of a logprob: onehot(target) - p
             if grad_bias is not None:
                 grad_bias += d_logits.sum(0)
@@ -116,7 +129,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_hidden[part] = d_logits @ product_weight
             if grad_weight is not None:
                 _add_product(grad_weight, d_logits.T, some_hidden)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, out: Tensor) -> Tensor:

@@ -6,43 +6,13 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
-from attrs import field, frozen
-
-from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import ChildDied, GrpoError, TrainerError
 from grpo_core.processes import Child
+from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
-
-
-@frozen(kw_only=True)
-class TrainerSetup:
-    """All that a trainer is made from; plain data, so that it can be made in a child process."""
-
-    model: ModelConfig = field(factory=ModelConfig)
-    trainer: TrainerConfig = field(factory=TrainerConfig)
-    loss: LossConfig = field(factory=LossConfig)
-    seed: int = 0
-    colocated: bool = True
-    """Another process generates on this machine meanwhile (``max_staleness`` above 0): leave it cores."""
-    model_directory: str = ""
-    """Where the model is made if ``model.path`` is "tiny"."""
-    demonstrations: tuple[tuple[str, ...], ...] = ()
-    """Prompts and replies worth full marks, for the warm start of "tiny"."""
-    resume_from: str | None = None
-    """A directory that ``save`` wrote."""
-    async_save: bool = True
-    """See ``CheckpointConfig.beside``."""
-    transport: Literal["shm", "cuda_ipc", "collective"] = "shm"
-    """See ``EngineConfig``; from a CPU, ``device`` is the host's memory."""
-    collective_host: str = "127.0.0.1"
-    max_non_finite: float = 0.1
-    """See ``HealthConfig``."""
-    plugins: tuple[str, ...] | None = None
-    """Allow-list of the plugins that a loss may come from; None: all."""
-    block: tuple[str, ...] = ()
-    """Plugins that are not imported."""
+from grpo_core.training.setup import TrainerSetup
 
 
 def thread_count(configured: int, colocated: bool) -> int:
@@ -51,24 +21,22 @@ def thread_count(configured: int, colocated: bool) -> int:
     return configured or max(1, cores // 2 if colocated else cores)
 
 
-class ProcessTrainer:
-    """A ``TorchTrainer`` in a child process of its own, behind the protocol.
+class ProcessTrainer(Trainer):
+    """A ``TorchTrainer`` in a child process: the trainer "torch".
 
     It starts at construction, so that its imports overlap with the rest of a run's start.
-
-    Args:
-        setup: what the trainer is made from.
-        log: file that receives what the child prints; None: the parent's standard error.
     """
 
-    def __init__(self, setup: TrainerSetup, *, log: Path | None = None) -> None:
-        self._deadline = setup.trainer.deadline
-        self._child = Child("grpo_core.training.trainer:create", {"setup": setup}, name="trainer", log=log)
+    target: ClassVar[str] = "grpo_core.training.trainer:create"
+    """Makes the trainer in the child from ``setup``, as ``module:function``; a subclass may name another."""
 
-    async def started(self) -> dict[str, Any]:
-        """Wait until the model is loaded; returns ``TorchTrainer.description()``, raises what it raised."""
-        description: dict[str, Any] = await self._child.started(seconds=self._deadline)
-        return description
+    def __init__(self, setup: TrainerSetup) -> None:
+        self._deadline = setup.trainer.deadline
+        log = Path(setup.log) if setup.log else None
+        self._child = Child(self.target, {"setup": setup}, name="trainer", log=log)
+
+    async def started(self) -> None:
+        await self._child.started(seconds=self._deadline)
 
     async def step(self, batch: Batch) -> StepResult:
         result: StepResult = await self._call("step", batch)
@@ -83,7 +51,6 @@ class ProcessTrainer:
         return partial(self._call, "written")
 
     async def watch(self) -> None:
-        """Raises TrainerError when the child dies, though nobody waits for an answer of it."""
         raise _gone(await self._child.died())
 
     async def aclose(self) -> None:

@@ -19,7 +19,8 @@ import torch
 
 from grpo_core.errors import ConfigError
 from grpo_core.records import Row
-from grpo_core.training.policy import Policy, collate
+from grpo_core.training.model import Scorer
+from grpo_core.training.policy import collate
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 CHARACTERS = "\n" + "".join(c for c in map(chr, range(32, 127)) if c in string.printable)
@@ -110,7 +111,7 @@ def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps:
     rows = [_row(*texts) for texts in demonstrations]
     order = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
-    policy = Policy(model.train())
+    policy = Scorer(model.train())
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / 5)
         micro = collate(order.choices(rows, k=BATCH), policy.device)

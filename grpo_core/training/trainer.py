@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,18 @@ from torch import Tensor
 from grpo_core import cpu
 from grpo_core import loss as losses
 from grpo_core.batching import microbatches, split_updates
-from grpo_core.config import TINY, TrainerConfig
-from grpo_core.errors import (
-    CheckpointError,
-    ModelError,
-    PluginError,
-    TrainerError,
-)
+from grpo_core.config import TrainerConfig
+from grpo_core.errors import CheckpointError, PluginError, TrainerError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.training import policy
 from grpo_core.training.logprobs import KEEP_BYTES
-from grpo_core.training.policy import MicroBatch, Policy
-from grpo_core.training.process import TrainerSetup, thread_count
+from grpo_core.training.model import BuildModel, FullModel, ModelSource
+from grpo_core.training.policy import MicroBatch
+from grpo_core.training.process import thread_count
+from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
+from grpo_core.training.start import start_model
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
@@ -96,25 +94,36 @@ def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -
 class TorchTrainer:
     """Trains a transformers causal language model with AdamW on one device.
 
-    Raises ModelError, PluginError or CheckpointError if it cannot be made.
+    Args:
+        setup: what the trainer is made from.
+        build: makes the model; decides which parameters are trained, published and saved.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        PluginError: the loss cannot be found or does not take its options.
+        CheckpointError: ``setup.resume_from`` cannot be continued.
     """
 
-    def __init__(self, setup: TrainerSetup) -> None:
+    def __init__(self, setup: TrainerSetup, build: BuildModel = FullModel.build) -> None:
         self._setup, self._config = setup, setup.trainer
         self._device = _device(self._config.device)
         host = PluginHost.discover(setup.plugins, setup.block)
-        self._loss: losses.Loss = host.function("loss", setup.loss.name, **setup.loss.options)
-        start = self._start_model()
+        self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
+        self._needs = losses.needs_of(self._loss.function, self._loss.options)
         resume = Path(setup.resume_from) if setup.resume_from else None
-        self._policy = self._load(resume / "trainer" if resume else start)
-        self._reference: Policy | None = None
-        if setup.loss.options.get("kl_coefficient"):
-            self._reference = self._load(start)
-            self._reference.model.requires_grad_(False)
-        self._named = list(self._policy.model.named_parameters())  # tied tensors once
+        source = ModelSource(
+            start=start_model(setup),
+            saved=resume / "trainer" if resume else None,
+            config=setup.model,
+            device=self._device,
+            checkpointing=self._config.gradient_checkpointing,
+            reference="reference" in self._needs,
+        )
+        self.model = build(source)
+        self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
-        self._overhead = _overhead(sum(p.numel() for p in self._parameters), self._device)
-        self._budget = token_budget(self._config, self._policy.vocabulary, self._device)
+        self._overhead = _overhead(self.model.parameters, self._device)
+        self._budget = token_budget(self._config, self.model.vocabulary, self._device)
         self._optimizer = _adamw(self._parameters, self._config)
         self._writer = _writer(setup, self._device)
         self._snapshot = Snapshot(copies=setup.async_save)
@@ -128,12 +137,9 @@ class TorchTrainer:
         """What the parent is told when the trainer is ready."""
         return {
             "version": self.version,
-            "parameters": sum(parameter.numel() for parameter in self._parameters),
+            "parameters": self.model.parameters,
             "device": str(self._device),
             "threads": torch.get_num_threads(),
-            "model": self._setup.model_directory
-            if self._setup.model.path == TINY
-            else self._setup.model.path,
         }
 
     # ------------------------------------------------------------------------------ one step
@@ -152,7 +158,7 @@ class TorchTrainer:
             self._microbatches(update) for update in split_updates(rows, self._config.updates_per_step)
         ]
         totals = Totals()
-        self._score_before(updates, batch.temperature)
+        updates = [self._scored(update, i, batch.temperature) for i, update in enumerate(updates)]
         for number, update in enumerate(updates):
             self._update(batch, number, update, totals)
         self.version += 1
@@ -173,17 +179,20 @@ class TorchTrainer:
         return [policy.collate([rows[i] for i in part], self._device) for part in parts]
 
     @torch.no_grad()
-    def _score_before(self, updates: Sequence[Sequence[MicroBatch]], temperature: float) -> None:
-        """Logprobs by the weights that the step starts from, and by the reference.
+    def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
+        """The micro-batches with logprobs by the weights that the step starts from, and by the reference.
 
         The first update needs no pass for the former: its own forward pass is made by these weights.
         """
-        for number, update in enumerate(updates):
-            for micro in update:
-                if number and self._config.proximal == "recompute":
-                    micro.before["proximal"] = self._policy.score(micro, temperature)[0]
-                if self._reference is not None:
-                    micro.before["reference"] = self._reference.score(micro, temperature)[0]
+        proximal, reference = number > 0 and self._config.proximal == "recompute", "reference" in self._needs
+        return [
+            evolve(
+                micro,
+                proximal_logprobs=self.model.score(micro, temperature)[0] if proximal else None,
+                reference_logprobs=self.model.reference_logprobs(micro, temperature) if reference else None,
+            )
+            for micro in update
+        ]
 
     def _update(self, batch: Batch, number: int, update: Sequence[MicroBatch], totals: Totals) -> None:
         tokens = sum(micro.targets.numel() for micro in update)
@@ -201,16 +210,21 @@ class TorchTrainer:
     def _backward(self, batch: Batch, number: int, micro: MicroBatch, tokens: int, totals: Totals) -> Tensor:
         """Add the gradient of one micro-batch, without the rows whose loss is not finite: these are returned.
 
-        The gradient is stopped at the logprobs, so that what is not finite in one row reaches no parameter.
+        The gradient is stopped at the model's outputs, so that what is not finite in one row reaches no
+        parameter.
         """
-        logprobs, entropy = self._policy.score(micro, batch.temperature)
-        leaf = logprobs.detach().requires_grad_()
-        per_token, metrics = self._token_losses(batch, number, micro, leaf)
-        (gradient,) = torch.autograd.grad(per_token.sum() / tokens, leaf)
-        wrong = ~(per_token.detach().isfinite() & gradient.isfinite())
+        needs_entropy = "entropy" in self._needs
+        logprobs, entropy = self.model.score(micro, batch.temperature, entropy_gradient=needs_entropy)
+        outputs = [logprobs, entropy] if needs_entropy else [logprobs]
+        leaves = [output.detach().requires_grad_() for output in outputs]
+        per_token, metrics = self._token_losses(batch, number, micro, *leaves)
+        gradients = torch.autograd.grad(per_token.sum() / tokens, leaves, materialize_grads=True)
+        wrong = ~per_token.detach().isfinite()
+        for gradient in gradients:
+            wrong = wrong | ~gradient.isfinite()
         bad = torch.zeros(len(micro.rows), device=wrong.device).index_add_(0, micro.row_of, wrong.float()) > 0
         kept = ~bad[micro.row_of]
-        logprobs.backward(gradient.where(kept, 0.0))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(outputs, [gradient.where(kept, 0.0) for gradient in gradients])
         metrics = {"loss": per_token, "entropy": entropy, **metrics}
         totals.add({name: values.detach().where(kept, 0.0) for name, values in metrics.items()})
         return bad
@@ -246,15 +260,18 @@ class TorchTrainer:
         return False
 
     def _token_losses(
-        self, batch: Batch, number: int, micro: MicroBatch, logprobs: Tensor
+        self, batch: Batch, number: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None = None
     ) -> losses.LossOutput:
-        generation, now = micro.generation_logprobs, logprobs.detach()
-        proximal = generation if self._config.proximal == "generation" else micro.before.get("proximal", now)
+        """One loss for each token, and metrics; ``entropy`` is None unless the loss needs it."""
+        generation, before = micro.generation_logprobs, micro.proximal_logprobs
+        start = logprobs.detach() if before is None else before
+        proximal = generation if self._config.proximal == "generation" else start
         inputs = losses.LossInputs(
             policy_logprobs=logprobs,
             proximal_logprobs=proximal,
             generation_logprobs=generation,
-            reference_logprobs=micro.before.get("reference"),
+            reference_logprobs=micro.reference_logprobs,
+            entropy=entropy,
             advantages=micro.advantages,
             rows=micro.row_of,
             step=batch.step,
@@ -263,23 +280,27 @@ class TorchTrainer:
         per_token, metrics = self._loss(inputs)
         if per_token.shape != logprobs.shape:
             raise PluginError(
-                f"loss {self._setup.loss.name!r} returned shape {tuple(per_token.shape)}; expected "
-                f"one loss for each of the {len(logprobs)} sampled tokens"
+                f"{self._loss} returned shape {tuple(per_token.shape)}; expected one loss for each of the "
+                f"{len(logprobs)} sampled tokens"
             )
-        if number == 0 or "proximal" in micro.before:  # both are by the weights that the step starts from
-            metrics = {**metrics, **off_policy(micro.before.get("proximal", now), generation)}
+        if not per_token.requires_grad:
+            raise PluginError(
+                f"{self._loss}: its result does not depend on policy_logprobs; nothing is trained"
+            )
+        if number == 0 or before is not None:  # both are by the weights that the step starts from
+            metrics = {**metrics, **off_policy(start, generation)}
         return per_token, metrics
 
     # ------------------------------------------------------------------------------ weights and files
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """The current weights, where engines read them; what was published before is overwritten."""
-        weights = self._writer.write(self.version, self._named)
-        return evolve(weights, canary=self._policy.next_tokens(canary))
+        weights = self._writer.write(self.version, self.model.published())
+        return evolve(weights, canary=self.model.next_tokens(canary))
 
     def save(self, directory: Path) -> None:
         """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
-        state = {f"{_MODEL}{name}": tensor for name, tensor in self._policy.model.state_dict().items()}
+        state = {f"{_MODEL}{name}": tensor for name, tensor in self.model.saved().items()}
         state |= {
             f"{name}/{key}": value
             for name, parameter in self._named
@@ -298,8 +319,7 @@ class TorchTrainer:
         model = {name.removeprefix(_MODEL): t for name, t in state.items() if name.startswith(_MODEL)}
         rest = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
         try:
-            self._policy.model.save_pretrained(directory / "trainer", state_dict=model)  # type: ignore[operator]
-            self._tokenizer.save_pretrained(directory / "trainer")
+            self.model.write(directory / "trainer", model)
             (directory / "optimizer").mkdir(parents=True, exist_ok=True)
             save_file(rest, directory / "optimizer" / "state.safetensors")
             (directory / "optimizer" / "state.json").write_text(json.dumps(about) + "\n")
@@ -321,43 +341,6 @@ class TorchTrainer:
                 f"{directory}: the optimizer's state is missing or is not this model's ({error!r}); resume "
                 "from another checkpoint, or start anew with model.path set to its trainer/ directory"
             ) from error
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        source = self._setup.model_directory if self._setup.model.path == TINY else self._setup.model.path
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=self._setup.model.trust_remote_code)
-
-    def _start_model(self) -> str:
-        """Path of the model that the run starts from; "tiny" is made unless it is there already."""
-        model = self._setup.model
-        if model.path != TINY:
-            return model.path
-        directory = Path(self._setup.model_directory)
-        if not self._setup.model_directory:
-            raise ModelError('model.path = "tiny" needs a directory to be made in')
-        if not (directory / "config.json").exists():
-            from grpo_core.training.tiny import make_tiny_model
-
-            make_tiny_model(
-                directory,
-                self._setup.demonstrations,
-                width=model.width,
-                layers=model.layers,
-                warm_start_steps=model.warm_start_steps,
-                seed=self._setup.seed,
-            )
-        return str(directory)
-
-    def _load(self, path: str | Path) -> Policy:
-        model = policy.load(
-            path,
-            device=self._device,
-            trust_remote_code=self._setup.model.trust_remote_code,
-            checkpointing=self._config.gradient_checkpointing,
-        )
-        return Policy(model, getattr(torch, self._setup.model.dtype))
 
 
 def _writer(setup: TrainerSetup, device: torch.device) -> Writer:

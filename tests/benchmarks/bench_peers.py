@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 from attrs import evolve, frozen
 
-from grpo_core.advantages import group
+from grpo_core.advantages import normalize
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.records import Batch, EngineSetup, GenerationRequest, Row
-from grpo_core.training.process import ProcessTrainer, TrainerSetup
+from grpo_core.training.process import ProcessTrainer
+from grpo_core.training.setup import TrainerSetup
 
 HERE = Path(__file__).parent
 PEER = HERE.parent.parent / ".venv-peers" / "bin" / "python"
@@ -115,7 +116,7 @@ async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: 
             ]
             completions = await engine.generate(requests)
             rewards = [[chance.random() for _ in range(work.group_size)] for _ in prompts]
-            advantages = [a for each in group(rewards) for a in each]
+            advantages = [a for each in rewards for a in normalize(each)]
             rows = tuple(
                 Row(
                     prompt_ids=request.prompt_ids,

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 from attrs import evolve
 
-from grpo_core.advantages import group as group_advantages
+from grpo_core.advantages import normalize
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.errors import EngineError, TrainerError, WeightSyncError
 from grpo_core.laws import Violation
+from grpo_core.protocols import Trainer
 from grpo_core.records import (
     Batch,
     Completion,
@@ -86,7 +87,7 @@ class Truth:
                 self._trained.add(rollout.token_ids)
                 expected = reward(rollout.token_ids, rollout.sampled)
                 self._law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
-            scores = group_advantages([[float(r or 0.0) for r in group.rewards]])[0]
+            scores = normalize([float(r or 0.0) for r in group.rewards])
             pairs = zip(group.rollouts, scores, strict=True)
             self._due += [(rollout.token_ids, score) for rollout, score in pairs if score]
 
@@ -294,7 +295,7 @@ class SimulatedDisk(FaultyDisk):
             raise
 
 
-class SimulatedTrainer:
+class SimulatedTrainer(Trainer):
     """Its weights are a digest of everything that was trained, in order."""
 
     def __init__(

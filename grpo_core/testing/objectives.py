@@ -1,0 +1,287 @@
+"""The contracts of losses and advantage functions, as checks that anybody may run on theirs.
+
+    def test_mine_keep_their_contracts():
+        check_loss(my_loss, kl_coefficient=0.1)
+        check_advantage(my_advantage)
+
+Each check raises AssertionError, or PluginError where the core itself would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+
+from grpo_core.loss import LossInputs, Need, needs_of
+from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.rows import checked_scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpo_core.loss import LossOutput
+
+LENGTHS = (5, 1, 9, 3)
+"""Sampled tokens of each row of a loss's inputs."""
+REWARDS = ((0.0, 1.0, 1.0, 0.25), (1.0, 1.0, 1.0, 1.0), (-3.0, 2.0, 0.5, 0.5), (0.0, 0.0, 0.0, 1.0))
+"""Rewards of some groups."""
+
+
+def check_loss(function: Callable[..., Any], **options: Any) -> None:
+    """Check all of a loss's contract.  Raises AssertionError."""
+    for clause in LossContract(lambda inputs: function(inputs, **options), needs_of(function, options)):
+        clause()
+
+
+def check_advantage(function: Callable[..., Any], **options: Any) -> None:
+    """Check all of an advantage function's contract.  Raises AssertionError or PluginError."""
+    for clause in AdvantageContract(lambda groups: function(groups, **options)):
+        clause()
+
+
+# ---------------------------------------------------------------------------------- losses
+
+
+class LossContract:
+    """What a loss has to be for a step of the trainer to mean something; iterates over its clauses.
+
+    Args:
+        loss: the loss with its options filled in.
+        needs: what it declares to need.
+    """
+
+    def __init__(self, loss: Callable[[LossInputs], LossOutput], needs: frozenset[Need]) -> None:
+        self._loss, self._needs = loss, needs
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        yield self.it_returns_one_loss_and_one_of_each_metric_for_each_token
+        yield self.it_trains_the_policy
+        yield self.extreme_inputs_have_finite_losses_and_gradients
+        yield self.the_order_of_rows_does_not_matter
+        yield self.it_does_not_matter_how_rows_are_split
+        yield self.it_returns_the_same_each_time_and_changes_no_input
+
+    def it_returns_one_loss_and_one_of_each_metric_for_each_token(self) -> None:
+        import torch
+
+        inputs = self._inputs()
+        losses, metrics = self._loss(inputs)
+        shape = inputs.policy_logprobs.shape
+        assert losses.shape == shape, f"losses have shape {tuple(losses.shape)}, expected {tuple(shape)}"
+        for name, values in metrics.items():
+            kind = type(values).__name__
+            assert isinstance(values, torch.Tensor), f"metric {name!r} is {kind}, expected a tensor"
+            found = tuple(values.shape)
+            assert values.shape == shape, f"metric {name!r} has shape {found}, expected {tuple(shape)}"
+
+    def it_trains_the_policy(self) -> None:
+        """The gradient reaches ``policy_logprobs`` or ``entropy``; the core gives no other input one."""
+        import torch
+
+        inputs = self._inputs()
+        losses, _ = self._loss(inputs)
+        assert losses.requires_grad, "its result does not depend on policy_logprobs: nothing would be trained"
+        outputs = (
+            [inputs.policy_logprobs] if inputs.entropy is None else [inputs.policy_logprobs, inputs.entropy]
+        )
+        gradients = torch.autograd.grad(losses.sum(), outputs, materialize_grads=True)
+        assert any(gradient.any() for gradient in gradients), "the gradient is 0 for every token"
+
+    def extreme_inputs_have_finite_losses_and_gradients(self) -> None:
+        """Logprobs down to -1e4, advantages up to 1e3: a row that is not finite is left out of its update."""
+        import torch
+
+        extremes = [0.0, -1e-7, -1.0, -50.0, -1e4]
+        for dtype in (torch.float64, torch.float32):
+            for there in extremes:
+                for here in extremes:
+                    inputs = self._inputs(dtype=dtype)
+                    for name, value in (("policy", here), ("proximal", there), ("generation", there)):
+                        getattr(inputs, f"{name}_logprobs").data.fill_(value)
+                    inputs.advantages.data.mul_(1e3)
+                    losses, _ = self._loss(inputs)
+                    (gradient,) = torch.autograd.grad(
+                        losses.sum(), inputs.policy_logprobs, materialize_grads=True
+                    )
+                    where = f"policy logprobs {here:g}, proximal and generation {there:g}, {dtype}"
+                    assert bool(losses.isfinite().all()), f"{where}: the loss is not finite"
+                    assert bool(gradient.isfinite().all()), f"{where}: the gradient is not finite"
+
+    def the_order_of_rows_does_not_matter(self) -> None:
+        import torch
+
+        inputs = self._inputs()
+        order = [2, 0, 3, 1]  # row i of the others is row order[i] of these
+        places = torch.cat([(inputs.rows == row).nonzero()[:, 0] for row in order])
+        others = _picked(inputs, places)
+        self._same(self._loss(inputs)[0][places], self._loss(others)[0], "rows in another order")
+
+    def it_does_not_matter_how_rows_are_split(self) -> None:
+        """Rows come in micro-batches as memory allows."""
+        inputs = self._inputs()
+        whole, _ = self._loss(inputs)
+        for first in (0, 2):
+            places = (inputs.rows // 2 == first // 2).nonzero()[:, 0]
+            part, _ = self._loss(_picked(inputs, places))
+            self._same(whole[places], part, f"rows {first} and {first + 1} in a micro-batch of their own")
+
+    def it_returns_the_same_each_time_and_changes_no_input(self) -> None:
+        inputs, untouched = self._inputs(), self._inputs()
+        first = self._loss(inputs)[0].detach().clone()
+        for name, tensor in _tensors(inputs).items():
+            assert bool((tensor == _tensors(untouched)[name]).all()), f"it changed its input {name}"
+        self._same(first, self._loss(inputs)[0], "a second call")
+
+    def _same(self, a: Tensor, b: Tensor, what: str) -> None:
+        assert a.shape == b.shape, f"{what}: shape {tuple(b.shape)}, expected {tuple(a.shape)}"
+        off = float((a - b).detach().abs().max())
+        assert off < 1e-9, f"{what}: the losses differ by {off:.3g}"
+
+    def _inputs(self, *, dtype: Any = None) -> LossInputs:
+        """Random inputs, the same each time; without what the loss does not need."""
+        import torch
+
+        chance = torch.Generator().manual_seed(0)
+        n = sum(LENGTHS)
+        dtype = dtype or torch.float64
+
+        def logprobs(near: Tensor | None = None) -> Tensor:
+            noise = torch.rand(n, generator=chance, dtype=torch.float64)
+            return (-4 * noise if near is None else near + 0.3 * (noise - 0.5)).to(dtype)
+
+        generation = logprobs()
+        made: dict[str, Any] = {
+            "policy_logprobs": logprobs(generation),
+            "proximal_logprobs": logprobs(generation),
+            "generation_logprobs": generation,
+            "reference_logprobs": logprobs(generation) if "reference" in self._needs else None,
+            "entropy": -logprobs() if "entropy" in self._needs else None,
+            "advantages": torch.tensor([1.0, -0.5, 0.0, 2.0], dtype=dtype)[_rows()],
+            "rows": _rows(),
+        }
+        for name, tensor in made.items():
+            trained = name in ("policy_logprobs", "entropy")
+            if tensor is not None and tensor.is_floating_point():
+                made[name] = tensor.detach().clone().requires_grad_(trained)
+        return LossInputs(**made, step=3, update=1)
+
+
+def _rows() -> Tensor:
+    import torch
+
+    return torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+
+
+def _picked(inputs: LossInputs, places: Tensor) -> LossInputs:
+    """The tokens at these places, whose rows are whole; rows are numbered anew, in order of appearance."""
+    import torch
+
+    picked: dict[str, Any] = {name: tensor[places] for name, tensor in _tensors(inputs).items()}
+    seen = list(dict.fromkeys(picked["rows"].tolist()))
+    picked["rows"] = torch.tensor([seen.index(row) for row in picked["rows"].tolist()])
+    return evolve(inputs, **picked)
+
+
+def _tensors(inputs: LossInputs) -> Mapping[str, Tensor]:
+    given = {
+        "policy_logprobs": inputs.policy_logprobs,
+        "proximal_logprobs": inputs.proximal_logprobs,
+        "generation_logprobs": inputs.generation_logprobs,
+        "reference_logprobs": inputs.reference_logprobs,
+        "entropy": inputs.entropy,
+        "advantages": inputs.advantages,
+        "rows": inputs.rows,
+    }
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+# ---------------------------------------------------------------------------------- advantages
+
+
+class AdvantageContract:
+    """What an advantage function has to be for a batch to be made; iterates over its clauses.
+
+    Args:
+        advantages: the function with its options filled in.
+    """
+
+    def __init__(self, advantages: Callable[[Sequence[Group]], Sequence[Sequence[float | None]]]) -> None:
+        self._advantages = advantages
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        yield self.it_returns_a_finite_number_or_none_for_each_rollout
+        yield self.extreme_rewards_have_finite_advantages
+        yield self.equal_rewards_are_worth_nothing
+        yield self.the_order_within_a_group_does_not_matter
+        yield self.it_returns_the_same_each_time
+
+    def it_returns_a_finite_number_or_none_for_each_rollout(self) -> None:
+        for sizes in ((4, 4, 4, 4), (2,), (3, 2, 8)):
+            rewards = [[float(i % 3) for i in range(size)] for size in sizes]
+            self._scores([a_group(each, place) for place, each in enumerate(rewards)])
+
+    def extreme_rewards_have_finite_advantages(self) -> None:
+        for rewards in ((1e30, -1e30, 0.0), (1e-200, 0.0, 0.0), (1.0, 1.0 + 1e-15, 1.0), (-1e9, -1e9, 1e-9)):
+            self._scores([a_group(rewards)])
+
+    def equal_rewards_are_worth_nothing(self) -> None:
+        """Of groups alone in their step.  Lengths are equal as well: nothing tells the rollouts apart."""
+        for value in (0.0, 1.0, 0.3, -5.0):
+            scores = self._scores([a_group([value] * 4, lengths=(6, 6, 6, 6))])[0]
+            worth = [score for score in scores if score is not None]
+            told = f"four rewards of {value} have advantages {scores}; expected 0 or None"
+            assert all(abs(score) < 1e-9 for score in worth), told
+
+    def the_order_within_a_group_does_not_matter(self) -> None:
+        groups = [a_group(rewards, place) for place, rewards in enumerate(REWARDS)]
+        order = [2, 0, 3, 1]
+        turned = [evolve(group, rollouts=tuple(group.rollouts[i] for i in order)) for group in groups]
+        for group, straight, other in zip(groups, self._scores(groups), self._scores(turned), strict=True):
+            expected = [straight[i] for i in order]
+            assert _close(expected, other), (
+                f"rewards {group.rewards} have advantages {straight}; in the order {order} they have {other}"
+            )
+
+    def it_returns_the_same_each_time(self) -> None:
+        groups = [a_group(rewards, place) for place, rewards in enumerate(REWARDS)]
+        first, second = self._scores(groups), self._scores(groups)
+        assert first == second, f"it returned {first}, and then {second} for the same groups"
+
+    def _scores(self, groups: Sequence[Group]) -> list[list[float | None]]:
+        return checked_scores(self._advantages(groups), groups, "it")
+
+
+def a_group(rewards: Sequence[float], place: int = 0, lengths: Sequence[int] = (3, 6, 2, 9)) -> Group:
+    """A group with these rewards; its rollouts have different lengths."""
+
+    def rollout(reward: float, length: int) -> Rollout:
+        return Rollout(
+            prompt_ids=(1, 2),
+            token_ids=(5,) * length,
+            sampled=(True,) * length,
+            logprobs=(-1.0,) * length,
+            versions=(0,) * length,
+            reward=reward,
+            turns=1,
+            finish_reason="length" if length == max(lengths) else "stop",
+        )
+
+    return Group(
+        prompt=Prompt(messages="x", id=f"prompt {place}", environment="task"),
+        rollouts=tuple(rollout(reward, lengths[i % len(lengths)]) for i, reward in enumerate(rewards)),
+        generation_version=0,
+        target_version=0,
+        slot=place,
+    )
+
+
+def _close(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
+    def same(x: float | None, y: float | None) -> bool:
+        if x is None or y is None:
+            return x is y
+        return math.isclose(x, y, rel_tol=1e-9, abs_tol=1e-9)
+
+    return all(same(x, y) for x, y in zip(a, b, strict=True))

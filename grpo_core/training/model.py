@@ -1,0 +1,322 @@
+"""The model as the trainer sees it: which parameters are trained, published and saved, and how it scores.
+
+``Model`` is the seam for other ways to hold a model (adapters, shards); ``FullModel`` trains all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from grpo_core.config import ModelConfig
+from grpo_core.errors import ModelError
+from grpo_core.models import keep_softcapping
+from grpo_core.records import Canary
+from grpo_core.training.logprobs import token_logprobs
+from grpo_core.training.policy import MicroBatch
+
+SHORT = 64
+"""Tokens of a row, padding included, up to which its attention scores are computed as a whole."""
+
+
+@frozen(kw_only=True)
+class ModelSource:
+    """What a ``Model`` is built from."""
+
+    start: str
+    """Directory or hub id of the model that the run starts from; it has the tokenizer as well."""
+    saved: Path | None
+    """Directory that ``Model.write`` wrote, to continue from; None: begin at ``start``."""
+    config: ModelConfig
+    device: torch.device
+    checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    reference: bool = False
+    """``reference_logprobs`` is going to be called."""
+
+
+class Model(Protocol):
+    """A causal language model in training.  Built by a function ``(ModelSource) -> Model``."""
+
+    parameters: int
+    """Number of parameters that a forward pass uses."""
+    vocabulary: int
+    """Number of different tokens."""
+
+    def trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer changes, by name; tied ones once.  Always in the same order."""
+        ...
+
+    def score(
+        self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs [N] of the sampled tokens, with gradient, and the entropy [N] of their distributions.
+
+        The entropy is detached unless ``entropy_gradient``.
+        """
+        ...
+
+    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """Logprobs [N] of the sampled tokens by the weights that the run started from, without gradient."""
+        ...
+
+    def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
+        """The likeliest tokens after each prompt, at temperature 1, by the weights that are published."""
+        ...
+
+    def published(self) -> Sequence[tuple[str, Tensor]]:
+        """The tensors that engines load, under the names of the model's checkpoint; tied ones once."""
+        ...
+
+    def saved(self) -> Mapping[str, Tensor]:
+        """The tensors that ``write`` needs.  They are copied before they are written."""
+        ...
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write a copy of what ``saved`` returned, so that ``ModelSource.saved`` can read it.
+
+        The directory is one that transformers loads.  Runs in a thread, while training goes on.  Raises
+        OSError or SafetensorError.
+        """
+        ...
+
+
+BuildModel = Callable[[ModelSource], Model]
+
+
+class FullModel:
+    """Trains, publishes and saves all weights; the reference is a second, frozen copy of the start.
+
+    Args:
+        policy: the model that is trained.
+        reference: the frozen copy; None if ``reference_logprobs`` is never called.
+        tokenizer: directory or hub id of the tokenizer that is saved beside the weights.
+        trust_remote_code: whether to run code that comes with the tokenizer.
+    """
+
+    def __init__(
+        self,
+        policy: Scorer,
+        reference: Scorer | None = None,
+        *,
+        tokenizer: str = "",
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.policy, self.reference = policy, reference
+        self._tokenizer_source, self._trust_remote_code = tokenizer, trust_remote_code
+        self._named = list(policy.module.named_parameters())  # tied tensors once
+        self.parameters = sum(parameter.numel() for _, parameter in self._named)
+        self.vocabulary = policy.vocabulary
+
+    @classmethod
+    def build(cls, source: ModelSource) -> FullModel:
+        """Load the weights.  Raises ModelError."""
+
+        def scorer(path: str | Path) -> Scorer:
+            module = load(
+                path,
+                device=source.device,
+                trust_remote_code=source.config.trust_remote_code,
+                checkpointing=source.checkpointing,
+            )
+            return Scorer(module, getattr(torch, source.config.dtype))
+
+        policy = scorer(source.saved or source.start)
+        reference = scorer(source.start) if source.reference else None
+        if reference is not None:
+            reference.module.requires_grad_(False)
+        return cls(
+            policy, reference, tokenizer=source.start, trust_remote_code=source.config.trust_remote_code
+        )
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return self._named
+
+    def score(
+        self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self.policy.score(micro, temperature, entropy_gradient=entropy_gradient)
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        assert self.reference is not None, "the model was built without a reference"
+        return self.reference.score(micro, temperature)[0]
+
+    def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
+        return self.policy.next_tokens(prompts)
+
+    def published(self) -> list[tuple[str, nn.Parameter]]:
+        return self._named
+
+    def saved(self) -> Mapping[str, Tensor]:
+        state: Mapping[str, Tensor] = self.policy.module.state_dict()
+        return state
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.policy.module.save_pretrained(directory, state_dict=tensors)  # type: ignore[operator]
+        self._tokenizer.save_pretrained(directory)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(
+            self._tokenizer_source, trust_remote_code=self._trust_remote_code
+        )
+
+
+class Scorer:
+    """A causal language model whose sampled tokens can be scored.
+
+    Args:
+        module: a transformers causal language model with float32 weights.
+        compute_dtype: of its matrix products (bfloat16: autocast); logprobs are float32 in any case.
+    """
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype = torch.float32) -> None:
+        self.module = module
+        self.device = next(module.parameters()).device
+        self._compute_dtype = compute_dtype
+        self._plain_head = _has_plain_head(module)
+
+    def score(
+        self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs [N] of the sampled tokens, with gradient, and the entropy [N] of their distributions.
+
+        The entropy is detached unless ``entropy_gradient``.
+        """
+        _choose_attention(micro.input_ids)
+        if not self._plain_head:
+            with self._precision():
+                logits = self.module(input_ids=micro.input_ids, use_cache=False).logits
+            logits = logits.flatten(0, 1)[micro.positions]
+            return _from_logits(logits, micro.targets, temperature, entropy_gradient)
+        with self._precision():
+            hidden = self.module.base_model(input_ids=micro.input_ids, use_cache=False)[0]  # type: ignore[operator]
+        head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
+        return token_logprobs(
+            hidden.flatten(0, 1)[micro.positions],
+            head.weight,
+            micro.targets,
+            bias=head.bias,
+            temperature=temperature,
+            product_dtype=self._compute_dtype if self._mixed else None,
+            entropy_gradient=entropy_gradient,
+        )
+
+    @torch.no_grad()
+    def next_tokens(self, prompts: Sequence[tuple[int, ...]], k: int = 16) -> tuple[Canary, ...]:
+        """The ``k`` likeliest tokens after each prompt with their logprobs."""
+        if not prompts:
+            return ()
+        ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.int64)
+        for b, prompt in enumerate(prompts):
+            ids[b, : len(prompt)] = torch.tensor(prompt)
+        last = torch.arange(len(prompts)), torch.tensor([len(prompt) - 1 for prompt in prompts])
+        with self._precision():
+            if self._plain_head:
+                hidden = self.module.base_model(input_ids=ids.to(self.device), use_cache=False)[0]  # type: ignore[operator]
+            else:
+                logits = self.module(input_ids=ids.to(self.device), use_cache=False).logits[last]
+        if self._plain_head:
+            head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
+            logits = head(hidden[last].to(head.weight.dtype))
+        log_p = torch.log_softmax(logits.float(), dim=-1)
+        best = log_p.topk(min(k, log_p.shape[-1]))
+        return tuple(
+            Canary(prompt_ids=prompt, token_ids=tuple(tokens), logprobs=tuple(logprobs))
+            for prompt, tokens, logprobs in zip(
+                prompts, best.indices.tolist(), best.values.tolist(), strict=True
+            )
+        )
+
+    @property
+    def vocabulary(self) -> int:
+        embedding: Any = self.module.get_input_embeddings()  # type: ignore[operator]
+        return int(embedding.weight.shape[0])
+
+    @property
+    def _mixed(self) -> bool:
+        return self._compute_dtype is torch.bfloat16
+
+    def _precision(self) -> Any:
+        if not self._mixed:
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+
+def load(
+    path: str | Path, *, device: torch.device, trust_remote_code: bool = False, checkpointing: bool = False
+) -> nn.Module:
+    """A transformers model with float32 weights from safetensors (never from pickles), without dropout.
+
+    Raises ModelError.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"model {str(path)!r} cannot be loaded ({type(error).__name__}: {reason[0] if reason else ''}); "
+            "expected a directory or hub id of a transformers causal language model in safetensors"
+        ) from error
+    keep_softcapping(model)
+    model.to(device)
+    # The engine samples without dropout; with it the trainer would score another policy.
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    model.train(checkpointing)  # transformers checkpoints activations only in training mode
+    if checkpointing:
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
+    typed: nn.Module = model
+    return typed
+
+
+def _choose_attention(input_ids: Tensor) -> None:
+    """For short rows on a CPU, whole score matrices instead of the fused kernel's blocks.
+
+    With the demo's rows of about 14 tokens a step takes three quarters of the time.  The choice holds until
+    the next call, so that checkpointed activations are computed again by the same kernel.
+    """
+    if input_ids.device.type == "cpu":
+        torch.backends.cuda.enable_flash_sdp(input_ids.shape[1] > SHORT)  # its name aside, the CPU's too
+
+
+@torch.no_grad()
+def _has_plain_head(model: nn.Module) -> bool:
+    """Whether the logits are a linear function of the base model's output: no soft-capping or scaling."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(head, nn.Linear) or not hasattr(model, "base_model"):
+        return False
+    ids = torch.arange(4, device=head.weight.device).remainder(head.weight.shape[0])[None]
+    logits = model(input_ids=ids, use_cache=False).logits
+    hidden = model.base_model(input_ids=ids, use_cache=False)[0]  # type: ignore[operator]
+    expected = head(hidden) if hidden.shape[-1] == head.weight.shape[1] else None
+    return expected is not None and torch.allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def _from_logits(
+    logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
+    return log_p.gather(1, targets[:, None])[:, 0], entropy
