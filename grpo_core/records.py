@@ -176,7 +176,7 @@ class Weights:
     version: int
     location: str
     """A path that can be memory-mapped by any process of this machine while the trainer lives; or, for an
-    engine whose ``transports`` say so, what ``grpo_core.weights.reading`` reads."""
+    engine that declares other transports, what ``grpo_core.engine_kit.read_weights`` reads."""
     nbytes: int
     tensors: tuple[TensorInfo, ...]
     canary: tuple[Canary, ...] = ()
