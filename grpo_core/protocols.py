@@ -16,6 +16,7 @@ from grpo_core.records import (
     Episode,
     Feedback,
     GenerationRequest,
+    Message,
     Prompt,
     Rollout,
     SampleRequest,
@@ -80,8 +81,6 @@ class Loader(Protocol):
 
     def take(self, n: int) -> list[Prompt]: ...
     def __len__(self) -> int: ...
-    @property
-    def epoch(self) -> float: ...
 
 
 @runtime_checkable
@@ -177,6 +176,31 @@ class Trainer(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+class Renderer(Protocol):
+    """Between messages and tokens (see ``grpo_core.rendering.Renderer``, the one that has a tokenizer)."""
+
+    stop_token_ids: tuple[int, ...]
+    context: int
+    """Positions of the model."""
+
+    def check_turns(self, *, tools: bool) -> None: ...
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]: ...
+    def continuation_ids(
+        self, messages: Sequence[Message], *, said: Message, ended: bool
+    ) -> tuple[int, ...]: ...
+    def message(
+        self,
+        text: str,
+        *,
+        token_ids: Sequence[int],
+        before: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Message: ...
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
 
 
 class EnvironmentClient(Protocol):

@@ -14,10 +14,10 @@ from attrs import field, frozen
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}``."""
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 """Of a completion."""
 
-EndReason = Literal["stop", "length", "abort", "turns", "tokens", "tool_calls", "deadline"]
+EndReason = Literal["stop", "length", "turns", "tokens", "tool_calls", "deadline"]
 """Of a rollout: its last completion's reason, or the limit that it met.
 
 ``turns``, ``tokens``, ``tool_calls``: it would have gone on, but may not; it keeps the rewards of its turns.

@@ -18,9 +18,8 @@ from typing import TypeVar
 
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
-from grpo_core.protocols import Engine, EnvironmentClient
+from grpo_core.protocols import Engine, EnvironmentClient, Renderer
 from grpo_core.records import EndReason, Message, Rollout
-from grpo_core.rendering import Renderer
 from grpo_core.turns import RolloutState, SamplingParams, Start, derive_seed
 
 __all__ = ["LostBudget", "SamplingParams", "Start", "derive_seed", "play"]

@@ -366,7 +366,7 @@ class Simulation:
             engine=engine,
             trainer=trainer,
             environments=environments,
-            renderer=FakeRenderer(),  # type: ignore[arg-type]
+            renderer=FakeRenderer(),
             sampling=sampling,
             group_size=self.group_size,
             advantages=group_advantages,
@@ -402,7 +402,7 @@ class Simulation:
             starts,
             engine=engine,
             environments=environments,
-            renderer=FakeRenderer(),  # type: ignore[arg-type]
+            renderer=FakeRenderer(),
             sampling=sampling,
             deadline=90.0,
         )
