@@ -50,9 +50,16 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.metrics import Meter, task_metrics
-from grpo_core.protocols import AdvantageFunction, Engine, EnvironmentClient, Loader, Sampler, Trainer
+from grpo_core.protocols import (
+    AdvantageFunction,
+    Engine,
+    EnvironmentClient,
+    Loader,
+    Renderer,
+    Sampler,
+    Trainer,
+)
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
-from grpo_core.rendering import Renderer
 from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.rows import check_staleness, make_batch
 

@@ -75,7 +75,7 @@ class Child:
     """A child process, which starts at once; ``started`` or the first ``call`` waits for its target.
 
     Args:
-        factory: ``"module:attribute"``, imported in the child.
+        factory: ``"module:attribute"`` or ``"path/to/file.py:attribute"``, imported in the child.
         kwargs: keyword arguments of the factory; pickled.
         name: name of the child in messages (``"environment sort"``).
         environ: added to the child's environment variables.
@@ -335,8 +335,7 @@ def main(fd: int, parent: int) -> None:
         hello = connection.receive()
         assert hello is not None
         try:
-            module, _, attribute = hello.method.partition(":")
-            target = getattr(importlib.import_module(module), attribute)(**hello.args[0])
+            target = _imported(hello.method)(**hello.args[0])
             description = target.description() if hasattr(target, "description") else None
         except BaseException as error:
             connection.fail(0, error)
@@ -353,6 +352,16 @@ def main(fd: int, parent: int) -> None:
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+def _imported(factory: str) -> Any:
+    """The attribute of a module, or of a file that need not be installed."""
+    home, _, attribute = factory.rpartition(":")
+    if home.endswith(".py"):
+        from grpo_core.plugins.installed import import_file
+
+        return getattr(import_file(Path(home)), attribute)
+    return getattr(importlib.import_module(home), attribute)
 
 
 def _leave(status: int) -> None:

@@ -17,6 +17,7 @@ from grpo_core.records import (
     Feedback,
     GenerationRequest,
     Group,
+    Message,
     Prompt,
     Rollout,
     SampleRequest,
@@ -84,8 +85,6 @@ class Loader(Protocol):
 
     def take(self, n: int) -> list[Prompt]: ...
     def __len__(self) -> int: ...
-    @property
-    def epoch(self) -> float: ...
 
 
 @runtime_checkable
@@ -225,6 +224,31 @@ class LossFunction(Protocol):
 
 
 # ---------------------------------------------------------------------------------- inside of the core
+
+
+class Renderer(Protocol):
+    """Between messages and tokens (see ``grpo_core.rendering.Renderer``, the one that has a tokenizer)."""
+
+    stop_token_ids: tuple[int, ...]
+    context: int
+    """Positions of the model."""
+
+    def check_turns(self, *, tools: bool) -> None: ...
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]: ...
+    def continuation_ids(
+        self, messages: Sequence[Message], *, said: Message, ended: bool
+    ) -> tuple[int, ...]: ...
+    def message(
+        self,
+        text: str,
+        *,
+        token_ids: Sequence[int],
+        before: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Message: ...
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
 
 
 class EnvironmentClient(Protocol):

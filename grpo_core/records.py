@@ -14,10 +14,10 @@ from attrs import field, frozen
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}``."""
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 """Of a completion."""
 
-EndReason = Literal["stop", "length", "abort", "turns", "tokens", "tool_calls", "deadline"]
+EndReason = Literal["stop", "length", "turns", "tokens", "tool_calls", "deadline"]
 """Of a rollout: its last completion's reason, or the limit that it met.
 
 ``turns``, ``tokens``, ``tool_calls``: it would have gone on, but may not; it keeps the rewards of its turns.
@@ -176,7 +176,7 @@ class Weights:
     version: int
     location: str
     """A path that can be memory-mapped by any process of this machine while the trainer lives; or, for an
-    engine whose ``transports`` say so, what ``grpo_core.weights.reading`` reads."""
+    engine that declares other transports, what ``grpo_core.engine_kit.read_weights`` reads."""
     nbytes: int
     tensors: tuple[TensorInfo, ...]
     canary: tuple[Canary, ...] = ()

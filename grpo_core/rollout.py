@@ -24,9 +24,8 @@ from typing import Any
 from grpo_core.aio import gather
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
-from grpo_core.protocols import Engine, EnvironmentClient
+from grpo_core.protocols import Engine, EnvironmentClient, Renderer
 from grpo_core.records import EndReason, Message, Rollout
-from grpo_core.rendering import Renderer
 from grpo_core.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "derive_seed", "play"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core.protocols import EnvironmentClient
+from grpo_core.protocols import EnvironmentClient, Renderer
 from grpo_core.records import (
     Completion,
     EndReason,
@@ -28,7 +28,6 @@ from grpo_core.records import (
     Rollout,
     SessionStart,
 )
-from grpo_core.rendering import Renderer
 from grpo_core.tool_calls import numbered
 
 _SESSIONS = itertools.count()

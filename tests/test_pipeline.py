@@ -41,10 +41,6 @@ class Stream:
     def __len__(self):
         return len(self.prompts)
 
-    @property
-    def epoch(self):
-        return self.position / len(self)
-
 
 def sample(sampler, loaders, request):
     sampler.append(request)

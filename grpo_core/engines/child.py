@@ -34,8 +34,8 @@ class ChildEngine:
     Args:
         setup: what the core tells an engine's factory.
         name: the engine's name in messages and in the name of its log.
-        server: ``"module:Class"`` of the server, made in the child as ``Class(setup=setup, **options)``;
-            usually a ``DecodingServer``.
+        server: ``"module:Class"`` or ``"path/to/file.py:Class"`` of the server, usually a
+            ``DecodingServer``; made in the child as ``Class(setup=setup, **options)``.
         options: of the server; they are pickled.
         env_vars: environment variables added for the child.
     """

@@ -121,10 +121,10 @@ class DecodingServer(ABC):
                 self._was_idle = False
                 self._take(call)
                 call = connection.receive(wait=False)
-            if self._update is not None:
-                self._go_on_with(self._update)
             if self.busy:
                 self._step()
+            if self._update is not None:
+                self._go_on_with(self._update)
 
     def _patience(self) -> bool | float:
         """Whether, or how many seconds, to wait for a call."""
@@ -143,6 +143,7 @@ class DecodingServer(ABC):
                     self._connection.fail(call.id, error)
             case "update_weights":
                 self._update = _Update(call.id, self._loading(call.args[0]))
+                self._go_on_with(self._update)
             case "cancel":
                 self._cancel(call.args[0])
                 self._connection.reply(call.id, None)
@@ -167,11 +168,13 @@ class DecodingServer(ABC):
 
     def _step(self) -> None:
         try:
-            for key, result in self.step():
-                self._finish(key, result)
+            ended = list(self.step())
         except EngineError as error:
             for ticket in list(self._calls):
                 self._fail(ticket, error)
+            return
+        for key, result in ended:
+            self._finish(key, result)
 
     def _finish(self, key: int, result: Completion | EngineError) -> None:
         ticket = self._tickets.pop(key, None)
@@ -219,7 +222,7 @@ class DecodingServer(ABC):
             self._update = None
             self._connection.fail(update.call, error)
         else:
-            if loaded:  # otherwise a decoding step comes first
+            if loaded:  # otherwise a decoding step comes next
                 self._update, self._has_weights = None, True
                 self._connection.reply(update.call, None)
 

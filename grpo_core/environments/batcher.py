@@ -68,8 +68,6 @@ class MicroBatcher(Generic[T, R]):
         self._broken: PluginError | None = None
         """A broken contract that has not been reported to any caller."""
         self._closed = False
-        self.calls = 0
-        self.items = 0
 
     async def submit(self, items: Sequence[T]) -> list[R]:
         """Return one result for each item, in order.  Cancelling the caller removes its items."""
@@ -139,8 +137,6 @@ class MicroBatcher(Generic[T, R]):
 
     async def _run(self, parts: list[tuple[_Submission[T, R], list[T]]]) -> None:
         items = [item for _, piece in parts for item in piece]
-        self.calls += 1
-        self.items += len(items)
         try:
             results = await self._call(items)
             if len(results) != len(items):

@@ -80,10 +80,6 @@ class MemoryLoader:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    @property
-    def epoch(self) -> float:
-        return self._indices.epoch + self._indices.position / len(self)
-
 
 class SamplerContract(RuleBasedStateMachine):
     """A run as a sampler sees it: asked for any number of prompts at any version, told of groups late, out of

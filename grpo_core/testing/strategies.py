@@ -104,7 +104,7 @@ class World:
             prompts=self.prompts,
             engine=self.engine,
             environments=self.environments,
-            renderer=FakeRenderer(),  # type: ignore[arg-type]
+            renderer=FakeRenderer(),
             sampling=SAMPLING,
             deadline=1e5,
         )
@@ -242,10 +242,6 @@ class _Loader:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    @property
-    def epoch(self) -> float:
-        return self.position / len(self)
-
 
 def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
     """Weights, batches, and places in the loaders after a run that validates, or does not."""
@@ -272,7 +268,7 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
             engine=world.engine,
             trainer=trainer,
             environments=world.environments,
-            renderer=FakeRenderer(),  # type: ignore[arg-type]
+            renderer=FakeRenderer(),
             sampling=SAMPLING,
             group_size=4,
             advantages=group_advantages,

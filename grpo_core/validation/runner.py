@@ -15,9 +15,8 @@ from attrs import define, evolve, field
 
 from grpo_core.aio import raising_root_cause
 from grpo_core.errors import PluginError, WeightSyncError
-from grpo_core.protocols import Engine, EnvironmentClient, ValidationStrategy
+from grpo_core.protocols import Engine, EnvironmentClient, Renderer, ValidationStrategy
 from grpo_core.records import Prompt, Rollout
-from grpo_core.rendering import Renderer
 from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 
 Results = Mapping[str, Mapping[str, float]]

@@ -366,7 +366,7 @@ class Simulation:
             engine=engine,
             trainer=trainer,
             environments=environments,
-            renderer=FakeRenderer(),  # type: ignore[arg-type]
+            renderer=FakeRenderer(),
             sampling=sampling,
             group_size=self.group_size,
             advantages=group_advantages,
@@ -404,7 +404,7 @@ class Simulation:
             requests,
             engine=engine,
             environments=environments,
-            renderer=FakeRenderer(),  # type: ignore[arg-type]
+            renderer=FakeRenderer(),
             sampling=sampling,
             deadline=90.0,
         )

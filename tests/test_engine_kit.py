@@ -1,0 +1,270 @@
+"""The loop of an engine's child process: calls, requests, errors and weights, with a decoder that counts."""
+
+from collections import deque
+
+import pytest
+
+from grpo_core import Completion, EngineError, GenerationRequest, Weights, WeightSyncError
+from grpo_core.engine_kit import Call, DecodingServer, check_request, takes_weights_by
+from grpo_core.engines import wire
+from grpo_core.engines.transports import transports_of
+
+
+class Counting(DecodingServer):
+    """Each step adds one token to every running request; a fault is raised by the method of its name."""
+
+    name = "counting"
+
+    def __init__(self, *, steps_to_load=0):
+        super().__init__()
+        self.running: dict[int, tuple[GenerationRequest, int]] = {}
+        self.faults: dict[str, Exception] = {}
+        self.steps_to_load, self.version, self.steps, self.idled = steps_to_load, -1, 0, 0
+
+    def _fault(self, method):
+        if method in self.faults:
+            raise self.faults.pop(method)
+
+    def load(self, weights):
+        for _ in range(self.steps_to_load):
+            yield
+        self._fault("load")
+        self.version = weights.version
+
+    def check(self, request):
+        check_request(request, engine="counting", vocabulary=60, positions=256)
+
+    def add(self, key, request):
+        assert request.max_tokens > 0
+        self._fault("add")
+        self.running[key] = (request, 0)
+
+    def step(self):
+        self.steps += 1
+        self._fault("step")
+        for key, (request, n) in list(self.running.items()):
+            self.running[key] = (request, n + 1)
+            if n + 1 == request.max_tokens:
+                del self.running[key]
+                yield (
+                    key,
+                    EngineError("not finite") if request.seed == 13 else completion(n + 1, self.version),
+                )
+
+    def forget(self, keys):
+        assert keys <= set(self.running), "only what is running is forgotten"
+        for key in keys:
+            del self.running[key]
+
+    def idle(self):
+        self.idled += 1
+
+
+def completion(n, version):
+    return Completion(
+        token_ids=(7,) * n, logprobs=(-1.0,) * n, versions=(version,) * n, finish_reason="length"
+    )
+
+
+class Line:
+    """A connection whose calls are given; it hangs up when there are no more and nothing is decoded.
+
+    A number among the calls lets so many decoding steps pass before the next call arrives.  No call arrives
+    while the server waits for some seconds only.
+    """
+
+    def __init__(self, server, *calls):
+        self.server, self.calls = server, deque(calls)
+        self.waits: list[bool | float] = []
+        self.replies: dict[int, object] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.order: list[int] = []
+        self.held: dict[int, int] = {}
+        """The server's version when each call was answered."""
+
+    def receive(self, *, wait=True):
+        self.waits.append(wait)
+        if isinstance(wait, float):
+            return None
+        if not self.calls:
+            if wait is False:
+                return None
+            raise EOFError
+        if isinstance(self.calls[0], int):
+            self.calls[0] -= 1
+            if not self.calls[0]:
+                self.calls.popleft()
+            return None
+        return self.calls.popleft()
+
+    def reply(self, id, result):
+        assert id not in self.order, "each call is answered once"
+        self.replies[id] = result
+        self.held[id] = self.server.version
+        self.order.append(id)
+
+    def fail(self, id, error):
+        assert id not in self.order, "each call is answered once"
+        self.errors[id] = error
+        self.order.append(id)
+
+    def answer(self, call, target):
+        self.reply(call.id, getattr(target, call.method)(*call.args))
+
+
+def generate(id, *requests):
+    packed = wire.pack_requests(
+        [r if isinstance(r, GenerationRequest) else request(max_tokens=r) for r in requests]
+    )
+    return Call(id, "generate", (id, packed))
+
+
+def request(**given):
+    return GenerationRequest(**{"prompt_ids": (1, 2), "max_tokens": 3} | given)
+
+
+def update(id, version=0):
+    return Call(id, "update_weights", (Weights(version=version, location="", nbytes=0, tensors=()),))
+
+
+def served(*calls, server=None):
+    """The line after all calls, and its server."""
+    server = server or Counting()
+    line = Line(server, *calls)
+    with pytest.raises(EOFError):
+        server.serve(line)
+    assert not server.busy
+    assert not server.running
+    return line, server
+
+
+def lengths(answer):
+    return [len(completion.token_ids) for completion in wire.unpack_completions(answer)]
+
+
+def test_each_call_gets_its_completions_in_the_order_of_its_requests():
+    line, _ = served(update(1), generate(2, 5, 0, 2), 2, generate(3, 1), generate(4))
+    assert {id: lengths(line.replies[id]) for id in (2, 3, 4)} == {2: [5, 0, 2], 3: [1], 4: []}
+    assert line.order == [1, 4, 3, 2], "what is complete first is answered first"
+    assert line.replies[1] is None
+
+
+def test_generate_before_the_first_weights_is_refused():
+    line, _ = served(generate(1, 3))
+    assert str(line.errors[1]) == "engine counting: generate before the first update_weights"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": ()}, "needs at least one"),
+        ({"prompt_ids": (60,)}, "a prompt has tokens from 60 to 60; the model has 60 tokens"),
+        ({"prompt_ids": (-1,)}, "from -1 to -1"),
+        ({"max_tokens": 255}, "exceed the model's 256 positions"),
+        ({"max_tokens": -1}, "max_tokens=-1, temperature=1.0: below 0"),
+        ({"temperature": -1.0}, "below 0"),
+    ],
+)
+def test_a_request_that_cannot_be_completed_fails_its_own_call(change, message):
+    line, server = served(update(1), generate(2, 4), generate(3, 3, request(**change)), 1)
+    assert message in str(line.errors[3])
+    assert isinstance(line.errors[3], EngineError)
+    assert lengths(line.replies[2]) == [4]
+    assert server.steps == 4, "nothing of the refused call was decoded"
+
+
+def test_a_request_that_the_decoder_refuses_fails_its_own_call():
+    server = Counting()
+    server.faults["add"] = EngineError("no room")
+    line, _ = served(update(1), generate(2, 4), generate(3, 4), server=server)
+    assert str(line.errors[2]) == "no room"
+    assert lengths(line.replies[3]) == [4]
+
+
+def test_a_request_that_fails_takes_the_rest_of_its_call_along():
+    line, _ = served(update(1), generate(2, request(max_tokens=1, seed=13), 200), generate(3, 4))
+    assert str(line.errors[2]) == "not finite"
+    assert lengths(line.replies[3]) == [4]
+
+
+def test_a_failed_step_fails_the_running_requests_and_others_go_on():
+    server = Counting()
+    server.faults["step"] = EngineError("out of memory")
+    line, _ = served(update(1), generate(2, 4), generate(3, 4), 2, generate(4, 4), server=server)
+    assert [str(line.errors[id]) for id in (2, 3)] == ["out of memory"] * 2
+    assert lengths(line.replies[4]) == [4]
+
+
+def test_any_other_error_of_a_step_ends_the_process():
+    server = Counting()
+    server.faults["step"] = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        server.serve(Line(server, update(1), generate(2, 4)))
+
+
+def test_a_cancelled_call_is_forgotten_and_not_answered():
+    line, server = served(update(1), generate(2, 200, 200), 1, Call(3, "cancel", (2,)), generate(4, 2))
+    assert 2 not in line.order
+    assert line.replies[3] is None
+    assert lengths(line.replies[4]) == [2]
+    assert server.steps < 10
+
+
+def test_decoding_goes_on_while_weights_are_loaded():
+    _, server = served(update(1))
+    server.steps_to_load = 3
+    line, _ = served(generate(2, 9), 2, update(3, version=1), server=server)
+    (answer,) = wire.unpack_completions(line.replies[2])
+    assert len(answer.token_ids) == 9
+    assert line.held[3] == 1, "the update is answered when it is done"
+    assert line.order == [3, 2], "the update is answered before the long request"
+
+
+def test_weights_that_are_refused_leave_the_weights_before():
+    server = Counting()
+    line, _ = served(update(1), server=server)
+    server.faults["load"] = WeightSyncError("another model's")
+    line, _ = served(update(2, version=1), generate(3, 2), server=server)
+    assert str(line.errors[2]) == "another model's"
+    assert [c.versions for c in wire.unpack_completions(line.replies[3])] == [(0, 0)]
+
+
+def test_any_other_error_of_an_update_ends_the_process():
+    server = Counting()
+    server.faults["load"] = ZeroDivisionError()
+    line = Line(server, update(1))
+    with pytest.raises(ZeroDivisionError):
+        server.serve(line)
+    assert line.order == [], "the parent learns it from the death of the child"
+
+
+def test_a_server_waits_for_calls_only_while_it_has_nothing_to_do():
+    line, server = served(update(1), generate(2, 2))
+    assert server.idled == 0
+    assert line.waits[0] is True
+    assert line.waits[-1] is True
+    assert False in line.waits
+
+
+def test_an_idle_server_is_told_once():
+    server = Counting()
+    server.idle_seconds = 5.0
+    line, _ = served(update(1), generate(2, 1), server=server)
+    assert server.idled == 2, "once before the request and once after it"
+    assert line.waits == [5.0, True, False, False, 5.0, True]
+
+
+def test_a_factory_declares_the_transports_of_its_engines():
+    @takes_weights_by("shm", "collective")
+    def factory(setup): ...
+
+    @takes_weights_by("cuda_ipc")
+    class Engine: ...
+
+    class Child(Engine): ...
+
+    assert transports_of(factory) == ("shm", "collective")
+    assert transports_of(Child) == ("cuda_ipc",)
+    assert transports_of(lambda setup: None) == ("shm",)
+    with pytest.raises(ValueError, match="transport 'pigeon': expected 'shm', 'cuda_ipc', 'collective'"):
+        takes_weights_by("pigeon")
