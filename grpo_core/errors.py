@@ -8,6 +8,7 @@
     ├── EngineError          an engine cannot generate; the rollouts it held are played again
     ├── WeightSyncError      an engine does not hold the weights that it was sent
     ├── TrainerError         a training step failed
+    ├── TrackingError        a tracker that the run needs failed, such as the one that writes its files
     ├── SamplingError        too few of the groups that were generated have anything to teach
     ├── DeadlineExceeded     something took longer than it may
     ├── ChildDied            a child process ended before it answered
@@ -49,6 +50,10 @@ class WeightSyncError(GrpoError):
 
 
 class TrainerError(GrpoError):
+    pass
+
+
+class TrackingError(GrpoError):
     pass
 
 

@@ -172,7 +172,9 @@ def test_a_resumed_run_draws_the_same_prompts_of_a_task_whatever_the_sampler(sam
         fresh = [slot(4, version=1, prompt=next_prompt)]
         return [cut, {"event": "Dispatched", "step": 1, "slots": waiting + fresh}]
 
-    first = [started(0, sampler, dispatched=0, trained=0, skipped=0, filtered=0, ready=0) | {"resumed": False}]
+    first = [
+        started(0, sampler, dispatched=0, trained=0, skipped=0, filtered=0, ready=0) | {"resumed": False}
+    ]
     first += a_run()[1:10]
     after_the_cut = [{"event": "Dispatched", "step": 1, "slots": [slot(4, version=1)]}]
     assert violated([*first, *after_the_cut, *resumed("p4")])[0] == []

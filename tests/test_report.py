@@ -8,11 +8,12 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import recording
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.cli import app
-from grpo_core.config import Config, TaskConfig
+from grpo_core.config import Config, TaskConfig, TrackingConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import (
     ErrorRaised,
@@ -29,7 +30,6 @@ from grpo_core.reporting import charts, report
 from grpo_core.reporting.charts import Series, chart, label, shortened, smoothed, ticks
 from grpo_core.reporting.curves import tasks_of
 from grpo_core.reporting.report import Files
-from grpo_core.reporting.tracking import Recorder, RunDirectory
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}&amp;\ud800\x00'
 
@@ -92,11 +92,9 @@ def metrics(step, *tasks):
 
 
 def record(path, events, tasks=("sort",)):
-    config = Config(tasks={task: TaskConfig(env="math:sort") for task in tasks})
-    recorder = Recorder(RunDirectory.create(path, config))
-    for event in events:
-        recorder(event)
-    recorder.close()
+    tracking = TrackingConfig(trackers=["files", "report"])
+    config = Config(tasks={task: TaskConfig(env="math:sort") for task in tasks}, tracking=tracking)
+    recording.record(path, events, config)
     return (path / report.REPORT).read_text(encoding="utf-8")
 
 
@@ -224,8 +222,9 @@ def test_a_report_that_cannot_be_made_does_not_end_a_run(tmp_path, monkeypatch, 
         raise OSError("no space left on device")
 
     monkeypatch.setattr(report, "write", fail)
-    recorder = Recorder(RunDirectory.create(tmp_path / "run", Config()))
-    recorder.close()
+    assert recording.record(
+        tmp_path / "run", [], Config(tracking=TrackingConfig(trackers=["files", "report"]))
+    )
     assert "no report could be made" in caplog.text
 
 

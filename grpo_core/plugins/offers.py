@@ -6,16 +6,13 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from attrs import define, field, frozen
 
 from grpo_core.errors import PluginError, did_you_mean
 
-if TYPE_CHECKING:
-    from grpo_core.events import Event
-
-Kind = Literal["environment", "sampler", "validation_strategy", "engine", "loss", "advantage"]
+Kind = Literal["environment", "sampler", "validation_strategy", "engine", "loss", "advantage", "tracker"]
 
 HOOKS: Mapping[Kind, str] = {
     "environment": "grpo_environments",
@@ -24,6 +21,7 @@ HOOKS: Mapping[Kind, str] = {
     "engine": "grpo_engines",
     "loss": "grpo_losses",
     "advantage": "grpo_advantages",
+    "tracker": "grpo_trackers",
 }
 Factory = Callable[..., Any]
 
@@ -37,8 +35,6 @@ class Plugin:
     version: str
     module: str
     offers: dict[Kind, dict[str, Factory | str]] = field(factory=dict)
-    listeners: list[Callable[[Event], Any]] = field(factory=list)
-    """Its ``grpo_event`` hooks."""
     fault: BaseException | None = None
     """Why it is broken."""
     note: str = ""

@@ -79,7 +79,7 @@ def interval(
 def with_interval(
     name: str, values: Sequence[float], *, seed: int, confidence: float = 0.95
 ) -> Mapping[str, float]:
-    """``{name: mean, name/low: ..., name/high: ...}``; nothing if there are no values."""
+    """``{name: mean, name_low: ..., name_high: ...}``; nothing if there are no values."""
     if not values:
         return {}
     mean = fmean(values)
