@@ -162,7 +162,7 @@ def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> lis
         ),
         chart(
             "overlap", [_series(steps, "overlap", "busier side", GENERATION)], low=0, high=1, percent=True,
-            note="share of a step's time in which the busier side works",
+            note="share of a step in which the busier side works",
         ),
         chart(
             "tokens per second",
@@ -190,7 +190,7 @@ def _health(steps: Sequence[Row], config: Row) -> list[Chart | None]:
 
     return [
         one("logprob_diff", "logprob_diff_mean", "engine against trainer, per token", low=0),
-        one("mismatch_kl", "mismatch_kl", "from the policy that generated to the one that is trained", low=0),
+        one("mismatch_kl", "mismatch_kl", "from the engine's policy to the trainer's", low=0),
         one("effective sample size", "effective_sample_size", "of the importance ratios",
             low=0, high=1, percent=True),
         chart("clipped", [_series(steps, "clip_fraction_low", "low", GENERATION),

@@ -217,7 +217,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     if steps and seconds:
         told += [
             ("tokens generated", number(generated), f"{number(generated / seconds)} per second"),
-            ("overlap", f"{_mean(column('overlap')):.0%}", "of the time the busier side works"),
+            ("overlap", f"{_mean(column('overlap')):.0%}", "the busier side works"),
             ("staleness", f"{_mean(column('staleness_mean')):.2f}", f"steps; at most {_most(steps)}"),
         ]
         filtered = sum(v for row in steps for k, v in row.items() if k.startswith("filtered/") and v)
