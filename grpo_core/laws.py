@@ -117,7 +117,7 @@ class _Account:
 class Laws:
     """Watches one run through all its lives.
 
-    ``observe`` takes an event as ``grpo_core.reporting.tracking.plain`` gives it, ``check`` the buffer's
+    ``observe`` takes an event as ``grpo_core.reporting.files.plain`` gives it, ``check`` the buffer's
     statistics of the same moment.  What does not hold is collected in ``violations``.
     """
 

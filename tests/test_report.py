@@ -115,8 +115,9 @@ def run_of(*tasks, steps=4):
 
 def test_a_run_that_ends_leaves_a_report_of_what_was_learnt(tmp_path):
     page = Page(record(tmp_path / "a-run", run_of("sort")))
-    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "75%", "the busier side works",
-                 "max_staleness is 1", "52341=", "54321", "[tasks.sort]"):  # fmt: skip
+    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "75%",
+                 "the busier side works", "max_staleness is 1", "52341=", "54321",
+                 "[tasks.sort]"):  # fmt: skip
         assert told in page.text, told
     assert re.search(r"tokens generated\s*8M", page.text), "a million per second, in four steps of two"
     assert re.search(r"groups filtered\s*50%", page.text)

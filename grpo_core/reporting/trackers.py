@@ -200,7 +200,10 @@ class TrackerThread:
         try:
             work()
         except Exception as error:
-            told = TrackingError(f"{self._who} failed in {self._doing}: {_text(error)}")
+            what_to_do = (
+                ". The run needs it: mend the cause and continue with --resume" if self.required else ""
+            )
+            told = TrackingError(f"{self._who} failed in {self._doing}: {_text(error)}{what_to_do}")
             told.__cause__ = error
             self._drop(told)
 

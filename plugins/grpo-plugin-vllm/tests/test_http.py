@@ -221,7 +221,8 @@ def test_requests_that_are_tried_again_are_one_line_for_each_cause(caplog, capfd
         played(story)
     (said,) = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(
-        r"POST http://127\.0\.0\.1:\d+/inference/v1/generate: status 503: full; trying again \(attempt 1 of \d\)",
+        r"POST http://127\.0\.0\.1:\d+/inference/v1/generate: status 503: full; "
+        r"trying again \(attempt 1 of \d\)",
         said,
     )
     assert "retry_scheduled" not in "".join(capfd.readouterr())
