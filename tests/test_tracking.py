@@ -188,6 +188,10 @@ def test_half_a_line_is_what_a_killed_process_leaves_and_anything_else_is_a_faul
     assert [event["event"] for event in run.events()][-1] == "RunStarted"
     assert len(list(run.events())) == len(EVENTS) + 1
     path = run.path / "events.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x" * 200_000)
+    add(run, [], FILES)
+    assert path.read_bytes() == whole, "half a line of any length"
     path.write_text(path.read_text().replace('"event": "GroupsReady"', "GroupsReady"))
     with pytest.raises(ConfigError, match=r"events\.jsonl, line 3: is no event"):
         list(run.events())

@@ -9,12 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 from attrs import asdict
 
 from grpo_core.buffer import Slot
 from grpo_core.events import Dispatched, Event, GroupsReady
 from grpo_core.protocols import Tracker
 from grpo_core.records import Group, Prompt, Rollout, RunInfo
+
+BLOCK = 65536
+"""Bytes that are read at once to find the last line of a file."""
 
 
 class FilesTracker(Tracker):
@@ -76,7 +80,7 @@ def _as_written(group: Group, rollout: Rollout) -> dict[str, Any]:
         "metrics": dict(rollout.metrics),
         "finish_reason": rollout.finish_reason,
         "turns": rollout.turns,
-        "tokens": sum(rollout.sampled),
+        "tokens": int(np.count_nonzero(rollout.sampled)),
         "generation_version": group.generation_version,
     }
 
@@ -95,14 +99,15 @@ def _slot(slot: Slot[Prompt]) -> dict[str, Any]:
 
 
 def _group(group: Group) -> dict[str, Any]:
-    versions = {v for r in group.rollouts for v in r.versions} - {-1}
+    versions = np.concatenate([np.asarray(rollout.versions, np.int64) for rollout in group.rollouts])
+    versions = versions[versions >= 0]  # those of sampled tokens
     return {
         "slot": group.slot,
         "task": group.prompt.environment,
         "prompt": group.prompt.id,
         "generation_version": group.generation_version,
         "target_version": group.target_version,
-        "token_versions": [min(versions), max(versions)] if versions else [],
+        "token_versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
         "rewards": group.rewards,
     }
 
@@ -110,10 +115,20 @@ def _group(group: Group) -> dict[str, Any]:
 def _appending(path: Path) -> TextIO:
     """Open for whole lines; the half line that a killed process left at the end is cut off."""
     if path.exists():
-        written = path.read_bytes()
-        if not written.endswith(b"\n"):
-            os.truncate(path, written.rfind(b"\n") + 1)
+        os.truncate(path, _whole_lines(path))
     return open(path, "a", encoding="utf-8", buffering=1)
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the last newline; the file may be large, so it is read from its end."""
+    with open(path, "rb") as file:
+        begin = file.seek(0, os.SEEK_END)
+        while begin:
+            end, begin = begin, max(0, begin - BLOCK)
+            file.seek(begin)
+            if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+                return begin + found + 1
+    return 0
 
 
 def _line(value: Mapping[str, Any]) -> str:
