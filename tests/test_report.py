@@ -154,7 +154,7 @@ def test_what_went_wrong_is_told_once_for_each_cause(tmp_path):
         RunEnded(step=5, reason="failed"),
     ]
     text = Page(record(tmp_path / "run", [RunStarted(directory="d", config={}), *events])).text
-    for told in ("3 times from step 3 to 5: mismatch_kl is 5", "1 prompts skipped",
+    for told in ("3 times from step 3 to 5: mismatch_kl is 5", "1 prompt skipped",
                  "seven: ValueError: bad row", "trainer: out of memory", "Traceback: here",
                  "failed"):  # fmt: skip
         assert told in text, told
