@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from grpo_core.protocols import Loader as Loader
     from grpo_core.protocols import LossFunction as LossFunction
     from grpo_core.protocols import Sampler as Sampler
+    from grpo_core.protocols import Tracker as Tracker
     from grpo_core.protocols import Trainer as Trainer
     from grpo_core.protocols import ValidationContext as ValidationContext
     from grpo_core.protocols import ValidationStrategy as ValidationStrategy
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from grpo_core.records import Prompt as Prompt
     from grpo_core.records import Rollout as Rollout
     from grpo_core.records import Row as Row
+    from grpo_core.records import RunInfo as RunInfo
     from grpo_core.records import SampleRequest as SampleRequest
     from grpo_core.records import StepResult as StepResult
     from grpo_core.records import TensorInfo as TensorInfo
@@ -94,6 +96,7 @@ __getattr__, __dir__, __all__ = attach(
             "Loader",
             "LossFunction",
             "Sampler",
+            "Tracker",
             "Trainer",
             "ValidationContext",
             "ValidationStrategy",
@@ -113,6 +116,7 @@ __getattr__, __dir__, __all__ = attach(
             "Prompt",
             "Rollout",
             "Row",
+            "RunInfo",
             "SampleRequest",
             "StepResult",
             "TensorInfo",

@@ -29,6 +29,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, Sampler, Trainer
 from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
 from grpo_core.rendering import Renderer
+from grpo_core.reporting.trackers import Trackers
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.rollout import LostBudget, SamplingParams
 from grpo_core.tasks import Tasks
@@ -55,10 +56,10 @@ async def assemble(
     host: PluginHost,
     tasks: Tasks,
     resume: checkpoint.Found | None,
-    emit: Callable[[Event], None],
-    status: Callable[[str], None],
+    trackers: Trackers,
     stack: contextlib.AsyncExitStack,
 ) -> Pipeline:
+    emit, status = trackers.emit, trackers.status
     asynchronous = config.pipeline.max_staleness > 0
     tiny = config.model.path == TINY
     model = str(run.model) if tiny else await asyncio.to_thread(local_directory, config.model.path)
@@ -104,7 +105,7 @@ async def assemble(
         )
 
     measure = make_validation(config, host, own or engine, tasks, renderer, held_out)
-    watch: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (trainer.watch,)
+    watch: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (trainer.watch, trackers.watch)
     validate: Validate = measure
     if own is not None:
         engine = WeightsTrackingEngine(engine)
@@ -130,6 +131,7 @@ async def assemble(
         seed=config.seed,
         schedule=_schedule(config),
         emit=emit,
+        flush=trackers.flush,
         observe_rollout=_budgets(config, tasks),
         validate=validate,
         save=save,

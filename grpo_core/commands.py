@@ -19,7 +19,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.laws import Laws, summary
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.reporting.report import write as write_report
-from grpo_core.reporting.terminal import Terminal
+from grpo_core.reporting.selection import check_trackers
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.validation.results import table
 from grpo_core.validation.target import drop_overridden, find
@@ -58,25 +58,13 @@ def train(
         config = configure([read_toml(config_file)] if config_file else [], changes)
         host = _checked_host(config, block)
         directory, found = RunDirectory.create(output or _new_name(config), config), None
-    terminal = Terminal(config.trainer.steps)
-    with terminal:
-        if found is not None:
-            for reason in found.passed_over:
-                terminal.say(f"passed over {reason}")
-            terminal.say(f"continuing {directory.path} after step {found.step}")
-        elif resume is not None:
-            terminal.say(f"{directory.path} has no checkpoint yet: starting from the beginning")
-        outcome = _run(
-            run.train(
-                config,
-                directory,
-                host=host,
-                block=block,
-                resume=found,
-                listeners=[terminal],
-                status=terminal.status,
-            )
-        )
+    if found is not None:
+        for reason in found.passed_over:
+            print(f"passed over {reason}", flush=True)
+        print(f"continuing {directory.path} after step {found.step}", flush=True)
+    elif resume is not None:
+        print(f"{directory.path} has no checkpoint yet: starting from the beginning", flush=True)
+    outcome = _run(run.train(config, directory, host=host, block=block, resume=found))
     print(_summary(outcome, config))
     return 0 if outcome.reason == "finished" else 130
 
@@ -198,6 +186,7 @@ def _checked_host(config: Config, block: Sequence[str], *, purpose: str = "train
         host.find(kind, name)
     host.make("validation_strategy", config.validation.name, **config.validation.options)  # are they right?
     transport(config, host)  # is it possible?
+    check_trackers(config.tracking, host)
     return host
 
 

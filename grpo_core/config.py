@@ -295,6 +295,18 @@ class CheckpointConfig:
     parameter). If false, training waits until the checkpoint is written."""
 
 
+@frozen(kw_only=True)
+class TrackingConfig:
+    """Which trackers receive the metrics, rollouts and events of a run. A table `[tracking.NAME]` holds the
+    options of the tracker NAME."""
+
+    trackers: list[str] = field(factory=lambda: ["files", "terminal", "report"])
+    """Names of the trackers. `files` writes `metrics.jsonl`, `events.jsonl` and `rollouts/`; without it
+    the run leaves no report and cannot be verified."""
+    options: dict[str, dict[str, Any]] = field(factory=dict)
+    """Options by tracker; they are written as tables `[tracking.NAME]`, without the word `options`."""
+
+
 _LIMITS: Any = deep_iterable(ge(0))
 
 
@@ -354,6 +366,7 @@ class Config:
     validation: ValidationConfig = field(factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     health: HealthConfig = field(factory=HealthConfig)
+    tracking: TrackingConfig = field(factory=TrackingConfig)
 
 
 # ---------------------------------------------------------------------------------- reading
@@ -404,6 +417,7 @@ def build(layers: Iterable[Mapping[str, Any]]) -> Config:
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer)
+    merged = _with_tracker_options(merged)
     problems = list(_problems(Config, merged, ""))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -416,7 +430,18 @@ def build(layers: Iterable[Mapping[str, Any]]) -> Config:
 def as_table(config: Config) -> dict[str, Any]:
     """Plain dicts and lists; ``build([as_table(c)]) == c``.  Keys that are None are left out."""
     table: dict[str, Any] = _without_none(cattrs.unstructure(config))
+    table["tracking"] |= table["tracking"].pop("options")
     return table
+
+
+def _with_tracker_options(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves the tables ``[tracking.NAME]`` to where ``TrackingConfig`` has them."""
+    given = table.get("tracking")
+    if not isinstance(given, Mapping):
+        return dict(table)
+    options = {key: value for key, value in given.items() if isinstance(value, Mapping)}
+    rest = {key: value for key, value in given.items() if key not in options}
+    return {**table, "tracking": {**rest, "options": options}}
 
 
 def _without_none(value: Any) -> Any:

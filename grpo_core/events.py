@@ -1,11 +1,15 @@
-"""What happens in a run, as ``grpo_event`` listeners are told; frozen records of plain data."""
+"""The events of a run, as trackers receive them: frozen records of plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
+
+if TYPE_CHECKING:
+    from grpo_core.buffer import Slot
+    from grpo_core.records import Group, Prompt
 
 
 @frozen(kw_only=True)
@@ -13,6 +17,15 @@ class Event:
     """Base of all events."""
 
     step: int = 0
+    time: float = 0.0
+    """Seconds since 1970 at which it happened; 0 until the trackers receive it."""
+
+
+@frozen(kw_only=True)
+class StatusChanged(Event):
+    """The run does something else now, as a person would say it: "loading the model"."""
+
+    message: str
 
 
 @frozen(kw_only=True)
@@ -28,7 +41,7 @@ class RunStarted(Event):
 class Dispatched(Event):
     """Slots whose prompts go to the engine, for the first time or, with ``attempts``, again."""
 
-    slots: tuple[Any, ...]
+    slots: tuple[Slot[Prompt], ...]
 
 
 @frozen(kw_only=True)
@@ -55,7 +68,7 @@ class GroupFiltered(Event):
 class GroupsReady(Event):
     """The groups that the next step trains, in the order in which they were dispatched."""
 
-    groups: tuple[Any, ...]
+    groups: tuple[Group, ...]
 
 
 @frozen(kw_only=True)
@@ -116,5 +129,3 @@ class ErrorRaised(Event):
 class RunEnded(Event):
     reason: str
     """"finished", "interrupted", or "failed"."""
-    summary: str = ""
-    metrics: Mapping[str, float] = field(factory=dict)

@@ -19,18 +19,18 @@ before the factory is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pluggy
 
 if TYPE_CHECKING:
-    from grpo_core.events import Event
     from grpo_core.protocols import (
         AdvantageFunction,
         Engine,
         Environment,
         LossFunction,
         Sampler,
+        Tracker,
         Trainer,
         ValidationStrategy,
     )
@@ -82,8 +82,5 @@ def grpo_advantages() -> Mapping[str, AdvantageFunction | str]:  # type: ignore[
 
 
 @hookspec
-def grpo_event(event: Event) -> Any:
-    """Observe a run: called with each event of ``grpo_core.events``; what it returns is ignored.
-
-    A listener that raises is reported once and not called again.
-    """
+def grpo_trackers() -> Mapping[str, Callable[..., Tracker] | str]:  # type: ignore[empty-body]
+    """Offer trackers: ``{name: factory(run: RunInfo, **options)}``; ``tracking.trackers`` selects them."""

@@ -24,7 +24,8 @@ LAWS = {
     "deadline": "a group is trained at its target_version at the latest; in_order: exactly then",
     "steps": "steps are consecutive",
     "stamps": "a slot is stamped with the version that the engine holds and its farthest deadline",
-    "stream": "the places of the stream are filled one after the other, and each keeps its prompt",
+    "stream": "the places of the stream are filled one after the other, and each keeps its prompt; a resumed "
+    "run draws the same prompts of a task in the same order",
     "retries": "a prompt is skipped after max_retries further attempts, not sooner and not later",
     "conservation": "dispatched = trained + skipped + filtered + in flight + retrying + ready",
     "memory": "at most (max_staleness + 1) * prompts_per_step slots are outstanding",
@@ -58,8 +59,6 @@ class Terms:
     policy: str
     max_retries: int
     group_size: int
-    fixed_stream: bool
-    """A resumed run draws what the run before drew from there; samplers of plugins need not."""
     validates_apart: bool = False
     """On an engine of its own."""
 
@@ -73,7 +72,6 @@ class Terms:
             policy=config["pipeline"]["policy"],
             max_retries=config["rollout"]["max_retries"],
             group_size=config["rollout"]["group_size"],
-            fixed_stream=config["sampler"]["name"] in ("mix", "round_robin"),
             validates_apart="engine" in config.get("validation", {}),
         )
 
@@ -119,7 +117,7 @@ class _Account:
 class Laws:
     """Watches one run through all its lives.
 
-    ``observe`` takes an event as ``grpo_core.reporting.tracking.plain`` gives it, ``check`` the buffer's
+    ``observe`` takes an event as ``grpo_core.reporting.files.plain`` gives it, ``check`` the buffer's
     statistics of the same moment.  What does not hold is collected in ``violations``.
     """
 
@@ -231,16 +229,14 @@ class Laws:
         now.attempts += 1
 
     def _draw(self, slot: _Open, who: str) -> None:
-        """The n-th prompt of a task is the same in each life."""
-        assert self.terms is not None
+        """The n-th prompt of a task is the same in each life: its loader decides, whatever the sampler."""
         place, drawn = self._now.drawn[slot.task], self._stream[slot.task]
         self._now.drawn[slot.task] += 1
         if place == len(drawn):
             drawn.append(slot.prompt)
-        elif self.terms.fixed_stream:
-            self._law(
-                "stream", drawn[place] == slot.prompt, f"{who}: the life before drew {drawn[place]!r} here"
-            )
+        else:
+            same = drawn[place] == slot.prompt
+            self._law("stream", same, f"{who}: the life before drew {drawn[place]!r} here")
 
     def _check_stamps(self, slot: _Open, kept: int, before: _Open | None, who: str) -> None:
         assert self.terms is not None

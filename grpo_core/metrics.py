@@ -1,19 +1,203 @@
-"""What is measured of a step: the groups it trains, and how busy generation and training were."""
+"""The metrics of a run: their names and meanings, and those of the groups that a step trains.  Pure.
+
+A metric's name is ``name``, ``group/name``, ``name/TASK`` or ``validation/TASK/name``; ``name`` contains no
+slash.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
+import numpy as np
+from attrs import frozen
+
 from grpo_core.advantages import equal
-from grpo_core.buffer import BufferStatistics
 from grpo_core.records import Group, Rollout
 
 FULL_REWARD = 1.0
 """A rollout with this reward or more counts as accurate."""
+
+
+@frozen
+class Metric:
+    """What a metric measures."""
+
+    unit: str
+    meaning: str
+
+
+_SHARE, _TOKENS, _GROUPS, _STEPS, _SECONDS, _NATS = "share", "tokens", "groups", "steps", "seconds", "nats"
+
+METRICS: Mapping[str, Mapping[str, Metric]] = {
+    "Tasks": {
+        "reward/TASK": Metric("reward", "Mean reward of the rollouts that the step trained."),
+        "accuracy/TASK": Metric(_SHARE, "Rollouts with a reward of 1 or more."),
+        "feedback_PART/TASK": Metric(
+            "as the environment says", "Mean of what the environment returns as `Feedback.metrics[PART]`."
+        ),
+        "groups/TASK": Metric(_GROUPS, "Groups that the step trained."),
+        "frac_reward_zero_std/TASK": Metric(
+            _SHARE, "Trained groups whose rewards are all equal: they have no policy gradient."
+        ),
+        "filtered/TASK": Metric(
+            _GROUPS,
+            "Groups that dynamic sampling left out since the last step, because their rewards are equal. "
+            "Only with `dynamic_sampling.enabled`, like the next two.",
+        ),
+        "filtered_fraction/TASK": Metric(_SHARE, "Finished groups that were filtered since the last step."),
+        "filtered_reward/TASK": Metric(
+            "reward", "Mean reward of the filtered groups: near 0 the prompts are too hard, near 1 too easy."
+        ),
+        "completion_tokens/TASK": Metric(
+            _TOKENS, "Sampled tokens of a rollout, over all of its turns; mean."
+        ),
+        "truncated/TASK": Metric(
+            _SHARE,
+            "Rollouts that a token limit cut off: `rollout.max_tokens`, `rollout.max_total_tokens` or the "
+            "model's positions. A limit of turns or tool calls does not count.",
+        ),
+        "staleness/TASK": Metric(
+            _STEPS,
+            "Steps between the weights that sampled a token and those that train on it; mean over tokens.",
+        ),
+        "errors/TASK": Metric(
+            "rollouts", "Unscored rollouts since the last step; absent if there were none."
+        ),
+    },
+    "Asynchrony": {
+        "staleness_mean": Metric(_STEPS, "Staleness of the trained tokens of all tasks; mean."),
+        "staleness_max": Metric(_STEPS, "The largest staleness of a trained token; at most `max_staleness`."),
+        "time/step": Metric(_SECONDS, "Time since the step before ended."),
+        "time/wait_for_groups": Metric(_SECONDS, "Time in which the trainer waited for groups to train."),
+        "time/generate": Metric(_SECONDS, "Time in which at least one group was being generated."),
+        "time/train": Metric(_SECONDS, "Time in the trainer, without the publication of the weights."),
+        "overlap": Metric(
+            _SHARE, "Share of `time/step` in which the busier of generation and training works; 1 is ideal."
+        ),
+        "tokens_per_second/generation": Metric(
+            "tokens/s", "Tokens sampled for training, per second of the step."
+        ),
+        "tokens_per_second/training": Metric(
+            "tokens/s", "Tokens of the trained rows, prompts included, per second in the trainer."
+        ),
+        "tokens/trained": Metric(_TOKENS, "Tokens of the trained rows, prompts included."),
+        "tokens/padding": Metric(_SHARE, "Positions of the trainer's micro-batches that hold padding."),
+        "buffer/in_flight": Metric(_GROUPS, "Groups that are being generated now."),
+        "buffer/retrying": Metric(_GROUPS, "Groups that failed and wait to be generated again."),
+        "buffer/ready": Metric(_GROUPS, "Finished groups that wait to be trained."),
+        "buffer/dispatched": Metric(_GROUPS, "Prompts that were sent to the engine since the run began."),
+        "buffer/skipped": Metric(_GROUPS, "Prompts that were given up since the run began."),
+        "buffer/filtered": Metric(_GROUPS, "Groups that were filtered since the run began."),
+    },
+    "Training": {
+        "loss": Metric("-", "The loss that was minimised; mean over tokens."),
+        "entropy": Metric(_NATS, "Entropy of the policy at the sampled tokens; mean."),
+        "kl": Metric(_NATS, "KL of the policy to the reference model. Only with `kl_coefficient`."),
+        "clip_fraction_low": Metric(_SHARE, "Tokens whose gradient the lower clip removed."),
+        "clip_fraction_high": Metric(_SHARE, "Tokens whose gradient the upper clip removed."),
+        "importance_weight_mean": Metric(
+            "ratio", "Weight that corrects for sampling by older weights, after its cap; mean."
+        ),
+        "importance_weight_max": Metric("ratio", "The largest of these weights."),
+        "grad_norm": Metric("-", "Norm of the gradient before it was clipped."),
+        "lr": Metric("-", "Learning rate of the last update."),
+    },
+    "Engine against trainer": {
+        "logprob_diff_mean": Metric(
+            _NATS, "Absolute difference of a token's logprob, by the engine and by the trainer; mean."
+        ),
+        "mismatch_kl": Metric(_NATS, "KL of the policy that generated to the one that the step starts from."),
+        "importance_ratio_mean": Metric("ratio", "Probability by the trainer over that by the engine; mean."),
+        "importance_ratio_max": Metric("ratio", "The largest of these ratios."),
+        "effective_sample_size": Metric(
+            _SHARE, "Share of the tokens that carry the gradient, by their importance ratios; 1 is on-policy."
+        ),
+    },
+    "Faults": {
+        "non_finite_rows": Metric("rows", "Rows left out because their loss is not finite; absent if none."),
+        "non_finite_updates": Metric(
+            "updates", "Updates left out because their gradient is not finite; absent if none."
+        ),
+    },
+    "Validation": {
+        "validation/TASK/accuracy": Metric(_SHARE, "Rollouts with a reward of 1 or more; mean over prompts."),
+        "validation/TASK/reward": Metric("reward", "Mean reward; mean over prompts."),
+        "validation/TASK/pass@K": Metric(
+            _SHARE, "Chance that at least one of K rollouts has full marks. Strategy `pass_at_k`."
+        ),
+        "validation/TASK/maj@N": Metric(
+            _SHARE, "Chance that the answer of most of N rollouts is right. Strategy `majority`."
+        ),
+        "validation/TASK/NAME_low": Metric("as NAME", "Lower end of the bootstrap interval of NAME."),
+        "validation/TASK/NAME_high": Metric("as NAME", "Upper end of the bootstrap interval of NAME."),
+        "validation/TASK/feedback_PART": Metric(
+            "as the environment says", "Mean of what the environment returns as `Feedback.metrics[PART]`."
+        ),
+        "validation/TASK/completion_tokens": Metric(_TOKENS, "Sampled tokens of a rollout; mean."),
+        "validation/TASK/truncated": Metric(_SHARE, "Rollouts that a token limit cut off."),
+        "validation/TASK/prompts": Metric(
+            "prompts", "Prompts that count: enough of their rollouts have a reward."
+        ),
+        "validation/TASK/errors": Metric("rollouts", "Unscored rollouts; they do not count."),
+    },
+}
+"""All metrics that the core writes, in sections.  A part of a name in capitals stands for any text."""
+
+
+def documented(name: str) -> str | None:
+    """The entry of ``METRICS`` that describes a metric; None if there is none."""
+    entries = (entry for section in METRICS.values() for entry in section)
+    return next((entry for entry in sorted(entries, key=_wildcards) if _pattern(entry).fullmatch(name)), None)
+
+
+_WILDCARD = re.compile("TASK|PART|NAME|[KN]$")
+
+
+def _wildcards(entry: str) -> int:
+    """Entries that name a metric exactly come first."""
+    return len(_WILDCARD.findall(entry))
+
+
+def _pattern(entry: str) -> re.Pattern[str]:
+    """A task's name may contain a slash; nothing else may."""
+    texts, holes = _WILDCARD.split(entry), _WILDCARD.findall(entry)
+    parts = [".+" if hole == "TASK" else r"\d+" if hole in "KN" else "[^/]+" for hole in holes]
+    return re.compile("".join(re.escape(t) + p for t, p in zip(texts, [*parts, ""], strict=True)))
+
+
+def headline(metrics: Iterable[str]) -> str | None:
+    """The metric that stands for a task's validation: accuracy, or else the first; None if there are none."""
+    names = list(metrics)
+    return "accuracy" if "accuracy" in names else next(iter(names), None)
+
+
+def feedback_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Means of what the environment reports as ``Feedback.metrics``, by ``feedback_PART``."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for part, value in rollout.metrics.items():
+            parts[f"feedback_{part.replace('/', '_')}"].append(float(value))
+    return {name: fmean(values) for name, values in sorted(parts.items())}
+
+
+def completion_tokens(rollouts: Sequence[Rollout]) -> float:
+    """Mean number of sampled tokens."""
+    return fmean(int(np.count_nonzero(rollout.sampled)) for rollout in rollouts)
+
+
+def truncated(rollouts: Sequence[Rollout]) -> float:
+    """Share of the rollouts that a token limit cut off."""
+    return fmean(float(rollout.truncated) for rollout in rollouts)
+
+
+def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """What a validation measured, by ``validation/TASK/name``."""
+    return {
+        f"validation/{task}/{name}": value for task, part in results.items() for name, value in part.items()
+    }
 
 
 def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
@@ -25,21 +209,19 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
     for task, members in sorted(by_task.items()):
         rollouts = [rollout for group in members for rollout in group.rollouts]
         rewards = [r.reward for r in rollouts if r.reward is not None]
-        metrics[f"reward/{task}"] = fmean(rewards)
-        metrics[f"accuracy/{task}"] = fmean(float(reward >= FULL_REWARD) for reward in rewards)
-        metrics[f"frac_reward_zero_std/{task}"] = fmean(float(_equal(g)) for g in members)
-        metrics[f"groups/{task}"] = float(len(members))
-        metrics[f"staleness/{task}"] = fmean(_staleness(members, step) or [0])
-        metrics[f"completion_tokens/{task}"] = fmean(sum(r.sampled) for r in rollouts)
-        metrics[f"truncated/{task}"] = fmean(float(r.finish_reason == "length") for r in rollouts)
-        parts: dict[str, list[float]] = defaultdict(list)
-        for rollout in rollouts:
-            for name, value in rollout.metrics.items():
-                parts[name].append(float(value))
-        metrics |= {f"reward/{task}/{name}": fmean(values) for name, values in sorted(parts.items())}
+        metrics |= {
+            f"reward/{task}": fmean(rewards),
+            f"accuracy/{task}": fmean(float(reward >= FULL_REWARD) for reward in rewards),
+            f"frac_reward_zero_std/{task}": fmean(float(_equal(group)) for group in members),
+            f"groups/{task}": float(len(members)),
+            f"staleness/{task}": _mean(_staleness(members, step)),
+            f"completion_tokens/{task}": completion_tokens(rollouts),
+            f"truncated/{task}": truncated(rollouts),
+            **{f"{name}/{task}": value for name, value in feedback_means(rollouts).items()},
+        }
     stale = _staleness(groups, step)
-    metrics["staleness_mean"] = fmean(stale) if stale else 0.0
-    metrics["staleness_max"] = float(max(stale, default=0))
+    metrics["staleness_mean"] = _mean(stale)
+    metrics["staleness_max"] = float(stale.max(initial=0))
     return metrics
 
 
@@ -47,76 +229,13 @@ def _equal(group: Group) -> bool:
     return equal([reward for reward in group.rewards if reward is not None])
 
 
-def _staleness(groups: Sequence[Group], step: int) -> list[int]:
-    """Of each sampled token."""
-    return [
-        step - version
-        for group in groups
-        for rollout in group.rollouts
-        for version, sampled in zip(rollout.versions, rollout.sampled, strict=True)
-        if sampled
-    ]
+def _staleness(groups: Sequence[Group], step: int) -> np.ndarray:
+    """Steps since each sampled token's weights were current, [tokens]."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    versions = [np.asarray(r.versions, np.int64)[np.asarray(r.sampled, bool)] for r in rollouts]
+    stale: np.ndarray = step - np.concatenate([np.empty(0, np.int64), *versions])
+    return stale
 
 
-class Meter:
-    """Busy time and token counts between two steps, on the event loop's clock."""
-
-    def __init__(self) -> None:
-        self._running = 0
-        self._busy = 0.0
-        self._since: float | None = None
-        self._tokens = 0
-        self._errors: dict[str, int] = defaultdict(int)
-        self._last: float | None = None
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Around whatever keeps the engine busy."""
-        self._running += 1
-        if self._since is None:
-            self._since = self.now()
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._running == 0 and self._since is not None:
-                self._busy += self.now() - self._since
-                self._since = None
-
-    def count(self, task: str, rollout: Rollout) -> None:
-        self._tokens += sum(rollout.sampled)
-        if rollout.error is not None:
-            self._errors[task] += 1
-
-    def read(
-        self, buffer: BufferStatistics, *, trained: Mapping[str, float], waited: float
-    ) -> dict[str, float]:
-        """Metrics since the last call: ``overlap`` is the busier side's share of the step's time."""
-        now = self.now()
-        elapsed = max(now - (self._last if self._last is not None else now - waited), 1e-9)
-        if self._since is not None:
-            self._busy += now - self._since
-            self._since = now
-        training = trained.get("time/train", 0.0)
-        metrics = {
-            "time/step": elapsed,
-            "time/wait_for_groups": waited,
-            "time/generate": self._busy,
-            "tokens_per_second/generation": self._tokens / elapsed,
-            "overlap": min(max(self._busy, training) / elapsed, 1.0),
-            "buffer/in_flight": float(buffer.in_flight),
-            "buffer/retrying": float(buffer.retrying),
-            "buffer/ready": float(buffer.ready),
-            "buffer/dispatched": float(buffer.dispatched),
-            "buffer/skipped": float(buffer.skipped),
-            "buffer/filtered": float(buffer.filtered),
-            **{f"errors/{task}": float(count) for task, count in sorted(self._errors.items())},
-        }
-        self._last, self._busy, self._tokens = now, 0.0, 0
-        self._errors.clear()
-        return metrics
-
-    @staticmethod
-    def now() -> float:
-        """Seconds on the event loop's clock."""
-        return asyncio.get_running_loop().time()
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0

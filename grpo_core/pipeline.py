@@ -49,7 +49,8 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
-from grpo_core.metrics import Meter, task_metrics
+from grpo_core.meter import Meter
+from grpo_core.metrics import task_metrics
 from grpo_core.protocols import (
     AdvantageFunction,
     Engine,
@@ -73,6 +74,10 @@ Written = Callable[[], Awaitable[Path]]
 
 Save = Callable[[int], Awaitable[Written]]
 """Takes the cut at a version before its first await, and returns when training may go on."""
+
+
+async def _nothing_to_flush() -> None:
+    return
 
 
 @frozen(kw_only=True)
@@ -114,6 +119,8 @@ class Pipeline:
     seed: int = 0
     schedule: Schedule = field(factory=Schedule)
     emit: Callable[[Event], None] = lambda event: None
+    flush: Callable[[], Awaitable[None]] = _nothing_to_flush
+    """Returns when all events until now are on disk: a checkpoint must not be newer than its events."""
     observe_rollout: Callable[[str, Rollout], None] = lambda task, rollout: None
     """Counts unscored rollouts, and raises when there are too many."""
     validate: Validate | None = None
@@ -340,6 +347,7 @@ class Pipeline:
     async def _write(self) -> None:
         while True:
             version, written = await self._when(lambda: self._taken, "a cut", patience=None)
+            await self.flush()
             directory = await written()
             self.emit(Saved(step=version, directory=str(directory)))
             self._taken = None

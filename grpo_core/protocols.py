@@ -27,6 +27,7 @@ from grpo_core.records import (
 )
 
 if TYPE_CHECKING:
+    from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
 
 # ---------------------------------------------------------------------------------- written by plugin authors
@@ -147,6 +148,33 @@ class Engine(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+class Tracker:
+    """Receives the metrics, rollouts and events of a run.  Subclass it and define the methods that you need.
+
+    Its factory is called as ``factory(run: RunInfo, **options)`` before the run starts.  Each tracker has a
+    thread of its own, on which its methods are called one after another in the order of the events, so they
+    may block.  A tracker that raises, or that is far behind the run, is reported once and not called again.
+    """
+
+    required: bool = False
+    """End the run if this tracker fails; complete a checkpoint only when it has handled all events before."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Called for each step, and for each validation with names ``validation/TASK/name``.
+
+        ``step`` is the version of the weights that the numbers are about; ``docs/metrics.md`` names them.
+        """
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """Called with the groups that train version ``step``, before they are trained."""
+
+    def event(self, event: Event) -> None:
+        """Called with every event of ``grpo_core.events``, before ``metrics`` or ``rollouts`` of the same."""
+
+    def close(self) -> None:
+        """Called once, when the run has ended and nothing follows, also after a failure."""
 
 
 @runtime_checkable

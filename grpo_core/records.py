@@ -7,12 +7,18 @@ tokens); the rollouts of one prompt are a group; the groups of one step are a ba
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}``."""
+
+TRUNCATED = frozenset({"length", "tokens"})
+"""End reasons of a rollout whose last completion, or whole conversation, a token limit cut off."""
 
 FinishReason = Literal["stop", "length"]
 """Of a completion."""
@@ -198,6 +204,20 @@ class EngineSetup:
     """Seconds for the start and for a weight update."""
 
 
+@frozen(kw_only=True)
+class RunInfo:
+    """The run that a tracker receives, as its factory is told."""
+
+    name: str
+    """Name of its directory."""
+    directory: Path
+    """Where a tracker may keep files of its own, for example an id that a resumed run needs again."""
+    config: Mapping[str, Any]
+    """The resolved configuration, as tables."""
+    resumed_from: int | None = None
+    """The step that the run continues from; None for a new run."""
+
+
 # ---------------------------------------------------------------------------------- rollouts and training
 
 
@@ -228,6 +248,11 @@ class Rollout:
     lost: bool = False
     """unscored because the engine gave it up, its deadline passed, or its session died with others:
     no fault of its environment's feedback."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a token limit ended it; a limit of turns or of tool calls does not truncate."""
+        return self.finish_reason in TRUNCATED
 
 
 @frozen(kw_only=True)

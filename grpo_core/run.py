@@ -8,7 +8,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,16 @@ from grpo_core.assembly import assemble, make_engine, make_validation
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
+from grpo_core.metrics import headline
 from grpo_core.pipeline import Pipeline
 from grpo_core.plugins.host import PluginHost
+from grpo_core.protocols import Tracker
 from grpo_core.rendering import Renderer
-from grpo_core.reporting.tracking import Recorder, RunDirectory
+from grpo_core.reporting.selection import make_trackers
+from grpo_core.reporting.trackers import Trackers
+from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.tasks import Tasks
 from grpo_core.training.process import thread_count
-from grpo_core.validation.results import headline
 
 
 @frozen(kw_only=True)
@@ -48,25 +50,24 @@ async def train(
     host: PluginHost,
     block: Sequence[str] = (),
     resume: checkpoint.Found | None = None,
-    listeners: Sequence[Callable[[Event], None]] = (),
-    status: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Train until the last step, a signal, or an error.
 
     SIGINT and SIGTERM end the run after its step with a checkpoint; a second one ends it at once.  Raises
     the root cause of what failed; children are gone then, and checkpoints are complete.
     """
-    recorder = Recorder(run)
     scores = Scores()
-    emit = partial(_emit, [recorder, scores, *listeners, host.emit])
+    info = run.info(config, resume.step if resume else None)
+    trackers = Trackers({"scores of the run": scores, **make_trackers(config.tracking, host, info)})
+    emit = trackers.emit
     began = time.monotonic()
     pipeline: Pipeline | None = None
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
-            status("starting the environments")
+            trackers.status("starting the environments")
             tasks = await stack.enter_async_context(Tasks.start(config, block, run.logs))
-            pipeline = await assemble(config, run, host, tasks, resume, emit, status, stack)
+            pipeline = await assemble(config, run, host, tasks, resume, trackers, stack)
             emit(
                 RunStarted(
                     step=step,
@@ -76,7 +77,7 @@ async def train(
                     buffer=asdict(pipeline.buffer.statistics()),
                 )
             )
-            with _signals(pipeline, status):
+            with _signals(pipeline, trackers.status):
                 reason = await pipeline.run()
             step = pipeline.buffer.step
     except asyncio.CancelledError:
@@ -91,10 +92,10 @@ async def train(
         emit(RunEnded(step=step, reason="failed"))
         raise
     else:
-        emit(RunEnded(step=step, reason=reason, metrics=scores.last))
+        emit(RunEnded(step=step, reason=reason))
     finally:
-        recorder.close()
-        await asyncio.to_thread(host.close)
+        await trackers.close()
+    trackers.check()
     return Outcome(
         reason=reason,
         step=step,
@@ -144,25 +145,19 @@ async def validate(
 # ---------------------------------------------------------------------------------- around it
 
 
-class Scores:
-    """The first and the last validation score of each task; a listener of events."""
+class Scores(Tracker):
+    """The first and the last validation score of each task."""
 
     def __init__(self) -> None:
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
 
-    def __call__(self, event: Event) -> None:
+    def event(self, event: Event) -> None:
         if isinstance(event, Validated):
             for task, metrics in event.results.items():
-                if metrics:
-                    value = headline(metrics)
-                    self.first.setdefault(task, value)
-                    self.last[task] = value
-
-
-def _emit(listeners: Sequence[Callable[[Event], None]], event: Event) -> None:
-    for listener in listeners:
-        listener(event)
+                if (name := headline(metrics)) is not None:
+                    self.first.setdefault(task, metrics[name])
+                    self.last[task] = metrics[name]
 
 
 @contextlib.contextmanager

@@ -125,6 +125,8 @@ TWO_ENGINES = ["--env", "math:sort", "--set", "engine.workers=2"]
         (["--env", "math:sort", "--set", "trainer.lr"], "expected section.key=value"),
         (["--env", "math:sort", "--set", "trainer.lr=fast"], "'trainer.lr': expected a number, got 'fast'"),
         ([*TWO_ENGINES, "--set", "engine.transport=cuda_ipc"], '"cuda_ipc" is for one engine'),
+        (["--env", "math:sort", "--set", 'tracking.trackers=["wand"]'], "there is no tracker 'wand'"),
+        (["--env", "math:sort", "--set", "tracking.files.gzip=true"], "has no option 'gzip'"),
         (["nowhere.toml"], "nowhere.toml: there is no such file"),
         ([], "no task to train on: give an environment with --env NAME"),
         (["--env", "./nowhere.py:X"], "nowhere.py"),
@@ -181,6 +183,13 @@ def test_a_model_directory_that_is_none(here):
     text = refused(here, "train", *SORT, "--set", "model.path=empty")
     assert "model" in text
     assert "empty" in text
+
+
+@pytest.mark.parametrize(
+    "setting", ['tracking.trackers=["wand"]', "tracking.files.gzip=true", "tracking.x.y=1"]
+)
+def test_a_wrong_tracker_is_a_wrong_configuration(here, setting):
+    assert grpo(here, "train", "--env", "math:sort", "--set", setting).returncode == 2
 
 
 # ---------------------------------------------------------------------------------- a whole run

@@ -16,6 +16,14 @@ from grpo_core.config import read_toml
 ROOT = Path(__file__).parent.parent
 
 
+def loaded(name):
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def hooks():
     return [name for name in vars(hookspecs) if name.startswith("grpo_")]
 
@@ -42,10 +50,7 @@ def test_every_event_is_documented():
 
 
 def test_the_configuration_page_is_what_the_code_says():
-    spec = importlib.util.spec_from_file_location("configuration_page", ROOT / "docs" / "_configuration.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "configuration.md").read_text() == module.page()
+    assert (ROOT / "docs" / "configuration.md").read_text() == loaded("_configuration").page()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)

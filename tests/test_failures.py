@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recording import record
 from test_pipeline import Run, cut, resumed
 
 import grpo_core
@@ -34,7 +35,6 @@ from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.processes import Child
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest
-from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import policy, tiny
 from grpo_core.weights.reading import read_weights
@@ -357,12 +357,11 @@ def test_60_a_line_separator_in_a_text_breaks_no_line(separator, text):
     import tempfile
 
     with tempfile.TemporaryDirectory() as scratch:
-        config = build([{"tasks": {"a": {"env": "x"}}}])
-        directory = RunDirectory.create(Path(scratch) / "run", config)
-        recorder = Recorder(directory)
+        config = build([{"tasks": {"a": {"env": "x"}}, "tracking": {"trackers": ["files"]}}])
         said = text + separator + text
-        recorder(PromptSkipped(step=1, task="a", prompt="p", error=said))
-        recorder.close()
+        directory = record(
+            Path(scratch) / "run", [PromptSkipped(step=1, task="a", prompt="p", error=said)], config
+        )
         (line,) = (directory.path / "events.jsonl").read_text().splitlines()
         assert json.loads(line)["error"] == said
 

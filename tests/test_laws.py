@@ -11,7 +11,7 @@ from grpo_core import cli
 from grpo_core.laws import LAWS, Laws, summary
 
 
-def started(step=0, **buffer):
+def started(step=0, sampler="mix", **buffer):
     return {
         "event": "RunStarted",
         "step": step,
@@ -21,7 +21,7 @@ def started(step=0, **buffer):
             "trainer": {"prompts_per_step": 2, "steps": 2},
             "pipeline": {"max_staleness": 1, "policy": "deadline"},
             "rollout": {"max_retries": 1, "group_size": 2},
-            "sampler": {"name": "mix"},
+            "sampler": {"name": sampler},
         },
     }
 
@@ -160,6 +160,25 @@ def test_after_a_resume_only_what_was_unfinished_comes_again():
     assert violated([*killed, *doubled])[0] != []
     assert "resume" in violated([*killed, changed_copy(cut, dispatched=3), *rest[1:]])[0]
     assert "end" in violated([*killed, cut, *rest[-2:]])[0]
+
+
+@pytest.mark.parametrize("sampler", ["mix", "schedule", "curriculum", "chosen", "./mine.py:Sampler"])
+def test_a_resumed_run_draws_the_same_prompts_of_a_task_whatever_the_sampler(sampler):
+    """The loader decides which prompt of a task is the next; the sampler only decides how many are drawn."""
+
+    def resumed(next_prompt):
+        cut = started(1, sampler, dispatched=4, trained=2, skipped=0, filtered=0, ready=0)
+        waiting = [slot(0, version=1, attempt=1), slot(3, version=1)]
+        fresh = [slot(4, version=1, prompt=next_prompt)]
+        return [cut, {"event": "Dispatched", "step": 1, "slots": waiting + fresh}]
+
+    first = [
+        started(0, sampler, dispatched=0, trained=0, skipped=0, filtered=0, ready=0) | {"resumed": False}
+    ]
+    first += a_run()[1:10]
+    after_the_cut = [{"event": "Dispatched", "step": 1, "slots": [slot(4, version=1)]}]
+    assert violated([*first, *after_the_cut, *resumed("p4")])[0] == []
+    assert violated([*first, *after_the_cut, *resumed("another")])[0] == ["stream"]
 
 
 def changed_copy(event, **buffer):

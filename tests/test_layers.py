@@ -13,7 +13,7 @@ PACKAGE = Path(grpo_core.__file__).parent
 
 LAYERS = [
     {"records", "versions", "errors", "events", "tool_calls", "_lazy", "_version"},
-    {"buffer", "advantages", "batching", "dynamic", "laws", "loss", "rows", "health"}
+    {"buffer", "advantages", "batching", "dynamic", "laws", "loss", "rows", "health", "metrics"}
     | {"reporting.charts", "reporting.curves"},
     {"protocols", "hookspecs"},
     {
@@ -26,7 +26,7 @@ LAYERS = [
         "config",
         "checkpoint",
         "disk",
-        "metrics",
+        "meter",
         "processes",
         "models",
         "cpu",

@@ -1,19 +1,15 @@
 """Plugins are found, checked and used by name; a broken one takes nobody down."""
 
 import json
-import logging
 import subprocess
 import sys
 import textwrap
-import threading
 
 import pytest
 
 import grpo_core
 from grpo_core.errors import ConfigError, PluginError
-from grpo_core.events import RunStarted, StepEnded
-from grpo_core.plugins import listening
-from grpo_core.plugins.host import HOOKS, Plugin, PluginHost, listing
+from grpo_core.plugins.host import HOOKS, PluginHost, listing
 from grpo_core.testing.objectives import a_group
 
 VERSION = grpo_core.__version__
@@ -77,7 +73,6 @@ def test_an_installed_plugin_is_listed_with_what_it_offers(install):
         "version": "1.2",
         "module": "grpo_plugin_words_module",
         "offers": {"environment": ["words"]},
-        "listens": False,
         "error": "",
         "note": "",
         "seconds": 0,
@@ -159,8 +154,8 @@ BROKEN = {
         "hook 'grpo_samplers' is a wrapper",
     ),
     "extra argument": (
-        "import grpo_core as g\n@g.hookimpl\ndef grpo_event(event, step): pass",
-        "PluginValidationError: Plugin 'odd' for hook 'grpo_event'",
+        "import grpo_core as g\n@g.hookimpl\ndef grpo_trackers(run): return {}",
+        "PluginValidationError: Plugin 'odd' for hook 'grpo_trackers'",
     ),
     "not a dict": (
         "import grpo_core as g\n@g.hookimpl\ndef grpo_samplers(): return ['mix']",
@@ -466,65 +461,6 @@ def test_a_function_that_raises_is_named_with_its_plugin(install):
         function([])
 
 
-# ---------------------------------------------------------------------------------- events
-
-
-def test_a_listener_that_raises_is_reported_once_and_not_called_again(install, caplog):
-    faulty = """
-        import grpo_core as grpo
-        calls = []
-
-        @grpo.hookimpl
-        def grpo_event(event):
-            calls.append(event)
-            raise OSError("no network")
-    """
-    counting = """
-        import grpo_core as grpo
-        calls = []
-
-        @grpo.hookimpl
-        def grpo_event():
-            calls.append(1)
-    """
-    install("faulty", faulty)
-    install("counting", counting)
-    host = PluginHost.discover(allow=["faulty", "counting"])
-    assert [plugin["listens"] for plugin in listing(host)] == [False, True, True]
-    with caplog.at_level(logging.WARNING):
-        host.emit(RunStarted(directory=".", config={}))
-        host.emit(StepEnded(step=1, metrics={}))
-        host.close()
-    assert sys.modules["counting_module"].calls == [1, 1]
-    assert len(sys.modules["faulty_module"].calls) == 1
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "plugin 'faulty' (faulty 1.2): its grpo_event hook raised on RunStarted; it is not called again"
-    )
-    assert "no network" in caplog.text
-
-
-def test_a_listener_that_hangs_holds_up_neither_the_run_nor_other_listeners(monkeypatch, caplog):
-    monkeypatch.setattr(listening, "PATIENCE", 1.0)
-    monkeypatch.setattr(listening, "BACKLOG", 20)
-    forever, heard = threading.Event(), []
-    host = PluginHost()
-    for name, listener in (("stuck", lambda event: forever.wait()), ("quick", heard.append)):
-        host.plugins.append(
-            Plugin(name=name, distribution="d", version="1", module=name, listeners=[listener])
-        )
-    with caplog.at_level(logging.WARNING):
-        for step in range(3):
-            host.emit(StepEnded(step=step, metrics={}))
-        host.close()
-        assert [event.step for event in heard] == [0, 1, 2]
-        assert "plugin 'stuck' (d 1): its grpo_event hook has not returned from StepEnded" in caplog.text
-        for step in range(40):
-            host.emit(StepEnded(step=step, metrics={}))
-        assert "plugin 'stuck' (d 1): its grpo_event hook is 20 events behind" in caplog.text
-    forever.set()
-
-
 # ---------------------------------------------------------------------------------- hooks and imports
 
 
@@ -532,7 +468,7 @@ def test_every_hook_has_a_kind_and_a_docstring():
     from grpo_core import hookspecs
 
     hooks = {name for name in vars(hookspecs) if name.startswith("grpo_")}
-    assert hooks == {*HOOKS.values(), "grpo_event"}
+    assert hooks == set(HOOKS.values())
     assert all(getattr(hookspecs, hook).__doc__ for hook in hooks)
 
 

@@ -8,11 +8,13 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import recording
 from hypothesis import given
 from hypothesis import strategies as st
+from tracked_run import a_run
 
 from grpo_core.cli import app
-from grpo_core.config import Config, TaskConfig
+from grpo_core.config import Config, TaskConfig, TrackingConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import (
     ErrorRaised,
@@ -29,7 +31,7 @@ from grpo_core.reporting import charts, report
 from grpo_core.reporting.charts import Series, chart, label, shortened, smoothed, ticks
 from grpo_core.reporting.curves import tasks_of
 from grpo_core.reporting.report import Files
-from grpo_core.reporting.tracking import Recorder, RunDirectory
+from grpo_core.validation.strategies import Greedy, PassAtK
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}&amp;\ud800\x00'
 
@@ -92,11 +94,9 @@ def metrics(step, *tasks):
 
 
 def record(path, events, tasks=("sort",)):
-    config = Config(tasks={task: TaskConfig(env="math:sort") for task in tasks})
-    recorder = Recorder(RunDirectory.create(path, config))
-    for event in events:
-        recorder(event)
-    recorder.close()
+    tracking = TrackingConfig(trackers=["files", "report"])
+    config = Config(tasks={task: TaskConfig(env="math:sort") for task in tasks}, tracking=tracking)
+    recording.record(path, events, config)
     return (path / report.REPORT).read_text(encoding="utf-8")
 
 
@@ -115,11 +115,22 @@ def run_of(*tasks, steps=4):
 
 def test_a_run_that_ends_leaves_a_report_of_what_was_learnt(tmp_path):
     page = Page(record(tmp_path / "a-run", run_of("sort")))
-    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "75%", "of the time",
-                 "max_staleness is 1", "52341=", "54321", "[tasks.sort]"):  # fmt: skip
+    for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "75%",
+                 "the busier side works", "max_staleness is 1", "52341=", "54321",
+                 "[tasks.sort]"):  # fmt: skip
         assert told in page.text, told
     assert re.search(r"tokens generated\s*8M", page.text), "a million per second, in four steps of two"
     assert re.search(r"groups filtered\s*50%", page.text)
+
+
+@pytest.mark.parametrize("strategy", [Greedy(), PassAtK(k=[1, 2], n=2)], ids=lambda one: type(one).__name__)
+def test_the_tasks_of_the_report_are_those_of_the_run(tmp_path, strategy):
+    """Across the seam: real pipeline, strategy, trackers and report, with an environment that names parts."""
+    run = a_run(tmp_path / "run", strategy)
+    html = (run.path / report.REPORT).read_text(encoding="utf-8")
+    table = html[html.index("<h2>Tasks") : html.index("</table>")]
+    assert re.findall(r"<tr><td[^>]*>([^<]*)</td>", table) == ["task"]
+    assert re.findall(r'class="dim">([^<]+): validation', html) == ["task"]
 
 
 def test_each_task_has_its_curve_and_its_numbers(tmp_path):
@@ -143,7 +154,7 @@ def test_what_went_wrong_is_told_once_for_each_cause(tmp_path):
         RunEnded(step=5, reason="failed"),
     ]
     text = Page(record(tmp_path / "run", [RunStarted(directory="d", config={}), *events])).text
-    for told in ("3 times from step 3 to 5: mismatch_kl is 5", "1 prompts skipped",
+    for told in ("3 times from step 3 to 5: mismatch_kl is 5", "1 prompt skipped",
                  "seven: ValueError: bad row", "trainer: out of memory", "Traceback: here",
                  "failed"):  # fmt: skip
         assert told in text, told
@@ -206,7 +217,7 @@ def test_a_run_that_was_killed_has_a_report_of_what_is_there(tmp_path):
     assert [row["step"] for row in files.validations] == [0], "half of a line is none"
     text = Page(report.write(run).read_text()).text
     assert "unfinished" in text
-    assert "could not be read: what a process was writing when it was killed" in text
+    assert "could not be read: a process was killed while it wrote" in text
 
 
 def test_files_of_any_other_kind_are_no_reason_to_fail(tmp_path):
@@ -224,8 +235,9 @@ def test_a_report_that_cannot_be_made_does_not_end_a_run(tmp_path, monkeypatch, 
         raise OSError("no space left on device")
 
     monkeypatch.setattr(report, "write", fail)
-    recorder = Recorder(RunDirectory.create(tmp_path / "run", Config()))
-    recorder.close()
+    assert recording.record(
+        tmp_path / "run", [], Config(tracking=TrackingConfig(trackers=["files", "report"]))
+    )
     assert "no report could be made" in caplog.text
 
 
@@ -240,7 +252,7 @@ def test_the_command_makes_it_at_any_time(tmp_path, capsys):
 
 
 def test_a_task_of_any_name_is_found_in_the_metrics():
-    rows = [{"step": 1, "groups/a/b": 2.0, "reward/a/b": 0.5}]
+    rows = [{"step": 1, "groups/a/b": 2.0, "reward/a/b": 0.5, "feedback_exact/a/b": 1.0}]
     (task,) = tasks_of(rows, [{"step": 0, "validation/a/b/pass@4": 0.25}], {})
     assert (task.name, task.metric, task.groups) == ("a/b", "pass@4", 2)
     assert (task.rewards, task.validation) == ([(1, 0.5)], [(0, 0.25)])

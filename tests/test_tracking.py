@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
+from recording import add, record
 from rich.console import Console
 
-from grpo_core.config import Config
+from grpo_core.config import Config, TrackingConfig, TrainerConfig, as_table
 from grpo_core.errors import ConfigError
 from grpo_core.events import GroupsReady, PromptSkipped, RunStarted, StepEnded, Validated
-from grpo_core.records import Group, Rollout
-from grpo_core.reporting.terminal import Terminal, sparkline
-from grpo_core.reporting.tracking import Recorder, RunDirectory
+from grpo_core.records import Group, Rollout, RunInfo
+from grpo_core.reporting.terminal import TerminalTracker, sparkline
+from grpo_core.reporting.trackers import call
+from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.testing import prompts
 
 
@@ -35,7 +38,11 @@ def groups():
 
 EVENTS = [
     RunStarted(directory="d", config={}),
-    Validated(step=0, version=0, results={"sort": {"accuracy": 0.04, "reward": 0.04}}),
+    Validated(
+        step=0,
+        version=0,
+        results={"sort": {"accuracy": 0.04, "accuracy_low": 0.01, "accuracy_high": 0.09, "reward": 0.04}},
+    ),
     GroupsReady(step=0, groups=groups()),
     StepEnded(step=1, metrics={"reward/sort": 0.25, "loss": float("nan"), "staleness_max": 1.0}),
     PromptSkipped(step=1, task="sort", prompt="7", error="ValueError: bad row"),
@@ -47,13 +54,11 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+FILES = Config(tracking=TrackingConfig(trackers=["files"]))
+
+
 def recorded(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", Config())
-    recorder = Recorder(run)
-    for event in EVENTS:
-        recorder(event)
-    recorder.close()
-    return run
+    return record(tmp_path / "run", EVENTS, FILES)
 
 
 def test_everything_that_happens_is_on_disk(tmp_path):
@@ -115,18 +120,25 @@ def test_a_directory_without_a_run(tmp_path):
         RunDirectory.latest(tmp_path)
 
 
-def shown(*, terminal):
+def shown(*, terminal, events=EVENTS):
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=100, color_system=None, _environ={})
-    with Terminal(10, console) as view:
-        for event in EVENTS:
-            view(event)
+
+    class Terminal(TerminalTracker):
+        @staticmethod
+        def make_console():
+            return Console(file=out, force_terminal=terminal, width=100, color_system=None, _environ={})
+
+    config = as_table(Config(trainer=TrainerConfig(steps=10)))
+    view = Terminal(RunInfo(name="run", directory=Path("run"), config=config))
+    for event in events:
+        call(view, event)
+    view.close()
     return out.getvalue()
 
 
 def test_without_a_terminal_there_is_a_line_for_each_thing_that_happens():
     text = shown(terminal=False)
-    assert "validation of version 0: sort: accuracy 0.04, reward 0.04" in text
+    assert "validation of version 0: sort: accuracy 4.0% (1.0% to 9.0%), reward 0.04" in text
     assert "step 1/10  reward 0.250" in text
     assert "skipped prompt '7' of task 'sort': ValueError: bad row" in text
 
@@ -147,8 +159,6 @@ def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
 
 
 def test_with_several_tasks_each_has_a_line_in_the_view():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100, color_system=None, _environ={})
     one = {
         "reward": 0.25,
         "accuracy": 0.2,
@@ -158,9 +168,7 @@ def test_with_several_tasks_each_has_a_line_in_the_view():
     }
     metrics = {f"{name}/{task}": value for name, value in one.items() for task in ("sort", "tool")}
     metrics |= {"staleness/sort": 0.5, "staleness/tool": 0.75, "time/step": 1.0}
-    with Terminal(10, console) as view:
-        view(StepEnded(step=1, metrics=metrics))
-    text = " ".join(out.getvalue().split())
+    text = " ".join(shown(terminal=True, events=[StepEnded(step=1, metrics=metrics)]).split())
     assert "sort 0.250 accuracy 20%, 12 groups, 6 tokens, staleness 0.50, 25% filtered" in text
     assert "tool 0.250 accuracy 20%, 12 groups, 6 tokens, staleness 0.75, 25% filtered" in text
 
@@ -176,11 +184,14 @@ def test_half_a_line_is_what_a_killed_process_leaves_and_anything_else_is_a_faul
     with open(run.path / "events.jsonl", "a") as file:
         file.write('{"event": "StepEn')
     assert len(list(run.events())) == len(EVENTS)
-    recorder = Recorder(run)
-    recorder(EVENTS[0])
+    add(run, EVENTS[:1], FILES)
     assert [event["event"] for event in run.events()][-1] == "RunStarted"
-    recorder.close()
+    assert len(list(run.events())) == len(EVENTS) + 1
     path = run.path / "events.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x" * 200_000)
+    add(run, [], FILES)
+    assert path.read_bytes() == whole, "half a line of any length"
     path.write_text(path.read_text().replace('"event": "GroupsReady"', "GroupsReady"))
     with pytest.raises(ConfigError, match=r"events\.jsonl, line 3: is no event"):
         list(run.events())

@@ -17,7 +17,7 @@ from grpo_core.events import Dispatched, GroupFinished, GroupsReady, StepEnded, 
 from grpo_core.laws import Laws
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.records import Prompt, SampleRequest
-from grpo_core.reporting.tracking import plain
+from grpo_core.reporting.files import plain
 from grpo_core.rollout import SamplingParams
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, run
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine

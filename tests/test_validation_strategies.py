@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.errors import ConfigError
+from grpo_core.metrics import headline
 from grpo_core.records import Rollout
 from grpo_core.testing.strategies import check_validation_strategy
 from grpo_core.validation.estimates import interval, majority_score, pass_at_k
-from grpo_core.validation.results import headline, table
+from grpo_core.validation.results import table
 from grpo_core.validation.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
 
 # ---------------------------------------------------------------------------------- estimates
@@ -132,7 +133,7 @@ def test_each_prompt_weighs_the_same_however_many_of_its_rollouts_have_a_reward(
     metrics = measured(Batched(n=4), [[1.0, None, None, None], [0.0, 0.0, 0.0, 0.0], [None] * 4])
     assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (0.5, 2, 7)
     assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (0.0, 1.0)
-    assert (metrics["reward/fluent"], metrics["completion_tokens"]) == (0.5, 2.0)
+    assert (metrics["feedback_fluent"], metrics["completion_tokens"]) == (0.5, 2.0)
     assert metrics["truncated"] == pytest.approx(2 / 5)
 
 
@@ -146,7 +147,7 @@ def test_pass_at_k_per_prompt_then_over_prompts():
     assert metrics["pass@1"] == metrics["accuracy"] == pytest.approx(0.5)
     assert metrics["pass@2"] == pytest.approx(fmean([0.5, 1.0]))
     assert metrics["pass@4"] == 1.0
-    assert headline(metrics) == metrics["accuracy"]
+    assert headline(metrics) == "accuracy"
 
 
 def test_a_prompt_with_less_than_k_rewards_does_not_count_for_pass_at_k():

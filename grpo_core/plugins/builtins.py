@@ -40,6 +40,15 @@ def grpo_trainers() -> Mapping[str, str]:
 
 
 @hookimpl
+def grpo_trackers() -> Mapping[str, str]:
+    return {
+        "files": "grpo_core.reporting.files:FilesTracker",
+        "terminal": "grpo_core.reporting.terminal:TerminalTracker",
+        "report": "grpo_core.reporting.report:ReportTracker",
+    }
+
+
+@hookimpl
 def grpo_losses() -> Mapping[str, str]:
     return {"grpo": "grpo_core.loss:grpo"}
 

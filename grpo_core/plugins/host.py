@@ -46,15 +46,12 @@ from grpo_core.plugins.offers import (
 )
 
 if TYPE_CHECKING:
-    from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
-    from grpo_core.plugins.listening import Audience
     from grpo_core.protocols import Engine, Environment, Sampler, Trainer, ValidationStrategy
     from grpo_core.records import Group
 
-__all__ = ["BUILT_IN", "EVENT_HOOK", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listing"]
+__all__ = ["BUILT_IN", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listing"]
 
-EVENT_HOOK = "grpo_event"
 BUILT_IN = "core"
 """Name of the plugin that the core itself is; it is always there."""
 
@@ -68,7 +65,6 @@ class PluginHost:
         """Installed plugins that were not imported, and why."""
         self.block: tuple[str, ...] = ()
         """What was to be left out: other processes of the run leave it out, too."""
-        self._audiences: dict[str, Audience] = {}
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -215,25 +211,6 @@ class PluginHost:
             )
         raise self._unknown(kind, name)
 
-    def emit(self, event: Event) -> None:
-        """Tell all listeners; returns at once (see ``Audience``)."""
-        for plugin in self.plugins:
-            if plugin.listeners:
-                if plugin.name not in self._audiences:
-                    from grpo_core.plugins.listening import Audience  # its imports would slow down a listing
-
-                    who = f"{plugin}: its {EVENT_HOOK} hook"
-                    self._audiences[plugin.name] = Audience(who, plugin.listeners)
-                self._audiences[plugin.name].tell(event)
-
-    def close(self) -> None:
-        """Let all listeners hear the rest, as far as they can in some seconds."""
-        audiences, self._audiences = list(self._audiences.values()), {}
-        for audience in audiences:
-            audience.end()
-        for audience in audiences:
-            audience.join()
-
     # ------------------------------------------------------------------------------ loading
 
     def _load(self, plugin: Plugin, load: Callable[[], Any]) -> None:
@@ -247,7 +224,7 @@ class PluginHost:
         except BaseException as error:  # SystemExit, too, is no reason to end
             if module is not None and self._manager.get_name(module) == plugin.name:
                 self._manager.unregister(module)
-            plugin.fault, plugin.offers, plugin.listeners = error, {}, []
+            plugin.fault, plugin.offers = error, {}
         plugin.seconds = time.perf_counter() - begin
         self.plugins.append(plugin)
 
@@ -255,19 +232,17 @@ class PluginHost:
         self._check_hooks(module)
         self._manager.register(module, plugin.name)
         for kind, hook in HOOKS.items():
-            for function, _ in self._implementations(hook, module):
+            for function in self._implementations(hook, module):
                 plugin.offers.setdefault(kind, {}).update(checked_offers(hook, function()))
-        for function, arguments in self._implementations(EVENT_HOOK, module):
-            plugin.listeners.append(function if arguments else _without_event(function))
 
-    def _implementations(self, hook: str, module: Any) -> Iterable[tuple[Factory, tuple[str, ...]]]:
+    def _implementations(self, hook: str, module: Any) -> Iterable[Factory]:
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             if implementation.plugin is module:
-                yield implementation.function, implementation.argnames
+                yield implementation.function
 
     def _check_hooks(self, module: Any) -> None:
         """What pluggy accepts silently: misspelt, unmarked, asynchronous and wrapping hooks."""
-        known = {*HOOKS.values(), EVENT_HOOK}
+        known = set(HOOKS.values())
         for attribute in dir(module):
             function = inspect.getattr_static(module, attribute)
             if not inspect.isroutine(function):
@@ -308,7 +283,7 @@ class PluginHost:
         here = {
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         }
-        defined = {*here, *(plugin.offers.get(kind) or ())} - {*HOOKS.values(), EVENT_HOOK}
+        defined = {*here, *(plugin.offers.get(kind) or ())} - set(HOOKS.values())
         raise PluginError(
             f"{spaced(kind)} {name!r}: {path} has no {wanted!r}.{did_you_mean(wanted, defined)} "
             f"Write {path}:NAME with one of: {', '.join(sorted(defined)) or 'nothing is defined there'}"
@@ -348,7 +323,6 @@ def listing(host: PluginHost) -> list[dict[str, Any]]:
             "version": plugin.version,
             "module": plugin.module,
             "offers": {kind: sorted(offers) for kind, offers in plugin.offers.items()},
-            "listens": bool(plugin.listeners),
             "error": plugin.error,
             "note": plugin.note,
             "seconds": round(plugin.seconds, 4),
@@ -364,7 +338,3 @@ def _check_known(names: Iterable[str], known: set[str], source: str) -> None:
                 f"{source}: plugin {name!r} is not installed.{did_you_mean(name, known)} "
                 f"Installed: {', '.join(sorted(known))}"
             )
-
-
-def _without_event(function: Factory) -> Callable[[Event], Any]:
-    return lambda event: function()

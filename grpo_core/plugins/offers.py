@@ -9,16 +9,15 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
 from grpo_core.errors import GrpoError, PluginError, describe, did_you_mean
 
-if TYPE_CHECKING:
-    from grpo_core.events import Event
-
-Kind = Literal["environment", "sampler", "validation_strategy", "engine", "trainer", "loss", "advantage"]
+Kind = Literal[
+    "environment", "sampler", "validation_strategy", "engine", "trainer", "loss", "advantage", "tracker"
+]
 
 HOOKS: Mapping[Kind, str] = {
     "environment": "grpo_environments",
@@ -28,6 +27,7 @@ HOOKS: Mapping[Kind, str] = {
     "trainer": "grpo_trainers",
     "loss": "grpo_losses",
     "advantage": "grpo_advantages",
+    "tracker": "grpo_trackers",
 }
 FROM_THE_CORE: Mapping[Kind, int | None] = {
     "environment": 0,
@@ -37,6 +37,7 @@ FROM_THE_CORE: Mapping[Kind, int | None] = {
     "trainer": 1,
     "loss": None,
     "advantage": None,
+    "tracker": 1,
 }
 """Positional arguments that the core gives to a factory; None: a function, whose keyword-only parameters are
 its options."""
@@ -54,8 +55,6 @@ class Plugin:
     version: str
     module: str
     offers: dict[Kind, dict[str, Factory | str]] = field(factory=dict)
-    listeners: list[Callable[[Event], Any]] = field(factory=list)
-    """The plugin's ``grpo_event`` hooks."""
     fault: BaseException | None = None
     """The error that makes the plugin unusable."""
     note: str = ""

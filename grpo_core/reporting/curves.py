@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
+from grpo_core.metrics import headline
 from grpo_core.reporting.charts import Chart, Point, Series, chart, smoothed
 
 Row = Mapping[str, Any]
@@ -28,7 +29,7 @@ class Task:
     name: str
     colour: int
     metric: str
-    """Of the validation: "accuracy", or the strategy's first."""
+    """The metric that stands for its validation."""
     validation: Sequence[Point]
     """By version."""
     rewards: Sequence[Point]
@@ -71,7 +72,7 @@ def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> l
 def _task(
     name: str, place: int, steps: Sequence[Row], validations: Sequence[Row], measured: Sequence[str]
 ) -> Task:
-    metric = "accuracy" if "accuracy" in measured else next(iter(measured), "accuracy")
+    metric = headline(measured) or "accuracy"
     means = {}
     for column, metric_name in NUMBERS.items():
         recent = [y for _, y in points(steps[-RECENT:], metric_name.format(name)) if math.isfinite(y)]
@@ -130,7 +131,7 @@ def _groups(tasks: Sequence[Task], steps: Sequence[Row]) -> list[Chart | None]:
               note="share of the trained groups that teach nothing"),
         chart("tokens of a completion", of("completion_tokens/{}"), low=0),
         chart("truncated", _nonzero(of("truncated/{}")), low=0, percent=True,
-              note="share of the rollouts that max_tokens ended"),
+              note="share of the rollouts that a token limit cut off"),
         chart("errors", _nonzero(of("errors/{}")), low=0, note="rollouts unscored"),
     ]  # fmt: skip
 
@@ -161,7 +162,7 @@ def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> lis
         ),
         chart(
             "overlap", [_series(steps, "overlap", "busier side", GENERATION)], low=0, high=1, percent=True,
-            note="share of a step's time in which the busier side works",
+            note="share of a step in which the busier side works",
         ),
         chart(
             "tokens per second",
@@ -189,7 +190,7 @@ def _health(steps: Sequence[Row], config: Row) -> list[Chart | None]:
 
     return [
         one("logprob_diff", "logprob_diff_mean", "engine against trainer, per token", low=0),
-        one("mismatch_kl", "mismatch_kl", "from the policy that generated to the one that is trained", low=0),
+        one("mismatch_kl", "mismatch_kl", "from the engine's policy to the trainer's", low=0),
         one("effective sample size", "effective_sample_size", "of the importance ratios",
             low=0, high=1, percent=True),
         chart("clipped", [_series(steps, "clip_fraction_low", "low", GENERATION),

@@ -1,4 +1,4 @@
-"""``report.html``: a run on one page, which opens offline, on a phone and in the dark.
+"""The tracker ``report`` and its ``report.html``: a run on one page that opens offline, and on a phone.
 
 It is made from the files of the run (see ``grpo_core.reporting.tracking``) and needs nothing else, so that it
 can be made of a run that goes on, was killed, or lies on another machine.  Whatever the files hold is text to
@@ -8,6 +8,7 @@ it: the template escapes everything, and what cannot be read is left out and cou
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import tomllib
@@ -18,6 +19,8 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from grpo_core.protocols import Tracker
+from grpo_core.records import RunInfo
 from grpo_core.reporting.charts import readings
 from grpo_core.reporting.curves import Task, charts, tasks_of
 
@@ -110,6 +113,24 @@ class Sample:
     """Place of the reward between the lowest and the highest of the run's samples."""
 
 
+class ReportTracker(Tracker):
+    """Makes the report from the files of the run when the run ends."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._directory = run.directory
+
+    def close(self) -> None:
+        """Write the report; a run does not fail because its report cannot be made."""
+        log = logging.getLogger(__name__)
+        if not (self._directory / "events.jsonl").exists():
+            log.warning("%s: no report, because the tracker 'files' was not used", self._directory)
+            return
+        try:
+            write(self._directory)
+        except Exception:
+            log.warning("%s: no report could be made", self._directory, exc_info=True)
+
+
 def write(path: Path) -> Path:
     """Write the report of the run in the directory ``path``; returns the file."""
     html = render(Files.read(path))
@@ -196,7 +217,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     if steps and seconds:
         told += [
             ("tokens generated", number(generated), f"{number(generated / seconds)} per second"),
-            ("overlap", f"{_mean(column('overlap')):.0%}", "of the time the busier side works"),
+            ("overlap", f"{_mean(column('overlap')):.0%}", "the busier side works"),
             ("staleness", f"{_mean(column('staleness_mean')):.2f}", f"steps; at most {_most(steps)}"),
         ]
         filtered = sum(v for row in steps for k, v in row.items() if k.startswith("filtered/") and v)
@@ -287,7 +308,7 @@ def number(value: Any) -> str:
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.3g}"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
 
 
 def share(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a run looks like in a terminal: a live view, or one line a step where there is none."""
+"""The tracker ``terminal``: shows a run as a live view, or as lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from grpo_core.events import (
     PromptSkipped,
     RunStarted,
     Saved,
+    StatusChanged,
     StepEnded,
     Validated,
     WarningRaised,
 )
+from grpo_core.metrics import headline
+from grpo_core.protocols import Tracker
+from grpo_core.records import RunInfo
+from grpo_core.validation.results import interval, measured, shown
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
@@ -38,18 +43,19 @@ def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
     return "".join(_BARS[round(place * (len(_BARS) - 1))] for place in places)
 
 
-class Terminal:
-    """A listener of events that draws them."""
+class TerminalTracker(Tracker):
+    """Shows the run on standard output."""
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=False)
-        self._steps = steps
+    def __init__(self, run: RunInfo) -> None:
+        self.console = self.make_console()
+        self._steps: int = run.config["trainer"]["steps"]
         self._started = time.monotonic()
         self._first_step = 0
         self._status = "starting"
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
-        self._validation: dict[str, list[float]] = {}
+        self._validation: dict[str, list[tuple[str, float]]] = {}
+        """Of each task: the metric that stands for it, and its value."""
         self._step = 0
         self._warned: set[str] = set()
         self._sample: tuple[str, str, float] | None = None
@@ -59,27 +65,29 @@ class Terminal:
             else None
         )
 
-    def __enter__(self) -> Terminal:
-        if self._live:
-            self._live.start()
-        return self
+    @staticmethod
+    def make_console() -> Console:
+        """Return where it is drawn."""
+        return Console(stderr=False)
 
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
+        """Leave the last view on the screen."""
         if self._live:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line above the live view."""
+        """Print a line above the live view."""
         self.console.print(Text(text), soft_wrap=True)
 
-    def status(self, text: str) -> None:
-        """What is going on before the first step."""
-        self._status = text
-        if not self._live:
-            self.say(text)
-
-    def __call__(self, event: Event) -> None:
+    def event(self, event: Event) -> None:
+        """Draw what the event changes."""
+        if self._live and not self._live.is_started:
+            self._live.start()
         match event:
+            case StatusChanged():
+                self._status = event.message
+                if not self._live:
+                    self.say(event.message)
             case RunStarted():
                 self._status = "generating the first groups"
                 self._step = self._first_step = event.step
@@ -98,13 +106,11 @@ class Terminal:
                     self.say(self._line())
             case Validated():
                 for task, metrics in event.results.items():
-                    for metric in ("accuracy", *metrics):
-                        if metric in metrics:
-                            self._validation.setdefault(task, []).append(metrics[metric])
-                            break
+                    if (name := headline(metrics)) is not None:
+                        self._validation.setdefault(task, []).append((name, metrics[name]))
                     if not self._live:
-                        shown = ", ".join(f"{name} {value:.3g}" for name, value in metrics.items())
-                        self.say(f"validation of version {event.version}: {task}: {shown}")
+                        text = ", ".join(_with_interval(name, metrics) for name in measured(metrics))
+                        self.say(f"validation of version {event.version}: {task}: {text}")
             case PromptSkipped():
                 self.say(f"skipped prompt {event.prompt!r} of task {event.task!r}: {event.error}")
             case Saved():
@@ -154,8 +160,9 @@ class Terminal:
         rows: list[tuple[str, str, RenderableType]] = []
         if self._status:
             rows.append(("now", self._status, ""))
-        for task, values in sorted(self._validation.items()):
-            rows.append((f"validation {task}", f"{values[-1]:.1%}", Text(sparkline(values), style="green")))
+        for task, told in sorted(self._validation.items()):
+            values, last = [value for _, value in told], shown(*told[-1])
+            rows.append((f"validation {task}", last, Text(sparkline(values), style="green")))
         if self._rewards:
             low, high = min(0.0, *self._rewards), max(1.0, *self._rewards)
             rows.append(("reward", f"{self._rewards[-1]:.3f}", Text(sparkline(self._rewards, low, high))))
@@ -206,8 +213,13 @@ def _tasks_of(metrics: Mapping[str, Any]) -> list[str]:
     return [name.removeprefix("groups/") for name in metrics if name.startswith("groups/")]
 
 
+def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
+    bounds = interval(name, metrics)
+    return f"{name} {shown(name, metrics[name])}" + (f" ({bounds})" if bounds else "")
+
+
 def _mean_of(metrics: Mapping[str, float], prefix: str) -> float:
-    values: list[Any] = [v for k, v in metrics.items() if k.startswith(prefix) and k.count("/") == 1]
+    values: list[Any] = [v for k, v in metrics.items() if k.startswith(prefix)]
     return sum(values) / len(values) if values else 0.0
 
 

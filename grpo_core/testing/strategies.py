@@ -26,13 +26,13 @@ from grpo_core.buffer import Buffer
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices
 from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.metrics import headline
 from grpo_core.pipeline import Pipeline, Schedule
 from grpo_core.protocols import ValidationStrategy
 from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Prompt, SampleRequest, Weights
 from grpo_core.rollout import SamplingParams
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer
-from grpo_core.validation.results import headline
 from grpo_core.validation.runner import Context, Results, run_strategy
 
 Policy = Callable[[GenerationRequest, random.Random], str]
@@ -186,7 +186,9 @@ class ValidationContract:
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         if self.score is None:
-            return headline(metrics)
+            name = headline(metrics)
+            assert name is not None, "the strategy measured nothing"
+            return metrics[name]
         assert self.score in metrics, f"there is no metric {self.score!r} in {sorted(metrics)}"
         return metrics[self.score]
 

@@ -235,7 +235,7 @@ class TorchTrainer:
         """Count the rows that were left out; raises TrainerError if they are too many."""
         rows = [row for micro in update for row in micro.rows]
         wrong = [row for row, is_bad in zip(rows, torch.cat(list(bad)).tolist(), strict=True) if is_bad]
-        totals.count("errors/non_finite", len(wrong))
+        totals.count("non_finite_rows", len(wrong))
         if len(wrong) > self._setup.max_non_finite * len(rows):
             raise TrainerError(
                 f"step {batch.step}, update {number}: the loss of {len(wrong)} of {len(rows)} rows, in "
@@ -250,7 +250,7 @@ class TorchTrainer:
             self._lost_updates = 0
             return True
         self._lost_updates += 1
-        totals.count("errors/non_finite_gradient", 1)
+        totals.count("non_finite_updates", 1)
         if self._lost_updates >= MAX_LOST_UPDATES:
             raise TrainerError(
                 f"step {batch.step}, update {number}: the gradient is not finite, with finite losses, "

@@ -9,31 +9,31 @@ SHARES = ("accuracy", "pass@", "pass^", "maj@", "truncated")
 COUNTS = ("prompts", "errors", "rollouts")
 
 
-def headline(metrics: Mapping[str, float]) -> float:
-    """The one number that stands for a task: its accuracy, or else the first metric of the strategy."""
-    return metrics.get("accuracy", next(iter(metrics.values())))
-
-
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
     """A line for each metric of each task; ``NAME_low`` and ``NAME_high`` are shown beside ``NAME``."""
     rows = [("task", "metric", "value", "interval")]
     for task, metrics in results.items():
         name = task
-        for metric, value in metrics.items():
-            base, _, bound = metric.rpartition("_")
-            if bound in ("low", "high") and base in metrics:
-                continue
-            rows.append((name, metric, _shown(metric, value), _interval(metric, metrics)))
+        for metric in measured(metrics):
+            rows.append((name, metric, shown(metric, metrics[metric]), interval(metric, metrics)))
             name = ""
     return _aligned(rows)
 
 
-def _interval(metric: str, metrics: Mapping[str, float]) -> str:
+def measured(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics without those that are the ends of another one's interval."""
+    ends = {f"{name}_{end}" for name in metrics for end in ("low", "high")}
+    return [name for name in metrics if name not in ends]
+
+
+def interval(metric: str, metrics: Mapping[str, float]) -> str:
+    """The interval of a metric, as text; empty if it has no interval."""
     bounds = [metrics.get(f"{metric}_{bound}") for bound in ("low", "high")]
-    return " to ".join(_shown(metric, bound) for bound in bounds if bound is not None)
+    return " to ".join(shown(metric, bound) for bound in bounds if bound is not None)
 
 
-def _shown(metric: str, value: float) -> str:
+def shown(metric: str, value: float) -> str:
+    """The value of a metric, as text: shares in percent, counts without a fraction."""
     if metric.startswith(SHARES):
         return f"{value:.1%}"
     return f"{value:.0f}" if metric in COUNTS else f"{value:.4g}"

@@ -196,6 +196,8 @@ def _check(name: str, results: object, tasks: Mapping[str, object]) -> None:
         raise PluginError(f"{who} nothing for task {', '.join(map(repr, missing))}; {expected} for each task")
     for task, part in results.items():
         for metric, value in part.items():
+            if "/" in metric:
+                raise PluginError(f"{who} the metric {metric!r} of task {task!r}; a name contains no slash")
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise PluginError(
                     f"{who} {value!r} as {metric!r} of task {task!r}; expected a finite number (leave out "

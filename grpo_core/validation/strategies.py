@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from grpo_core.errors import ConfigError
-from grpo_core.metrics import FULL_REWARD
+from grpo_core.metrics import FULL_REWARD, completion_tokens, feedback_means, truncated
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
 from grpo_core.turns import derive_seed
@@ -25,9 +25,9 @@ Mode = Literal["batched", "pipelined"]
 class ScoringStrategy:
     """``n`` rollouts of each prompt, and the mean over prompts of what ``scores`` says.
 
-    Metrics of each task: those of ``scores``, each with ``_low`` and ``_high``; ``reward/NAME`` for the
-    reward parts that the environment names; ``completion_tokens``; ``truncated``, the share that ended at a
-    limit; ``prompts``, the number of prompts that count; ``errors``, the number of unscored rollouts, which
+    Metrics of each task: those of ``scores``, each with ``_low`` and ``_high``; ``feedback_PART`` for each
+    metric that the environment returns; ``completion_tokens``; ``truncated``, the share that a token limit
+    cut off; ``prompts``, the number of prompts that count; ``errors``, the number of unscored rollouts, which
     do not.
 
     Raises ConfigError if an option is out of its range.
@@ -212,18 +212,11 @@ def _descriptions(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the means over rollouts that are reported without an interval."""
     if not rollouts:
         return {}
-    parts: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        for name, value in rollout.metrics.items():
-            parts[name].append(float(value))
     return {
-        **{f"reward/{name}": fmean(values) for name, values in sorted(parts.items())},
-        "completion_tokens": fmean(sum(rollout.sampled) for rollout in rollouts),
-        "truncated": fmean(float(rollout.finish_reason in _LIMITS) for rollout in rollouts),
+        **feedback_means(rollouts),
+        "completion_tokens": completion_tokens(rollouts),
+        "truncated": truncated(rollouts),
     }
-
-
-_LIMITS = {"length", "turns", "tokens", "tool_calls"}
 
 
 # ---------------------------------------------------------------------------------- of options

@@ -41,7 +41,7 @@ from grpo_core.laws import Laws, Violation
 from grpo_core.pipeline import Pipeline, Schedule, Written
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Group, Prompt
-from grpo_core.reporting.tracking import plain
+from grpo_core.reporting.files import plain
 from grpo_core.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeRenderer

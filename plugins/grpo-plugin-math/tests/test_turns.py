@@ -143,7 +143,7 @@ def test_putting_in_order_is_learnt_over_turns(tmp_path):
 @pytest.mark.slow
 def test_a_calculator_is_used_in_training(tmp_path):
     rows, rollouts = trained(tmp_path, "calculator", *SHORT)
-    assert fmean(row["reward/calculator/calculated"] for row in rows) > 0.1
+    assert fmean(row["feedback_calculated/calculator"] for row in rows) > 0.1
     talks = [[m["role"] for m in r["messages"]] for r in rollouts]
     assert ["user", "assistant", "tool", "assistant"] in talks
     assert all(r["reward"] is not None for r in rollouts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import socket
 
 import pytest
@@ -13,6 +15,7 @@ from attrs import evolve
 from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, WeightSyncError
 from grpo_core.engine_kit import read_weights
 from grpo_core.testing import SharedMemoryWriter
+from grpo_plugin_vllm import client
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
 from grpo_plugin_vllm.http import HttpEngine
 
@@ -206,6 +209,36 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_not(code):
             assert server.calls.count(generate) == before + 1
 
     played(story)
+
+
+def test_requests_that_are_tried_again_are_one_line_for_each_cause(caplog, capfd):
+    async def story(engine, server):
+        server.faults["/inference/v1/generate"] = [(503, "full")] * 20
+        assert len(await engine.generate([REQUEST] * 40)) == 40
+
+    with caplog.at_level(logging.WARNING):
+        played(story)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(
+        r"POST http://127\.0\.0\.1:\d+/inference/v1/generate: status 503: full; "
+        r"trying again \(attempt 1 of \d\)",
+        said,
+    )
+    assert "retry_scheduled" not in "".join(capfd.readouterr())
+
+
+def test_a_retry_after_a_minute_says_how_many_were_not_said(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
+    retries = client.RetryLog()
+    for now[0] in (0.0, 1.0, 59.0, 60.0):
+        retries.note("POST /x", client.Unsent("busy"), 1, 5)
+    retries.note("POST /x", OSError("gone"), 2, 5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "POST /x: busy; trying again (attempt 1 of 5)",
+        "POST /x: busy; trying again (attempt 1 of 5; 2 more since the last message)",
+        "POST /x: gone; trying again (attempt 2 of 5)",
+    ]
 
 
 def test_what_stays_busy_ends_in_an_error_that_says_how_often_it_was_asked():

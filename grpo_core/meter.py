@@ -1,0 +1,77 @@
+"""Measures how busy generation is, and counts tokens and errors, between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from grpo_core.buffer import BufferStatistics
+from grpo_core.records import Rollout
+
+
+class Meter:
+    """Busy time and token counts between two steps, on the event loop's clock."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._busy = 0.0
+        self._since: float | None = None
+        self._tokens = 0
+        self._errors: dict[str, int] = defaultdict(int)
+        self._last: float | None = None
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Around whatever keeps the engine busy."""
+        self._running += 1
+        if self._since is None:
+            self._since = self.now()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0 and self._since is not None:
+                self._busy += self.now() - self._since
+                self._since = None
+
+    def count(self, task: str, rollout: Rollout) -> None:
+        self._tokens += int(np.count_nonzero(rollout.sampled))
+        if rollout.error is not None:
+            self._errors[task] += 1
+
+    def read(
+        self, buffer: BufferStatistics, *, trained: Mapping[str, float], waited: float
+    ) -> dict[str, float]:
+        """Metrics since the last call: ``overlap`` is the busier side's share of the step's time."""
+        now = self.now()
+        elapsed = max(now - (self._last if self._last is not None else now - waited), 1e-9)
+        if self._since is not None:
+            self._busy += now - self._since
+            self._since = now
+        training = trained.get("time/train", 0.0)
+        metrics = {
+            "time/step": elapsed,
+            "time/wait_for_groups": waited,
+            "time/generate": self._busy,
+            "tokens_per_second/generation": self._tokens / elapsed,
+            "overlap": min(max(self._busy, training) / elapsed, 1.0),
+            "buffer/in_flight": float(buffer.in_flight),
+            "buffer/retrying": float(buffer.retrying),
+            "buffer/ready": float(buffer.ready),
+            "buffer/dispatched": float(buffer.dispatched),
+            "buffer/skipped": float(buffer.skipped),
+            "buffer/filtered": float(buffer.filtered),
+            **{f"errors/{task}": float(count) for task, count in sorted(self._errors.items())},
+        }
+        self._last, self._busy, self._tokens = now, 0.0, 0
+        self._errors.clear()
+        return metrics
+
+    @staticmethod
+    def now() -> float:
+        """Seconds on the event loop's clock."""
+        return asyncio.get_running_loop().time()

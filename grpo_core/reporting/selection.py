@@ -1,0 +1,53 @@
+"""Checks and makes the trackers that a configuration selects."""
+
+from __future__ import annotations
+
+from grpo_core.config import TrackingConfig
+from grpo_core.errors import ConfigError, PluginError, did_you_mean
+from grpo_core.plugins.host import PluginHost
+from grpo_core.protocols import Tracker
+from grpo_core.records import RunInfo
+
+
+def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
+    """Check names and options without making a tracker.
+
+    Raises ConfigError if a tracker is not installed, is selected twice, or has no such option, and for
+    options of a tracker that is not selected.
+    """
+    for name in config.trackers:
+        if config.trackers.count(name) > 1:
+            raise ConfigError(f"tracking.trackers: {name!r} is there twice")
+        try:
+            host.check_options("tracker", name, config.options.get(name, {}))
+        except PluginError as error:
+            raise ConfigError(f"tracking.trackers: {error}") from error
+    for name in config.options:
+        if name not in config.trackers:
+            near = did_you_mean(name, set(config.trackers))
+            raise ConfigError(
+                f"tracking.{name}: options of a tracker that tracking.trackers does not select.{near} "
+                f"It selects: {', '.join(config.trackers) or 'no tracker'}"
+            )
+
+
+def make_trackers(config: TrackingConfig, host: PluginHost, run: RunInfo) -> dict[str, Tracker]:
+    """The selected trackers by name.
+
+    Raises PluginError if one cannot be made; those that were made before it are closed.
+    """
+    made: dict[str, Tracker] = {}
+    try:
+        for name in config.trackers:
+            tracker = host.make("tracker", name, run, **config.options.get(name, {}))
+            if not isinstance(tracker, Tracker):
+                raise PluginError(
+                    f"{host.find('tracker', name)}: its factory returned {type(tracker).__name__}; expected "
+                    "a subclass of grpo_core.Tracker"
+                )
+            made[name] = tracker
+    except PluginError:
+        for tracker in made.values():
+            tracker.close()
+        raise
+    return made

@@ -1,0 +1,245 @@
+"""Sends the events of a run to its trackers, each on a thread of its own, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+
+from attrs import evolve
+
+from grpo_core.errors import GrpoError, TrackingError
+from grpo_core.events import Event, GroupsReady, StatusChanged, StepEnded, Validated, WarningRaised
+from grpo_core.metrics import validation_metrics
+from grpo_core.protocols import Tracker
+
+BACKLOG = 10_000
+"""Events that may wait for a tracker."""
+TOKENS = 20_000_000
+"""Tokens of the rollouts that may wait for a tracker: about 300 MB."""
+PATIENCE = 30.0
+"""Seconds that the end of a run waits for a tracker to finish."""
+REQUIRED_PATIENCE = 300.0
+"""Seconds that a run waits for a tracker that it needs: for a disk that is slow, not for one that is gone."""
+
+log = logging.getLogger(__name__)
+
+Written = Callable[[], None]
+OnFailure = Callable[[str, TrackingError, bool], None]
+Item = Event | Written | None
+"""An event; or what to call when all events before it were handled; or the end."""
+
+
+class Trackers:
+    """The trackers of a run.  Make it inside the event loop; every method but ``emit`` belongs to that loop.
+
+    Args:
+        trackers: by name.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._failed = asyncio.Event()
+        self._error: TrackingError | None = None
+        self._step = 0
+        self._threads = [TrackerThread(name, tracker, self._on_failure) for name, tracker in trackers.items()]
+
+    def emit(self, event: Event) -> None:
+        """Send an event to all trackers; returns at once.
+
+        Only a tracker that the run needs is waited for when it is far behind.  Raises TrackingError if that
+        takes longer than ``REQUIRED_PATIENCE``.
+        """
+        self._step = max(self._step, event.step)
+        event = evolve(event, time=time.time())
+        for thread in self._threads:
+            thread.put(event)
+
+    def status(self, message: str) -> None:
+        """Say what the run does now."""
+        self.emit(StatusChanged(step=self._step, message=message))
+
+    async def flush(self) -> None:
+        """Return when the required trackers have handled every event until now.
+
+        Raises TrackingError if one of them failed, or did not come to its end within ``REQUIRED_PATIENCE``.
+        """
+        for thread in self._required():
+            written = asyncio.Event()
+            thread.put(partial(self._in_loop, written.set))
+            try:
+                async with asyncio.timeout(REQUIRED_PATIENCE):
+                    await written.wait()
+            except TimeoutError:
+                raise thread.is_stuck() from None
+        self.check()
+
+    async def watch(self) -> None:
+        """Raise TrackingError as soon as a required tracker fails; never returns otherwise."""
+        await self._failed.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise TrackingError if a required tracker failed."""
+        if self._error is not None:
+            raise self._error
+
+    async def close(self) -> None:
+        """End all trackers; the required ones first, since others may read what they wrote."""
+        required = self._required()
+        for threads in (required, [thread for thread in self._threads if thread not in required]):
+            for thread in threads:
+                thread.put(None)
+            await asyncio.to_thread(_join, threads)
+
+    def _required(self) -> list[TrackerThread]:
+        return [thread for thread in self._threads if thread.required]
+
+    def _on_failure(self, name: str, error: TrackingError, required: bool) -> None:
+        """Called on the tracker's thread, or by ``emit``."""
+        self._in_loop(partial(self._report, name, error, required))
+
+    def _report(self, name: str, error: TrackingError, required: bool) -> None:
+        if not required:
+            message = f"{error}; it is not called again"
+            self.emit(WarningRaised(step=self._step, cause=name, message=message))
+            return
+        self._error = self._error or error
+        self._failed.set()
+
+    def _in_loop(self, call: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # a tracker that was left behind outlives the loop
+            self._loop.call_soon_threadsafe(call)
+
+
+class TrackerThread:
+    """A tracker, its thread, and the events on their way to it.
+
+    Args:
+        name: as the configuration calls the tracker.
+        tracker: called on the thread, and only there.
+        on_failure: called once, with how messages call the tracker, the error, and ``tracker.required``.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, on_failure: OnFailure) -> None:
+        self.required = tracker.required
+        self._who, self._tracker, self._on_failure = f"tracker {name!r}", tracker, on_failure
+        self._waiting: deque[Item] = deque()
+        self._tokens = 0
+        """Of the rollouts in ``_waiting``."""
+        self._change = threading.Condition()
+        self._doing = "its start"
+        self._dropped = False
+        self._thread = threading.Thread(target=self._run, name=self._who, daemon=True)
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Add an item; a tracker that is too far behind is dropped, unless the run needs it."""
+        if isinstance(item, Event) and not self._hears(item):
+            return
+        with self._change:
+            patience = REQUIRED_PATIENCE if self.required else 0.0
+            room = not isinstance(item, Event) or self._change.wait_for(self._has_room, patience)
+            if room:
+                self._waiting.append(item)
+                self._tokens += _tokens(item)
+                self._change.notify_all()
+        if not room and self.required:
+            raise self.is_stuck()
+        if not room:
+            self._drop(TrackingError(f"{self._who} is too far behind the run, in {self._doing}"))
+
+    def is_stuck(self) -> TrackingError:
+        """The error of a required tracker that does not come to its end."""
+        return TrackingError(f"{self._who} has not returned from {self._doing} for {REQUIRED_PATIENCE:g} s")
+
+    def join(self, until: float) -> None:
+        """Wait for the end, until a moment of the monotonic clock."""
+        self._thread.join(0.0 if self._dropped else max(0.0, until - time.monotonic()))
+        if self._thread.is_alive() and not self._dropped:
+            log.warning("%s has not returned from %s; the run ends without it", self._who, self._doing)
+
+    def _hears(self, event: Event) -> bool:
+        """Whether the tracker is still called, and defines a method for the event."""
+        kind = type(self._tracker)
+        return not self._dropped and (
+            kind.event is not Tracker.event
+            or (isinstance(event, GroupsReady) and kind.rollouts is not Tracker.rollouts)
+            or (isinstance(event, StepEnded | Validated) and kind.metrics is not Tracker.metrics)
+        )
+
+    def _has_room(self) -> bool:
+        return self._dropped or (len(self._waiting) < BACKLOG and self._tokens < TOKENS)
+
+    # ------------------------------------------------------------------------------ on the thread
+
+    def _run(self) -> None:
+        while (item := self._next()) is not None:
+            if not isinstance(item, Event):
+                item()
+            elif not self._dropped:
+                self._doing = type(item).__name__
+                self._try(partial(call, self._tracker, item))
+        self._doing = "close()"
+        self._try(self._tracker.close)
+
+    def _next(self) -> Item:
+        with self._change:
+            self._change.wait_for(lambda: bool(self._waiting))
+            item = self._waiting.popleft()
+            self._tokens -= _tokens(item)
+            self._change.notify_all()
+            return item
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            what_to_do = (
+                ". The run needs it: mend the cause and continue with --resume" if self.required else ""
+            )
+            told = TrackingError(f"{self._who} failed in {self._doing}: {_text(error)}{what_to_do}")
+            told.__cause__ = error
+            self._drop(told)
+
+    def _drop(self, error: TrackingError) -> None:
+        with self._change:
+            first, self._dropped = not self._dropped, True
+            self._change.notify_all()
+        if first and not self.required:
+            log.warning("%s; it is not called again", error, exc_info=error.__cause__)
+        if first:
+            self._on_failure(self._who, error, self.required)
+
+
+def call(tracker: Tracker, event: Event) -> None:
+    """Call the methods of a tracker that an event is for."""
+    tracker.event(event)
+    match event:
+        case GroupsReady():
+            tracker.rollouts(event.step + 1, event.groups)
+        case StepEnded():
+            tracker.metrics(event.step, event.metrics)
+        case Validated():
+            tracker.metrics(event.version, validation_metrics(event.results))
+
+
+def _join(threads: list[TrackerThread]) -> None:
+    until = time.monotonic() + PATIENCE
+    for thread in threads:
+        thread.join(until)
+
+
+def _tokens(item: Item) -> int:
+    if not isinstance(item, GroupsReady):
+        return 0
+    return sum(len(rollout.token_ids) for group in item.groups for rollout in group.rollouts)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, GrpoError | OSError) else f"{type(error).__name__}: {error}"

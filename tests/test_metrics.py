@@ -1,0 +1,139 @@
+"""The metrics of a run: their names, what they mean, and that each has one definition."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import get_args
+
+import attrs
+import pytest
+from test_docs import ROOT, loaded
+from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
+from tracked_run import METRICS_JSONL, a_run
+
+from grpo_core.dynamic import DynamicSampling
+from grpo_core.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
+from grpo_core.records import EndReason, Group, Prompt, Rollout
+from grpo_core.training.trainer import TorchTrainer
+from grpo_core.validation.strategies import Greedy, Majority, PassAtK
+
+
+def rollout(reward=1.0, *, versions=(0,), sampled=None, reason="stop", **metrics):
+    return Rollout(
+        prompt_ids=(1,),
+        token_ids=(2,) * len(versions),
+        sampled=sampled or (True,) * len(versions),
+        logprobs=(0.0,) * len(versions),
+        versions=versions,
+        reward=reward,
+        finish_reason=reason,
+        metrics=metrics,
+    )
+
+
+def group(*rollouts, task="sort"):
+    prompt = Prompt(messages="x", id="p", environment=task)
+    return Group(prompt=prompt, rollouts=rollouts, generation_version=0, target_version=1)
+
+
+# ---------------------------------------------------------------------------------- names
+
+
+def names_of_a_run(strategy, path, **changes):
+    """Names in metrics.jsonl of a run of the real pipeline, validation strategy and trackers."""
+    run = a_run(path, strategy, **changes)
+    rows = map(json.loads, (run.path / METRICS_JSONL).read_text().splitlines())
+    return {name for row in rows for name in row} - {"step", "time"}
+
+
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory):  # noqa: F811
+    """Names of all metrics that the pipeline, the trainer and the validation strategies write."""
+    path = tmp_path_factory.mktemp("runs")
+    found = names_of_a_run(Greedy(), path / "greedy", dynamic=DynamicSampling(max_extra_groups=10_000))
+    found |= names_of_a_run(PassAtK(k=[1, 2], n=2), path / "pass_at_k")
+    found |= names_of_a_run(Majority(n=3), path / "majority")
+    trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))
+    rows = ragged()
+    rows[0] = attrs.evolve(rows[0], advantage=math.nan)
+    found |= set(trainer.step(batch(rows)).metrics)
+    not_finite_backward(trainer, {1})
+    return found | set(trainer.step(batch(ragged(), 1)).metrics)
+
+
+def test_every_metric_that_a_run_writes_is_documented(written):
+    assert {name for name in written if documented(name) is None} == set()
+
+
+def test_every_documented_metric_is_written_by_a_run(written):
+    entries = {entry for section in METRICS.values() for entry in section}
+    assert entries - {documented(name) for name in written} == set()
+
+
+def test_a_name_has_one_slash_at_most_and_two_behind_validation(written):
+    for name in written:
+        assert name.count("/") <= (2 if name.startswith("validation/") else 1), name
+
+
+def test_the_page_of_the_metrics_is_what_the_code_says():
+    assert (ROOT / "docs" / "metrics.md").read_text() == loaded("_metrics").page()
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("reward/sort", "reward/TASK"),
+        ("reward/a/b", "reward/TASK"),
+        ("feedback_exact/sort", "feedback_PART/TASK"),
+        ("validation/a/b/accuracy", "validation/TASK/accuracy"),
+        ("validation/sort/pass@8_low", "validation/TASK/NAME_low"),
+        ("validation/sort/pass@8", "validation/TASK/pass@K"),
+        ("validation/sort/something", None),
+        ("rewards/sort", None),
+        ("loss", "loss"),
+    ],
+)
+def test_a_metric_is_found_by_its_name(name, entry):
+    assert documented(name) == entry
+
+
+# ---------------------------------------------------------------------------------- definitions
+
+
+@pytest.mark.parametrize("reason", get_args(EndReason))
+def test_truncated_means_a_token_limit_in_training_and_in_validation(reason):
+    one = rollout(reason=reason)
+    cut_off = reason in ("length", "tokens")
+    assert one.truncated == cut_off
+    assert task_metrics([group(one)], step=0)["truncated/sort"] == float(cut_off)
+    assert truncated([one, rollout()]) == cut_off / 2
+    assert Greedy()._summary("sort", [one])["truncated"] == float(cut_off)
+
+
+def test_rewards_that_differ_by_rounding_are_equal_in_metrics_as_in_advantages():
+    noise = group(rollout(0.1 + 0.2), rollout(0.3))
+    different = group(rollout(0.3), rollout(0.4))
+    assert task_metrics([noise, different], step=0)["frac_reward_zero_std/sort"] == 0.5
+
+
+def test_staleness_counts_sampled_tokens_only():
+    mixed = rollout(versions=(3, -1, 5), sampled=(True, False, True))
+    metrics = task_metrics([group(mixed)], step=5)
+    assert (metrics["staleness/sort"], metrics["staleness_max"], metrics["staleness_mean"]) == (1.0, 2.0, 1.0)
+    assert metrics["completion_tokens/sort"] == 2
+    silent = task_metrics([group(rollout(versions=()))], step=5)
+    assert (silent["staleness/sort"], silent["staleness_max"]) == (0.0, 0.0)
+
+
+def test_what_an_environment_reports_becomes_a_metric_without_a_slash():
+    assert feedback_means([rollout(exact=1.0), rollout(exact=0.0, **{"format/tags": 0.5})]) == {
+        "feedback_exact": 0.5,
+        "feedback_format_tags": 0.5,
+    }
+
+
+def test_accuracy_stands_for_a_validation_or_else_its_first_metric():
+    assert headline(["pass@4", "accuracy"]) == "accuracy"
+    assert headline(["pass@4", "reward"]) == "pass@4"
+    assert headline([]) is None

@@ -1,0 +1,370 @@
+"""Trackers: what they receive, on which thread, and what happens when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import errno
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from recording import add, record, tracked
+
+import grpo_core as grpo
+from grpo_core.config import Config, TrackingConfig, build, merge, parse_setting
+from grpo_core.errors import ConfigError, PluginError, TrackingError
+from grpo_core.events import (
+    GroupFinished,
+    GroupsReady,
+    RunStarted,
+    Saving,
+    StepEnded,
+    Validated,
+    WarningRaised,
+)
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.reporting import files, trackers
+from grpo_core.reporting.selection import check_trackers, make_trackers
+from grpo_core.reporting.tracking import RunDirectory
+
+EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tracker.py")
+
+
+class Heard(grpo.Tracker):
+    """Notes what it is called with."""
+
+    def __init__(self):
+        self.metrics_of, self.rollouts_of, self.events = [], [], []
+        self.warned, self.closed = threading.Event(), 0
+
+    def metrics(self, step, values):
+        self.metrics_of.append((step, dict(values)))
+
+    def rollouts(self, step, groups):
+        self.rollouts_of.append((step, groups))
+
+    def event(self, event):
+        self.events.append(event)
+        if isinstance(event, WarningRaised):
+            self.warned.set()
+
+    def close(self):
+        self.closed += 1
+
+
+def group(*, rollouts=2, tokens=3):
+    n = tokens
+    rollout = Rollout(
+        prompt_ids=(1,),
+        token_ids=(2,) * n,
+        sampled=(True,) * n,
+        logprobs=(-0.5,) * n,
+        versions=(0,) * n,
+        messages=({"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4" * n}),
+        reward=1.0,
+        turns=1,
+        finish_reason="stop",
+    )
+    prompt = Prompt(messages="2+2=", id="p", environment="sum", answer="4")
+    return Group(
+        prompt=prompt, rollouts=(rollout,) * rollouts, generation_version=0, target_version=1, slot=0
+    )
+
+
+EVENTS = [
+    RunStarted(directory="d", config={}),
+    Validated(step=0, version=0, results={"sum": {"accuracy": 0.5}}),
+    GroupsReady(step=0, groups=(group(),)),
+    StepEnded(step=1, metrics={"loss": 0.25}),
+]
+
+
+# ---------------------------------------------------------------------------------- what they receive
+
+
+def test_a_tracker_receives_metrics_rollouts_and_events_in_order_and_is_closed_once():
+    heard = Heard()
+    tracked({"heard": heard}, lambda all_of_them: [all_of_them.emit(event) for event in EVENTS])
+    assert heard.metrics_of == [(0, {"validation/sum/accuracy": 0.5}), (1, {"loss": 0.25})]
+    assert [(step, len(groups)) for step, groups in heard.rollouts_of] == [(1, 1)]
+    assert [type(event) for event in heard.events] == [type(event) for event in EVENTS]
+    assert all(abs(event.time - time.time()) < 60 for event in heard.events)
+    assert heard.closed == 1
+
+
+def test_a_tracker_that_only_wants_metrics_waits_for_nothing_else():
+    class Numbers(grpo.Tracker):
+        def __init__(self):
+            self.steps = []
+
+        def metrics(self, step, values):
+            self.steps.append(step)
+
+    numbers = Numbers()
+    thread = trackers.TrackerThread("numbers", numbers, lambda *failure: None)
+    thread.put(None)
+    thread.join(time.monotonic() + 10)
+    for event in EVENTS:
+        thread.put(event)  # the thread has ended: what was put is still there
+    assert [type(item).__name__ for item in thread._waiting] == ["Validated", "StepEnded"]
+
+
+def test_the_event_loop_never_writes_json_of_rollouts_nor_looks_at_their_tokens(tmp_path, monkeypatch):
+    """256 rollouts of 2,000 tokens: all work on them is on the trackers' threads."""
+    seen = {}
+
+    def noting(name, function):
+        def noted(*args, **options):
+            seen.setdefault(name, set()).add(threading.get_ident())
+            return function(*args, **options)
+
+        return noted
+
+    monkeypatch.setattr(files, "_line", noting("json", files._line))
+    monkeypatch.setattr(files, "plain", noting("plain", files.plain))
+    groups = tuple(group(rollouts=8, tokens=2000) for _ in range(32))
+    record(tmp_path / "run", [GroupsReady(step=0, groups=groups)], Config())
+    written = (tmp_path / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    assert len(written) == 256
+    assert set(seen) == {"json", "plain"}
+    assert all(threading.get_ident() not in threads for threads in seen.values())
+
+
+# ---------------------------------------------------------------------------------- failures
+
+
+class Raising(Heard):
+    def event(self, event):
+        super().event(event)
+        raise ValueError("no network")
+
+
+def test_a_tracker_that_raises_is_reported_once_and_not_called_again(caplog):
+    raising, heard = Raising(), Heard()
+
+    async def story(all_of_them):
+        all_of_them.emit(EVENTS[0])
+        await asyncio.to_thread(heard.warned.wait)
+        for event in EVENTS[1:]:
+            all_of_them.emit(event)
+        await all_of_them.flush()
+
+    with caplog.at_level(logging.WARNING):
+        tracked({"raising": raising, "heard": heard}, story)
+    assert len(raising.events) == 1
+    assert raising.closed == 1
+    (warning,) = [event for event in heard.events if isinstance(event, WarningRaised)]
+    text = "tracker 'raising' failed in RunStarted: ValueError: no network; it is not called again"
+    assert (warning.cause, warning.message) == ("tracker 'raising'", text)
+    assert [type(event) for event in heard.events if event is not warning] == [type(e) for e in EVENTS]
+    assert [record.getMessage() for record in caplog.records] == [text]
+    assert "Traceback" in caplog.text
+
+
+def test_a_tracker_that_hangs_delays_neither_the_run_nor_other_trackers(monkeypatch, caplog):
+    monkeypatch.setattr(trackers, "BACKLOG", 20)
+    monkeypatch.setattr(trackers, "PATIENCE", 1.0)
+    forever, begun, received = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    class KeepingUp(Heard):
+        def event(self, event):
+            super().event(event)
+            received.release()
+
+    heard = KeepingUp()
+
+    class Hanging(grpo.Tracker):
+        def event(self, event):
+            begun.set()
+            forever.wait()
+
+    async def story(all_of_them):
+        all_of_them.emit(EVENTS[0])
+        await asyncio.to_thread(begun.wait)
+        for slot in range(60):
+            all_of_them.emit(GroupFinished(slot=slot, task="sum", prompt="p"))
+            await asyncio.to_thread(received.acquire)
+
+    with caplog.at_level(logging.WARNING):
+        tracked({"hanging": Hanging(), "heard": heard}, story)
+    forever.set()
+    assert [event.slot for event in heard.events if isinstance(event, GroupFinished)] == list(range(60))
+    assert "tracker 'hanging' is too far behind the run, in RunStarted; it is not called again" in caplog.text
+
+
+def test_a_tracker_that_does_not_end_is_left_behind(monkeypatch, caplog):
+    monkeypatch.setattr(trackers, "PATIENCE", 0.2)
+    forever = threading.Event()
+
+    class Hanging(grpo.Tracker):
+        def close(self):
+            forever.wait()
+
+    with caplog.at_level(logging.WARNING):
+        tracked({"hanging": Hanging()}, lambda all_of_them: None)
+    forever.set()
+    assert "tracker 'hanging' has not returned from close(); the run ends without it" in caplog.text
+
+
+def test_rollouts_that_wait_for_a_slow_tracker_are_bounded_by_their_tokens(monkeypatch, caplog):
+    monkeypatch.setattr(trackers, "TOKENS", 100)
+    forever, begun = threading.Event(), threading.Event()
+
+    class Slow(grpo.Tracker):
+        def rollouts(self, step, groups):
+            begun.set()
+            forever.wait()
+
+    async def story(all_of_them):
+        all_of_them.emit(EVENTS[2])
+        await asyncio.to_thread(begun.wait)
+        for step in range(4):
+            all_of_them.emit(GroupsReady(step=step, groups=(group(tokens=30),)))
+
+    with caplog.at_level(logging.WARNING):
+        tracked({"slow": Slow()}, story)
+    forever.set()
+    assert "tracker 'slow' is too far behind the run, in GroupsReady" in caplog.text
+
+
+class Required(Heard):
+    required = True
+
+
+def test_a_run_ends_when_a_tracker_that_it_needs_fails():
+    class Full(Required):
+        def event(self, event):
+            raise OSError(errno.ENOSPC, "No space left on device", "run/events.jsonl")
+
+    async def story(all_of_them):
+        all_of_them.emit(EVENTS[0])
+        with pytest.raises(TrackingError, match=r"tracker 'full' failed in RunStarted: .*No space left"):
+            await all_of_them.watch()
+        with pytest.raises(TrackingError, match="No space left"):
+            await all_of_them.flush()
+
+    with pytest.raises(TrackingError, match=r"run/events\.jsonl"):
+        tracked({"full": Full()}, story)
+
+
+def test_a_checkpoint_waits_for_the_events_before_it():
+    release = threading.Event()
+
+    class Slow(Required):
+        def event(self, event):
+            release.wait()
+            super().event(event)
+
+    slow = Slow()
+
+    async def story(all_of_them):
+        all_of_them.emit(Saving(step=4))
+        flushed = asyncio.ensure_future(all_of_them.flush())
+        await asyncio.sleep(0.05)
+        assert not flushed.done()
+        release.set()
+        await flushed
+        assert [event.step for event in slow.events] == [4]
+
+    tracked({"slow": slow}, story)
+
+
+def test_a_tracker_that_the_run_needs_and_that_hangs_ends_the_run(monkeypatch):
+    monkeypatch.setattr(trackers, "REQUIRED_PATIENCE", 0.05)
+    monkeypatch.setattr(trackers, "PATIENCE", 0.05)
+    forever = threading.Event()
+
+    class Hanging(Required):
+        def event(self, event):
+            forever.wait()
+
+    async def story(all_of_them):
+        all_of_them.emit(EVENTS[0])
+        with pytest.raises(TrackingError, match=r"'hanging' has not returned from RunStarted for 0\.05 s"):
+            await all_of_them.flush()
+
+    tracked({"hanging": Hanging()}, story)
+    forever.set()
+
+
+def test_a_directory_that_cannot_be_written_ends_a_run_with_its_name(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", Config())
+    (run.path / "rollouts").mkdir()
+    (run.path / "rollouts" / "step-000001.jsonl").mkdir()  # root may write everywhere but here
+    with pytest.raises(TrackingError, match=r"tracker 'files' failed in GroupsReady: .*step-000001\.jsonl"):
+        add(run, EVENTS, Config(tracking=TrackingConfig(trackers=["files"])))
+
+
+# ---------------------------------------------------------------------------------- selection
+
+
+def configured(*settings):
+    table = {"tasks": {"sum": {"env": "x"}}}
+    for setting in settings:
+        table = merge(table, parse_setting(setting))
+    return build([table])
+
+
+def checked(*settings):
+    check_trackers(configured(*settings).tracking, PluginHost.discover(allow=[]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ['tracking.trackers=["file"]'],
+            r"no tracker 'file'\. Did you mean 'files'\?\n  installed: core:f",
+        ),
+        (['tracking.trackers=["files", "files"]'], "tracking.trackers: 'files' is there twice"),
+        (["tracking.files.compress=true"], "tracker 'files' .* has no option 'compress'"),
+        (["tracking.fils.compress=true"], r"tracking\.trackers does not select\. Did you mean 'files'\?"),
+        (
+            [f'tracking.trackers=["{EXAMPLE}:Csv"]', "tracking.x.columns=[]"],
+            "tracking.x: options of",
+        ),
+    ],
+)
+def test_a_wrong_tracker_or_option_is_refused_before_a_tracker_is_made(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        checked(*settings)
+
+
+def test_a_misspelt_key_beside_the_trackers_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown configuration key 'tracking\.tracker'\. Did you mean"):
+        configured('tracking.tracker=["files"]')
+
+
+def test_options_of_trackers_survive_being_written_and_read():
+    from grpo_core.config import as_table, as_toml
+
+    config = build(
+        [{"tracking": {"trackers": ["files", "x"], "x": {"project": "a b", "tags": {"deep": [1]}}}}]
+    )
+    assert config.tracking.options == {"x": {"project": "a b", "tags": {"deep": [1]}}}
+    assert build([as_table(config)]) == config
+    import tomllib
+
+    assert build([tomllib.loads(as_toml(config))]) == config
+
+
+def test_a_factory_that_makes_something_else_is_a_fault_of_its_plugin(tmp_path):
+    (tmp_path / "odd.py").write_text("def make(run): return print\n")
+    config = TrackingConfig(trackers=["files", f"{tmp_path}/odd.py:make"])
+    run = RunDirectory.create(tmp_path / "run", Config())
+    with pytest.raises(PluginError, match=r"expected a subclass of grpo_core\.Tracker"):
+        make_trackers(config, PluginHost.discover(allow=[]), run.info(Config(), None))
+
+
+def test_the_tracker_of_the_examples_writes_a_table_with_its_options(tmp_path):
+    name = f"{EXAMPLE}:Csv"
+    table = {"tracking": {"trackers": ["files", name], name: {"columns": ["loss"]}}}
+    run = record(tmp_path / "run", EVENTS, build([table]))
+    add(run, [StepEnded(step=2, metrics={"loss": 0.125})], build([table]), resumed_from=1)
+    rows = list(csv.reader((run.path / "metrics.csv").read_text().splitlines()))
+    assert rows == [["step", "loss"], ["1", "0.25"], ["2", "0.125"]]
+    assert [event["event"] for event in run.events()][-1] == "StepEnded"
