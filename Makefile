@@ -48,7 +48,10 @@ test-fast: $(READY)
 	@$(BIN)/python -m pytest -n auto -m "not slow"
 
 lint: $(READY)
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks
@@ -60,4 +63,4 @@ bench-peers: $(READY)
 	@$(BIN)/python tests/benchmarks/bench_peers.py
 
 clean:
-	rm -rf $(VENV) .venv-peers build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
