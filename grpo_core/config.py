@@ -259,8 +259,10 @@ _LIMITS: Any = deep_iterable(ge(0))
 
 @frozen(kw_only=True)
 class HealthConfig:
-    """What the run watches.  Two numbers are [a warning, the end of the run], of the median of the last five
-    steps; 0 is never."""
+    """Health checks of the run.
+
+    Each limit is [warn, abort], applied to the median of the last five steps; 0 disables it.
+    """
 
     canary_tolerance: float = field(default=0.0, validator=ge(0))
     """Difference of logprobs between engine and trainer after a weight sync, at most; 0: 0.001, or 0.1 where

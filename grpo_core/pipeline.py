@@ -363,9 +363,7 @@ class Pipeline:
         )
 
     async def _validate(self, version: int) -> None:
-        """On one fixed version: the next update waits until this returns; training goes on meanwhile, unless
-        it has to pause.
-        """
+        """Validate one fixed version: the next update waits, and training goes on unless it has to pause."""
         every = self.schedule.validate_every
         if self.validate is None or not every or self._stopping:
             return

@@ -130,8 +130,10 @@ def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_torch(module: Any) -> Iterator[None]:
-    """Where torch is not loaded yet, a schema needs none: it is looked at for the type hint of a tensor only,
-    and would take a second and 200 MB of each environment's process."""
+    """Keep a schema from loading torch, which would take a second and 200 MB of each environment's process.
+
+    transformers looks at torch only for the type hint of a tensor.
+    """
     real = module.is_torch_available
     if "torch" not in sys.modules:
         module.is_torch_available = lambda: False

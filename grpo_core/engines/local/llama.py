@@ -218,8 +218,7 @@ class Llama:
         return self._project(self._normed(x))
 
     def _project(self, x: Tensor) -> Tensor:
-        """Logits in memory that serves every step: at a large vocabulary, fresh memory costs more than the
-        product."""
+        """Compute logits in memory that is used again: for a large vocabulary, fresh memory costs more."""
         size = len(x) * self.vocabulary
         if size > len(self._logits):
             self._logits = torch.empty(size, dtype=self.dtype, device=self.device)

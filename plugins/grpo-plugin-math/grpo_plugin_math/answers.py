@@ -1,4 +1,4 @@
-"""Is the answer of a reply the reference answer?
+"""Decides whether the answer of a reply equals the reference answer.
 
 First as strings, after removing what only decorates a number; then, for what still differs, with math-verify.
 A reply must give its answer in ``\\boxed{}`` or after ``####``: prose is not searched for numbers.  An answer

@@ -107,8 +107,10 @@ class ReasoningGym(grpo.Environment):
         return {"train": train, "validation": validation}
 
     def _distinct(self, split: str, seen: set[str]) -> list[dict[str, Any]]:
-        """As many entries as the split should have, solvable and with questions not seen before; at most
-        twice as many are looked at."""
+        """As many entries as the split should have, solvable and with questions not seen before.
+
+        At most twice as many are looked at.
+        """
         size = self._sizes[split]
         # entry i of seed s is entry 0 of seed s + i: seeds that are near each other share most entries
         seed = random.Random(f"{self._seed} {split}").getrandbits(31)
