@@ -8,7 +8,7 @@ RAY    := $(VENV)/.ray
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(wildcard plugins/*),-e $(p))
 
-.PHONY: install install-vllm demo test test-fast lint bench bench-peers clean
+.PHONY: install install-vllm demo test test-fast test-nightly lint dist bench bench-peers clean
 
 install: $(READY)
 
@@ -48,7 +48,20 @@ test-fast: $(READY)
 	@$(BIN)/python -m pytest -n auto -m "not slow"
 
 lint: $(READY)
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+# Hypothesis looks for new examples, and begins elsewhere each time
+test-nightly: $(READY) $(RAY) $(VLLM)
+	@$(BIN)/python -m pytest --hypothesis-profile=nightly
+
+# wheels and source distributions of all projects in dist/, and what an index would show of them
+dist: $(READY)
+	@rm -rf dist
+	@for project in . plugins/*; do $(BIN)/python -m build --quiet --outdir dist $$project || exit 1; done
+	@$(BIN)/python tests/distributions.py dist
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks
@@ -60,4 +73,4 @@ bench-peers: $(READY)
 	@$(BIN)/python tests/benchmarks/bench_peers.py
 
 clean:
-	rm -rf $(VENV) .venv-peers build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import attrs
@@ -57,7 +58,7 @@ def _table(title: str, kind: type, texts: dict[str, dict[str, str]]) -> list[str
         default = field.default
         if isinstance(default, attrs.Factory):
             default = default.factory()
-        shown = "required" if default is attrs.NOTHING else f"`{config._toml_value(default)}`"
+        shown = "required" if default is attrs.NOTHING else f"`{json.dumps(default)}`"
         shown = "none" if default is None else shown
         choice = getattr(field.type, "__args__", ()) if "Literal" in str(field.type) else ()
         choices = " or ".join(f"`{c!r}`" for c in choice)

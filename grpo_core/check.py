@@ -1,4 +1,4 @@
-"""``grpo-core check``: does what a plugin offers keep its contract?"""
+"""``grpo-core check``: finds out whether an offer of a plugin keeps its contract."""
 
 from __future__ import annotations
 

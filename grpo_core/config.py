@@ -6,7 +6,6 @@ program receives its own section and no other.
 
 from __future__ import annotations
 
-import json
 import tomllib
 import types
 import typing
@@ -297,8 +296,10 @@ class CheckpointConfig:
 
 @frozen(kw_only=True)
 class TrackingConfig:
-    """Which trackers receive the metrics, rollouts and events of a run. A table `[tracking.NAME]` holds the
-    options of the tracker NAME."""
+    """The trackers, which receive the metrics, rollouts and events of a run.
+
+    A table `[tracking.NAME]` holds the options of the tracker NAME.
+    """
 
     trackers: list[str] = field(factory=lambda: ["files", "terminal", "report"])
     """Names of the trackers. `files` writes `metrics.jsonl`, `events.jsonl` and `rollouts/`; without it
@@ -452,7 +453,9 @@ def _without_none(value: Any) -> Any:
 
 def as_toml(config: Config) -> str:
     """The resolved configuration as it is written into the run's directory."""
-    return "".join(_toml_lines(as_table(config), ""))
+    import tomli_w
+
+    return tomli_w.dumps(as_table(config))
 
 
 def _problems(kind: Any, value: Any, where: str) -> Iterable[str]:
@@ -525,33 +528,3 @@ def _out_of_range(error: BaseException, where: str) -> Iterable[str]:
         names = [getattr(note, "name", None) for note in getattr(inner, "__notes__", ())]
         place = ".".join(filter(None, [where, *(name for name in names if isinstance(name, str))]))
         yield from _out_of_range(inner, place)
-
-
-def _toml_lines(table: Mapping[str, Any], name: str) -> Iterable[str]:
-    plain = {k: v for k, v in table.items() if not isinstance(v, Mapping) or (name and k == "options")}
-    if name and (plain or not table):
-        yield f"\n[{name}]\n"
-    for key, value in plain.items():
-        yield f"{_toml_key(key)} = {_toml_value(value)}\n"
-    for key, value in table.items():
-        if key not in plain:
-            yield from _toml_lines(value, f"{name}.{_toml_key(key)}" if name else _toml_key(key))
-
-
-def _toml_key(key: str) -> str:
-    bare = key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key)
-    return key if bare else _toml_value(key)
-
-
-def _toml_value(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case list() | tuple():
-            return "[" + ", ".join(map(_toml_value, value)) + "]"
-        case Mapping():
-            return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
-        case _:
-            return repr(value)

@@ -101,8 +101,7 @@ class Validated(Event):
 
 @frozen(kw_only=True)
 class Saving(Event):
-    """The cut that the checkpoint of ``step`` holds is made here; ``Saved`` follows when it is complete,
-    steps later perhaps."""
+    """The state that the checkpoint of ``step`` will hold is fixed; ``Saved`` may follow some steps later."""
 
 
 @frozen(kw_only=True)

@@ -1,8 +1,12 @@
-"""A module imports only lower layers; the pure core has no I/O, clock, randomness, logging or asyncio."""
+"""Checks of the rooms that import-linter's contracts (``[tool.importlinter]``, ``make lint``) cannot make."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,123 +14,182 @@ import pytest
 import grpo_core
 
 PACKAGE = Path(grpo_core.__file__).parent
+ROOT = Path(__file__).parent.parent
+PLUGINS = sorted((ROOT / "plugins").glob("*/pyproject.toml"))
+LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+CONTRACTS = {contract["id"]: contract for contract in LINTER["contracts"]}
+PURE = sorted(CONTRACTS["pure"]["source_modules"])
 
-LAYERS = [
-    {"records", "versions", "errors", "events", "tool_calls", "_lazy", "_version"},
-    {"buffer", "advantages", "batching", "dynamic", "laws", "loss", "rows", "health", "metrics"}
-    | {"reporting.charts", "reporting.curves"},
-    {"protocols", "hookspecs"},
-    {
-        "aio",
-        "restarts",
-        "completions",
-        "rollout",
-        "turns",
-        "rendering",
-        "config",
-        "checkpoint",
-        "disk",
-        "meter",
-        "processes",
-        "models",
-        "cpu",
-    }
-    | {"environments.batcher", "environments.pool", "environments.tools", "environments.feedback"}
-    | {"engines.canary", "engines.members", "engines.pool", "training.logprobs"}
-    | {"validation.estimates", "validation.results", "validation.strategies"}
-    | {"data", "plugins", "reporting", "weights"},
-    {"pipeline", "environments", "engines", "training", "validation", "workers", "ray_workers", "testing"}
-    | {"demonstrations", "engine_kit"},
-    {"run", "assembly", "tasks", "cli", "commands", "validation.target", "check"},
-]
-"""From below; a package's modules may lie in other layers than the package."""
-CONTRACTS = {"protocols"}
-"""Types only: the pure core may name them."""
+BUILTINS_WITH_EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
+MODULES_WITH_EFFECTS = {"np.random", "numpy.random"}
 
-PURE = LAYERS[0] | LAYERS[1]
-IMPURE = {"asyncio", "time", "random", "logging", "os", "pathlib", "socket", "subprocess", "threading", "io"}
+COMPARED = {
+    ("advantages.py", "group"): "a value of the option `scale`, which is also the name of an advantage",
+    ("laws.py", "mix"): "a defect: the law of the stream must not depend on the sampler's name",
+    ("laws.py", "round_robin"): "a defect: the law of the stream must not depend on the sampler's name",
+    ("validation/runner.py", "batched"): "a mode of the strategy, which is also the name of a strategy",
+}
+"""Comparisons with the name of an offer that are known, each with its reason."""
 
 
 def modules():
-    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+    return sorted(PACKAGE.rglob("*.py"))
 
 
-NAMED = set().union(*LAYERS)
+def inside(path):
+    return path.relative_to(PACKAGE).as_posix()
 
 
-def part(path):
-    """What LAYERS calls it: the module, or the package that it is in."""
-    return named(path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."))
+def source_of(module):
+    return PACKAGE.parent / (module.replace(".", "/") + ".py")
 
 
-def named(module):
-    """The longest beginning of a dotted name that is in LAYERS; the first part if none is."""
-    parts = module.split(".")
-    beginnings = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return next((name for name in beginnings if name in NAMED), parts[0])
+def packages_of_plugins():
+    return {path.name for plugin in PLUGINS for path in plugin.parent.glob("grpo_plugin_*") if path.is_dir()}
 
 
-def imported(path, *, at_run_time=True):
-    """Names of imported modules; with ``at_run_time``, not those under TYPE_CHECKING."""
-    tree = ast.parse(path.read_text())
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
+# ---------------------------------------------------------------------------------- complete contracts
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        LINTER["root_packages"],
+        CONTRACTS["cycles"]["ancestors"],
+        CONTRACTS["back-ends"]["forbidden_modules"],
+        CONTRACTS["plugins"]["modules"],
+    ],
+    ids=["root packages", "cycles", "back ends", "independence"],
+)
+def test_the_contracts_know_every_plugin(listed):
+    assert {name for name in listed if name.startswith("grpo_plugin_")} == packages_of_plugins()
+
+
+def test_every_module_of_the_two_lowest_floors_is_held_to_be_pure():
+    lowest = " : ".join(CONTRACTS["floors"]["layers"][-2:]).replace("(", "").replace(")", "")
+    assert {f"grpo_core.{room}" for room in lowest.split(" : ")} <= set(PURE)
+
+
+# ---------------------------------------------------------------------------------- the pure core
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_the_pure_core_uses_no_builtin_with_effects(module):
+    for node in ast.walk(ast.parse(source_of(module).read_text())):
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) not in BUILTINS_WITH_EFFECTS, node.lineno
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in MODULES_WITH_EFFECTS, node.lineno
+
+
+def test_importing_the_contracts_and_the_pure_core_loads_no_framework():
+    wanted = ["grpo_core", "grpo_core.protocols", "grpo_core.hookspecs", "grpo_core.config", *PURE]
+    code = f"""
+import importlib, sys
+for name in {wanted}:
+    importlib.import_module(name)
+print(*sorted({{"torch", "transformers", "ray", "vllm"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+# ---------------------------------------------------------------------------------- names of plugins
+
+
+def offers():
+    """Names that configurations use: of the built-in offers, of our plugins and of their offers."""
+    names = {"ray"}  # where workers run; it has a command-line option and no offer
+    hosts = [source_of("grpo_core.plugins.builtins")]
+    for plugin in PLUGINS:
+        project = tomllib.loads(plugin.read_text())["project"]
+        names |= {project["name"], *project["entry-points"]["grpo_core"]}
+        hosts += plugin.parent.glob("grpo_plugin_*/__init__.py")
+    for path in hosts:
+        names |= offered_by(path)
+    return names - {"*"}
+
+
+def offered_by(path):
+    spec = importlib.util.spec_from_file_location(f"offers_of_{path.parent.name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    hooks = [value for name, value in vars(module).items() if name.startswith("grpo_") and callable(value)]
+    return {name for hook in hooks for name in hook()}
+
+
+def compared_texts(tree):
+    """Each string that source code compares something with, in an operator, a ``match`` or a method."""
     for node in ast.walk(tree):
-        if at_run_time and id(node) in skipped:
+        if isinstance(node, ast.Compare):
+            compared = [node]
+        elif isinstance(node, ast.match_case):
+            compared = [node.pattern]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            compared = node.args if node.func.attr in ("startswith", "endswith") else []
+        else:
             continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module.split(".")[0] == "grpo_core":
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+        for part in compared:
+            for constant in ast.walk(part):
+                if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                    yield constant.value
 
 
-def level(name):
-    return next(i for i, layer in enumerate(LAYERS) if name in layer)
-
-
-def test_every_module_has_a_layer():
-    assert {part(path) for path in modules()} == NAMED
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_modules_import_only_lower_layers(path):
-    for name in imported(path):
-        if not name.startswith("grpo_core."):
-            continue
-        other = named(name.removeprefix("grpo_core."))
-        if other in CONTRACTS or other not in NAMED:  # __version__ of the package
-            continue
-        assert level(other) <= level(part(path)), f"{part(path)} imports {other}, which lies above it"
-
-
-@pytest.mark.parametrize("path", [p for p in modules() if part(p) in PURE], ids=lambda path: path.stem)
-def test_the_pure_core_is_pure(path):
-    assert not {name.split(".")[0] for name in imported(path)} & IMPURE
-
-
-def test_no_module_of_the_core_names_a_plugin_or_an_engine_in_its_decisions():
+def test_the_core_decides_nothing_by_the_name_of_a_plugin_or_of_its_offer():
     """A back end is an adapter behind a protocol, never a branch."""
-    for path in modules():
-        if path.stem == "builtins" or part(path).startswith("engines"):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare):
-                constants = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)}
-                assert not constants & {"local", "vllm", "ray", "math", "sort"}, f"{path}:{node.lineno}"
+    names = offers()
+    assert {"mix", "local", "vllm", "math", "sort", "ray", "curriculum"} <= names
+    found = {
+        (inside(path), text)
+        for path in modules()
+        for text in compared_texts(ast.parse(path.read_text()))
+        if text in names
+    }
+    assert found == set(COMPARED)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if name == 'mix': pass",
+        "x = config['sampler']['name'] in ('round_robin', 'mix')",
+        "match name:\n case 'vllm' | 'mix': pass",
+        "name.startswith(('mix', 'round'))",
+    ],
+)
+def test_comparisons_are_seen_however_they_are_written(code):
+    assert "mix" in set(compared_texts(ast.parse(code)))
+
+
+def test_only_the_built_in_offers_name_the_default_engine():
+    named = {
+        inside(path)
+        for path in modules()
+        if not inside(path).startswith("engines/local/")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith("grpo_core.engines.local")
+    }
+    assert named == {"plugins/builtins.py"}
+
+
+# ---------------------------------------------------------------------------------- unsafe formats
+
+
+def imports(path, module):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import) and any(alias.name == module for alias in node.names):
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == module:
+            return True
+    return False
 
 
 def test_no_pickle_is_read_from_a_file_or_a_network():
-    # between a parent and the child that it started; hosted.py reads what it made itself
-    allowed = {"processes.py", "environments/process.py", "environments/host.py", "testing/hosted.py"}
-    users = {path.relative_to(PACKAGE).as_posix() for path in modules() if "pickle" in set(imported(path))}
-    assert users <= allowed
+    # between a parent and the child that it started; subjects.py reads what it made itself
+    allowed = {"processes.py", "environments/process.py", "environments/host.py", "testing/subjects.py"}
+    assert {inside(path) for path in modules() if imports(path, "pickle")} <= allowed
     for path in modules():
         text = path.read_text()
         assert "torch.load" not in text

@@ -1,5 +1,4 @@
-"""The child process's side of an environment: makes it, checks its results, runs its tools, keeps its
-sessions.
+"""The child process's side of an environment: its results, tools and sessions.
 
 Sessions exist only here; the core knows their names.  Async code of the environment always runs in the same
 event loop, and other code runs outside of it.

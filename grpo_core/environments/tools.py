@@ -121,10 +121,10 @@ def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_torch(module: Any) -> Iterator[None]:
-    """Keep transformers from importing torch for a schema.
+    """Keep a schema from loading torch, which would take a second and 200 MB of each environment's process.
 
-    It would look only for the type hint of a tensor, and take a second and 200 MB in each environment
-    process."""
+    transformers looks at torch only for the type hint of a tensor.
+    """
     real = module.is_torch_available
     if "torch" not in sys.modules:
         module.is_torch_available = lambda: False

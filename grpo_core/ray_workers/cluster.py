@@ -138,7 +138,7 @@ def absolute(name: str) -> str:
 
 
 def where() -> str:
-    """This machine, in messages."""
+    """Name this machine and process, for messages."""
     return f"{platform.node()}, process {os.getpid()}"
 
 

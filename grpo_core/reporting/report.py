@@ -176,7 +176,7 @@ def render(files: Files) -> str:
 
 
 def state(files: Files) -> str:
-    """ "finished", "interrupted", "failed"; or "unfinished", which is killed or not yet at its end."""
+    """Return "finished", "interrupted", "failed"; or "unfinished" for a run that was killed or goes on."""
     last = [row for row in files.events if row.get("event") in ("RunStarted", "RunEnded")][-1:]
     return str(last[0].get("reason")) if last and last[0]["event"] == "RunEnded" else "unfinished"
 

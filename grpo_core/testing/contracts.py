@@ -82,8 +82,10 @@ class MemoryLoader:
 
 
 class SamplerContract(RuleBasedStateMachine):
-    """A run as a sampler sees it: asked for any number of prompts at any version, told of groups late, out of
-    order, twice or never, saved and resumed at any moment.
+    """A run as a sampler sees it.
+
+    The sampler is asked for any number of prompts at any version, told of groups late, out of order, twice or
+    never, and saved and resumed at any moment.
 
     It holds that
 

@@ -35,8 +35,10 @@ class WeightsTrackingEngine:
 
 @define(kw_only=True, eq=False)
 class DedicatedValidator:
-    """Measures on an engine that training does not use: training waits until it holds the weights, and goes
-    on while it generates.  One version is measured after the other.
+    """Measures on an engine that training does not use.
+
+    Training waits until that engine holds the weights, and goes on while it generates.  One version is
+    measured after the other.
 
     Results are emitted as they come; those of ``last`` are returned, since nothing is left that could go on.
     ``watch`` measures: it has to run beside the pipeline, and raises what goes wrong.

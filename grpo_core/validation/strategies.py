@@ -131,8 +131,7 @@ class Greedy(ScoringStrategy):
 
 
 class PassAtK(ScoringStrategy):
-    """Measures ``pass@k``, the chance that at least one of ``k`` rollouts has a full reward (Chen et al.
-    2021).
+    """Measures ``pass@k`` (Chen et al. 2021): at least one of ``k`` rollouts has a full reward.
 
     A prompt with fewer than ``k`` scored rollouts does not count.  An ``n`` above ``k`` gives a smaller
     variance and tolerates unscored rollouts.

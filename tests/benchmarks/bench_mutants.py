@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_mutants.py [NAME ...] [--seeds 500] [--first-seed 0]
 
-A mutant is a copy of the package with one text replaced.  It is killed by the first seed of the simulation
+A mutant is a copy of the package with one function edited.  It is killed by the first seed of the simulation
 whose laws break (or that hangs), or else by the tests of the buffer, the pipeline and their neighbours.
 """
 
@@ -20,6 +20,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from mutation import EditError, edited
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "grpo_core"
@@ -37,30 +41,27 @@ TESTS = [
 ]
 PATIENCE = 5.0
 """Times as long as without a mutant, or it hangs."""
-NOTHING = {"name": "nothing", "file": "versions.py", "old": "Arithmetic", "new": "Arithmetic"}
+NOTHING: dict[str, Any] = {"name": "nothing", "file": "buffer.py"}
 """No fault: if this is killed, so would be any mutant."""
 
 
-def load() -> list[dict]:
+def load() -> list[dict[str, Any]]:
     return tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["mutant"]
 
 
-def mutated(mutant: dict) -> str:
-    """Raises SystemExit if the text is not there, or more than once: the list has to follow the source."""
-    text = (PACKAGE / mutant["file"]).read_text()
-    for change in (mutant, *mutant.get("also", ())):
-        count = text.count(change["old"])
-        if count != 1:
-            raise SystemExit(
-                f"mutant {mutant['name']!r}: its text occurs {count} times in grpo_core/{mutant['file']}, "
-                f"expected once; adapt tests/mutants.toml:\n{change['old']}"
-            )
-        text = text.replace(change["old"], change["new"])
-    return text
+def mutated(mutant: dict[str, Any]) -> str:
+    """Raises SystemExit if an edit does not apply exactly once: the list has to follow the source."""
+    edits = [mutant, *mutant.get("also", ())] if "old" in mutant else []
+    try:
+        return edited((PACKAGE / mutant["file"]).read_text(), edits)
+    except (EditError, FileNotFoundError) as error:
+        raise SystemExit(
+            f"mutant {mutant['name']!r} in grpo_core/{mutant['file']}: {error}\nAdapt tests/mutants.toml."
+        ) from None
 
 
 def killer(
-    mutant: dict, seeds: range = SEEDS, tests: Sequence[str] = TESTS, seconds: float = 600.0
+    mutant: dict[str, Any], seeds: range = SEEDS, tests: Sequence[str] = TESTS, seconds: float = 600.0
 ) -> str | None:
     """What killed the mutant; None if it survives.  The simulation and the tests hang after ``seconds``."""
     with tempfile.TemporaryDirectory() as scratch:

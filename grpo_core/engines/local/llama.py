@@ -219,8 +219,10 @@ class Llama:
         return self._project(self._normed(x))
 
     def _project(self, x: Tensor) -> Tensor:
-        """Compute logits in memory that all steps share: with a large vocabulary, fresh memory costs more
-        than the product."""
+        """Compute logits in memory that all steps share.
+
+        With a large vocabulary, fresh memory costs more than the product.
+        """
         size = len(x) * self.vocabulary
         if size > len(self._logits):
             self._logits = torch.empty(size, dtype=self.dtype, device=self.device)

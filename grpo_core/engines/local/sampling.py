@@ -79,8 +79,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cross(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first index [R] at which ``cumulative`` [R, N] exceeds ``uniforms`` [R] times its last
-    value.
+    """Return the first index [R] at which ``cumulative`` [R, N] exceeds ``uniforms`` [R] of its total.
 
     The threshold is below the last value, so such an index exists.  A running sum of non-negative terms never
     falls, so it rises at this index: the term is not 0.  (Rows of NaN give 0.)

@@ -4,7 +4,7 @@ import grpo_core as grpo
 
 
 @grpo.hookimpl
-def grpo_environments():
+def grpo_environments() -> dict[str, str]:
     names = ("copy", "reverse", "sort", "maximum", "addition", "subtraction", "modulo")
     exercises = {name: f"grpo_plugin_math.exercises:{name}" for name in names}
     return {

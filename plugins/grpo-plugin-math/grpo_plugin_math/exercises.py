@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import overload
 
 import grpo_core as grpo
 
@@ -67,7 +68,15 @@ class _Prompts(Sequence[grpo.Prompt]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, index: int) -> grpo.Prompt:
+    @overload
+    def __getitem__(self, index: int) -> grpo.Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[grpo.Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> grpo.Prompt | Sequence[grpo.Prompt]:
+        if isinstance(index, slice):
+            return _Prompts(self._exercise, self._numbers[index])
         number = self._numbers[index]
         question, answer = self._exercise(number)
         return grpo.Prompt(messages=question, answer=answer, id=str(number))

@@ -15,14 +15,16 @@ INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
 
 
 class GSM8K(grpo.Environment):
-    """Word problems.  The reward is 1 if the reply's last ``\\boxed{}`` (or what follows its last ``####``)
-    is the answer, and otherwise 0.
+    """Word problems with exact answers.
+
+    The reward is 1 if the reply's last ``\\boxed{}``, or the text after its last ``####``, is the answer, and
+    otherwise 0.
 
     Metric: ``answered``, the share of replies that give an answer in one of these forms.
 
     Args:
-        path: file of JSON lines for training, each with ``question`` and ``answer``; the reference is the
-        text
+        path: file of JSON lines for training, each with ``question`` and ``answer``; the reference is
+            the text
             after the last ``####`` of the answer.
         validation_path: the same for validation; without it a tenth of ``path``, at most 500 rows, is held
             out.
@@ -52,10 +54,9 @@ class GSM8K(grpo.Environment):
             if validation_path is not None:
                 raise grpo.ConfigError("validation_path belongs to path; a dataset brings its own split")
             rows = {name: _hub(dataset, configuration, split) for name, split in _HUB_SPLITS.items()}
-        elif validation_path is not None:
-            rows = {"train": _read(path), "validation": _read(validation_path)}
         else:
-            rows = _held_out(_read(path), seed)
+            assert path is not None
+            rows = _from_files(path, validation_path, seed)
         self._rows = rows
 
     def prompts(self, split: str) -> list[grpo.Prompt]:
@@ -84,6 +85,12 @@ def _environment(episode: grpo.Episode) -> grpo.Feedback:
 _HUB_SPLITS = {"train": "train", "validation": "test"}
 
 
+def _from_files(path: str, validation_path: str | None, seed: int) -> dict[str, list[dict[str, str]]]:
+    if validation_path is None:
+        return _held_out(_read(path), seed)
+    return {"train": _read(path), "validation": _read(validation_path)}
+
+
 def _read(path: str) -> list[dict[str, str]]:
     try:
         with open(Path(path).expanduser(), encoding="utf-8") as file:
@@ -109,10 +116,11 @@ def _checked(rows: Iterable[tuple[int, Any]], source: str) -> list[dict[str, str
     """Return the rows with ``question``, ``answer`` and ``reference``."""
     checked = []
     for number, row in rows:
-        texts = [row.get(key) if isinstance(row, Mapping) else None for key in ("question", "answer")]
-        if not all(isinstance(text, str) for text in texts):
+        question, answer = (
+            row.get(key) if isinstance(row, Mapping) else None for key in ("question", "answer")
+        )
+        if not isinstance(question, str) or not isinstance(answer, str):
             raise grpo.ConfigError(f"{source}, row {number}: expected a question and an answer, both texts")
-        question, answer = texts
         _, marker, reference = answer.rpartition("####")
         if not marker or not reference.strip():
             raise grpo.ConfigError(f"{source}, row {number}: the answer has no '####' with a result after it")

@@ -4,5 +4,5 @@ import grpo_core as grpo
 
 
 @grpo.hookimpl
-def grpo_environments():
+def grpo_environments() -> dict[str, str]:
     return {"*": "grpo_plugin_reasoning_gym.environment:ReasoningGym"}

@@ -108,8 +108,10 @@ class ReasoningGym(grpo.Environment):
         return {"train": train, "validation": validation}
 
     def _distinct(self, split: str, seen: set[str]) -> list[dict[str, Any]]:
-        """Return the wanted number of solvable entries with new questions, after trying at most twice as
-        many."""
+        """Return the wanted number of solvable entries with new questions.
+
+        At most twice as many entries are tried.
+        """
         size = self._sizes[split]
         # entry i of seed s is entry 0 of seed s + i, so nearby seeds share most entries
         seed = random.Random(f"{self._seed} {split}").getrandbits(31)

@@ -66,12 +66,14 @@ class RetryLog:
 
 
 class Client:
-    """Args:
-    url: of the server.
-    seconds: for one request from start to end, at most.
-    connect_seconds: for the connection.
-    attempts: of a request, at least 1.
-    remote: allow a server on another machine.  Its routes for weights have no authentication.
+    """A client of a vLLM server's HTTP routes.
+
+    Args:
+        url: of the server.
+        seconds: for one request from start to end, at most.
+        connect_seconds: for the connection.
+        attempts: of a request, at least 1.
+        remote: allow a server on another machine.  Its routes for weights have no authentication.
 
     Raises ConfigError for what cannot be a server.
     """

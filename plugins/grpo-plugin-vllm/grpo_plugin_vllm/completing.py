@@ -51,7 +51,7 @@ def completion(output: RequestOutput) -> Completion:
     spans = only.weight_versions or []
     return checked(
         token_ids=token_ids,
-        logprobs=tuple(only.logprobs.logprobs),  # type: ignore[union-attr]
+        logprobs=tuple(only.logprobs.logprobs),
         versions=tuple(int(span.version) for span in spans for _ in range(span.start, span.end)),
         finish_reason=only.finish_reason,
     )
