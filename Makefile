@@ -5,10 +5,11 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := $(VENV)/.vllm
 RAY    := $(VENV)/.ray
+DOCS   := $(VENV)/.docs
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(wildcard plugins/*),-e $(p))
 
-.PHONY: install install-vllm demo test test-fast lint bench bench-peers clean
+.PHONY: install install-vllm demo test test-fast lint docs pages bench bench-peers clean
 
 install: $(READY)
 
@@ -38,6 +39,11 @@ $(RAY): $(READY)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[ray]
 	@touch $(RAY)
 
+$(DOCS): $(READY)
+	@echo "installing MkDocs into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[docs]
+	@touch $(DOCS)
+
 demo: $(READY)
 	@$(BIN)/grpo-core train --env math:sort
 
@@ -49,6 +55,14 @@ test-fast: $(READY)
 
 lint: $(READY)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+# the parts of the documents that the code knows
+pages: $(READY)
+	@for page in configuration options architecture; do $(BIN)/python docs/_$$page.py; done
+
+# the site, below build/site; needs no network once the packages are there, and a warning is an error
+docs: $(DOCS)
+	@$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks

@@ -93,6 +93,8 @@ class PluginChoice:
 
 @frozen(kw_only=True)
 class SamplerConfig(PluginChoice):
+    """Which sampler chooses the next prompts, and its options."""
+
     name: str = "mix"
 
 
@@ -111,6 +113,8 @@ class DynamicSamplingConfig:
 
 @frozen(kw_only=True)
 class EngineConfig(PluginChoice):
+    """Which engine generates completions, its options, and how many of them run where."""
+
     name: str = "local"
     threads: int = field(default=0, validator=ge(0))
     """Of torch on the CPU; 0: half of the cores when training runs beside it, else all of them."""
@@ -135,11 +139,15 @@ class EngineConfig(PluginChoice):
 
 @frozen(kw_only=True)
 class LossConfig(PluginChoice):
+    """Which loss the trainer descends, and its options."""
+
     name: str = "grpo"
 
 
 @frozen(kw_only=True)
 class AdvantageConfig(PluginChoice):
+    """Which function turns the rewards of a group into advantages, and its options."""
+
     name: str = "group"
 
 
@@ -229,6 +237,8 @@ class PipelineConfig:
 
 @frozen(kw_only=True)
 class ValidationConfig(PluginChoice):
+    """Which strategy measures the model on held-out prompts, its options, and when it runs."""
+
     name: str = "greedy"
     every: int = field(default=10, validator=ge(0))
     """Steps; 0: never."""
@@ -245,6 +255,8 @@ class ValidationConfig(PluginChoice):
 
 @frozen(kw_only=True)
 class CheckpointConfig:
+    """When checkpoints are written, and how many of them stay on disk."""
+
     every: int = field(default=20, validator=ge(0))
     """Steps; 0: only at the end."""
     keep: int = field(default=2, validator=ge(1))

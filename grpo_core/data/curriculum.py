@@ -14,14 +14,14 @@ from grpo_core.records import Group, SampleRequest
 
 
 class Schedule(WeightedTaskSampler):
-    """Weights that are piecewise-linear functions of the step that a prompt is drawn for.
+    """Draws each prompt's task at random, by weights that change with the step that the prompt is for.
 
     Args:
-        points: for each task ``[[step, weight], ...]`` with rising steps: between two of them the weight
-            goes in a straight line, before the first and after the last it stays.  The step is the request's
-            ``target_version``, so that a longer pipeline does not shift the schedule.
-        weights: of tasks without points; 1 if it is not given.
-        seed: of the draws.
+        points: ``[[step, weight], ...]`` with rising steps for each task.  Between two points the weight
+            changes in a straight line; before the first and after the last it stays.  The step is the
+            request's ``target_version``, so that a longer pipeline does not shift the schedule.
+        weights: weight of each task without points.  Default: the tasks' weights in the configuration, or 1.
+        seed: seed of the draws.  Default: the run's seed.
 
     Raises:
         ConfigError: points are not pairs of a rising step and a weight of at least 0, or belong to a task
@@ -85,14 +85,15 @@ class Curriculum(WeightedTaskSampler):
     and how late, makes no difference, and a group that is observed twice counts once.
 
     Args:
-        low: rates below are too hard.
-        high: rates above are too easy.
-        window: groups of a task that its rate is the mean of.
-        known_after: groups of a task before its rate is known.
+        low: a task whose success rate is below this is too hard.
+        high: a task whose success rate is above this is too easy.
+        window: number of a task's newest groups whose mean is its success rate.
+        known_after: number of groups of a task after which its success rate is known.
         rest: share of its weight that a task outside of the band keeps.
         success: a rollout with this reward or more has succeeded.
-        weights: of tasks inside the band; a task without one has weight 1.
-        seed: of the draws.
+        weights: weight of each task inside the band.  A task without one has weight 1.  Default: the tasks'
+            weights in the configuration.
+        seed: seed of the draws.  Default: the run's seed.
 
     Raises:
         ConfigError: a number is out of range, or a weight names a task that there is not.

@@ -32,12 +32,13 @@ class Strategy:
     Raises ConfigError if an option is out of its range.
 
     Args:
-        n: rollouts of each prompt.
-        temperature: 0 is greedy decoding.
-        max_tokens: of one completion; None: as in training.
-        mode: ``"batched"``: turn by turn, one environment call for all that are live.  ``"pipelined"``: each
-            rollout for itself; the environment's batching merges what arrives together.
-        confidence: of the intervals.
+        n: number of rollouts of each prompt.
+        temperature: sampling temperature; 0 is greedy decoding.
+        max_tokens: tokens of one completion at most.  None: as in training.
+        mode: ``"batched"`` plays all rollouts turn by turn, with one environment call a turn for those that
+            go on.  ``"pipelined"`` lets each rollout go on as soon as it can; the environment's batching
+            merges the calls that arrive together.
+        confidence: probability that an interval covers the value, between 0 and 1.
     """
 
     needed: int = 1
@@ -100,7 +101,7 @@ class Strategy:
 
 
 class Batched(Strategy):
-    """Turn by turn: one environment call a turn for all live episodes of a task, of ``max_batch`` at most."""
+    """Plays rollouts turn by turn: one environment call a turn for all episodes of a task that go on."""
 
     played: Mode = "batched"
 
@@ -115,13 +116,13 @@ class Batched(Strategy):
 
 
 class Pipelined(Batched):
-    """Each rollout goes on as soon as it can; environment calls are merged by what arrives together."""
+    """Lets each rollout go on as soon as it can; environment calls that arrive together are merged."""
 
     played: Mode = "pipelined"
 
 
 class Greedy(Strategy):
-    """One rollout of each prompt, always the likeliest token."""
+    """Plays one rollout of each prompt, always with the likeliest token."""
 
     def __init__(
         self, max_tokens: int | None = None, mode: Mode = "batched", confidence: float = 0.95
@@ -130,14 +131,14 @@ class Greedy(Strategy):
 
 
 class PassAtK(Strategy):
-    """``pass@k``: how often at least one of ``k`` rollouts has full marks, without bias (Chen et al. 2021).
+    """Measures ``pass@k``: how often at least one of ``k`` rollouts has full marks (Chen et al. 2021).
 
-    A prompt with fewer than ``k`` feedback does not count; give ``n`` above ``k`` for a smaller variance, and
-    for some to spare.
+    The estimate has no bias.  A prompt with fewer than ``k`` scored rollouts does not count; an ``n`` above
+    ``k`` gives a smaller variance and some rollouts to spare.
 
     Args:
-        k: a number, or several.
-        n: rollouts of each prompt; None: the largest ``k``.
+        k: number of rollouts of which one has to be right, or a list of such numbers.
+        n: number of rollouts of each prompt.  None: the largest ``k``.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class PassAtK(Strategy):
 
 
 class Majority(Strategy):
-    """``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
+    """Measures ``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
 
     Answers are those that the environment reports (``Feedback.answer``); replies without one abstain.  Where
     no reply to a prompt has one, the whole replies are compared, without regard to case and white space.

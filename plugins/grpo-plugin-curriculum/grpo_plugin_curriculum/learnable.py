@@ -21,10 +21,10 @@ class Learnable(WeightedTaskSampler):
 
     Args:
         floor: share of the largest weight that each task keeps.
-        memory: what remains of ``p`` with each group.
+        memory: share of ``p`` that remains when a group is observed.
         success: a rollout with this reward or more has succeeded.
-        weights: a factor for each task; 1 if it is not given.
-        seed: of the draws.
+        weights: factor of each task's weight.  Default: the tasks' weights in the configuration, or 1.
+        seed: seed of the draws.  Default: the run's seed.
 
     Raises:
         ConfigError: a number is out of range, or a weight names a task that there is not.
