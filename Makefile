@@ -62,7 +62,7 @@ pages: $(READY)
 
 # the site, below build/site; needs no network once the packages are there, and a warning is an error
 docs: $(DOCS)
-	@$(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks

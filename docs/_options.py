@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import html
 import inspect
 import re
 import textwrap
@@ -98,11 +99,9 @@ def _meanings(factory: Any) -> dict[str, str]:
     """What is written about each parameter; what the factory says wins over its base classes."""
     found: dict[str, str] = {}
     for documented in reversed(inspect.getmro(factory) if inspect.isclass(factory) else (factory,)):
-        if documented is object:
-            continue
         if inspect.isclass(documented) and attrs.has(documented):
             found |= _attribute_docstrings(documented)
-        found |= _arguments(inspect.getdoc(documented) if "__doc__" in vars(documented) else None)
+        found |= _arguments(documented.__doc__)
         if inspect.isclass(documented) and "__init__" in vars(documented):
             found |= _arguments(documented.__init__.__doc__)
     return found
@@ -156,7 +155,12 @@ def _default(parameter: inspect.Parameter) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|") if text else ""
+    """As code in a cell: GitHub and MkDocs disagree about a bar between backticks, and agree about this."""
+    return (
+        f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
+        if "|" in text
+        else f"`{text}`"
+    )
 
 
 def _plain(text: str) -> str:
