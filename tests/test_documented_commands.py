@@ -142,7 +142,9 @@ def test_every_python_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "documented"}
     for block in blocks(page, "python"):
-        code = compile("\n" * block.line + block.text, str(page), "exec")
+        # annotations are not evaluated: a sketch of a protocol imports nothing
+        flags = annotations.compiler_flag
+        code = compile("\n" * block.line + block.text, str(page), "exec", flags=flags)
         exec(code, namespace)
     for name, function in list(namespace.items()):
         if name.startswith("test_"):
