@@ -33,7 +33,7 @@ NOT_RUN = {
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
     r"train puzzles\.toml": "its model has to be downloaded",
     r"check local": "tests/test_decoding.py tries the same laws",
-    r"check (reverse|shout)$|--env (reverse|shout)$": "needs the plugin installed; docs/tutorial.md installs one and is run",
+    r"check (reverse|shout)$|--env (reverse|shout)$": "needs it installed; docs/tutorial.md installs one",
     r"pass_at_k": "tests/test_validation_cli.py measures by it",
 }
 """Commands of ours that are parsed but not run, and why."""

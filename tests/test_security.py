@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
+import safetensors.numpy
+import tokenizers
 from rich.console import Console
 
-from grpo_core.errors import ModelError
 from grpo_core.events import GroupsReady
 from grpo_core.records import Group, Prompt, Rollout
-from grpo_core.rendering import Renderer
 from grpo_core.reporting.terminal import Terminal
-from grpo_core.training import policy
 
 CONTROLS = "\x1b]0;title\x07 \x1b[2J\x9b31m\x08 \u202e reply"
 """Sets a title, clears the screen, changes colours (with one byte, too), and turns the direction of text."""
@@ -41,18 +40,32 @@ def test_a_completion_cannot_control_the_terminal():
         assert control not in text
 
 
-MARK = "from pathlib import Path\nPath({mark!r}).touch()\nclass Theirs: pass\n"
+CODE = "from pathlib import Path\nPath({mark!r}).touch()\nclass Theirs: pass\n"
 
 
-@pytest.mark.parametrize("load", [Renderer.load, functools.partial(policy.load, device=torch.device("cpu"))])
-def test_code_that_comes_with_a_model_is_not_run_by_default(tmp_path: Path, load: Callable[[str], object]):
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["tokenizer", "model"])
+def test_code_that_comes_with_a_model_is_not_run_by_default(tmp_path: Path, part: str):
     mark, model = tmp_path / "it-ran", tmp_path / "model"
     model.mkdir()
-    (model / "theirs.py").write_text(MARK.format(mark=str(mark)))
+    (model / "theirs.py").write_text(CODE.format(mark=str(mark)))
+    (model / "model.safetensors").write_bytes(safetensors.numpy.save({}))
     code = {"AutoConfig": "theirs.Theirs", "AutoModelForCausalLM": "theirs.Theirs"}
     (model / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": code}))
-    tokenizer = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ModelError, match="custom code"):
-        load(str(model))
+    if part == "tokenizer":
+        named = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
+    else:
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+        letters = dict.fromkeys(["<end>", *"0123456789="])
+        words = tokenizers.models.WordLevel({letter: i for i, letter in enumerate(letters)}, "<end>")
+        tokenizers.Tokenizer(words).save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    program = [sys.executable, "-c", "from grpo_core.cli import main; main()", "train", "--env", "math:sort"]
+    environ = os.environ | {"HF_HUB_OFFLINE": "1"}
+    settings = ["--set", f"model.path={model}", "--output", "run"]
+    ended = subprocess.run(
+        [*program, *settings], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode not in (0, -9), ended.stdout
+    assert "contains custom code" in ended.stderr
     assert not mark.exists()
