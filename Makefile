@@ -6,6 +6,7 @@ READY  := $(VENV)/.ready
 VLLM   := $(VENV)/.vllm
 RAY    := $(VENV)/.ray
 DOCS   := $(VENV)/.docs
+PAGES  := $(wildcard $(foreach p,configuration options metrics architecture,docs/_$(p).py))
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(wildcard plugins/*),-e $(p))
 
@@ -58,7 +59,7 @@ lint: $(READY)
 
 # the parts of the documents that the code knows
 pages: $(READY)
-	@for page in configuration options architecture; do $(BIN)/python docs/_$$page.py; done
+	@for page in $(PAGES); do $(BIN)/python $$page || exit 1; done
 
 # the site, below build/site; needs no network once the packages are there, and a warning is an error
 docs: $(DOCS)
