@@ -5,10 +5,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := $(VENV)/.vllm
 RAY    := $(VENV)/.ray
+DOCS   := $(VENV)/.docs
+PAGES  := $(wildcard $(foreach p,configuration options metrics architecture,docs/_$(p).py))
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(wildcard plugins/*),-e $(p))
 
-.PHONY: install install-vllm demo test test-fast test-nightly lint dist bench bench-peers clean
+.PHONY: install install-vllm demo test test-fast test-nightly lint docs pages dist bench bench-peers clean
 
 install: $(READY)
 
@@ -38,6 +40,11 @@ $(RAY): $(READY)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[ray]
 	@touch $(RAY)
 
+$(DOCS): $(READY)
+	@echo "installing MkDocs into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[docs]
+	@touch $(DOCS)
+
 demo: $(READY)
 	@$(BIN)/grpo-core train --env math:sort
 
@@ -62,6 +69,14 @@ dist: $(READY)
 	@rm -rf dist
 	@for project in . plugins/*; do $(BIN)/python -m build --quiet --outdir dist $$project || exit 1; done
 	@$(BIN)/python tests/distributions.py dist
+
+# the parts of the documents that the code knows
+pages: $(READY)
+	@for page in $(PAGES); do $(BIN)/python $$page || exit 1; done
+
+# the site, below build/site; needs no network once the packages are there, and a warning is an error
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks

@@ -32,8 +32,11 @@ def page() -> str:
         "# Configuration",
         "",
         "A run is configured by a TOML file, `--set section.key=value`, and the options of the command;",
-        'later ones win. Unknown keys are errors. With `model.path = "tiny"` (the default) the values of',
-        "`grpo_core/presets/tiny.toml` lie beneath. The resolved configuration is `config.toml` of the run.",
+        'later ones win. Unknown keys are errors. With `model.path = "tiny"` (the default) the defaults are',
+        "those of `grpo_core/presets/tiny.toml`. The resolved configuration is `config.toml` in the",
+        "run's directory.",
+        "",
+        "Several sections choose a part by `name` and give it `options`: [options](options.md) lists them.",
         "",
         "(Written by `python docs/_configuration.py`.)",
         "",
@@ -48,7 +51,7 @@ def page() -> str:
 
 
 def _table(title: str, kind: type, texts: dict[str, dict[str, str]]) -> list[str]:
-    lines = [f"## {title}", "", texts[kind.__name__][""], "", "| key | default | |", "|---|---|---|"]
+    lines = [f"## {title}", "", texts[kind.__name__][""], "", "| key | default | meaning |", "|---|---|---|"]
     inherited: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         inherited |= texts.get(base.__name__, {})
@@ -59,7 +62,7 @@ def _table(title: str, kind: type, texts: dict[str, dict[str, str]]) -> list[str
         if isinstance(default, attrs.Factory):
             default = default.factory()
         shown = "required" if default is attrs.NOTHING else f"`{json.dumps(default)}`"
-        shown = "none" if default is None else shown
+        shown = "not set" if default is None else shown
         choice = getattr(field.type, "__args__", ()) if "Literal" in str(field.type) else ()
         choices = " or ".join(f"`{c!r}`" for c in choice)
         lines.append(f"| `{field.name}` | {shown} | {inherited.get(field.name, '')} {choices} |")

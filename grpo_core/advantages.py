@@ -56,6 +56,11 @@ def normalize(
     ``leave_one_out`` takes the mean of the *other* rewards as the baseline (RLOO, arXiv 2402.14740), which
     is the same times n / (n - 1).  Equal rewards (see ``equal``) and a single reward have advantage 0.
 
+    Args:
+        rewards: of the rollouts of each group.
+        scale: ``"group"`` divides by the standard deviation of the group's rewards, ``"none"`` does not.
+        leave_one_out: compare each reward with the mean of the other rewards of its group.
+
     Raises ValueError for a reward that is not finite, or an unknown ``scale``.
     """
     if scale not in ("group", "none"):

@@ -143,6 +143,15 @@ def grpo(
     advantage by - c A (arXiv 1912.09729).  ``kl_coefficient`` adds an estimate of KL(policy, reference), see
     ``reference_kl``.
 
+    Args:
+        inputs: the sampled tokens of one micro-batch.
+        clip_low: the ratio of a token with a negative advantage is clipped below 1 minus this.
+        clip_high: the ratio of a token with a positive advantage is clipped above 1 plus this.
+        importance_cap: largest importance weight of a token that older weights sampled.
+        dual_clip: bounds the loss of a negative advantage by this times the advantage; more than 1.  None
+            does not bound it.
+        kl_coefficient: factor of the KL divergence to the reference model.  0 needs no reference model.
+
     Metrics: ``clip_fraction_low``, ``clip_fraction_high`` (tokens whose gradient the clip removes),
     ``importance_weight_mean``, ``importance_weight_max`` (after the cap), ``kl``.
     """

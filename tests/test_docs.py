@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from documents import PAGES, name_of
 
 from grpo_core import commands, events, hookspecs
 from grpo_core.config import read_toml
+from grpo_core.plugins.host import PluginHost
 
 ROOT = Path(__file__).parent.parent
-
-
-def loaded(name):
-    """A script of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def hooks():
@@ -49,8 +46,108 @@ def test_every_event_is_documented():
     assert all(name in text for name in kinds - {"Event"})
 
 
-def test_the_configuration_page_is_what_the_code_says():
-    assert (ROOT / "docs" / "configuration.md").read_text() == loaded("_configuration").page()
+GENERATED = {
+    "configuration": "docs/configuration.md",
+    "options": "docs/options.md",
+    "metrics": "docs/metrics.md",
+    "architecture": "ARCHITECTURE.md",
+}
+"""Generator in docs/, and the page that it writes."""
+
+
+def generator(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_page", ROOT / "docs" / f"_{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("name", "page"), GENERATED.items())
+def test_a_generated_page_is_what_the_code_says(name, page):
+    assert (ROOT / page).read_text() == generator(name).page(), f"run `make pages` (docs/_{name}.py)"
+
+
+def test_every_option_has_a_type_and_a_meaning():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", (ROOT / "docs/options.md").read_text(), re.M
+    )
+    assert len(rows) > 40
+    assert [row for row in rows if not all(cell.strip("` ") for cell in row)] == []
+
+
+def test_the_options_page_knows_every_offer_of_this_repository():
+    text = (ROOT / "docs" / "options.md").read_text()
+    ours = {"grpo-core", *(path.name for path in (ROOT / "plugins").iterdir())}
+    for plugin in PluginHost.discover().plugins:
+        for kind, names in plugin.offers.items() if plugin.distribution in ours else ():
+            if kind != "environment":
+                assert all(re.search(rf"^### `(\w+:)?{name}`$", text, re.M) for name in names)
+
+
+# ---------------------------------------------------------------------------------- what pages name
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_every_path_that_a_page_names_exists(page):
+    named = re.findall(
+        r"`((?:grpo_core|plugins|tests|docs|examples)/[\w./-]*)[`:]", (ROOT / page).read_text()
+    )
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_architecture_names_every_module_and_every_package():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in (ROOT / "grpo_core").rglob("*.py"):
+        where = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")
+        assert where == "grpo_core/" or f"| `{where}` |" in text
+
+
+def test_the_rooms_of_the_picture_are_there():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    picture = text.partition("## Rooms")[2].split("```")[1]
+    rooms = {
+        word
+        for line in picture.splitlines()
+        if "reached by hooks" not in line
+        for word in re.findall(r"(?<=  )([a-z_]+)(?=  | ──|$)", line[17:])
+    }
+    assert len(rooms) > 25
+    there = {path.stem for path in (ROOT / "grpo_core").iterdir()}
+    assert rooms <= there
+
+
+def test_every_test_that_a_page_names_exists():
+    for page in PAGES:
+        for path, name in re.findall(r"`([\w/.-]+\.py)::(\w+)`", page.read_text()):
+            assert f"def {name}(" in (ROOT / path).read_text(), f"{page.name} names {path}::{name}"
+
+
+REPOSITORY = "https://github.com/grpo-core/grpo-core/blob/main/"
+
+
+def anchors(page):
+    """As GitHub and MkDocs make them of headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_within_the_repository_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+        if "://" in target and not target.startswith(REPOSITORY):
+            continue
+        if target.startswith(REPOSITORY):  # README is read on a package index, too, so its links are absolute
+            path, _, anchor = target.removeprefix(REPOSITORY).partition("#")
+            there = ROOT / path
+        else:
+            path, _, anchor = target.partition("#")
+            there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
+
+
+# ---------------------------------------------------------------------------------- examples
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
@@ -66,3 +163,38 @@ def test_the_configuration_in_the_readme_is_valid():
 def test_the_readme_shows_the_example_as_it_is():
     shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
     assert shown in (ROOT / "examples" / "reverse.py").read_text()
+
+
+# ---------------------------------------------------------------------------------- the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as `make docs` builds it, where a proxy that does not exist is the only way out."""
+    pytest.importorskip("mkdocs", reason="the site needs pip install -e .[docs]; `make docs` does both")
+    directory = tmp_path_factory.mktemp("site")
+    environ = os.environ | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    environ["NO_MKDOCS_2_WARNING"] = "1"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
+    built = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return directory
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_the_public_names(site):
+    for page in ROOT.glob("docs/*.md"):
+        assert (site / f"{page.stem}.html").is_file()
+    for page in ("index", "architecture", "contributing", "security", "changelog"):
+        assert (site / f"{page}.html").is_file()
+    shown = (site / "api" / "grpo_core.html").read_text()
+    assert [name for name in ("Environment", "Feedback", "EngineSetup") if f">{name}<" not in shown] == []
+
+
+@pytest.mark.slow
+def test_pages_of_the_site_load_nothing_from_a_network(site):
+    for page in site.rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(https?:[^"]+)"', page.read_text()
+        )
+        assert [address for address in loaded if "canonical" not in address] == [], page.name

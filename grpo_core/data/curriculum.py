@@ -14,15 +14,14 @@ from grpo_core.records import Group, SampleRequest
 
 
 class Schedule(WeightedTaskSampler):
-    """Draws tasks with weights that are piecewise-linear functions of the step.
+    """Draws each prompt's task at random, by weights that change with the step that the prompt is for.
 
     Args:
-        points: ``[[step, weight], ...]`` for each task, with rising steps.  The weight is interpolated
-        between
-            two points and constant before the first and after the last.  The step is the request's
-            ``target_version``, so that a longer pipeline does not shift the schedule.
-        weights: weights of tasks without points; the default is 1.
-        seed: seed of the draws.
+        points: ``[[step, weight], ...]`` with rising steps for each task.  Between two points the weight
+            changes in a straight line; before the first and after the last it stays.  The step is the
+            request's ``target_version``, so that a longer pipeline does not shift the schedule.
+        weights: weight of each task without points.  Default: the tasks' weights in the configuration, or 1.
+        seed: seed of the draws.  Default: the run's seed.
 
     Raises:
         ConfigError: points are not pairs of a rising step and a weight of at least 0, or name an unknown
@@ -86,14 +85,15 @@ class Curriculum(WeightedTaskSampler):
     difference, and a group that is observed twice counts once.
 
     Args:
-        low: tasks with a lower success rate are too hard.
-        high: tasks with a higher success rate are too easy.
-        window: number of groups in the mean.
-        known_after: number of groups of a task before its rate is known.
-        rest: share of its weight that a task outside the band keeps.
-        success: smallest reward of a successful rollout.
-        weights: weights of tasks inside the band; the default is 1.
-        seed: seed of the draws.
+        low: a task whose success rate is below this is too hard.
+        high: a task whose success rate is above this is too easy.
+        window: number of a task's newest groups whose mean is its success rate.
+        known_after: number of groups of a task after which its success rate is known.
+        rest: share of its weight that a task outside of the band keeps.
+        success: a rollout with this reward or more has succeeded.
+        weights: weight of each task inside the band.  A task without one has weight 1.  Default: the tasks'
+            weights in the configuration.
+        seed: seed of the draws.  Default: the run's seed.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.

@@ -98,8 +98,9 @@ class Mix(WeightedTaskSampler):
     """Draws each prompt's task at random, in proportion to the tasks' weights.
 
     Args:
-        weights: weight of each task; the default is 1, and 0 leaves a task out.
-        seed: seed of the draws.
+        weights: weight of each task.  A task without one has weight 1, weight 0 leaves it out.  Default: the
+            tasks' weights in the configuration.
+        seed: seed of the draws.  Default: the run's seed.
 
     Raises:
         ConfigError: a weight is not a finite number of at least 0, or names an unknown task.
@@ -129,9 +130,9 @@ class TaskOrder(TaskSampler):
     """Draws from the tasks that a list names for each step.
 
     Args:
-        order: for step 0, 1, ... a task, or several tasks that take turns; after the last it starts over.
-            The step is the ``target_version``: the last step that may train the prompt, and with
-            ``policy = "in_order"`` the step that does.
+        order: a task, or several that take turns, for each of the steps 0, 1, ...; after the last entry it
+            starts over.  The step is the ``target_version``: the last that may train the prompt, and with
+            ``policy = "in_order"`` the one that does.
 
     Raises:
         ConfigError: the list is empty, or names an unknown task.

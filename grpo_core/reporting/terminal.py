@@ -229,5 +229,6 @@ def _clock(seconds: float) -> str:
 
 
 def _short(text: str, width: int = 60) -> str:
-    text = " ".join(text.split())
+    # a completion must not control the terminal
+    text = "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"

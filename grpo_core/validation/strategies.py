@@ -35,10 +35,11 @@ class ScoringStrategy:
     Args:
         n: number of rollouts of each prompt.
         temperature: sampling temperature; 0 is greedy decoding.
-        max_tokens: limit of one completion in tokens; None uses the limit of training.
-        mode: ``"batched"`` plays turn by turn, with one environment call for all live rollouts;
-            ``"pipelined"`` plays each rollout on its own, and the environment's batching merges calls.
-        confidence: confidence level of the intervals.
+        max_tokens: tokens of one completion at most.  None: as in training.
+        mode: ``"batched"`` plays all rollouts turn by turn, with one environment call a turn for those that
+            go on.  ``"pipelined"`` lets each rollout go on as soon as it can; the environment's batching
+            merges the calls that arrive together.
+        confidence: probability that an interval covers the value, between 0 and 1.
     """
 
     needed: int = 1
@@ -101,7 +102,7 @@ class ScoringStrategy:
 
 
 class Batched(ScoringStrategy):
-    """Plays turn by turn, with one environment call a turn for all live episodes of a task."""
+    """Plays rollouts turn by turn: one environment call a turn for all episodes of a task that go on."""
 
     played: Mode = "batched"
 
@@ -116,13 +117,13 @@ class Batched(ScoringStrategy):
 
 
 class Pipelined(Batched):
-    """Plays each rollout on its own; calls that arrive together at an environment are merged."""
+    """Lets each rollout go on as soon as it can; environment calls that arrive together are merged."""
 
     played: Mode = "pipelined"
 
 
 class Greedy(ScoringStrategy):
-    """Plays one rollout of each prompt with greedy decoding."""
+    """Plays one rollout of each prompt, always with the likeliest token."""
 
     def __init__(
         self, max_tokens: int | None = None, mode: Mode = "batched", confidence: float = 0.95
@@ -131,14 +132,14 @@ class Greedy(ScoringStrategy):
 
 
 class PassAtK(ScoringStrategy):
-    """Measures ``pass@k`` (Chen et al. 2021): at least one of ``k`` rollouts has a full reward.
+    """Measures ``pass@k``: how often at least one of ``k`` rollouts has full marks (Chen et al. 2021).
 
-    A prompt with fewer than ``k`` scored rollouts does not count.  An ``n`` above ``k`` gives a smaller
-    variance and tolerates unscored rollouts.
+    The estimate has no bias.  A prompt with fewer than ``k`` scored rollouts does not count; an ``n`` above
+    ``k`` gives a smaller variance and some rollouts to spare.
 
     Args:
-        k: one number, or several.
-        n: number of rollouts of each prompt; None uses the largest ``k``.
+        k: number of rollouts of which one has to be right, or a list of such numbers.
+        n: number of rollouts of each prompt.  None: the largest ``k``.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class PassAtK(ScoringStrategy):
 
 
 class Majority(ScoringStrategy):
-    """Measures ``maj@n``, the accuracy of the majority answer of ``n`` rollouts (Wang et al. 2022).
+    """Measures ``maj@n``: how often the answer that most of ``n`` rollouts give is right (Wang et al. 2022).
 
     The environment reports the answers (``Feedback.answer``); replies without an answer abstain.  If no reply
     to a prompt has an answer, whole replies are compared, ignoring case and white space.  Answers that share

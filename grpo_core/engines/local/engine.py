@@ -9,12 +9,12 @@ from grpo_core.records import EngineSetup
 
 @takes_weights_by("shm", "cuda_ipc", "collective")
 class LocalEngine(ChildEngine):
-    """Decodes in a child process of its own (see ``ChildEngine`` and ``grpo_core.engines.local.server``).
+    """Decodes with grpo-core's own decoder in a child process, on the CPU or one GPU.
 
     Args:
-        device: "cpu", "cuda", or "auto".
-        dtype: of weights and keys in the engine ("float32", "bfloat16"); "auto": as the trainer sends them.
-        max_rows: requests decoded at once; the others wait in order (those for a single token go first).
+        device: "cpu", "cuda", or "auto": a GPU if there is one.
+        dtype: type of weights, keys and values: "float32", "bfloat16", or "auto": as the trainer sends them.
+        max_rows: requests that are decoded at once.  The others wait in order; those for one token go first.
     """
 
     def __init__(

@@ -19,10 +19,10 @@ class Learnable(grpo.WeightedTaskSampler):
 
     Args:
         floor: share of the largest weight that each task keeps.
-        memory: decay of ``p`` with each group.
-        success: smallest reward of a successful rollout.
-        weights: a factor for each task; the default is 1.
-        seed: seed of the draws.
+        memory: share of ``p`` that remains when a group is observed.
+        success: a rollout with this reward or more has succeeded.
+        weights: factor of each task's weight.  Default: the tasks' weights in the configuration, or 1.
+        seed: seed of the draws.  Default: the run's seed.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.

@@ -13,23 +13,25 @@ from grpo_plugin_vllm.options import Options
 
 @takes_weights_by("shm", "cuda_ipc", "collective")
 class VllmEngine(ChildEngine):
-    """Decodes with vLLM in a child process of its own (see ``ChildEngine`` and ``grpo_plugin_vllm.server``).
+    """Decodes with vLLM in a child process, on the CPU or on GPUs.
 
     Args:
-        device: "cpu", "cuda", or "auto".
-        dtype: of weights and keys ("float32", "bfloat16", "float16"); "auto": as the trainer sends them.
-        max_rows: requests decoded at once; the others wait in order (those for a single token go first).
-        max_model_len: tokens of prompt and completion at most; None: as many as the model has positions for.
-        tensor_parallel: GPUs that share each tensor.
-        memory_fraction: of a GPU, for weights and keys; leave the trainer its part where they share one.
-        cache_mib: memory for keys and values; None: 256 MiB on a CPU, the rest of the fraction on a GPU.
+        device: "cpu", "cuda", or "auto": a GPU if there is one.
+        dtype: type of weights, keys and values: "float32", "bfloat16", "float16", or "auto": as the trainer
+            sends them.
+        max_rows: requests that are decoded at once.  The others wait in order; those for one token go first.
+        max_model_len: tokens of prompt and completion at most.  None: as many as the model has positions for.
+        tensor_parallel: number of GPUs that share each tensor.
+        memory_fraction: share of a GPU's memory for weights, keys and values.  Leave the trainer its part
+            where they share a GPU.
+        cache_mib: memory for keys and values, in MiB.  None: 256 on a CPU, the rest of the fraction on a GPU.
         keep_cache: let running requests keep the keys and values of older weights across an update.
             By default these are computed again, so that each token's logprob is that of one version alone.
-        seeds: draw each request's tokens by its seed.  Without, vLLM draws from a generator of its own:
+        seeds: draw each request's tokens by its seed.  Otherwise vLLM draws from its own generator, which is
             faster in large batches, and not repeatable.
         sleep_after: seconds without a request after which a GPU's memory is given back until the next one
-            (for a trainer on the same GPU); 0: never.
-        vllm: further arguments of ``vllm.EngineArgs``; these win.
+            (for a trainer on the same GPU).  0: never.
+        vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
 
     Raises ConfigError if vLLM is not installed, ValueError if an option is out of its range.
     """

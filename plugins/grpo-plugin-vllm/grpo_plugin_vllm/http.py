@@ -34,17 +34,17 @@ TORN = "updating"
 
 
 class HttpEngine:
-    """Satisfies ``grpo_core.Engine``.
+    """Asks a vLLM server that already runs for completions, over HTTP.
 
     Args:
-        url: of the server.
-        directory: where the weights are written for a server that cannot read the trainer's memory; it and
-            the trainer must both see it.  None: the server reads the trainer's memory.
+        url: address of the server.
+        directory: where weights are written for a server that cannot read the trainer's memory.  The trainer
+            and the server must both see it.  None: the server reads the trainer's memory.
         request_deadline: seconds for one completion.
         connect_deadline: seconds for a connection.
-        attempts: of a request that the server has not begun.
-        keep_cache, seeds: as in ``VllmEngine``.
-        remote: allow a server on another machine, whose routes for weights anybody there may use.
+        attempts: how often a request is sent that the server has not begun.
+        keep_cache, seeds: as for the engine ``vllm``.
+        remote: allow a server on another machine.  Whoever reaches such a server can replace its model.
 
     A server that was started again is given the last weights before it is asked for anything.
     """

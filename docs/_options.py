@@ -1,0 +1,172 @@
+"""Writes docs/options.md: the options of every loss, advantage, engine, sampler and so on of this repository.
+
+    python docs/_options.py
+
+Names, types and defaults are the parameters of the factories that the plugins offer; meanings are from the
+``Args:`` sections of their docstrings (or of a base class), or the docstrings of an attrs class's attributes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import html
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from grpo_core.plugins.host import BUILT_IN, PluginHost
+from grpo_core.plugins.offers import HOOKS
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "options.md"
+
+OURS = {"grpo-core", *(path.name for path in (ROOT / "plugins").iterdir())}
+"""Distributions of this repository: what else is installed has its own documents."""
+LEFT_OUT = {"environment"}
+"""Each environment is documented by its plugin."""
+FROM_THE_CORE = {"self", "setup", "run", "inputs", "groups", "rewards"}
+"""Parameters that the core fills in."""
+SECTIONS = {"validation_strategy": "validation", "tracker": "tracking"}
+"""Kinds whose section of the configuration has another name."""
+
+HEAD = """\
+# Options
+
+The configuration chooses each of these parts by name, and gives it options:
+
+```toml
+[loss]
+name = "grpo"
+options = { clip_high = 0.3 }
+```
+
+or, on the command line, `--set loss.options.clip_high=0.3`. An unknown option is an error that names the
+nearest one. Options are checked before any process or model starts.
+
+(Written by `python docs/_options.py` from the code.)
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [HEAD]
+    host = PluginHost.discover()
+    for kind in HOOKS:
+        offers = [
+            (plugin.name, name)
+            for plugin in host.plugins
+            if plugin.distribution in OURS and kind not in LEFT_OUT
+            for name in sorted(plugin.offers.get(kind, {}))
+        ]
+        if offers:
+            lines.append(f"## {kind.replace('_', ' ').capitalize()}\n")
+        for plugin_name, name in offers:
+            full = name if plugin_name in (BUILT_IN, name) else f"{plugin_name}:{name}"
+            factory = host.find(kind, f"{plugin_name}:{name}").load()
+            lines.append(_one(full, SECTIONS.get(kind, kind), factory))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _one(name: str, section: str, factory: Any) -> str:
+    lines = [f"### `{name}`", "", f'`[{section}] name = "{name}"`: {_plain(_paragraph(factory))}', ""]
+    meanings = _meanings(factory)
+    rows = [
+        f"| `{parameter.name}` | {_code(_type(parameter))} | {_default(parameter)} "
+        f"| {_plain(meanings.get(parameter.name, ''))} |"
+        for parameter in _options(factory)
+    ]
+    if rows:
+        lines += ["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+    else:
+        lines += ["It has no options.", ""]
+    return "\n".join(lines)
+
+
+def _options(factory: Any) -> Iterator[inspect.Parameter]:
+    for parameter in inspect.signature(factory).parameters.values():
+        named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if named and parameter.name not in FROM_THE_CORE:
+            yield parameter
+
+
+def _meanings(factory: Any) -> dict[str, str]:
+    """What is written about each parameter; what the factory says wins over its base classes."""
+    found: dict[str, str] = {}
+    for documented in reversed(inspect.getmro(factory) if inspect.isclass(factory) else (factory,)):
+        if inspect.isclass(documented) and attrs.has(documented):
+            found |= _attribute_docstrings(documented)
+        found |= _arguments(documented.__doc__)
+        if inspect.isclass(documented) and "__init__" in vars(documented):
+            found |= _arguments(documented.__init__.__doc__)
+    return found
+
+
+def _arguments(docstring: str | None) -> dict[str, str]:
+    """The entries of a Google-style ``Args:`` section; "a, b: text" is an entry of both."""
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(docstring or "") + "\n", re.S | re.M)
+    entries: dict[str, str] = {}
+    if section:
+        text = textwrap.dedent(section[1])
+        for names, told in re.findall(r"^(\w[\w, ]*):\s+(.*?)(?=^\w|\Z)", text, re.S | re.M):
+            entries |= dict.fromkeys(names.split(", "), " ".join(told.split()))
+    return entries
+
+
+@functools.cache
+def _attribute_docstrings(kind: type) -> Mapping[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        one.target.id: " ".join(str(following.value.value).split())
+        for one, following in zip(body.body, body.body[1:], strict=False)
+        if isinstance(one, ast.AnnAssign)
+        and isinstance(one.target, ast.Name)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+    }
+
+
+def _paragraph(factory: Any) -> str:
+    return " ".join((inspect.getdoc(factory) or "").split("\n\n")[0].split())
+
+
+def _type(parameter: inspect.Parameter) -> str:
+    """As it is written; a name of another module without the module."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return ""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return {"Mode": 'Literal["batched", "pipelined"]'}.get(text, text)
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    default = parameter.default
+    if default is parameter.empty:
+        return "required"
+    if default is None or default is attrs.NOTHING:  # the latter: an attrs class makes it when it is used
+        return "not set"
+    return f"`{str(default).lower() if isinstance(default, bool) else repr(default)}`"
+
+
+def _code(text: str) -> str:
+    """As code in a cell: GitHub and MkDocs disagree about a bar between backticks, and agree about this."""
+    return (
+        f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
+        if "|" in text
+        else f"`{text}`"
+    )
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"``(.+?)``", r"`\1`", text).replace("|", "\\|")
+    return text[:1].upper() + text[1:]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,201 @@
+"""Every command and code block of the documents: parsed, checked against the program, and run."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import documents
+import pytest
+from documents import PAGES, ROOT, blocks, name_of
+
+from grpo_core import cli, commands
+from grpo_core.errors import GrpoError
+from grpo_core.plugins.host import PluginHost
+
+COMMANDS = [command for page in PAGES for command in documents.commands(page)]
+OURS = [command for command in COMMANDS if command.program == "grpo-core"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+RUN_HERE = [page for page in PAGES if page.name != "tutorial.md"]
+"""The tutorial is about a project, which test_tutorial.py makes: its files and commands are run there."""
+
+NOT_RUN = {
+    r"--engine vllm|check vllm": "vLLM is large; the tests of grpo-plugin-vllm run it",
+    r"--ray": "needs a cluster; tests/test_ray.py starts one",
+    r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
+    r"train puzzles\.toml": "its model has to be downloaded",
+    r"check local": "tests/test_decoding.py tries the same laws",
+    r"check (reverse|shout)$|--env (reverse|shout)$": "needs it installed; docs/tutorial.md installs one",
+    r"pass_at_k": "tests/test_validation_cli.py measures by it",
+}
+"""Commands of ours that are parsed but not run, and why."""
+
+OTHERS = {
+    "git": "this is a clone already",
+    "cd": "the tests are there already",
+    "mkdir": "makes a directory",
+    "twine": "needs an index",
+    "source": "the test's interpreter is the environment's",
+    "pip": "needs an index; the names are checked",
+    "make": "is how tests are run; the target is checked",
+    "python": "the file or module is checked",
+    "vllm": "needs a GPU, or vLLM for the CPU",
+}
+"""Other programs, which are not run, and why."""
+
+SMALL = {
+    "trainer.steps": 1,
+    "trainer.prompts_per_step": 4,
+    "trainer.updates_per_step": 1,
+    "rollout.group_size": 2,
+    "rollout.max_tokens": 8,
+    "model.path": "tiny",
+    "model.dtype": "float32",
+    "model.warm_start_steps": 1,
+    "validation.prompts": 2,
+}
+"""What makes a run end soon."""
+
+
+def shown(command):
+    return f"{name_of(command.page)}:{command.line}: {command}"
+
+
+def not_run(command):
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, str(command))), None)
+
+
+# ---------------------------------------------------------------------------------- what can be read
+
+
+@pytest.mark.parametrize("command", OURS, ids=shown)
+def test_every_command_of_ours_is_one_that_the_command_line_takes(command):
+    arguments = cli._with_values(list(command.words[1:]))
+    cli.app.parse_args(arguments, exit_on_error=False, print_error=False)
+
+
+def test_an_option_that_does_not_exist_is_noticed():
+    with pytest.raises(Exception, match="--no-such-option"):
+        cli.app.parse_args(["train", "--no-such-option"], exit_on_error=False, print_error=False)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.program != "grpo-core"], ids=shown)
+def test_every_other_command_names_what_there_is(command):
+    assert command.program in OTHERS, f"say in OTHERS why {command.program!r} is not run"
+    words = command.words[command.words.index(command.program) :]
+    if words[0] == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+        assert set(words[1:]) <= targets
+    if words[0] == "pip":
+        extras = {extra for word in words for extra in re.findall(r"^grpo-core\[(.+)\]$", word)}
+        assert extras <= set(PROJECT["optional-dependencies"])
+        files = [word for word in words if word.endswith(".txt")]
+        assert all((ROOT / file).exists() for file in files)
+    if words[0] == "python" and words[1].endswith(".py"):
+        assert (ROOT / words[1]).is_file()
+    if words[:2] == ["python", "-m"] and words[2].startswith("simulation"):
+        assert (ROOT / "tests" / Path(*words[2].split("."))).with_suffix(".py").is_file()
+
+
+@pytest.mark.parametrize(
+    "block", [b for page in PAGES for b in blocks(page, "toml") if "[project]" not in b.text], ids=str
+)
+def test_every_configuration_is_valid_and_names_what_is_offered(block):
+    config = commands.configure([tomllib.loads(block.text)], {})
+    host = PluginHost.discover()
+    for task in config.tasks.values():
+        host.find("environment", task.env)
+    engine = inspect.signature(host.factory("engine", config.engine.name))
+    assert set(config.engine.options) <= set(engine.parameters)
+    host.function("loss", config.loss.name, **config.loss.options)
+    host.function("advantage", config.advantage.name, **config.advantage.options)
+    host.make("validation_strategy", config.validation.name, **config.validation.options)
+    host.make("sampler", config.sampler.name, **config.sampler.options)
+
+
+def test_a_configuration_that_names_what_is_not_offered_is_noticed():
+    config = commands.configure([{"sampler": {"name": "mix", "options": {"wieghts": {}}}}], {})
+    with pytest.raises(GrpoError, match="wieghts"):
+        PluginHost.discover().make("sampler", config.sampler.name, **config.sampler.options)
+
+
+def test_every_reason_not_to_run_a_command_is_needed():
+    assert {pattern for pattern in NOT_RUN if not any(re.search(pattern, str(c)) for c in OURS)} == set()
+    assert set(OTHERS) <= {command.program for command in COMMANDS}
+
+
+# ---------------------------------------------------------------------------------- what is run
+
+
+@pytest.mark.parametrize("page", [p for p in RUN_HERE if next(blocks(p, "python"), None)], ids=name_of)
+def test_every_python_block_runs(page, tmp_path, monkeypatch):
+    """In one namespace for a page; functions whose names begin with ``test_`` are called."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "documented"}
+    for block in blocks(page, "python"):
+        # annotations are not evaluated: a sketch of a protocol imports nothing
+        flags = annotations.compiler_flag
+        code = compile("\n" * block.line + block.text, str(page), "exec", flags=flags)
+        exec(code, namespace)
+    for name, function in list(namespace.items()):
+        if name.startswith("test_"):
+            function()
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A directory in which the commands of the documents find what they name."""
+    directory = tmp_path_factory.mktemp("documents")
+    shutil.copytree(ROOT / "examples", directory / "examples")
+    for page in RUN_HERE:
+        for block in blocks(page):
+            if block.title:
+                (directory / block.title).write_text(block.text)
+    rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+    for name in ("train.jsonl", "test.jsonl"):
+        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "run.toml").write_text('[tasks.sort]\nenv = "math:sort"\n')
+    assert run(directory, ["train", "--env", "math:sort", "--output", "runs/sort"]).returncode == 0
+    return directory
+
+
+def run(directory, arguments):
+    """A command of ours, made small."""
+    arguments = list(arguments)
+    if arguments[0] in ("train", "validate"):
+        small = dict(SMALL)
+        if "--resume" in arguments:
+            small = {"trainer.steps": 2}
+        elif arguments[0] == "validate":
+            small = {"validation.prompts": 2, "rollout.max_tokens": 8}
+        arguments += [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    program = [sys.executable, "-c", "from grpo_core.cli import main; main()"]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    return subprocess.run(
+        [*program, *arguments], cwd=directory, env=environ, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [p for p in RUN_HERE if any(c.page == p and not not_run(c) for c in OURS)], ids=name_of
+)
+def test_the_commands_of_a_page_run_in_their_order(page, workspace):
+    for command in OURS:
+        if command.page != page or not_run(command):
+            continue
+        arguments = list(command.words[1:])
+        if "path/to/model" in arguments:
+            model = next((workspace / "runs/sort/checkpoints").glob("*/trainer"))
+            arguments[arguments.index("path/to/model")] = str(model)
+        ended = run(workspace, arguments)
+        assert ended.returncode == 0, f"{shown(command)}\n{ended.stdout}\n{ended.stderr}"
