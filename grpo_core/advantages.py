@@ -30,9 +30,16 @@ def group(
     scale: Literal["group", "none"] = "group",
     leave_one_out: bool = False,
 ) -> list[list[float | None]]:
-    """Advantages relative to the group's mean reward (GRPO), see ``normalize``.
+    """Compute advantages relative to the group's mean reward (GRPO); see ``normalize``.
 
-    A rollout without a reward is masked.  Raises ValueError for a reward that is not finite, or an unknown
+    A rollout without a reward is masked.
+
+    Args:
+        groups: the groups of a step.
+        scale: ``"group"`` divides by the standard deviation of the group's rewards, ``"none"`` does not.
+        leave_one_out: compare each reward with the mean of the other rewards of its group.
+
+    Raises ValueError for a reward that is not finite, or an unknown
     ``scale``.
     """
     result: list[list[float | None]] = []
@@ -46,7 +53,7 @@ def group(
 def normalize(
     rewards: Sequence[float], *, scale: Literal["group", "none"] = "group", leave_one_out: bool = False
 ) -> list[float]:
-    """Advantages of one group's rewards, relative to their mean (GRPO, arXiv 2402.03300 eq. 1).
+    """Compute the advantages of one group's rewards, relative to their mean (GRPO, arXiv 2402.03300 eq. 1).
 
     With n rewards r, mean m and sample standard deviation s (the sum of squares over n - 1)::
 
@@ -57,7 +64,7 @@ def normalize(
     is the same times n / (n - 1).  Equal rewards (see ``equal``) and a single reward have advantage 0.
 
     Args:
-        rewards: of the rollouts of each group.
+        rewards: rewards of the rollouts of one group.
         scale: ``"group"`` divides by the standard deviation of the group's rewards, ``"none"`` does not.
         leave_one_out: compare each reward with the mean of the other rewards of its group.
 
