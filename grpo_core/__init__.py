@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         SampleRequest,
         Weights,
     )
+    from grpo_core.tokens import Tokens
 
     __version__: str
 
@@ -55,6 +56,7 @@ __all__ = [
     "Rollout",
     "SampleRequest",
     "Sampler",
+    "Tokens",
     "ValidationContext",
     "ValidationStrategy",
     "Weights",
@@ -87,6 +89,7 @@ _HOMES = {
         "Feedback",
         "Weights",
     ),
+    "grpo_core.tokens": ("Tokens",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

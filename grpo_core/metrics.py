@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
+import numpy as np
+
 from grpo_core.buffer import Statistics
 from grpo_core.records import Group, Rollout
 
@@ -28,29 +30,27 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         metrics[f"accuracy/{task}"] = fmean(float(reward >= FULL_REWARD) for reward in rewards)
         metrics[f"frac_reward_zero_std/{task}"] = fmean(float(len(set(g.rewards)) == 1) for g in members)
         metrics[f"groups/{task}"] = float(len(members))
-        metrics[f"staleness/{task}"] = fmean(_staleness(members, step) or [0])
-        metrics[f"completion_tokens/{task}"] = fmean(sum(r.sampled) for r in rollouts)
+        metrics[f"staleness/{task}"], _ = _staleness(members, step)
+        metrics[f"completion_tokens/{task}"] = fmean(r.tokens.n_sampled for r in rollouts)
         metrics[f"truncated/{task}"] = fmean(float(r.finish_reason == "length") for r in rollouts)
         parts: dict[str, list[float]] = defaultdict(list)
         for rollout in rollouts:
             for name, value in rollout.metrics.items():
                 parts[name].append(float(value))
         metrics |= {f"reward/{task}/{name}": fmean(values) for name, values in sorted(parts.items())}
-    stale = _staleness(groups, step)
-    metrics["staleness_mean"] = fmean(stale) if stale else 0.0
-    metrics["staleness_max"] = float(max(stale, default=0))
+    metrics["staleness_mean"], metrics["staleness_max"] = _staleness(groups, step)
     return metrics
 
 
-def _staleness(groups: Sequence[Group], step: int) -> list[int]:
-    """Of each sampled token."""
-    return [
-        step - version
-        for group in groups
-        for rollout in group.rollouts
-        for version, sampled in zip(rollout.versions, rollout.sampled, strict=True)
-        if sampled
-    ]
+def _staleness(groups: Sequence[Group], step: int) -> tuple[float, float]:
+    """Mean and maximum over the sampled tokens; 0 if there are none."""
+    parts = [rollout.tokens.sampled_versions for group in groups for rollout in group.rollouts]
+    versions = np.concatenate(parts)
+    if not versions.size:
+        return 0.0, 0.0
+    # whole numbers until the division, so that the mean is rounded once
+    total = step * versions.size - int(versions.sum(dtype=np.int64))
+    return total / versions.size, float(step - versions.min())
 
 
 class Meter:
@@ -79,7 +79,7 @@ class Meter:
                 self._since = None
 
     def count(self, task: str, rollout: Rollout) -> None:
-        self._tokens += sum(rollout.sampled)
+        self._tokens += rollout.tokens.n_sampled
         if rollout.error is not None:
             self._errors[task] += 1
 

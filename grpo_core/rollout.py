@@ -21,6 +21,7 @@ from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.protocols import Engine, EnvironmentClient
 from grpo_core.records import EndReason, Message, Rollout
 from grpo_core.rendering import Renderer
+from grpo_core.tokens import Ids, as_ids
 from grpo_core.turns import RolloutState, SamplingParams, Start, derive_seed
 
 __all__ = ["LostBudget", "SamplingParams", "Start", "derive_seed", "play"]
@@ -72,13 +73,13 @@ async def _open(plays: Sequence[RolloutState], renderer: Renderer) -> None:
     """Sessions and prompts; a prompt that several rollouts share is rendered once."""
     pairs = [(p.session, p.start.prompt) for p in plays]
     opened = await _by_environment(plays, pairs, lambda environment, part: environment.open(dict(part)))
-    rendered: dict[tuple[int, str], tuple[int, ...]] = {}
+    rendered: dict[tuple[int, str], Ids] = {}
     for p, begun in zip(plays, opened, strict=True):
         if p.environment.max_turns > 1:
             renderer.check_turns(tools=bool(begun.tools))
         key = id(p.start.prompt), repr(begun.tools) if begun.tools else ""
         if key not in rendered:
-            rendered[key] = renderer.prompt_ids(p.start.prompt.messages, begun.tools)
+            rendered[key] = as_ids(renderer.prompt_ids(p.start.prompt.messages, begun.tools))
         p.begin(begun, rendered[key], renderer.context)
 
 
@@ -89,12 +90,15 @@ async def _speak(plays: Sequence[RolloutState], engine: Engine, renderer: Render
     requests = [p.request(renderer.stop_token_ids) for p in plays]
     completions = await engine.generate(requests)
     check_completions(completions, requests)
-    replies = renderer.texts([completion.token_ids for completion in completions])
+    replies = renderer.texts([completion.token_ids.tolist() for completion in completions])
     for p, request, completion, text in zip(plays, requests, completions, replies, strict=True):
         message: Message = {"role": "assistant", "content": text}
         if p.tools:
             message = renderer.message(
-                text, token_ids=completion.token_ids, before=request.prompt_ids, tools=p.tools
+                text,
+                token_ids=completion.token_ids.tolist(),
+                before=request.prompt_ids.tolist(),
+                tools=p.tools,
             )
         p.take_completion(completion, message)
 

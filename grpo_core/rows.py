@@ -28,16 +28,13 @@ def make_batch(
     rows = tuple(
         Row(
             prompt_ids=rollout.prompt_ids,
-            token_ids=rollout.token_ids,
-            sampled=rollout.sampled,
-            logprobs=rollout.logprobs,
-            versions=rollout.versions,
+            tokens=rollout.tokens,
             advantage=advantage,
             group=place,
         )
         for place, (group, row) in enumerate(zip(groups, scores, strict=True))
         for rollout, advantage in zip(group.rollouts, row, strict=True)
-        if advantage != 0.0 and any(rollout.sampled)
+        if advantage != 0.0 and rollout.tokens.n_sampled
     )
     return Batch(step=step, rows=rows, temperature=temperature)
 
@@ -48,14 +45,13 @@ def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -
     The buffer bounds the staleness by construction; what this finds is an engine that does not hold the
     weights that it said it holds.
     """
-    allowed = range(step - max_staleness, step + 1)
+    oldest = step - max_staleness
     for group in groups:
         for rollout in group.rollouts:
-            wrong = {v for v, sampled in zip(rollout.versions, rollout.sampled, strict=True) if sampled} - {
-                *allowed
-            }
-            if wrong:
+            versions = rollout.tokens.sampled_versions
+            wrong = versions[(versions < oldest) | (versions > step)]
+            if wrong.size:
                 raise EngineError(
-                    f"engine: prompt {group.prompt.id!r} came back with tokens of version {min(wrong)} for "
-                    f"step {step}; expected versions {allowed.start} to {step}"
+                    f"engine: prompt {group.prompt.id!r} came back with tokens of version {wrong.min()} for "
+                    f"step {step}; expected versions {oldest} to {step}"
                 )

@@ -12,7 +12,7 @@ import grpo_core
 PACKAGE = Path(grpo_core.__file__).parent
 
 LAYERS = [
-    {"records", "versions", "errors", "events", "tool_calls"},
+    {"records", "tokens", "versions", "errors", "events", "tool_calls"},
     {"buffer", "advantages", "batching", "dynamic", "laws", "loss", "rows", "health"}
     | {"reporting.charts", "reporting.curves"},
     {"protocols", "hookspecs"},

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from grpo_core.errors import ConfigError
 from grpo_core.records import Rollout
 from grpo_core.testing.strategies import check_validation_strategy
+from grpo_core.tokens import Tokens
 from grpo_core.validation.estimates import interval, majority, pass_at_k
 from grpo_core.validation.results import headline, table
 from grpo_core.validation.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
@@ -111,8 +112,7 @@ class Given:
         return [
             Rollout(
                 prompt_ids=(1,),
-                token_ids=(2, 3),
-                sampled=(True, True),
+                tokens=Tokens.generated((2, 3), (-1.0, -1.0), (0, 0)),
                 reward=reward,
                 answer=self.answers[p][i] if self.answers else None,
                 messages=({"role": "assistant", "content": self.replies[p][i] if self.replies else ""},),

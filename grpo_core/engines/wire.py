@@ -29,14 +29,11 @@ def unpack_requests(packed: Packed) -> list[GenerationRequest]:
 
 
 def pack_completions(completions: Sequence[Completion]) -> Packed:
-    return [(c.token_ids, c.logprobs, c.versions, c.finish_reason) for c in completions]
+    return [(c.tokens, c.finish_reason) for c in completions]
 
 
 def unpack_completions(packed: Packed) -> list[Completion]:
-    return [
-        Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=finish_reason)
-        for token_ids, logprobs, versions, finish_reason in packed
-    ]
+    return [Completion.of(tokens, finish_reason) for tokens, finish_reason in packed]
 
 
 def problem(request: GenerationRequest, engine: str, vocabulary: int, positions: int) -> str | None:
@@ -44,10 +41,11 @@ def problem(request: GenerationRequest, engine: str, vocabulary: int, positions:
     n = len(request.prompt_ids)
     if not n:
         return f"engine {engine}: a request has no prompt tokens; a prompt needs at least one"
-    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+    lowest, highest = request.prompt_ids.min(), request.prompt_ids.max()
+    if not 0 <= lowest <= highest < vocabulary:
         return (
-            f"engine {engine}: a prompt has tokens from {min(request.prompt_ids)} to "
-            f"{max(request.prompt_ids)}; the model has {vocabulary} tokens"
+            f"engine {engine}: a prompt has tokens from {lowest} to {highest}; the model has {vocabulary} "
+            "tokens"
         )
     if n + request.max_tokens > positions:
         return (

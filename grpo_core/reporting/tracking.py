@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from attrs import asdict
 
@@ -28,6 +28,9 @@ from grpo_core.errors import ConfigError
 from grpo_core.events import Dispatched, Event, GroupsReady, StepEnded, Validated
 from grpo_core.records import Group, Prompt
 from grpo_core.reporting import report
+
+if TYPE_CHECKING:
+    from grpo_core.tokens import Ids
 
 CONFIG = "config.toml"
 
@@ -162,7 +165,7 @@ class Recorder:
                             "metrics": dict(rollout.metrics),
                             "finish_reason": rollout.finish_reason,
                             "turns": rollout.turns,
-                            "tokens": sum(rollout.sampled),
+                            "tokens": rollout.tokens.n_sampled,
                             "generation_version": group.generation_version,
                         },
                     )
@@ -209,7 +212,7 @@ def _slot(slot: Slot[Prompt]) -> dict[str, Any]:
 
 
 def _group(group: Group) -> dict[str, Any]:
-    versions = {v for r in group.rollouts for v in r.versions} - {-1}
+    versions = [v for r in group.rollouts for v in _range(r.tokens.sampled_versions)]
     return {
         "slot": group.slot,
         "task": group.prompt.environment,
@@ -219,6 +222,11 @@ def _group(group: Group) -> dict[str, Any]:
         "token_versions": [min(versions), max(versions)] if versions else [],
         "rewards": group.rewards,
     }
+
+
+def _range(versions: Ids) -> list[int]:
+    """The least and the greatest; nothing of none."""
+    return [int(versions.min()), int(versions.max())] if versions.size else []
 
 
 def _jsonable(value: Any) -> Any:

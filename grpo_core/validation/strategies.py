@@ -216,7 +216,7 @@ def _descriptions(rollouts: Sequence[Rollout]) -> dict[str, float]:
             parts[name].append(float(value))
     return {
         **{f"reward/{name}": fmean(values) for name, values in sorted(parts.items())},
-        "completion_tokens": fmean(sum(rollout.sampled) for rollout in rollouts),
+        "completion_tokens": fmean(rollout.tokens.n_sampled for rollout in rollouts),
         "truncated": fmean(float(rollout.finish_reason in _LIMITS) for rollout in rollouts),
     }
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from grpo_core.engines import wire
-from grpo_core.engines.local.batch import Batch, Entry, Finished, Model, completion
+from grpo_core.engines.local.batch import Batch, Entry, Finished, Model
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError
+from grpo_core.records import Completion
+from grpo_core.tokens import Tokens
 
 PREFILL_TOKENS = 16384
 """Prompt tokens, padding included, that one step prefills at most (a longer prompt comes alone)."""
@@ -48,7 +50,7 @@ class Decoder:
             if problem is not None:
                 self._refused.append((key, EngineError(problem)))
             elif request.max_tokens == 0:
-                self._refused.append((key, completion([], [], [], "length")))
+                self._refused.append((key, Completion.of(Tokens.empty(), "length")))
             elif request.max_tokens == 1:  # needs no row beyond the step that it joins: it holds up nobody
                 self._waiting.appendleft((key, request))
             else:
@@ -93,11 +95,11 @@ class Decoder:
         """The longest-waiting requests that there is room for now."""
         room = self._max_rows - sum(batch.alive for batch in self._batches)
         entries: list[Entry] = []
-        prompts: set[tuple[int, ...]] = set()
+        prompts: set[bytes] = set()
         longest = 0
         while self._waiting and len(entries) < room:
             prompt = self._waiting[0][1].prompt_ids
-            prompts.add(prompt)
+            prompts.add(prompt.tobytes())
             longest = max(longest, len(prompt))
             if entries and longest * len(prompts) > PREFILL_TOKENS:
                 break
