@@ -82,7 +82,9 @@ def verify(engine, *, tolerance=1e-3, deadline=60.0, version=4):
 
 def test_what_the_engine_and_the_trainer_differ_by_is_told():
     assert verify(Listener(used=lambda version: version + 0.005)) == pytest.approx(5e-4, abs=1e-6)
-    assert verify(Listener(used=lambda version: version + 0.5), tolerance=0.1) == pytest.approx(0.05, abs=1e-6)
+    assert verify(Listener(used=lambda version: version + 0.5), tolerance=0.1) == pytest.approx(
+        0.05, abs=1e-6
+    )
 
 
 def test_a_token_that_the_trainer_finds_unlikely_is_a_mismatch():
