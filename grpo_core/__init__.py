@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from grpo_core.records import StepResult as StepResult
     from grpo_core.records import TensorInfo as TensorInfo
     from grpo_core.records import Weights as Weights
+    from grpo_core.tokens import Tokens as Tokens
     from grpo_core.training.setup import TrainerSetup as TrainerSetup
     from grpo_core.validation.estimates import majority_score as majority_score
     from grpo_core.validation.estimates import mean_with_interval as mean_with_interval
@@ -122,6 +123,7 @@ __getattr__, __dir__, __all__ = attach(
             "TensorInfo",
             "Weights",
         ],
+        "grpo_core.tokens": ["Tokens"],
         "grpo_core.training.setup": ["TrainerSetup"],
         "grpo_core.validation.estimates": [
             "majority_score",

@@ -4,6 +4,7 @@
         manifest.json                 sha256 and size of each of the other files; written last
         trainer/ optimizer/           the trainer's own files (safetensors, JSON)
         pipeline.json                 buffer, prompts in flight, sampler
+        pipeline.safetensors          tokens of the rollouts that wait to be trained, if there are any
         train_dataloader_TASK.json    position of each loader
 
 Training waits only for the cut: the state of the pipeline, and the trainer's copy of its own state.  It
@@ -20,14 +21,12 @@ import json
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import attrs
-import cattrs
-from attrs import frozen
+from attrs import define, field, frozen
 
 from grpo_core.buffer import Buffer, Slot
 from grpo_core.data.loaders import TaskLoader
@@ -36,10 +35,14 @@ from grpo_core.errors import CheckpointError
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from grpo_core.tokens import Ids, Tokens
+
+FORMAT = 2
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
-_ROLLOUT = tuple(field.name for field in attrs.fields(Rollout))
+_ARRAYS = "pipeline.safetensors"
+_ROLLOUT = tuple(each.name for each in attrs.fields(Rollout))
 _NAME = re.compile(rf"step-(\d{{6,}})({re.escape(REPLACED)})?")
 
 
@@ -94,7 +97,10 @@ def _write(
     disk: Disk, partial: Path, step: int, pipeline: Mapping[str, Any], streams: Mapping[str, bytes]
 ) -> None:
     """Write everything but the trainer's files, and then the manifest."""
-    disk.write(partial / "pipeline.json", as_json({"format": FORMAT, "step": step, **pipeline}))
+    arrays = Arrays()
+    disk.write(partial / "pipeline.json", as_json({"format": FORMAT, "step": step, **pipeline}, arrays))
+    if arrays.tokens:
+        disk.write(partial / _ARRAYS, arrays.to_bytes())
     for name, state in streams.items():
         disk.write(partial / name, state)
     manifest = {"format": FORMAT, "step": step, "files": seal(disk, partial)}
@@ -126,14 +132,16 @@ def _failed(error: OSError, disk: Disk, partial: Path) -> CheckpointError:
     return CheckpointError(text + "; the checkpoints before it are untouched")
 
 
-def as_json(value: Any) -> bytes:
+def as_json(value: Any, arrays: Arrays | None = None) -> bytes:
+    """Records, mappings and sequences as JSON; ``arrays`` takes the tokens of rollouts."""
+    plain = _plain if arrays is None else lambda value: _plain(value, arrays)
     return json.dumps(
-        value, allow_nan=False, check_circular=False, separators=(",", ":"), default=_plain
+        value, allow_nan=False, check_circular=False, separators=(",", ":"), default=plain
     ).encode()
 
 
-def _plain(value: Any) -> Any:
-    """Replace prompts by task and id, since their answers may be any object."""
+def _plain(value: Any, arrays: Arrays | None = None) -> Any:
+    """Replace prompts by task and id (answers may be any object), and tokens by places in ``arrays``."""
     match value:
         case Slot(prompt=Prompt() as prompt):
             stamps = ("id", "generation_version", "target_version", "attempts")
@@ -142,11 +150,74 @@ def _plain(value: Any) -> Any:
             }
         case Group():
             return value.rollouts
-        case Rollout():
-            return {name: getattr(value, name) for name in _ROLLOUT}
+        case Rollout() if arrays is not None:
+            places = {
+                "prompt_ids": arrays.add_prompt(value.prompt_ids),
+                "tokens": arrays.add_tokens(value.tokens),
+            }
+            return {name: getattr(value, name) for name in _ROLLOUT} | places
         case Mapping():
             return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be saved as JSON: {value!r}")
+
+
+@define
+class Arrays:
+    """The arrays of rollouts, one after the other in ``pipeline.safetensors``, each to the last bit."""
+
+    prompts: list[Ids] = field(factory=list)
+    tokens: list[Tokens] = field(factory=list)
+    _places: dict[int, int] = field(factory=dict)
+    """Of prompts, by identity: the rollouts of a group share theirs."""
+
+    def add_prompt(self, ids: Ids) -> int:
+        place = self._places.setdefault(id(ids), len(self.prompts))
+        if place == len(self.prompts):
+            self.prompts.append(ids)
+        return place
+
+    def add_tokens(self, tokens: Tokens) -> int:
+        self.tokens.append(tokens)
+        return len(self.tokens) - 1
+
+    def to_bytes(self) -> bytes:
+        import numpy as np
+        from safetensors.numpy import save
+
+        from grpo_core.tokens import Tokens, concatenated
+
+        packed: bytes = save(
+            {
+                "prompt_lengths": np.array([len(ids) for ids in self.prompts], np.int64),
+                "prompt_ids": concatenated(self.prompts),
+                "lengths": np.array([len(tokens) for tokens in self.tokens], np.int64),
+                **Tokens.concatenate(self.tokens).arrays(),
+            }
+        )
+        return packed
+
+    @classmethod
+    def read(cls, path: Path) -> Arrays:
+        """What ``to_bytes`` wrote; without the file, no arrays."""
+        if not path.exists():
+            return cls()
+        from itertools import accumulate, pairwise
+
+        from safetensors.numpy import load_file
+
+        from grpo_core.tokens import Tokens, as_ids
+
+        found = load_file(path)
+
+        def spans(lengths: str) -> list[slice]:
+            ends = accumulate(found[lengths].tolist(), initial=0)
+            return [slice(start, end) for start, end in pairwise(ends)]
+
+        parts = [found[name] for name in ("ids", "sampled", "logprobs", "versions")]
+        return cls(
+            prompts=[as_ids(found["prompt_ids"][span]) for span in spans("prompt_lengths")],
+            tokens=[Tokens(*(part[span] for part in parts)) for span in spans("lengths")],
+        )
 
 
 def _loader_file(task: str, *, safe: str = "") -> str:
@@ -245,7 +316,8 @@ def restore(
     if state["sampler"] is not None and hasattr(sampler, "load_state_dict"):
         sampler.load_state_dict(state["sampler"])
 
-    load_buffer(buffer, state["buffer"], lambda task, id: loaders[task].prompt(id))
+    arrays = Arrays.read(directory / _ARRAYS)
+    load_buffer(buffer, state["buffer"], arrays, lambda task, id: loaders[task].prompt(id))
     return told
 
 
@@ -271,11 +343,14 @@ def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, A
     ]
 
 
-# ---------------------------------------------------------------------------------- the buffer as JSON
+# ---------------------------------------------------------------------------------- the buffer
 
 
 def load_buffer(
-    buffer: Buffer[Prompt, Group], state: Mapping[str, Any], prompt: Callable[[str, str], Prompt]
+    buffer: Buffer[Prompt, Group],
+    state: Mapping[str, Any],
+    arrays: Arrays,
+    prompt: Callable[[str, str], Prompt],
 ) -> None:
     """Load a state that was read from JSON into a buffer; ``prompt(task, id)`` looks prompts up."""
 
@@ -289,7 +364,7 @@ def load_buffer(
         assert full.prompt is not None
         group = Group(
             prompt=full.prompt,
-            rollouts=tuple(_converter().structure(rollout, Rollout) for rollout in rollouts),
+            rollouts=tuple(_rollout(rollout, arrays) for rollout in rollouts),
             generation_version=full.generation_version,
             target_version=full.target_version,
             slot=full.id,
@@ -300,6 +375,12 @@ def load_buffer(
     )
 
 
-@cache
-def _converter() -> cattrs.Converter:
-    return cattrs.Converter()
+def _rollout(dumped: Mapping[str, Any], arrays: Arrays) -> Rollout:
+    return Rollout(
+        **{
+            **dumped,
+            "messages": tuple(dumped["messages"]),
+            "prompt_ids": arrays.prompts[dumped["prompt_ids"]],
+            "tokens": arrays.tokens[dumped["tokens"]],
+        }
+    )

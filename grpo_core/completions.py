@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from grpo_core.errors import PluginError
 from grpo_core.records import Completion, GenerationRequest
@@ -19,15 +20,22 @@ def check_completions(completions: Sequence[Completion], requests: Sequence[Gene
             f"engine: generate() returned {len(completions)} completions for {len(requests)} requests"
         )
     for completion, request in zip(completions, requests, strict=True):
-        lengths = len(completion.token_ids), len(completion.logprobs), len(completion.versions)
-        if len(set(lengths)) > 1 or lengths[0] > request.max_tokens:
+        tokens = completion.tokens
+        if len(tokens) > request.max_tokens:
             raise PluginError(
-                f"engine: generate() returned {lengths[0]} token ids, {lengths[1]} logprobs and {lengths[2]} "
-                f"versions; expected as many of each, and at most max_tokens = {request.max_tokens}"
+                f"engine: generate() returned {len(tokens)} tokens; expected at most max_tokens = "
+                f"{request.max_tokens}"
             )
-        if not all(-math.inf < logprob <= LOGPROB_SLACK for logprob in completion.logprobs):
-            wrong = next(x for x in completion.logprobs if not -math.inf < x <= LOGPROB_SLACK)
+        if not len(tokens):
+            continue
+        if np.minimum.reduce(tokens.ids) < 0:
             raise PluginError(
-                f"engine: generate() returned the logprob {wrong} for a sampled token; expected a finite "
+                f"engine: generate() returned the token id {tokens.ids.min()}; expected 0 or more"
+            )
+        logprobs = tokens.logprobs
+        if not (-np.inf < np.minimum.reduce(logprobs) and np.maximum.reduce(logprobs) <= LOGPROB_SLACK):
+            wrong = logprobs[~((-np.inf < logprobs) & (logprobs <= LOGPROB_SLACK))]
+            raise PluginError(
+                f"engine: generate() returned the logprob {wrong[0]} for a sampled token; expected a finite "
                 "number of at most 0"
             )

@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import numpy as np
-
 from grpo_core.buffer import BufferStatistics
 from grpo_core.records import Rollout
 
@@ -39,7 +37,7 @@ class Meter:
                 self._since = None
 
     def count(self, task: str, rollout: Rollout) -> None:
-        self._tokens += int(np.count_nonzero(rollout.sampled))
+        self._tokens += rollout.tokens.n_sampled
         if rollout.error is not None:
             self._errors[task] += 1
 

@@ -185,7 +185,7 @@ def feedback_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def completion_tokens(rollouts: Sequence[Rollout]) -> float:
     """Mean number of sampled tokens."""
-    return fmean(int(np.count_nonzero(rollout.sampled)) for rollout in rollouts)
+    return fmean(rollout.tokens.n_sampled for rollout in rollouts)
 
 
 def truncated(rollouts: Sequence[Rollout]) -> float:
@@ -214,14 +214,12 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
             f"accuracy/{task}": fmean(float(reward >= FULL_REWARD) for reward in rewards),
             f"frac_reward_zero_std/{task}": fmean(float(_equal(group)) for group in members),
             f"groups/{task}": float(len(members)),
-            f"staleness/{task}": _mean(_staleness(members, step)),
+            f"staleness/{task}": _staleness(members, step)[0],
             f"completion_tokens/{task}": completion_tokens(rollouts),
             f"truncated/{task}": truncated(rollouts),
             **{f"{name}/{task}": value for name, value in feedback_means(rollouts).items()},
         }
-    stale = _staleness(groups, step)
-    metrics["staleness_mean"] = _mean(stale)
-    metrics["staleness_max"] = float(stale.max(initial=0))
+    metrics["staleness_mean"], metrics["staleness_max"] = _staleness(groups, step)
     return metrics
 
 
@@ -229,13 +227,12 @@ def _equal(group: Group) -> bool:
     return equal([reward for reward in group.rewards if reward is not None])
 
 
-def _staleness(groups: Sequence[Group], step: int) -> np.ndarray:
-    """Steps since each sampled token's weights were current, [tokens]."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    versions = [np.asarray(r.versions, np.int64)[np.asarray(r.sampled, bool)] for r in rollouts]
-    stale: np.ndarray = step - np.concatenate([np.empty(0, np.int64), *versions])
-    return stale
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
+def _staleness(groups: Sequence[Group], step: int) -> tuple[float, float]:
+    """Return mean and maximum over the sampled tokens, in steps; 0 if there are none."""
+    parts = [rollout.tokens.sampled_versions for group in groups for rollout in group.rollouts]
+    versions = np.concatenate(parts)
+    if not versions.size:
+        return 0.0, 0.0
+    # whole numbers until the division, so that the mean is rounded once
+    total = step * versions.size - int(versions.sum(dtype=np.int64))
+    return total / versions.size, float(step - versions.min())

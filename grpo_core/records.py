@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import field, frozen
+from attrs import cmp_using, field, frozen
+
+from grpo_core.errors import PluginError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+
+    from grpo_core.tokens import Ids, Tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +43,30 @@ def _messages(given: str | Sequence[Message]) -> tuple[Message, ...]:
     if isinstance(given, str):
         return ({"role": "user", "content": given},)
     return tuple(given)
+
+
+# numpy is imported with the first token: environments, and the command line's short commands, need none
+
+
+def _ids(given: ArrayLike) -> Ids:
+    from grpo_core.tokens import as_ids
+
+    return as_ids(given)
+
+
+def _same_ids(one: Ids, other: Ids) -> bool:
+    import numpy as np
+
+    return np.array_equal(one, other)
+
+
+def _no_tokens() -> Tokens:
+    from grpo_core.tokens import Tokens
+
+    return Tokens.empty()
+
+
+_SAME_IDS = cmp_using(eq=_same_ids)
 
 
 # ---------------------------------------------------------------------------------- what plugins see
@@ -124,7 +156,8 @@ class SampleRequest:
 class GenerationRequest:
     """One completion that an engine is asked for."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
+    """int32 [P]; any sequence of whole numbers is converted."""
     max_tokens: int
     temperature: float = 1.0
     """0 is greedy."""
@@ -137,18 +170,63 @@ class GenerationRequest:
     """Equal for the requests of one group, also of later turns: a pool keeps them in one engine."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, init=False)
 class Completion:
-    """The tokens of one engine call; the three tuples are equally long."""
+    """The tokens of one engine call.
 
-    token_ids: tuple[int, ...]
-    """Sampled tokens, the stop token included."""
-    logprobs: tuple[float, ...]
-    """Of each sampled token under the distribution it was sampled from (at the sampling temperature;
-    greedy tokens have their logprob at temperature 1)."""
-    versions: tuple[int, ...]
-    """Weights that sampled each token."""
+    An engine makes one from lists or arrays of equal length n:
+
+        Completion(token_ids=[5, 8], logprobs=[-0.1, -2.3], versions=[3, 3], finish_reason="stop")
+
+    Args:
+        token_ids: sampled tokens [n], the stop token included.
+        logprobs: of each token [n] under the distribution it was sampled from (at the sampling temperature;
+            greedy tokens have their logprob at temperature 1).
+        versions: weights that sampled each token [n].
+
+    Raises PluginError if they cannot be tokens: lengths that differ, a token id that is not a whole number.
+    """
+
+    tokens: Tokens
     finish_reason: FinishReason
+
+    def __init__(
+        self,
+        *,
+        token_ids: ArrayLike,
+        logprobs: ArrayLike,
+        versions: ArrayLike,
+        finish_reason: FinishReason,
+    ) -> None:
+        from grpo_core.tokens import Tokens
+
+        try:
+            tokens = Tokens.generated(token_ids, logprobs, versions)
+        except ValueError as error:
+            raise PluginError(f"engine: generate() returned {error}") from error
+        self.__attrs_init__(tokens=tokens, finish_reason=finish_reason)
+
+    @classmethod
+    def of(cls, tokens: Tokens, finish_reason: FinishReason) -> Completion:
+        """A completion that holds these tokens, all of them sampled."""
+        completion = cls.__new__(cls)
+        completion.__attrs_init__(tokens=tokens, finish_reason=finish_reason)
+        return completion
+
+    @property
+    def token_ids(self) -> Ids:
+        """int32 [n], read-only."""
+        return self.tokens.ids
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """float32 [n], read-only."""
+        return self.tokens.logprobs
+
+    @property
+    def versions(self) -> Ids:
+        """int32 [n], read-only."""
+        return self.tokens.versions
 
 
 @frozen(kw_only=True)
@@ -223,16 +301,12 @@ class RunInfo:
 
 @frozen(kw_only=True)
 class Rollout:
-    """One prompt played to its end.  ``token_ids``, ``sampled``, ``logprobs``, ``versions`` are aligned."""
+    """One prompt played to its end."""
 
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...] = ()
+    prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
+    """int32 [P]; any sequence of whole numbers is converted."""
+    tokens: Tokens = field(factory=_no_tokens)
     """All tokens after the prompt: those that the engine sampled and, between turns, the environment's."""
-    sampled: tuple[bool, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    """0 where not sampled."""
-    versions: tuple[int, ...] = ()
-    """-1 where not sampled."""
     messages: tuple[Message, ...] = ()
     reward: float | None = None
     """Summed over turns; None is unscored."""
@@ -275,11 +349,9 @@ class Group:
 class Row:
     """A rollout as the trainer sees it."""
 
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    sampled: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
+    """int32 [P]; any sequence of whole numbers is converted."""
+    tokens: Tokens
     advantage: float
     group: int
     """Equal for the rows of one group."""

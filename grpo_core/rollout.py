@@ -26,6 +26,7 @@ from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer
 from grpo_core.records import EndReason, Message, Rollout
+from grpo_core.tokens import Ids, as_ids
 from grpo_core.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "derive_seed", "play"]
@@ -138,14 +139,14 @@ class _Player:
         """Open the sessions and render the prompts; a prompt that several rollouts share is rendered once."""
         renderer = self._renderer
         opened = await self._environment.open({s.session: s.request.prompt for s in self._states})
-        rendered: dict[tuple[int, str], tuple[int, ...]] = {}
+        rendered: dict[tuple[int, str], Ids] = {}
         for state, begun in zip(self._states, opened, strict=True):
             if self._environment.max_turns > 1:
                 renderer.check_turns(tools=bool(begun.tools))
             prompt = state.request.prompt
             key = id(prompt), repr(begun.tools) if begun.tools else ""
             if key not in rendered:
-                rendered[key] = renderer.prompt_ids(prompt.messages, begun.tools)
+                rendered[key] = as_ids(renderer.prompt_ids(prompt.messages, begun.tools))
             state.begin(begun, rendered[key], renderer.context)
 
     async def _generate(self, states: Sequence[RolloutState]) -> None:
@@ -153,12 +154,15 @@ class _Player:
         requests = [state.generation_request(self._renderer.stop_token_ids) for state in states]
         completions = await self._engine.generate(requests)
         check_completions(completions, requests)
-        replies = self._renderer.texts([completion.token_ids for completion in completions])
+        replies = self._renderer.texts([completion.token_ids.tolist() for completion in completions])
         for state, request, completion, text in zip(states, requests, completions, replies, strict=True):
             message: Message = {"role": "assistant", "content": text}
             if state.tools:
                 message = self._renderer.message(
-                    text, token_ids=completion.token_ids, before=request.prompt_ids, tools=state.tools
+                    text,
+                    token_ids=completion.token_ids.tolist(),
+                    before=request.prompt_ids.tolist(),
+                    tools=state.tools,
                 )
             state.take_completion(completion, message)
 

@@ -32,16 +32,13 @@ def make_batch(
     rows = tuple(
         Row(
             prompt_ids=rollout.prompt_ids,
-            token_ids=rollout.token_ids,
-            sampled=rollout.sampled,
-            logprobs=rollout.logprobs,
-            versions=rollout.versions,
+            tokens=rollout.tokens,
             advantage=advantage,
             group=place,
         )
         for place, (group, row) in enumerate(zip(groups, scores, strict=True))
         for rollout, advantage in zip(group.rollouts, row, strict=True)
-        if advantage is not None and (all_rows or advantage != 0.0) and any(rollout.sampled)
+        if advantage is not None and (all_rows or advantage != 0.0) and rollout.tokens.n_sampled
     )
     masked: Counter[str] = Counter()
     for group, row in zip(groups, scores, strict=True):
@@ -90,14 +87,13 @@ def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -
     The buffer bounds the staleness by construction; what this finds is an engine that does not hold the
     weights that it said it holds.
     """
-    allowed = range(step - max_staleness, step + 1)
+    oldest = step - max_staleness
     for group in groups:
         for rollout in group.rollouts:
-            wrong = {v for v, sampled in zip(rollout.versions, rollout.sampled, strict=True) if sampled} - {
-                *allowed
-            }
-            if wrong:
+            versions = rollout.tokens.sampled_versions
+            wrong = versions[(versions < oldest) | (versions > step)]
+            if wrong.size:
                 raise EngineError(
-                    f"engine: prompt {group.prompt.id!r} came back with tokens of version {min(wrong)} for "
-                    f"step {step}; expected versions {allowed.start} to {step}"
+                    f"engine: prompt {group.prompt.id!r} came back with tokens of version {wrong.min()} for "
+                    f"step {step}; expected versions {oldest} to {step}"
                 )

@@ -28,6 +28,7 @@ from grpo_core.records import (
     Rollout,
     SessionStart,
 )
+from grpo_core.tokens import Ids, Tokens, concatenated
 from grpo_core.tool_calls import numbered
 
 _SESSIONS = itertools.count()
@@ -73,11 +74,11 @@ class RolloutState:
     sampling: SamplingParams
     session: str = field(init=False, factory=lambda: str(next(_SESSIONS)))
     tools: tuple[Mapping[str, Any], ...] = ()
-    prompt_ids: tuple[int, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    sampled: tuple[bool, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
+    prompt_ids: Ids = field(init=False, factory=lambda: Tokens.empty().ids)
+    parts: list[Tokens] = field(init=False, factory=list)
+    """Completions and answers in turn."""
+    n_tokens: int = field(init=False, default=0)
+    """Of all parts."""
     messages: tuple[Message, ...] = field(init=False)
     context: int = 0
     reward: float | None = None
@@ -95,7 +96,7 @@ class RolloutState:
     def __attrs_post_init__(self) -> None:
         self.messages = self.request.prompt.messages
 
-    def begin(self, opened: SessionStart, prompt_ids: tuple[int, ...], context: int) -> None:
+    def begin(self, opened: SessionStart, prompt_ids: Ids, context: int) -> None:
         self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
         if opened.error is not None:
             self.give_up(opened.error)
@@ -114,7 +115,7 @@ class RolloutState:
     def room(self) -> int:
         """Tokens that may still be added."""
         limit = self.sampling.max_total_tokens or self.context
-        return limit - len(self.prompt_ids) - len(self.token_ids)
+        return limit - len(self.prompt_ids) - self.n_tokens
 
     @property
     def calls_tools(self) -> bool:
@@ -127,7 +128,7 @@ class RolloutState:
         # reports; only what the turns before have taken is subtracted.
         capped = self.turns > 0 or self.sampling.max_total_tokens
         return GenerationRequest(
-            prompt_ids=self.prompt_ids + self.token_ids,
+            prompt_ids=concatenated([self.prompt_ids, *(part.ids for part in self.parts)]),
             max_tokens=min(self.sampling.max_tokens, self.room) if capped else self.sampling.max_tokens,
             temperature=self.sampling.temperature,
             stop_token_ids=stop_token_ids,
@@ -137,8 +138,7 @@ class RolloutState:
         )
 
     def take_completion(self, completion: Completion, message: Message) -> None:
-        n = len(completion.token_ids)
-        self._append(completion.token_ids, (True,) * n, completion.logprobs, completion.versions)
+        self._append(completion.tokens)
         if calls := message.get("tool_calls"):
             message = {**message, "tool_calls": numbered(calls, self.tool_calls)}
             self.tool_calls += len(calls)
@@ -183,10 +183,7 @@ class RolloutState:
     def rollout(self) -> Rollout:
         return Rollout(
             prompt_ids=self.prompt_ids,
-            token_ids=self.token_ids,
-            sampled=self.sampled,
-            logprobs=self.logprobs,
-            versions=self.versions,
+            tokens=Tokens.concatenate(self.parts),
             messages=self.messages,
             reward=self.reward,
             metrics=self.metrics,
@@ -208,23 +205,15 @@ class RolloutState:
 
     def _continue(self, messages: tuple[Message, ...], renderer: Renderer) -> EndReason:
         """The row goes on with the environment's answer, if there is room for it and a token more."""
-        ended = bool(self.token_ids) and self.token_ids[-1] in renderer.stop_token_ids
-        new = renderer.continuation_ids(messages, said=self.messages[-1], ended=ended)
-        n = len(new)
-        if n >= self.room:
+        last = self.parts[-1].ids[-1:]
+        ended = bool(last.size) and int(last[0]) in renderer.stop_token_ids
+        new = Tokens.context(renderer.continuation_ids(messages, said=self.messages[-1], ended=ended))
+        if len(new) >= self.room:
             return "tokens"
         self.messages += messages
-        self._append(new, (False,) * n, (0.0,) * n, (-1,) * n)
+        self._append(new)
         return "stop"
 
-    def _append(
-        self,
-        token_ids: tuple[int, ...],
-        sampled: tuple[bool, ...],
-        logprobs: tuple[float, ...],
-        versions: tuple[int, ...],
-    ) -> None:
-        self.token_ids += token_ids
-        self.sampled += sampled
-        self.logprobs += logprobs
-        self.versions += versions
+    def _append(self, tokens: Tokens) -> None:
+        self.parts.append(tokens)
+        self.n_tokens += len(tokens)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_core.batching import microbatches, split_updates
 from grpo_core.records import Row
+from grpo_core.tokens import Tokens
 
 lengths_ = st.lists(st.integers(1, 60), max_size=60)
 budgets = st.integers(1, 400)
@@ -18,10 +19,7 @@ overheads = st.sampled_from([0, 1, 64, 10**6])
 def row(group: int) -> Row:
     return Row(
         prompt_ids=(1,),
-        token_ids=(2,),
-        sampled=(True,),
-        logprobs=(0.0,),
-        versions=(0,),
+        tokens=Tokens.generated([2], [0.0], [0]),
         advantage=1.0,
         group=group,
     )

@@ -16,6 +16,7 @@ from grpo_core.data.samplers import RoundRobin
 from grpo_core.errors import CheckpointError
 from grpo_core.records import Group, Rollout
 from grpo_core.testing import prompts
+from grpo_core.tokens import Tokens
 
 
 async def save_trainer(directory: Path):
@@ -134,16 +135,13 @@ def test_a_full_disk_leaves_the_checkpoints_before_untouched(tmp_path):
     assert checkpoint.newest(tmp_path).directory == good
 
 
-def test_the_buffer_survives_json(tmp_path):
+def test_the_buffer_survives_its_files(tmp_path):
     source = prompts(10)
     buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
     flying = buffer.assign(buffer.reserve(), source[:4])
     rollout = Rollout(
         prompt_ids=(1, 2),
-        token_ids=(3, 4),
-        sampled=(True, False),
-        logprobs=(-0.1234567890123, 0.0),
-        versions=(0, -1),
+        tokens=Tokens([3, 4], [True, False], [-0.1234567890123, 0.0], [0, -1]),
         messages=({"role": "user", "content": "é"},),
         reward=0.5,
         metrics={"format": 1.0},
@@ -155,10 +153,13 @@ def test_the_buffer_survives_json(tmp_path):
     )
     buffer.complete(flying[1], group)
     buffer.fail(flying[2])
-    state = json.loads(checkpoint.as_json(buffer.state_dict()))
+    arrays = checkpoint.Arrays()
+    state = json.loads(checkpoint.as_json(buffer.state_dict(), arrays))
+    (tmp_path / "arrays").write_bytes(arrays.to_bytes())
 
     again = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
-    checkpoint.load_buffer(again, state, lambda task, id: source[int(id)])
+    arrays = checkpoint.Arrays.read(tmp_path / "arrays")
+    checkpoint.load_buffer(again, state, arrays, lambda task, id: source[int(id)])
     assert again.state_dict() == buffer.state_dict()
     offered = [again.reserve()[0] for _ in range(3)]
     assert sorted(slot.prompt.id for slot in offered) == ["0", "2", "3"]

@@ -140,17 +140,21 @@ class Run:
 
     async def save(self, version):
         """The cut as the checkpoint writes it, and the trainer's version."""
-        state = json.loads(checkpoint.as_json(checkpoint.cut(self.buffer, self.sampler)))
+        arrays = checkpoint.Arrays()
+        state = json.loads(checkpoint.as_json(checkpoint.cut(self.buffer, self.sampler), arrays))
         loaders = {task: loader.state_dict() for task, loader in self.loaders.items()}
-        self.saved.append(json.dumps([state, loaders, version, self.trainer.state]))
+        self.saved.append((json.dumps([state, loaders, version, self.trainer.state]), arrays))
         return written
 
     def resume(self, saved):
-        state, loaders, version, trained = json.loads(saved)
+        text, arrays = saved
+        state, loaders, version, trained = json.loads(text)
         for task, loader in self.loaders.items():
             loader.load_state_dict(loaders[task])
         self.sampler.load_state_dict(state["sampler"])
-        checkpoint.load_buffer(self.buffer, state["buffer"], lambda task, id: self.loaders[task].prompt(id))
+        checkpoint.load_buffer(
+            self.buffer, state["buffer"], arrays, lambda task, id: self.loaders[task].prompt(id)
+        )
         self.trainer.version, self.trainer.state = version, trained
         return self
 
@@ -251,7 +255,7 @@ def test_a_run_that_is_cut_anywhere_loses_nothing(make, policy, max_staleness):
     for step in (1, 4, 9):
         again = Run(make(), **options).resume(first.saved[step - 1])(seed=step)
         before = [name(g.prompt) for event in first.of(GroupsReady)[:step] for g in event.groups]
-        state = json.loads(first.saved[step - 1])[0]["buffer"]
+        state = json.loads(first.saved[step - 1][0])[0]["buffer"]
         pending = [slot["id"] for slot in state["again"]] + [slot["id"] for slot, _ in state["ready"]]
         filtered = [name for place, name in enumerate(first.stream) if place < state["dispatched"]]
         gone = set(filtered) - set(before) - {first.stream[place] for place in pending}
@@ -281,7 +285,7 @@ def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(make):
 
 def test_prompts_in_flight_at_the_cut_come_again_in_their_order():
     first = Run(Curriculum(known_after=2), max_staleness=3)(seed=6)
-    state = json.loads(first.saved[2])[0]["buffer"]
+    state = json.loads(first.saved[2][0])[0]["buffer"]
     assert state["again"], "something was in flight"
     again = Run(Curriculum(known_after=2), max_staleness=3).resume(first.saved[2])(seed=7)
     offered = [slot.id for event in again.of(Dispatched) for slot in event.slots]

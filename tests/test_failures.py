@@ -58,7 +58,7 @@ def names_used(path):
 def test_01_a_prompt_that_is_never_answered_is_skipped_after_its_retries_and_no_step_waits_longer():
     class Silent(FakeEngine):
         async def _one(self, request):
-            if request.prompt_ids == tuple(map(ord, "prompt 5")):
+            if request.prompt_ids.tolist() == list(map(ord, "prompt 5")):
                 await asyncio.sleep(1e9)
             return await super()._one(request)
 
@@ -233,7 +233,7 @@ def test_09_the_same_prompt_after_an_update_is_answered_by_the_new_weights_alone
 
     async def logprobs(engine, weights):
         await engine.update_weights(weights)
-        return [(await engine.generate([REQUEST]))[0].logprobs for _ in range(2)]
+        return [(await engine.generate([REQUEST]))[0].logprobs.tolist() for _ in range(2)]
 
     async def updated(engine):
         await logprobs(engine, old.write(1, tensors(model)))
@@ -259,7 +259,7 @@ def test_06_an_engine_that_stops_answering_is_replaced_and_an_update_never_hangs
         assert loop.time() - began <= 10 + 1
         await engine.update_weights(writer.write(3, tensors(model)))
         (completion,) = await engine.generate([REQUEST])
-        return set(completion.versions)
+        return set(completion.versions.tolist())
 
     assert with_engine(model, story, deadline=10.0) == {3}
 

@@ -76,7 +76,7 @@ class Worker:
 
     async def _one(self, request):
         assert self.version is not None, "asked before it was given weights"
-        if request.prompt_ids == PROBE:
+        if tuple(request.prompt_ids) == PROBE:
             await self._live(0.01)
             says = -0.5 if not self.lies else -3.0
             return Completion(
@@ -429,7 +429,7 @@ def test_running_requests_go_on_with_the_new_weights_and_say_so():
         call = asyncio.create_task(pool.generate(group(0, tokens=6)))
         await asyncio.sleep(2.5)
         await pool.update_weights(weights(1))
-        assert {completion.versions for completion in await call} == {(0, 0, 1, 1, 1, 1)}
+        assert {tuple(completion.versions) for completion in await call} == {(0, 0, 1, 1, 1, 1)}
         await pool.aclose()
 
     run(story())

@@ -215,7 +215,7 @@ def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim,
 
 
 def tokens(completions):
-    return [completion.token_ids for completion in completions]
+    return [completion.token_ids.tolist() for completion in completions]
 
 
 def pid_of_worker(pool, number):

@@ -31,6 +31,7 @@ from grpo_core.reporting import charts, report
 from grpo_core.reporting.charts import Series, chart, label, shortened, smoothed, ticks
 from grpo_core.reporting.curves import tasks_of
 from grpo_core.reporting.report import Files
+from grpo_core.tokens import Tokens
 from grpo_core.validation.strategies import Greedy, PassAtK
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">{{ 7*7 }}&amp;\ud800\x00'
@@ -57,10 +58,7 @@ def group(task, replies, *, prompt="52341="):
     rollouts = tuple(
         Rollout(
             prompt_ids=(1,),
-            token_ids=(2,),
-            sampled=(True,),
-            logprobs=(-0.5,),
-            versions=(0,),
+            tokens=Tokens.generated([2], [-0.5], [0]),
             messages=(question, {"role": "assistant", "content": reply}),
             reward=reward,
             turns=1,

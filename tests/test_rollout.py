@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
-from attrs import evolve, fields
+from attrs import fields
 from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
@@ -15,10 +16,11 @@ from grpo_core.engines import wire
 from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.events import Dispatched
-from grpo_core.records import Feedback, GenerationRequest, Group, Prompt, Rollout, Weights
+from grpo_core.records import Completion, Feedback, GenerationRequest, Group, Prompt, Rollout, Weights
 from grpo_core.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.rows import check_staleness, make_batch
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
+from grpo_core.tokens import Tokens
 from grpo_core.validation.runner import Context
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
@@ -87,11 +89,11 @@ def test_turns_go_on_while_the_environment_says_so_and_rewards_are_summed():
 
 def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version():
     (rollout,) = played(requests(2)[1:], {"task": FakeEnvironment(guess, max_turns=2)})
-    text = FakeRenderer().text(rollout.token_ids)
+    text = FakeRenderer().text(rollout.tokens.ids)
     assert text[1:3] == "no"
-    assert rollout.sampled == (True, False, False, True)
-    assert rollout.logprobs == (-1.0, 0.0, 0.0, -1.0)
-    assert rollout.versions == (0, -1, -1, 0)
+    assert rollout.tokens.sampled.tolist() == [True, False, False, True]
+    assert rollout.tokens.logprobs.tolist() == [-1.0, 0.0, 0.0, -1.0]
+    assert rollout.tokens.versions.tolist() == [0, -1, -1, 0]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,14 @@ def test_what_the_engine_gives_up_is_unscored_and_bugs_are_not_hidden():
             {"versions": (0, 0)},
             "1 logprobs and 2 versions; expected as many of each",
         ),
+        ({"token_ids": (1.5,)}, "returned 1.5; expected a whole number of 32 bits as token id"),
+        ({"token_ids": (2**31,)}, "returned 2147483648; expected a whole number of 32 bits as token id"),
+        ({"token_ids": np.array([2**31])}, "returned an array of int64 from 2147483648 to 2147483648"),
+        ({"token_ids": [[1]]}, r"returned \[1\]; expected a whole number"),
+        ({"token_ids": np.array([[1]])}, r"returned an array of shape \[1, 1\]; expected one dimension"),
+        ({"token_ids": (-1,)}, "returned the token id -1; expected 0 or more"),
+        ({"logprobs": ("x",)}, "returned 'x'; expected a number as logprob"),
+        ({"logprobs": (-1e300,)}, "returned the logprob -inf for a sampled token"),
         ({"logprobs": (float("nan"),)}, "returned the logprob nan for a sampled token"),
         ({"logprobs": (0.5,)}, "returned the logprob 0.5 for a sampled token"),
         (None, "returned 0 completions for 1 requests"),
@@ -164,7 +174,12 @@ def test_an_engine_that_breaks_its_contract_is_told_how(changes, message):
     class Broken(FakeEngine):
         async def generate(self, requests):
             completions = await super().generate(requests)
-            return [evolve(completion, **changes) for completion in completions if changes]
+            return [self.changed(completion.tokens) for completion in completions if changes]
+
+        @staticmethod
+        def changed(tokens):
+            said = {"token_ids": tokens.ids, "logprobs": tokens.logprobs, "versions": tokens.versions}
+            return Completion(**{**said, **changes}, finish_reason="stop")
 
     with pytest.raises(PluginError, match=message):
         played(requests(1), {"task": FakeEnvironment()}, Broken())
@@ -289,10 +304,7 @@ def a_group(rewards, versions=(3,)):
     rollouts = tuple(
         Rollout(
             prompt_ids=(1,),
-            token_ids=(2,) * len(versions),
-            sampled=(True,) * len(versions),
-            logprobs=(-1.0,) * len(versions),
-            versions=tuple(versions),
+            tokens=Tokens.generated((2,) * len(versions), (-1.0,) * len(versions), versions),
             reward=reward,
         )
         for reward in rewards

@@ -100,6 +100,6 @@ def test_the_directory_replaces_an_unfinished_one(tmp_path: Path) -> None:
 
 def test_of_a_demonstration_the_replies_are_learnt_and_not_what_they_are_answered() -> None:
     row = tiny._row("7:", "7", "3:", "37")
-    assert row.prompt_ids == tiny.encode("7:")
-    assert row.token_ids == (*tiny.encode("7"), 1, *tiny.encode("3:37"), 1)
-    assert row.sampled == (True, True, False, False, True, True, True)
+    assert tuple(row.prompt_ids) == tiny.encode("7:")
+    assert tuple(row.tokens.ids) == (*tiny.encode("7"), 1, *tiny.encode("3:37"), 1)
+    assert row.tokens.sampled.tolist() == [True, True, False, False, True, True, True]

@@ -18,15 +18,13 @@ from grpo_core.reporting.terminal import TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.testing import prompts
+from grpo_core.tokens import Tokens
 
 
 def groups():
     rollout = Rollout(
         prompt_ids=(1,),
-        token_ids=(2, 3),
-        sampled=(True, True),
-        logprobs=(-0.5, -0.5),
-        versions=(0, 0),
+        tokens=Tokens.generated([2, 3], [-0.5, -0.5], [0, 0]),
         messages=({"role": "user", "content": "52341="}, {"role": "assistant", "content": "12345"}),
         reward=1.0,
         turns=1,

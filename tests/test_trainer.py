@@ -7,8 +7,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,6 +24,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Group, Prompt, Rollout, Row
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.rows import make_batch
+from grpo_core.tokens import Tokens
 from grpo_core.training import policy, tiny
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource
@@ -54,8 +57,12 @@ def setup(
 def row(prompt: str, reply: str, advantage: float = 1.0, group: int = 0, logprob: float = -4.0) -> Row:
     ids = tiny.encode(reply)
     n = len(ids)
-    return Row(prompt_ids=tiny.encode(prompt), token_ids=ids, sampled=(True,) * n, logprobs=(logprob,) * n,
-               versions=(0,) * n, advantage=advantage, group=group)  # fmt: skip
+    tokens = Tokens.generated(ids, (logprob,) * n, (0,) * n)
+    return Row(prompt_ids=tiny.encode(prompt), tokens=tokens, advantage=advantage, group=group)
+
+
+def with_tokens(row: Row, **changes: Any) -> Row:
+    return attrs.evolve(row, tokens=attrs.evolve(row.tokens, **changes))
 
 
 def batch(rows: Sequence[Row], step: int = 0, temperature: float = 1.0) -> Batch:
@@ -87,13 +94,12 @@ def scores(model: str, rows: Sequence[Row], temperature: float = 1.0) -> list[Ro
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)
     scored = []
     for each in rows:
-        ids = torch.tensor([each.prompt_ids + each.token_ids])
+        ids = torch.tensor([each.prompt_ids.tolist() + each.tokens.ids.tolist()])
         with torch.no_grad():
             log_p = torch.log_softmax(reference(ids).logits[0] / temperature, -1)
         start = len(each.prompt_ids)
-        found = [log_p[start + i - 1, token].item() for i, token in enumerate(each.token_ids)]
-        logprobs = tuple(v if s else 0.0 for v, s in zip(found, each.sampled, strict=True))
-        scored.append(attrs.evolve(each, logprobs=logprobs))
+        found = [log_p[start + i - 1, token].item() for i, token in enumerate(each.tokens.ids)]
+        scored.append(with_tokens(each, logprobs=np.where(each.tokens.sampled, found, 0.0)))
     return scored
 
 
@@ -108,7 +114,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> Non
         result = trainer.step(batch(before, step))
     assert result.version == 3 == trainer.publish().version
     found, _ = trainer.model.score(policy.collate(rows, trainer._device), 1.0)
-    change = found.detach() - torch.tensor([v for r in before for v in r.logprobs])
+    change = found.detach() - torch.tensor([v for r in before for v in r.tokens.logprobs])
     assert change[:4].mean() > 0.02
     assert change[4:].mean() < -0.02
 
@@ -117,9 +123,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> Non
 def test_the_trainer_scores_exactly_the_sampled_tokens_as_the_engine_did(
     model: str, temperature: float
 ) -> None:
-    two_turns = attrs.evolve(
-        row("12+", "34=7;ok", 0.5), sampled=(True, True, False, False, True, True, False)
-    )
+    two_turns = with_tokens(row("12+", "34=7;ok", 0.5), sampled=(True, True, False, False, True, True, False))
     rows = scores(model, [*ragged(), two_turns], temperature)
     result = TorchTrainer(setup(model)).step(batch(rows, temperature=temperature))
     assert result.metrics["logprob_diff_mean"] < 1e-6
@@ -128,9 +132,9 @@ def test_the_trainer_scores_exactly_the_sampled_tokens_as_the_engine_did(
 
 
 def test_what_the_environment_wrote_is_read_but_not_trained(model: str) -> None:
-    given = attrs.evolve(row("12", "a<5>bc"), sampled=(True, False, False, False, True, True))
-    told = attrs.evolve(given, logprobs=(-4.0, -9.0, 9.0, 1.0, -4.0, -4.0))
-    other_text = attrs.evolve(given, token_ids=tiny.encode("a<7>bc"))
+    given = with_tokens(row("12", "a<5>bc"), sampled=(True, False, False, False, True, True))
+    told = with_tokens(given, logprobs=(-4.0, -9.0, 9.0, 1.0, -4.0, -4.0))
+    other_text = with_tokens(given, ids=tiny.encode("a<7>bc"))
     trainers = [TorchTrainer(setup(model)) for _ in range(3)]
     for trainer, each in zip(trainers, (given, told, other_text), strict=True):
         trainer.step(batch([each]))
@@ -140,10 +144,7 @@ def test_what_the_environment_wrote_is_read_but_not_trained(model: str) -> None:
 
 def test_what_follows_the_last_sampled_token_costs_nothing(model: str) -> None:
     short = row("12", "abc")
-    longer = attrs.evolve(
-        short, token_ids=short.token_ids + tiny.encode("??"), sampled=(True,) * 3 + (False,) * 2,
-        logprobs=(*short.logprobs, 0.0, 0.0), versions=(*short.versions, -1, -1),
-    )  # fmt: skip
+    longer = attrs.evolve(short, tokens=Tokens.concatenate([short.tokens, Tokens.context(tiny.encode("??"))]))
     a, b = TorchTrainer(setup(model)), TorchTrainer(setup(model))
     assert a.step(batch([short])).metrics["loss"] == b.step(batch([longer])).metrics["loss"]
     assert same(a, b)
@@ -207,7 +208,7 @@ def test_the_metrics_of_a_step_have_the_names_that_everything_else_reads(model: 
 
 
 def test_the_clip_is_relative_to_the_start_of_the_step_and_the_weight_to_the_generator(model: str) -> None:
-    rows = [attrs.evolve(r, logprobs=tuple(v - 0.3 for v in r.logprobs)) for r in scores(model, ragged())]
+    rows = [with_tokens(r, logprobs=r.tokens.logprobs - 0.3) for r in scores(model, ragged())]
     recomputed = TorchTrainer(setup(model, updates_per_step=2)).step(batch(rows)).metrics
     assert recomputed["importance_weight_mean"] == pytest.approx(math.exp(0.3), rel=1e-4)
     assert recomputed["clip_fraction_high"] == 0
@@ -446,8 +447,11 @@ def test_a_loss_that_is_not_finite_stops_the_step_and_names_its_rows(model: str,
 )
 def test_a_row_whose_loss_is_not_finite_is_left_out_and_counted(model: str, where: str, bad: float) -> None:
     rows = ragged(groups=6)
-    value = bad if where == "advantage" else (bad,) * len(rows[3].token_ids)
-    broken = [*rows[:3], attrs.evolve(rows[3], **{where: value}), *rows[4:]]
+    if where == "advantage":
+        wrong = attrs.evolve(rows[3], advantage=bad)
+    else:
+        wrong = with_tokens(rows[3], logprobs=(bad,) * len(rows[3].tokens))
+    broken = [*rows[:3], wrong, *rows[4:]]
     teaches_nothing = [*rows[:3], attrs.evolve(rows[3], advantage=0.0), *rows[4:]]
     trainers = [TorchTrainer(attrs.evolve(setup(model), max_non_finite=0.1)) for _ in range(2)]
     found = trainers[0].step(batch(broken)).metrics
@@ -536,8 +540,8 @@ def test_any_causal_model_is_scored_as_it_scores_itself(kind: str, fused: bool, 
     rows = [
         Row(
             prompt_ids=tuple(chance.choices(range(40), k=3 + n)),
-            token_ids=tuple(chance.choices(range(40), k=n)),
-            sampled=(True,) * n, logprobs=(-3.0,) * n, versions=(0,) * n, advantage=1.0, group=0,
+            tokens=Tokens.generated(chance.choices(range(40), k=n), (-3.0,) * n, (0,) * n),
+            advantage=1.0, group=0,
         )
         for n in (1, 4, 9)
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from grpo_core.records import Completion, Feedback, Weights
 from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.tokens import Tokens
 from grpo_core.validation.runner import Context
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=200_000)
@@ -120,26 +121,28 @@ def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers
         return await rows
 
     for rollout in run(story()):
-        generated = [
-            (r, c) for r, c in engine.said if r.prompt_ids[: len(rollout.prompt_ids)] == rollout.prompt_ids
+        spoken = [
+            (request.prompt_ids.tolist(), completion.tokens)
+            for request, completion in engine.said
+            if FakeRenderer().text(request.prompt_ids).startswith(FakeRenderer().text(rollout.prompt_ids))
         ]
+        prompt, tokens = rollout.prompt_ids.tolist(), rollout.tokens
         place = 0
-        for request, completion in generated:
-            end = len(request.prompt_ids) - len(rollout.prompt_ids)
-            assert request.prompt_ids == rollout.prompt_ids + rollout.token_ids[:end], "seen = kept"
-            assert not any(rollout.sampled[place:end]), "answers are not trained"
-            assert set(rollout.versions[place:end]) <= {-1}
-            assert set(rollout.logprobs[place:end]) <= {0.0}
-            place = end + len(completion.token_ids)
-            assert all(rollout.sampled[end:place])
-            assert rollout.token_ids[end:place] == completion.token_ids
-            assert rollout.logprobs[end:place] == completion.logprobs
-            assert rollout.versions[end:place] == completion.versions
-        assert place == len(rollout.token_ids), "a row ends with what was sampled"
-        assert sum(rollout.sampled) == sum(len(c.token_ids) for _, c in generated)
-        assert rollout.turns == len(generated) <= turns
+        for seen, said in spoken:
+            end = len(seen) - len(prompt)
+            assert seen == prompt + tokens.ids[:end].tolist(), "seen = kept"
+            assert not any(tokens.sampled[place:end]), "answers are not trained"
+            assert set(tokens.versions[place:end]) <= {-1}
+            assert set(tokens.logprobs[place:end]) <= {0.0}
+            place = end + len(said)
+            assert all(tokens.sampled[end:place])
+            kept = {name: part[end:place] for name, part in tokens.arrays().items()}
+            assert Tokens(**kept) == said
+        assert place == len(tokens), "a row ends with what was sampled"
+        assert tokens.n_sampled == sum(len(said) for _, said in spoken)
+        assert rollout.turns == len(spoken) <= turns
         assert rollout.reward == 0.5 * rollout.turns
-        assert not total or len(rollout.prompt_ids) + len(rollout.token_ids) <= total
+        assert not total or len(prompt) + len(tokens) <= total
 
 
 # ---------------------------------------------------------------------------------- tools
@@ -196,7 +199,7 @@ def test_tools_answer_and_the_model_speaks_again():
     ]
     assert told == {"role": "tool", "tool_call_id": "call00000", "name": "price", "content": "7"}
     assert last == {"role": "assistant", "content": "it costs 7"}
-    assert FakeRenderer().text(rollout.token_ids) == call("price", item="tea") + "7" + "it costs 7"
+    assert FakeRenderer().text(rollout.tokens.ids) == call("price", item="tea") + "7" + "it costs 7"
     assert (rollout.reward, rollout.metrics, rollout.finish_reason) == (1.0, {"turn": 1.0}, "stop")
     assert environment.calls == [1, 1]
 
@@ -297,7 +300,7 @@ def test_each_limit_ends_a_rollout_with_its_own_reason(environment, limits, reas
     (rollout,) = played(environment, engine, sampling=evolve(SAMPLING, **limits))
     assert (rollout.finish_reason, rollout.turns, rollout.reward) == (reason, turns, reward)
     assert rollout.messages[-1]["role"] == "assistant", "nothing follows that nobody reads"
-    assert rollout.sampled[-1]
+    assert rollout.tokens.sampled[-1]
     assert rollout.error is None
 
 
@@ -704,7 +707,5 @@ def test_training_and_validation_play_the_same(mode):
     assert trained == validated
     assert {r.turns for r in trained} == {1, 2}
     for a, b in zip(trained, validated, strict=True):
-        for name in ("token_ids", "sampled", "logprobs", "versions"):
-            assert list(map(type, getattr(a, name))) == list(map(type, getattr(b, name)))
         assert type(a.reward) is type(b.reward) is float
         assert all(type(value) is float for value in (*a.metrics.values(), *b.metrics.values()))

@@ -16,6 +16,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.metrics import headline
 from grpo_core.records import Rollout
 from grpo_core.testing.strategies import check_validation_strategy
+from grpo_core.tokens import Tokens
 from grpo_core.validation.estimates import interval, majority_score, pass_at_k
 from grpo_core.validation.results import table
 from grpo_core.validation.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
@@ -112,8 +113,7 @@ class Given:
         return [
             Rollout(
                 prompt_ids=(1,),
-                token_ids=(2, 3),
-                sampled=(True, True),
+                tokens=Tokens.generated((2, 3), (-1.0, -1.0), (0, 0)),
                 reward=reward,
                 answer=self.answers[p][i] if self.answers else None,
                 messages=({"role": "assistant", "content": self.replies[p][i] if self.replies else ""},),

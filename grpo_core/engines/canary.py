@@ -54,12 +54,13 @@ async def _ask(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Co
 
 
 def _difference(version: int, canary: Canary, completion: Completion, tolerance: float) -> float:
-    if completion.versions != (version,):
+    versions = completion.versions.tolist()
+    if versions != [version]:
         raise WeightSyncError(
             f"engine: after the sync of version {version} it completed the canary with versions "
-            f"{completion.versions}; expected ({version},)"
+            f"{versions}; expected [{version}]"
         )
-    (token,), (engine,) = completion.token_ids, completion.logprobs
+    (token,), (engine,) = completion.token_ids.tolist(), completion.logprobs.tolist()
     known = dict(zip(canary.token_ids, canary.logprobs, strict=True))
     trainer = known.get(token)
     difference = abs(engine - trainer) if trainer is not None else float("inf")

@@ -127,7 +127,7 @@ class EnginePool:
             raise EngineError("engine pool: generate before the first update_weights")
         places: dict[Hashable, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
-            places[request.group or request.prompt_ids].append(i)
+            places[request.group or request.prompt_ids.tobytes()].append(i)
         found: dict[int, Completion] = {}
         groups = [self._group(key, requests, some, found) for key, some in places.items()]
         if len(groups) == 1:  # the usual case needs no extra task

@@ -33,11 +33,8 @@ def unpack_requests(packed: Packed) -> list[GenerationRequest]:
 
 
 def pack_completions(completions: Sequence[Completion]) -> Packed:
-    return [(c.token_ids, c.logprobs, c.versions, c.finish_reason) for c in completions]
+    return [(c.tokens, c.finish_reason) for c in completions]
 
 
 def unpack_completions(packed: Packed) -> list[Completion]:
-    return [
-        Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=finish_reason)
-        for token_ids, logprobs, versions, finish_reason in packed
-    ]
+    return [Completion.of(tokens, finish_reason) for tokens, finish_reason in packed]

@@ -80,7 +80,7 @@ def _as_written(group: Group, rollout: Rollout) -> dict[str, Any]:
         "metrics": dict(rollout.metrics),
         "finish_reason": rollout.finish_reason,
         "turns": rollout.turns,
-        "tokens": int(np.count_nonzero(rollout.sampled)),
+        "tokens": rollout.tokens.n_sampled,
         "generation_version": group.generation_version,
     }
 
@@ -99,8 +99,7 @@ def _slot(slot: Slot[Prompt]) -> dict[str, Any]:
 
 
 def _group(group: Group) -> dict[str, Any]:
-    versions = np.concatenate([np.asarray(rollout.versions, np.int64) for rollout in group.rollouts])
-    versions = versions[versions >= 0]  # those of sampled tokens
+    versions = np.concatenate([rollout.tokens.sampled_versions for rollout in group.rollouts])
     return {
         "slot": group.slot,
         "task": group.prompt.environment,

@@ -238,7 +238,7 @@ def _join(threads: list[TrackerThread]) -> None:
 def _tokens(item: Item) -> int:
     if not isinstance(item, GroupsReady):
         return 0
-    return sum(len(rollout.token_ids) for group in item.groups for rollout in group.rollouts)
+    return sum(len(rollout.tokens) for group in item.groups for rollout in group.rollouts)
 
 
 def _text(error: Exception) -> str:

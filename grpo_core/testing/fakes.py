@@ -131,7 +131,8 @@ class FakeTrainer(Trainer):
         await asyncio.sleep(self.seconds)
         assert batch.step == self.version, f"step {batch.step} given to version {self.version}"
         self.batches.append(batch)
-        self.state = hash((self.state, tuple((r.token_ids, r.advantage) for r in batch.rows)))
+        rows = tuple((tuple(row.tokens.ids.tolist()), row.advantage) for row in batch.rows)
+        self.state = hash((self.state, rows))
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": self.seconds})
 

@@ -18,6 +18,7 @@ from attrs import evolve
 from grpo_core.loss import LossInputs, Need, needs_of
 from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.rows import checked_scores
+from grpo_core.tokens import Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -260,10 +261,7 @@ def a_group(rewards: Sequence[float], place: int = 0, lengths: Sequence[int] = (
     def rollout(reward: float, length: int) -> Rollout:
         return Rollout(
             prompt_ids=(1, 2),
-            token_ids=(5,) * length,
-            sampled=(True,) * length,
-            logprobs=(-1.0,) * length,
-            versions=(0,) * length,
+            tokens=Tokens.generated([5] * length, [-1.0] * length, [0] * length),
             reward=reward,
             turns=1,
             finish_reason="length" if length == max(lengths) else "stop",

@@ -41,10 +41,8 @@ def length(row: Row) -> int:
 
 
 def _last_sampled(row: Row) -> int:
-    for place in range(len(row.sampled) - 1, -1, -1):
-        if row.sampled[place]:
-            return place
-    return -len(row.prompt_ids)
+    places = np.flatnonzero(row.tokens.sampled)
+    return int(places[-1]) if places.size else -len(row.prompt_ids)
 
 
 def collate(rows: Sequence[Row], device: torch.device, dtype: torch.dtype = torch.float32) -> MicroBatch:
@@ -53,14 +51,14 @@ def collate(rows: Sequence[Row], device: torch.device, dtype: torch.dtype = torc
     ids = np.zeros((len(rows), max(lengths)), dtype=np.int64)
     positions, targets, row_of, logprobs = [], [], [], []
     for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-        tokens = np.array(row.prompt_ids + row.token_ids, dtype=np.int64)
-        sampled = np.flatnonzero(row.sampled)
-        if not row.prompt_ids and sampled.size and sampled[0] == 0:
+        tokens = np.concatenate([row.prompt_ids, row.tokens.ids])
+        sampled = np.flatnonzero(row.tokens.sampled)
+        if not len(row.prompt_ids) and sampled.size and sampled[0] == 0:
             raise TrainerError(f"a row of group {row.group} has no prompt: its first token cannot be scored")
         ids[b, :n] = tokens[:n]
         positions.append(sampled + (b * ids.shape[1] + len(row.prompt_ids) - 1))
         targets.append(tokens[len(row.prompt_ids) + sampled])
-        logprobs.append(np.array(row.logprobs)[sampled])
+        logprobs.append(row.tokens.logprobs[sampled])
         row_of.append(np.full(sampled.size, b))
     counts = torch.tensor([len(each) for each in targets])
     advantages = torch.tensor([row.advantage for row in rows], dtype=dtype).repeat_interleave(counts)

@@ -19,6 +19,7 @@ import torch
 
 from grpo_core.errors import ConfigError
 from grpo_core.records import Row
+from grpo_core.tokens import NOT_SAMPLED, Tokens
 from grpo_core.training.model import Scorer
 from grpo_core.training.policy import collate
 
@@ -125,20 +126,11 @@ def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps:
 
 def _row(prompt: str, *said: str) -> Row:
     """Replies and answers in turn; replies are learnt, with the end of each."""
-    token_ids: list[int] = []
-    sampled: list[bool] = []
+    parts: list[Tokens] = []
     for place, text in enumerate(said):
-        reply = place % 2 == 0
-        ids = (*encode(text), 1) if reply else encode(text)
-        token_ids += ids
-        sampled += [reply] * len(ids)
-    n = len(token_ids)
-    return Row(
-        prompt_ids=encode(prompt),
-        token_ids=tuple(token_ids),
-        sampled=tuple(sampled),
-        logprobs=(0.0,) * n,
-        versions=(-1,) * n,
-        advantage=1.0,
-        group=0,
-    )
+        if place % 2:
+            parts.append(Tokens.context(encode(text)))
+        else:
+            ids = (*encode(text), 1)
+            parts.append(Tokens.generated(ids, (0.0,) * len(ids), (NOT_SAMPLED,) * len(ids)))
+    return Row(prompt_ids=encode(prompt), tokens=Tokens.concatenate(parts), advantage=1.0, group=0)

@@ -153,7 +153,7 @@ class TorchTrainer:
         if batch.step != self.version:
             raise TrainerError(f"step {batch.step} was asked of a trainer that holds version {self.version}")
         begun = time.perf_counter()
-        rows = [row for row in batch.rows if any(row.sampled)]
+        rows = [row for row in batch.rows if row.tokens.n_sampled]
         updates = [
             self._microbatches(update) for update in split_updates(rows, self._config.updates_per_step)
         ]

@@ -153,9 +153,8 @@ class Context:
         if rollout.reward is None:
             tally.errors += 1
             tally.first = tally.first or rollout.error or "unscored"
-        others = {v for v, sampled in zip(rollout.versions, rollout.sampled, strict=True) if sampled} - {
-            self.version
-        }
+        versions = rollout.tokens.sampled_versions
+        others = set(versions[versions != self.version].tolist())
         if others:
             raise WeightSyncError(
                 f"validation of version {self.version}: the engine sampled tokens with version "

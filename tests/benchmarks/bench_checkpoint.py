@@ -20,6 +20,7 @@ import torch
 from grpo_core import checkpoint
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.records import Batch, Row
+from grpo_core.tokens import Tokens
 from grpo_core.training import tiny
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer, create
@@ -40,8 +41,9 @@ def measure(scratch: Path, width: int, layers: int) -> float:
     trainer = create(
         TrainerSetup(model=ModelConfig(path=str(scratch / "model")), trainer=TrainerConfig(), plugins=())
     )
-    row = Row(prompt_ids=(5, 6), token_ids=(7, 8), sampled=(True, True), logprobs=(-4.0, -4.0),
-              versions=(0, 0), advantage=1.0, group=0)  # fmt: skip
+    row = Row(
+        prompt_ids=(5, 6), tokens=Tokens.generated((7, 8), (-4.0, -4.0), (0, 0)), advantage=1.0, group=0
+    )
     trainer.step(Batch(step=0, rows=(row,), temperature=1.0))
     state = [t.detach() for _, p in trainer._named for t in (p, *trainer._optimizer.state[p].values())]
     size = sum(tensor.nbytes for tensor in state)

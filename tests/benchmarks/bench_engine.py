@@ -96,7 +96,7 @@ def ours(decoder: Decoder, requests: list[GenerationRequest]) -> None:
 def theirs(hf, requests: list[GenerationRequest], cache: str) -> None:  # type: ignore[no-untyped-def]
     from transformers import StoppingCriteriaList
 
-    ids = torch.tensor([r.prompt_ids for r in requests])
+    ids = torch.tensor([r.prompt_ids.tolist() for r in requests])
     ends = torch.tensor([len(r.prompt_ids) + r.max_tokens for r in requests])
     longest = max(r.max_tokens for r in requests)
     hf.generate(

@@ -120,10 +120,7 @@ async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: 
             rows = tuple(
                 Row(
                     prompt_ids=request.prompt_ids,
-                    token_ids=completion.token_ids,
-                    sampled=(True,) * len(completion.token_ids),
-                    logprobs=completion.logprobs,
-                    versions=completion.versions,
+                    tokens=completion.tokens,
                     advantage=advantage,
                     group=i // work.group_size,
                 )
@@ -134,7 +131,7 @@ async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: 
             await trainer.step(Batch(step=step, rows=rows, temperature=1.0))
             await engine.update_weights(await trainer.publish())
             told["seconds"].append(time.perf_counter() - begun)
-            told["tokens"].append(sum(len(completion.token_ids) for completion in completions))
+            told["tokens"].append(sum(len(completion.tokens) for completion in completions))
     finally:
         await engine.aclose()
         await trainer.aclose()

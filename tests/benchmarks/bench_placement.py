@@ -23,6 +23,7 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.records import Batch, GenerationRequest, Row
+from grpo_core.tokens import Tokens
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.tiny import encode, make_tiny_model
 from grpo_core.training.trainer import TorchTrainer
@@ -43,10 +44,7 @@ def rows() -> tuple[Row, ...]:
         n = len(ids)
         return Row(
             prompt_ids=encode(prompt),
-            token_ids=ids,
-            sampled=(True,) * n,
-            logprobs=(-0.5,) * n,
-            versions=(0,) * n,
+            tokens=Tokens.generated(ids, (-0.5,) * n, (0,) * n),
             advantage=advantage,
             group=group,
         )

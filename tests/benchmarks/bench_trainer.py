@@ -24,6 +24,7 @@ import torch
 
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.records import Batch, Row, StepResult, Weights
+from grpo_core.tokens import Tokens
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
@@ -62,10 +63,7 @@ def rows(lengths: Sequence[int], *, prompt: int, vocabulary: int, group_size: in
         made.append(
             Row(
                 prompt_ids=tuple(chance.choices(range(3, vocabulary), k=prompt)),
-                token_ids=tuple(chance.choices(range(3, vocabulary), k=n)),
-                sampled=(True,) * n,
-                logprobs=(-1.0,) * n,
-                versions=(0,) * n,
+                tokens=Tokens.generated(chance.choices(range(3, vocabulary), k=n), (-1.0,) * n, (0,) * n),
                 advantage=1.0 if i % 2 else -1.0,
                 group=i // group_size,
             )
@@ -126,7 +124,7 @@ def ragged(directory: Path, threads: int) -> None:
     even()
     # a ratio near 1 needs more than a clock that other processes disturb
     a, b = best([uneven, even], 8, time.process_time if threads == 1 else time.perf_counter)
-    useful = [sum(len(r.prompt_ids) + len(r.token_ids) for r in each.rows) for each in (uneven, even)]
+    useful = [sum(len(r.prompt_ids) + len(r.tokens) for r in each.rows) for each in (uneven, even)]
     report(
         "ragged / equal rows, useful tokens per second",
         (useful[0] / a) / (useful[1] / b),

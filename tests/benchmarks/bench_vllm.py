@@ -86,7 +86,7 @@ def serve_directly(model: str, device: str) -> None:
     print("ready", flush=True)
     for text in sys.stdin:
         asked = wire.unpack_requests(json.loads(text))
-        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in asked]
+        prompts = [{"prompt_token_ids": request.prompt_ids.tolist()} for request in asked]
         parameters = [completing.parameters(request, seeds=True) for request in asked]
         began = time.perf_counter()
         llm.generate(prompts, parameters, use_tqdm=False)

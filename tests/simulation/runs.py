@@ -408,8 +408,9 @@ class Simulation:
             sampling=sampling,
             deadline=90.0,
         )
-        if any(set(rollout.versions) - {version} for rollout in rollouts):
-            self._broken(f"validation of version {version} met {[r.versions for r in rollouts]}")
+        met = {v for rollout in rollouts for v in rollout.tokens.versions.tolist()}
+        if met - {version}:
+            self._broken(f"validation of version {version} met {met}")
         return {"short": {"accuracy": 0.0}}
 
     def _config(self) -> dict[str, Any]:

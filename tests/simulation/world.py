@@ -16,8 +16,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attrs import evolve
-
 from grpo_core.advantages import normalize
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.errors import EngineError, TrainerError, WeightSyncError
@@ -62,14 +60,15 @@ class Truth:
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
-        self._said: dict[tuple[int, ...], Completion] = {}
+        self._said: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
         self._trained: set[tuple[int, ...]] = set()
         self._due: list[tuple[tuple[int, ...], float]] = []
         self._cuts: dict[int, set[tuple[int, ...]]] = {0: set()}
         """What was trained before a step: the same for all cuts at this step."""
 
     def says(self, completion: Completion) -> None:
-        self._said[completion.token_ids] = completion
+        ids, _, *rest = (tuple(part.tolist()) for part in completion.tokens.arrays().values())
+        self._said[ids] = rest
 
     def saving(self, step: int) -> None:
         self._cuts[step] = set(self._trained)
@@ -83,25 +82,25 @@ class Truth:
         for group in groups:
             for rollout in group.rollouts:
                 who = f"prompt {group.prompt.id!r}: a rollout"
-                self._law(rollout.token_ids not in self._trained, step, f"{who} counts twice")
-                self._trained.add(rollout.token_ids)
-                expected = reward(rollout.token_ids, rollout.sampled)
+                ids = tuple(rollout.tokens.ids.tolist())
+                self._law(ids not in self._trained, step, f"{who} counts twice")
+                self._trained.add(ids)
+                expected = reward(ids, rollout.tokens.sampled.tolist())
                 self._law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
             scores = normalize([float(r or 0.0) for r in group.rewards])
             pairs = zip(group.rollouts, scores, strict=True)
-            self._due += [(rollout.token_ids, score) for rollout, score in pairs if score]
+            self._due += [(tuple(rollout.tokens.ids.tolist()), score) for rollout, score in pairs if score]
 
     def batch(self, batch: Batch) -> None:
         """Token by token what was sampled, with the advantage that its group gives it."""
-        rows = [(row.token_ids, row.advantage) for row in batch.rows]
+        rows = [(tuple(row.tokens.ids.tolist()), row.advantage) for row in batch.rows]
         self._law(rows == self._due, batch.step, "the rows are not the rollouts of the step's groups")
         for row in batch.rows:
-            aligned = zip(row.token_ids, row.sampled, row.logprobs, row.versions, strict=True)
+            aligned = zip(*(part.tolist() for part in row.tokens.arrays().values()), strict=True)
             for sampled, run in itertools.groupby(aligned, key=lambda token: token[1]):
-                tokens, _, logprobs, by = zip(*run, strict=True)
-                said = self._said.get(tokens)
-                same = not sampled or (said and (said.logprobs, said.versions) == (logprobs, by))
-                self._law(bool(same), batch.step, "a row is not what the engine said")
+                tokens, _, *rest = zip(*run, strict=True)
+                same = not sampled or self._said.get(tokens) == rest
+                self._law(same, batch.step, "a row is not what the engine said")
 
     def _law(self, holds: bool, step: int, what: str) -> None:
         if not holds:
@@ -114,6 +113,12 @@ def reward(token_ids: Sequence[int], sampled: Sequence[bool] | None = None) -> f
     if sampled is not None and False in sampled:
         last = last[len(sampled) - list(sampled)[::-1].index(False) :]
     return sum(last) % 5 / 4
+
+
+def changed(completion: Completion, **changes: Any) -> Completion:
+    tokens = completion.tokens
+    said = {"token_ids": tokens.ids, "logprobs": tokens.logprobs, "versions": tokens.versions}
+    return Completion(**{**said, **changes}, finish_reason=completion.finish_reason)
 
 
 class Memory:
@@ -205,10 +210,10 @@ class SimulatedEngine:
             case 0:
                 return others
             case 1:
-                return [evolve(one, logprobs=(math.nan, *one.logprobs[1:])), *others]
+                return [changed(one, logprobs=[math.nan, *one.logprobs[1:]]), *others]
             case 2:
-                return [evolve(one, versions=one.versions[1:]), *others]
-        return [evolve(one, logprobs=(*one.logprobs[1:], -math.inf)), *others]
+                return [changed(one, versions=one.versions[1:]), *others]
+        return [changed(one, logprobs=[*one.logprobs[1:], -math.inf]), *others]
 
     async def update_weights(self, weights: Weights) -> None:
         fault = self._dice.pick("sync_unanswered", "tensor_corrupted", "tensor_dropped")
@@ -314,7 +319,7 @@ class SimulatedTrainer(Trainer):
         if batch.step != self.version:
             self._truth.violations.append(Violation("truth", batch.step, f"trains version {self.version}"))
         self._truth.batch(batch)
-        rows = repr([(row.token_ids, row.advantage) for row in batch.rows]).encode()
+        rows = repr([(tuple(row.tokens.ids.tolist()), row.advantage) for row in batch.rows]).encode()
         self.digest = blake2b(self.digest + rows, digest_size=16).digest()
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": 1.0})

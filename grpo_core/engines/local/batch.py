@@ -8,17 +8,19 @@ rows are dead; then the others move together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isnan
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_core.engines.local import sampling
 from grpo_core.engines.local.columns import Columns
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError
-from grpo_core.records import Completion, FinishReason, GenerationRequest
+from grpo_core.records import Completion, GenerationRequest
+from grpo_core.tokens import Ids
 
 DEAD_SHARE = 0.1
 """Share of finished rows at which the others move together."""
@@ -119,11 +121,13 @@ class Batch:
 
     def _join(self, entries: Sequence[Entry]) -> Tensor:
         requests = [request for _, request in entries]
-        index: dict[tuple[int, ...], int] = {}
-        of = [index.setdefault(request.prompt_ids, len(index)) for request in requests]
-        longest = max(map(len, index))
-        ids = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in index])
-        lengths = torch.tensor([len(prompt) for prompt in index])
+        index: dict[bytes, int] = {}
+        of = [index.setdefault(request.prompt_ids.tobytes(), len(index)) for request in requests]
+        prompts = [np.frombuffer(packed, np.int32) for packed in index]
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+        for row, prompt in zip(ids.numpy(), prompts, strict=True):
+            row[len(row) - len(prompt) :] = prompt
         now = self._history.time
         self._entries.extend(entries)
         self._n_alive += len(entries)
@@ -209,31 +213,36 @@ class Batch:
         start_steps = self._births[index].tolist()
         begin = min(start_steps)
         window = slice(begin - history.offset, history.end)
-        tokens = history.tensors[0][window].index_select(1, index).t().tolist()
-        logprobs = history.tensors[1][window].index_select(1, index).t().tolist()
-        versions = self._versions[begin - self._versions_from :]
+        tokens = history.tensors[0][window].index_select(1, index).t().int().cpu().numpy()
+        logprobs = history.tensors[1][window].index_select(1, index).t().cpu().numpy()
+        versions = np.array(self._versions[begin - self._versions_from :], np.int32)
         finished: list[Finished] = []
         for i, row in enumerate(rows):
             entry = self._entries[row]
             assert entry is not None
             key, request = entry
             skip = start_steps[i] - begin
-            outcome = self._outcome(request, tokens[i][skip:], logprobs[i][skip:], versions[skip:])
+            outcome = self._outcome(request, tokens[i, skip:], logprobs[i, skip:], versions[skip:])
             finished.append((key, outcome))
         self._retire(rows)
         return finished
 
     def _outcome(
-        self, request: GenerationRequest, tokens: list[int], logprobs: list[float], versions: list[int]
+        self, request: GenerationRequest, ids: Ids, logprobs: NDArray[np.float32], versions: Ids
     ) -> Completion | EngineError:
-        if isnan(logprobs[-1]):
+        if np.isnan(logprobs[-1]):
             return EngineError(
                 f"engine local: the logits of version {versions[-1]} are not finite: training has diverged"
             )
-        stopped = tokens[-1] in request.stop_token_ids or (
-            bool(request.stop) and self._stop_strings.ended(request.stop, tokens)
+        stopped = int(ids[-1]) in request.stop_token_ids or (
+            bool(request.stop) and self._stop_strings.ended(request.stop, ids.tolist())
         )
-        return completion(tokens, logprobs, versions, "stop" if stopped else "length")
+        return Completion(
+            token_ids=ids,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason="stop" if stopped else "length",
+        )
 
     def _retire(self, rows: list[int]) -> None:
         for row in rows:
@@ -268,14 +277,3 @@ class Batch:
         del self._versions[: first - self._versions_from if n else None]
         self._versions_from = first
         self._summarise()
-
-
-def completion(
-    tokens: list[int], logprobs: list[float], versions: list[int], finish_reason: FinishReason
-) -> Completion:
-    return Completion(
-        token_ids=tuple(tokens),
-        logprobs=tuple(logprobs),
-        versions=tuple(versions),
-        finish_reason=finish_reason,
-    )

@@ -85,11 +85,11 @@ class Decoder:
         """The longest-waiting requests that there is room for now."""
         room = self._max_rows - sum(batch.alive for batch in self._batches)
         entries: list[Entry] = []
-        prompts: set[tuple[int, ...]] = set()
+        prompts: set[bytes] = set()
         longest = 0
         while self._waiting and len(entries) < room:
             prompt = self._waiting[0][1].prompt_ids
-            prompts.add(prompt)
+            prompts.add(prompt.tobytes())
             longest = max(longest, len(prompt))
             if entries and longest * len(prompts) > PREFILL_TOKENS:
                 break

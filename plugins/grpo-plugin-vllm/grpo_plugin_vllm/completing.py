@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from grpo_core import Completion, EngineError, FinishReason, GenerationRequest
 
@@ -47,23 +50,36 @@ def parameters(request: GenerationRequest, *, seeds: bool) -> SamplingParams:
 def completion(output: RequestOutput) -> Completion:
     """Raises EngineError if vLLM does not say of each token which weights sampled it, or how likely."""
     (only,) = output.outputs
-    token_ids = tuple(only.token_ids)
     spans = only.weight_versions or []
     return checked(
-        token_ids=token_ids,
-        logprobs=tuple(only.logprobs.logprobs),
-        versions=tuple(int(span.version) for span in spans for _ in range(span.start, span.end)),
+        token_ids=only.token_ids,
+        logprobs=only.logprobs.logprobs,
+        spans=[(int(span.version), span.start, span.end) for span in spans],
         finish_reason=only.finish_reason,
     )
 
 
 def checked(
-    *, token_ids: tuple[int, ...], logprobs: tuple[float, ...], versions: tuple[int, ...], finish_reason: Any
+    *,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    spans: Sequence[tuple[int, int, int]],
+    finish_reason: Any,
 ) -> Completion:
+    """Raises EngineError if there is not one logprob and one version for each token.
+
+    Args:
+        spans: versions, each with the place of its first token and that after its last one.
+    """
+    versions = np.repeat(
+        np.array([version for version, _, _ in spans], np.int32), [end - start for _, start, end in spans]
+    )
     if not len(token_ids) == len(logprobs) == len(versions) or finish_reason not in ("stop", "length"):
         raise EngineError(
             f"engine vllm: {len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions, "
             f"finish reason {finish_reason!r}; expected one of each for each token, and stop or length"
         )
     reason: FinishReason = finish_reason
-    return Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason=reason)
+    return Completion(
+        token_ids=list(token_ids), logprobs=list(logprobs), versions=versions, finish_reason=reason
+    )

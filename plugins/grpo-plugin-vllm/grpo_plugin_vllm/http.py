@@ -121,7 +121,7 @@ class HttpEngine:
         if not request.max_tokens:
             return EMPTY
         body: dict[str, Any] = {
-            "token_ids": list(request.prompt_ids),
+            "token_ids": request.prompt_ids.tolist(),
             "sampling_params": sampling(request, seeds=self._seeds),
         }
         if self._keep_cache:
@@ -137,26 +137,25 @@ class HttpEngine:
     def _read(self, answer: Mapping[str, Any]) -> Completion:
         try:
             (choice,) = answer["choices"]
-            token_ids = tuple(choice["token_ids"])
-            logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
-            versions = [
-                span["version"]
-                for span in choice["weight_versions"] or ()
-                for _ in range(span["start"], span["end"])
+            token_ids = choice["token_ids"]
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            spans = [
+                (span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"engine vllm:http: the server's answer lacks {error}; expected that of vLLM >= 0.32"
             ) from None
-        if not all(version.isdecimal() for version in versions):
+        if not all(version.isdecimal() for version, _, _ in spans):
+            versions = sorted({version for version, _, _ in spans})
             raise ServerError(
-                f"engine vllm:http: the server sampled with weights {sorted(set(versions))}, expected those "
+                f"engine vllm:http: the server sampled with weights {versions}, expected those "
                 "that it was sent; it was started again, or somebody else changes its weights. Ask again"
             )
         return checked(
             token_ids=token_ids,
             logprobs=logprobs,
-            versions=tuple(map(int, versions)),
+            spans=[(int(version), start, end) for version, start, end in spans],
             finish_reason=choice["finish_reason"],
         )
 

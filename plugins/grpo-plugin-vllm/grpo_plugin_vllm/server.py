@@ -81,7 +81,7 @@ class Server(DecodingServer):
             ) from error
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
         if self._options.keep_cache:  # no new request may find keys and values of older weights
             assert self._held is not None
             prompt["cache_salt"] = str(self._held.version)

@@ -1,0 +1,219 @@
+"""Tokens as arrays: one value that completions, rollouts and rows hold, at 13 bytes a token.
+
+Arrays are read-only, so that records can share them.  Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import field, frozen
+from numpy.typing import ArrayLike, NDArray
+
+Ids = NDArray[np.int32]
+"""Token ids or versions, int32 [n], read-only."""
+
+NOT_SAMPLED = -1
+"""Version of a token that no weights sampled."""
+
+_LIMIT = 2**31
+
+_BYTES = 13
+"""Of a token: three times four, and one for ``sampled``."""
+
+
+def as_ids(values: ArrayLike) -> Ids:
+    """Whole numbers as a read-only int32 array [n]; a read-only one is returned as it is.
+
+    Raises ValueError if one is not a whole number of 32 bits.
+    """
+    return _as_array(values, np.dtype(np.int32), _read_ids)
+
+
+def _as_flags(values: ArrayLike) -> NDArray[np.bool_]:
+    return _as_array(values, np.dtype(np.bool_), _read_flags)
+
+
+def _as_logprobs(values: ArrayLike) -> NDArray[np.float32]:
+    return _as_array(values, np.dtype(np.float32), _read_logprobs)
+
+
+def concatenated(parts: Sequence[Ids]) -> Ids:
+    """One after the other, int32, read-only.  A single part is returned as it is."""
+    return parts[0] if len(parts) == 1 else _read_only(np.concatenate(parts))
+
+
+@frozen(eq=False, repr=False)
+class Tokens:
+    """n tokens in order.  All arrays are read-only, contiguous and equally long.
+
+    The constructor takes any sequences; it copies what is not a read-only array of the right type.  Raises
+    ValueError if they differ in length, or hold what is not a number of the right kind.
+    """
+
+    ids: Ids = field(converter=as_ids)
+    sampled: NDArray[np.bool_] = field(converter=_as_flags)
+    """Whether the engine sampled a token; what it did not sample is not trained."""
+    logprobs: NDArray[np.float32] = field(converter=_as_logprobs)
+    """Of each sampled token under the distribution that it was sampled from; 0 where not sampled."""
+    versions: Ids = field(converter=as_ids)
+    """Weights that sampled each token; -1 where not sampled."""
+
+    def __attrs_post_init__(self) -> None:
+        n = len(self.ids)
+        if not n == len(self.logprobs) == len(self.versions) == len(self.sampled):
+            flags = "" if len(self.sampled) == n else f", {len(self.sampled)} flags of what was sampled"
+            raise ValueError(
+                f"{n} token ids, {len(self.logprobs)} logprobs and {len(self.versions)} versions{flags}; "
+                "expected as many of each"
+            )
+
+    @classmethod
+    def empty(cls) -> Tokens:
+        return _EMPTY
+
+    @classmethod
+    def generated(cls, ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> Tokens:
+        """Tokens that an engine sampled."""
+        array = as_ids(ids)
+        return cls(array, _read_only(np.ones(len(array), np.bool_)), logprobs, versions)
+
+    @classmethod
+    def context(cls, ids: ArrayLike) -> Tokens:
+        """Tokens that the model reads and did not sample, such as an environment's answer."""
+        array = as_ids(ids)
+        n = len(array)
+        return cls(
+            array,
+            _read_only(np.zeros(n, np.bool_)),
+            _read_only(np.zeros(n, np.float32)),
+            _read_only(np.full(n, NOT_SAMPLED, np.int32)),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Tokens]) -> Tokens:
+        """One after the other.  A single part is returned as it is."""
+        if len(parts) <= 1:
+            return parts[0] if parts else _EMPTY
+        return cls(
+            _read_only(np.concatenate([part.ids for part in parts])),
+            _read_only(np.concatenate([part.sampled for part in parts])),
+            _read_only(np.concatenate([part.logprobs for part in parts])),
+            _read_only(np.concatenate([part.versions for part in parts])),
+        )
+
+    @property
+    def n_sampled(self) -> int:
+        """How many of them the engine sampled."""
+        return int(np.count_nonzero(self.sampled))
+
+    @property
+    def sampled_versions(self) -> Ids:
+        """Weights that sampled each sampled token, int32 [n_sampled]."""
+        return self.versions[self.sampled]
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The four arrays by name, as safetensors takes them; ``Tokens(**arrays)`` reads them back."""
+        return {
+            "ids": self.ids,
+            "sampled": self.sampled,
+            "logprobs": self.logprobs,
+            "versions": self.versions,
+        }
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tokens):
+            return NotImplemented
+        return self is other or (
+            np.array_equal(self.ids, other.ids)
+            and np.array_equal(self.sampled, other.sampled)
+            and np.array_equal(self.logprobs, other.logprobs)
+            and np.array_equal(self.versions, other.versions)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        n = self.n_sampled
+        sampled = "all" if n == len(self) else str(n)
+        return (
+            f"Tokens({self.ids.tolist()}, {sampled} sampled, logprobs={self.logprobs.tolist()}, "
+            f"versions={self.versions.tolist()})"
+        )
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Tokens], tuple[bytes]]:
+        parts: list[Any] = [self.ids, self.logprobs, self.versions, self.sampled]
+        return _from_bytes, (b"".join(parts),)
+
+
+def _from_bytes(packed: bytes) -> Tokens:
+    """What ``Tokens.__reduce__`` packed: the arrays are views of these bytes."""
+    n = len(packed) // _BYTES
+    return Tokens(
+        np.frombuffer(packed, np.int32, n),
+        np.frombuffer(packed, np.bool_, n, 12 * n),
+        np.frombuffer(packed, np.float32, n, 4 * n),
+        np.frombuffer(packed, np.int32, n, 8 * n),
+    )
+
+
+def _as_array(values: Any, dtype: np.dtype[Any], read: Callable[[ArrayLike], NDArray[Any]]) -> NDArray[Any]:
+    if type(values) is np.ndarray and values.dtype == dtype:
+        flags = values.flags
+        if not flags.writeable and flags.c_contiguous and values.ndim == 1:
+            return values
+    found = read(values)
+    if found.ndim != 1:
+        raise ValueError(f"an array of shape {list(found.shape)}; expected one dimension")
+    return _read_only(found)
+
+
+def _read_ids(values: ArrayLike) -> Ids:
+    if isinstance(values, list | tuple):
+        return _read_list("i", values, _is_id, "a whole number of 32 bits as token id or version")
+    given = np.asarray(values)
+    if given.size and (given.dtype.kind not in "iu" or not -_LIMIT <= given.min() <= given.max() < _LIMIT):
+        raise ValueError(
+            f"an array of {given.dtype} from {given.min()} to {given.max()}; expected whole numbers of 32 "
+            "bits as token ids or versions"
+        )
+    return np.array(given, np.int32)
+
+
+def _read_logprobs(values: ArrayLike) -> NDArray[np.float32]:
+    if isinstance(values, list | tuple):
+        return _read_list("f", values, lambda value: isinstance(value, float | int), "a number as logprob")
+    with np.errstate(over="ignore"):  # an infinite logprob is refused where completions are checked
+        return np.array(values, np.float32)
+
+
+def _read_list(kind: str, values: Sequence[Any], valid: Callable[[Any], bool], expected: str) -> NDArray[Any]:
+    """Of C's ints or floats.  ``array`` refuses a float among ints, which numpy would cut off."""
+    try:
+        read = array(kind, values)
+    except (TypeError, OverflowError):
+        wrong = [value for value in values if not valid(value)]
+        raise ValueError(f"{wrong[0]!r}; expected {expected}") from None
+    return np.frombuffer(read, read.typecode) if read else np.empty(0, kind)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and -_LIMIT <= value < _LIMIT
+
+
+def _read_flags(values: ArrayLike) -> NDArray[np.bool_]:
+    return np.array(values, np.bool_)
+
+
+def _read_only(fresh: NDArray[Any]) -> NDArray[Any]:
+    fresh.flags.writeable = False
+    return fresh
+
+
+_EMPTY = Tokens((), (), (), ())
