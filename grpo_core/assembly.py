@@ -30,8 +30,8 @@ from grpo_core.protocols import Engine, Sampler, Trainer
 from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.trackers import Trackers
-from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.rollout import LostBudget, SamplingParams
+from grpo_core.run_directory import RunDirectory
 from grpo_core.tasks import Tasks
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup

@@ -20,7 +20,7 @@ from grpo_core.laws import Laws, summary
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.selection import check_trackers
-from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import table
 from grpo_core.validation.target import drop_overridden, find
 from grpo_core.workers import transport

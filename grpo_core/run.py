@@ -25,7 +25,7 @@ from grpo_core.protocols import Tracker
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
-from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.run_directory import RunDirectory
 from grpo_core.tasks import Tasks
 from grpo_core.training.process import thread_count
 

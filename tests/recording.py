@@ -12,7 +12,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Tracker
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
-from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.run_directory import RunDirectory
 
 
 def record(path: Path, events: Iterable[Event], config: Config) -> RunDirectory:

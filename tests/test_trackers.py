@@ -29,7 +29,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.reporting import files, trackers
 from grpo_core.reporting.selection import check_trackers, make_trackers
-from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.run_directory import RunDirectory
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tracker.py")
 

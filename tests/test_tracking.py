@@ -16,7 +16,7 @@ from grpo_core.events import GroupsReady, PromptSkipped, RunStarted, StepEnded, 
 from grpo_core.records import Group, Rollout, RunInfo
 from grpo_core.reporting.terminal import TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
-from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import prompts
 from grpo_core.tokens import Tokens
 

@@ -22,8 +22,8 @@ from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerEr
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Group, Prompt, Rollout, Row
-from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.rows import make_batch
+from grpo_core.run_directory import RunDirectory
 from grpo_core.tokens import Tokens
 from grpo_core.training import policy, tiny
 from grpo_core.training.logprobs import KEEP_BYTES

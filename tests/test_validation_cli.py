@@ -12,7 +12,7 @@ import pytest
 from grpo_core.config import as_table, as_toml, build
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.run_directory import RunDirectory
 from grpo_core.testing.strategies import check_validation_strategy
 from grpo_core.validation.target import drop_overridden, find
 

@@ -12,7 +12,7 @@ from grpo_core import checkpoint
 from grpo_core.config import TINY, as_table
 from grpo_core.errors import ConfigError
 from grpo_core.models import local_directory
-from grpo_core.reporting.tracking import CONFIG, RunDirectory
+from grpo_core.run_directory import CONFIG, RunDirectory
 
 
 @frozen(kw_only=True)
