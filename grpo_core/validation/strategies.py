@@ -35,8 +35,8 @@ class Strategy:
         n: rollouts of each prompt.
         temperature: 0 is greedy decoding.
         max_tokens: of one completion; None: as in training.
-        mode: ``"batched"``: turn by turn, one environment call for all that are live.  ``"pipelined"``: each
-            rollout for itself; the environment's batching merges what arrives together.
+        mode: ``"pipelined"``: each rollout at its own pace; the environment's batching merges what arrives
+            together.  ``"batched"``: all rollouts in lockstep, with one environment call a turn.
         confidence: of the intervals.
     """
 
@@ -48,7 +48,7 @@ class Strategy:
         n: int = 1,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "batched",
+        mode: Mode = "pipelined",
         confidence: float = 0.95,
     ) -> None:
         _expect(_whole(n) and n >= 1, "n", n, "a whole number of at least 1")
@@ -124,7 +124,7 @@ class Greedy(Strategy):
     """One rollout of each prompt, always the likeliest token."""
 
     def __init__(
-        self, max_tokens: int | None = None, mode: Mode = "batched", confidence: float = 0.95
+        self, max_tokens: int | None = None, mode: Mode = "pipelined", confidence: float = 0.95
     ) -> None:
         super().__init__(1, 0.0, max_tokens, mode, confidence)
 
@@ -146,7 +146,7 @@ class PassAtK(Strategy):
         n: int | None = None,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "batched",
+        mode: Mode = "pipelined",
         confidence: float = 0.95,
     ) -> None:
         several: list[Any] = list(k) if isinstance(k, list | tuple) else [k]
@@ -176,7 +176,7 @@ class Majority(Strategy):
         n: int = 8,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "batched",
+        mode: Mode = "pipelined",
         confidence: float = 0.95,
     ) -> None:
         super().__init__(n, temperature, max_tokens, mode, confidence)
