@@ -115,7 +115,7 @@ class ValidationContext(Protocol):
         n: int = 1,
         temperature: float = 0.0,
         max_tokens: int | None = None,
-        mode: Literal["batched", "pipelined"] = "batched",
+        mode: Literal["batched", "pipelined"] = "pipelined",
     ) -> list[Rollout]:
         """``n`` rollouts of each prompt, those of a prompt side by side: ``len(prompts) * n`` in all."""
         ...

@@ -180,10 +180,10 @@ def test_intervals_are_the_same_every_time():
 
 def test_strategies_ask_for_what_their_options_say():
     for strategy, asked in [
-        (Greedy(max_tokens=7), (1, 0.0, 7, "batched")),
+        (Greedy(max_tokens=7), (1, 0.0, 7, "pipelined")),
         (Batched(n=2, temperature=0.5), (2, 0.5, None, "batched")),
         (Pipelined(n=2), (2, 1.0, None, "pipelined")),
-        (PassAtK(k=2), (2, 1.0, None, "batched")),
+        (PassAtK(k=2), (2, 1.0, None, "pipelined")),
         (Majority(n=2, mode="pipelined"), (2, 1.0, None, "pipelined")),
     ]:
         context = Given([[1.0] * strategy.n])

@@ -60,13 +60,13 @@ class Context:
         n: int = 1,
         temperature: float = 0.0,
         max_tokens: int | None = None,
-        mode: Literal["batched", "pipelined"] = "batched",
+        mode: Literal["batched", "pipelined"] = "pipelined",
     ) -> list[Rollout]:
         """``n`` rollouts of each prompt, side by side.
 
-        ``batched``: turn by turn, one environment call for all that are live.  ``pipelined``: each on its
-        own (or each group, where the environment compares them); the environment's batching still merges
-        what arrives together.
+        ``pipelined``: each at its own pace (or each group, where the environment compares them); the
+        environment's batching still merges what arrives together.  ``batched``: all in lockstep, with one
+        environment call a turn for all that are live.
 
         Their seeds are a function of the run's seed, the prompt, and how many rollouts of it were asked for
         before: the same for every version that is measured.  Raises WeightSyncError if a token was sampled

@@ -50,7 +50,7 @@ class ScoringStrategy:
         n: int = 1,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "batched",
+        mode: Mode = "pipelined",
         confidence: float = 0.95,
     ) -> None:
         _expect(_whole(n) and n >= 1, "n", n, "a whole number of at least 1")
@@ -126,7 +126,7 @@ class Greedy(ScoringStrategy):
     """Plays one rollout of each prompt, always with the likeliest token."""
 
     def __init__(
-        self, max_tokens: int | None = None, mode: Mode = "batched", confidence: float = 0.95
+        self, max_tokens: int | None = None, mode: Mode = "pipelined", confidence: float = 0.95
     ) -> None:
         super().__init__(1, 0.0, max_tokens, mode, confidence)
 
@@ -148,7 +148,7 @@ class PassAtK(ScoringStrategy):
         n: int | None = None,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "batched",
+        mode: Mode = "pipelined",
         confidence: float = 0.95,
     ) -> None:
         several: list[Any] = list(k) if isinstance(k, list | tuple) else [k]
@@ -178,7 +178,7 @@ class Majority(ScoringStrategy):
         n: int = 8,
         temperature: float = 1.0,
         max_tokens: int | None = None,
-        mode: Mode = "batched",
+        mode: Mode = "pipelined",
         confidence: float = 0.95,
     ) -> None:
         super().__init__(n, temperature, max_tokens, mode, confidence)
