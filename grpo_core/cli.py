@@ -158,14 +158,14 @@ def check(
     task: Annotated[list[str] | None, Parameter(negative="")] = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
-    """Find out whether an environment, a sampler, a validation strategy or an engine keeps its contract.
+    """Check that a plugin's environment, sampler, engine, loss and so on keeps its contract.
 
     Parameters
     ----------
     name
         What a plugin offers, as "math:sort" or "./file.py:Class".
     kind
-        environment, sampler, validation_strategy or engine, if the name does not tell.
+        environment, sampler, validation_strategy, engine, loss or advantage, if the name does not tell.
     set_
         One of its options, as "length=3"; may be repeated.
     task

@@ -531,6 +531,7 @@ def test_a_listener_that_hangs_holds_up_neither_the_run_nor_other_listeners(monk
 
 def test_the_public_api_is_this():
     assert sorted(grpo_core.__all__) == [
+        "Batch",
         "Completion",
         "ConfigError",
         "Engine",
@@ -542,18 +543,23 @@ def test_the_public_api_is_this():
         "Group",
         "GrpoError",
         "Loader",
+        "LossInputs",
         "Message",
         "PluginError",
         "Prompt",
         "Rollout",
         "SampleRequest",
         "Sampler",
+        "StepResult",
+        "Trainer",
+        "TrainerSetup",
         "ValidationContext",
         "ValidationStrategy",
         "Weights",
         "__version__",
         "errors",
         "hookimpl",
+        "needs",
     ]
     assert grpo_core.errors is errors
     assert set(grpo_core.__all__) <= set(dir(grpo_core))
