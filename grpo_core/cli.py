@@ -158,14 +158,15 @@ def check(
     task: Annotated[list[str] | None, Parameter(negative="")] = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
-    """Check that an environment, a sampler, a validation strategy or an engine keeps its contract.
+    """Check that an environment, a sampler, an engine, a loss and so on keeps its contract.
 
     Parameters
     ----------
     name
         Name of the offer, as "math:sort" or "./file.py:Class".
     kind
-        Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy or engine.
+        Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy, engine,
+        loss or advantage.
     set_
         Set an option of the offer, as in "length=3"; may be repeated.
     task

@@ -36,7 +36,8 @@ from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.processes import Child
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
-from grpo_core.training import policy, tiny
+from grpo_core.training import model as models
+from grpo_core.training import tiny
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 
@@ -195,7 +196,7 @@ def model(tmp_path_factory):
 
 @functools.cache
 def tensors(directory, factor=1.0):
-    module = policy.load(directory, device=torch.device("cpu"))
+    module = models.load(directory, device=torch.device("cpu"))
     return [(name, parameter.detach() * factor) for name, parameter in module.named_parameters()]
 
 
@@ -274,7 +275,7 @@ def test_47_code_that_comes_with_a_model_is_not_run(model, tmp_path):
     (trap / "config.json").write_text(json.dumps(described))
     (trap / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
     assert ModelConfig().trust_remote_code is False
-    policy.load(trap, device=torch.device("cpu"))
+    models.load(trap, device=torch.device("cpu"))
     assert not (tmp_path / "sprung").exists()
 
 
