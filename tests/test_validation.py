@@ -163,7 +163,7 @@ def test_what_the_engine_loses_is_played_again(mode):
 def test_a_rollout_that_the_environment_failed_is_not_played_again():
     environment = FakeEnvironment(lambda e: Feedback(error="bad row") if e.prompt.id == "3" else right(e))
     assert validated(Greedy(), environment, retries=3)["task"]["errors"] == 1
-    assert environment.calls == [10]
+    assert sum(environment.calls) == 10
 
 
 def test_a_group_that_is_compared_is_played_again_whole():
