@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from grpo_core.environments.process import ErrorBudget
 from grpo_core.events import Event, WarningRaised
 from grpo_core.health import Limits
 from grpo_core.models import local_directory
+from grpo_core.parts import make_sampler
 from grpo_core.pipeline import Pipeline, Schedule, Validate
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine, Sampler
+from grpo_core.protocols import Engine
 from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.tracking import RunDirectory
@@ -84,7 +84,8 @@ async def assemble(
         task: TaskLoader(task, part, seed=config.seed, workers=config.tasks[task].source.workers)
         for task, part in prompts.items()
     }
-    sampler = _sampler(config, host)
+    weights = {name: task.weight for name, task in config.tasks.items()}
+    sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
     if resume:
         for told in checkpoint.restore(resume.directory, buffer, loaders, sampler):
             status(f"resuming: {told}")
@@ -234,16 +235,6 @@ def _on_its_own_engine(
         canary_tolerance=_tolerance(evolve(config, engine=config.validation.engine)),
         canary_deadline=config.rollout.deadline,
     )
-
-
-def _sampler(config: Config, host: PluginHost) -> Sampler:
-    """The sampler; ``seed`` and the tasks' ``weights`` are given to those that take them."""
-    factory = host.factory("sampler", config.sampler.name)
-    takes = inspect.signature(factory).parameters
-    known = {"seed": config.seed, "weights": {name: task.weight for name, task in config.tasks.items()}}
-    options = {key: value for key, value in known.items() if key in takes} | config.sampler.options
-    sampler: Sampler = host.make("sampler", config.sampler.name, **options)
-    return sampler
 
 
 def _sampling(config: Config) -> SamplingParams:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +13,10 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.config import EnvironmentConfig, merge, parse_setting
+from grpo_core.config import EnvironmentConfig, SamplerConfig, merge, parse_setting
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
+from grpo_core.parts import make_sampler
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Offer
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
@@ -177,15 +177,14 @@ def _sampler(
         from grpo_core.testing.contracts import check_sampler
     except ImportError:
         raise ConfigError("samplers are checked with hypothesis: pip install hypothesis") from None
-    takes = inspect.signature(host.factory("sampler", name)).parameters
-    known: dict[str, Any] = {"seed": 0, "weights": {}}  # as in a run
-    given = {key: value for key, value in known.items() if key in takes} | dict(options)
+    config = SamplerConfig(name=name, options=dict(options))
+    make = functools.partial(make_sampler, config, host, seed=0, weights={})  # as in a run
     sizes = dict(zip(tasks, (50, 3, 7, *[20] * len(tasks)), strict=False))
     advice = "" if tasks else ". (If it works with certain tasks, name them: --task A --task B)"
     try:
-        host.make("sampler", name, **given)
+        make()
         yield Finding("it can be made", "passed", "")
-        check_sampler(lambda: host.make("sampler", name, **given), tasks=sizes)
+        check_sampler(make, tasks=sizes)
     except ConfigError as error:
         yield Finding("its options", "failed", f"{error}{advice}")
     except (AssertionError, GrpoError) as error:

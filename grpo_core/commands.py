@@ -13,17 +13,16 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core import checkpoint, run
+from grpo_core import checkpoint, preflight, run
 from grpo_core.config import TINY, Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.laws import Laws, summary
-from grpo_core.plugins.host import Kind, PluginHost
+from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.terminal import Terminal
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.validation.results import table
 from grpo_core.validation.target import drop_overridden, find
-from grpo_core.workers import transport
 
 T = TypeVar("T")
 
@@ -179,24 +178,8 @@ def _tasks(envs: Sequence[str]) -> dict[str, Any]:
 def _checked_host(config: Config, block: Sequence[str], *, purpose: str = "train on") -> PluginHost:
     """The plugins, after everything that the configuration names was found: before any costly work."""
     host = PluginHost.discover(config.plugins, block)
-    if not config.tasks:
-        offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
-        raise ConfigError(
-            f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
-            "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
-        )
-    wanted: list[tuple[Kind, str]] = [
-        *(("environment", task.env) for task in config.tasks.values()),
-        ("sampler", config.sampler.name),
-        *(("engine", choice.name) for choice in (config.engine, config.validation.engine) if choice),
-        ("loss", config.loss.name),
-        ("advantage", config.advantage.name),
-        ("validation_strategy", config.validation.name),
-    ]
-    for kind, name in wanted:
-        host.find(kind, name)
-    host.make("validation_strategy", config.validation.name, **config.validation.options)  # are they right?
-    transport(config, host)  # is it possible?
+    preflight.check_tasks(config, host, purpose=purpose)
+    preflight.check(config, host)
     return host
 
 

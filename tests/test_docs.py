@@ -60,4 +60,4 @@ def test_the_configuration_in_the_readme_is_valid():
 
 def test_the_readme_shows_the_example_as_it_is():
     shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
-    assert shown in (ROOT / "examples" / "reverse.py").read_text()
+    assert shown in (ROOT / "examples" / "shout.py").read_text()

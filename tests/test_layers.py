@@ -35,7 +35,18 @@ LAYERS = [
     | {"validation.estimates", "validation.results", "validation.strategies"}
     | {"data", "plugins", "reporting", "weights"},
     {"pipeline", "environments", "engines", "training", "validation", "workers", "ray_workers", "testing"},
-    {"run", "assembly", "tasks", "demonstrations", "cli", "commands", "validation.target", "check"},
+    {
+        "run",
+        "assembly",
+        "parts",
+        "preflight",
+        "tasks",
+        "demonstrations",
+        "cli",
+        "commands",
+        "validation.target",
+        "check",
+    },
 ]
 """From below; a package's modules may lie in other layers than the package."""
 CONTRACTS = {"protocols"}

@@ -9,7 +9,7 @@ How an offer is spelled (see ``grpo_core.hookspecs`` for what an offer is):
     math:sort                   plugin:name, always valid
     reasoning_gym:chain_sum     the rest of a prefix
     grpo-plugin-math/math:sort  if two distributions call their plugin "math"
-    ./file.py:Reverse           a factory, or an offer of the hooks, of a file that is not installed
+    ./file.py:Shout             a factory, or an offer of the hooks, of a file that is not installed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ import pluggy
 
 import grpo_core
 from grpo_core import hookspecs
-from grpo_core.errors import ConfigError, PluginError, did_you_mean
+from grpo_core.errors import ConfigError, PluginError, SelectionError, did_you_mean
+from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.installed import import_file, import_plugin, installed, module_name, names_of
 from grpo_core.plugins.offers import (
     HOOKS,
@@ -38,6 +39,7 @@ from grpo_core.plugins.offers import (
     Offer,
     Plugin,
     check_options,
+    check_requirements,
     checked_offers,
     matching,
     signature_of,
@@ -121,12 +123,30 @@ class PluginHost:
         """Call the factory.  Raises PluginError for unknown or missing options and if the factory raises."""
         offer = self.find(kind, name)
         factory = offer.load()
+        check_requirements(offer, factory)
         args = (*offer.args, *args)
         check_options(offer, signature_of(factory), options, given=len(args))
         try:
             return factory(*args, **options)
+        except (ConfigError, ValueError, TypeError) as error:
+            raise SelectionError(f"{offer}: cannot be made: {_describe(error)}") from error
         except Exception as error:
             raise PluginError(f"{offer}: cannot be made: {_describe(error)}") from error
+
+    def check(self, kind: Kind, name: str, options: Mapping[str, Any], *, given: int | None) -> None:
+        """Find out, without a call, whether the factory can be called with these options.
+
+        Args:
+            given: positional arguments that the core adds; None: it is a function whose options are its
+                keyword-only parameters.
+
+        Raises ConfigError if the factory's packages are not installed, PluginError as ``make`` does.
+        """
+        offer = self.find(kind, name)
+        factory = offer.load()
+        check_requirements(offer, factory)
+        args = None if given is None else given + len(offer.args)
+        check_options(offer, signature_of(factory), options, given=args)
 
     def function(self, kind: Kind, name: str, **options: Any) -> Factory:
         """A loss or advantage with its options, which are its keyword-only parameters, filled in."""
@@ -156,7 +176,7 @@ class PluginHost:
             return bare[0]
         if bare:
             spellings = " or ".join(repr(f"{offer.plugin.name}:{name}") for offer in bare)
-            raise PluginError(
+            raise SelectionError(
                 f"{spaced(kind)} {name!r} is offered by " + " and ".join(str(o.plugin) for o in bare) + f"; "
                 f"write {spellings}"
             )
@@ -256,7 +276,7 @@ class PluginHost:
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         }
         defined = {*here, *(plugin.offers.get(kind) or ())} - {*HOOKS.values(), EVENT_HOOK}
-        raise PluginError(
+        raise SelectionError(
             f"{spaced(kind)} {name!r}: {path} has no {wanted!r}.{did_you_mean(wanted, defined)} "
             f"Write {path}:NAME with one of: {', '.join(sorted(defined)) or 'nothing is defined there'}"
         )
@@ -268,22 +288,26 @@ class PluginHost:
         error.__cause__ = plugin.fault
         return error
 
-    def _unknown(self, kind: Kind, name: str) -> PluginError:
+    def _unknown(self, kind: Kind, name: str) -> SelectionError:
         head, _, rest = name.partition(":")
         twins = [f"{p.name}:{rest}" for p in self.plugins if rest and p.name.endswith(f"/{head}")]
         if twins:
-            return PluginError(
+            return SelectionError(
                 f"{spaced(kind)} {name!r}: {len(twins)} distributions have a plugin {head!r}; "
                 f"write {' or '.join(map(repr, twins))}"
             )
         offered = [(p.name, offer) for p in self.plugins for offer in p.offers.get(kind, {})]
         spellings = {f"{plugin}:{offer}" for plugin, offer in offered}
         bare = {offer for _, offer in offered}
-        lines = [f"there is no {spaced(kind)} {name!r}.{did_you_mean(name, spellings | bare)}"]
-        lines.append(f"  installed: {', '.join(sorted(spellings)) or 'none'}")
-        lines += [f"  left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
-        lines += [f"  broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]
-        return PluginError("\n".join(lines))
+        here = {p.name for p in self.plugins} | set(self.left_out)
+        if (command := install_command(kind, name)) and head not in here:
+            begin = f"there is no {spaced(kind)} {name!r}: {command}."
+        else:
+            begin = f"there is no {spaced(kind)} {name!r}.{did_you_mean(name, spellings | bare)}"
+        parts = [f"{begin} Installed: {', '.join(sorted(spellings)) or 'none'}"]
+        parts += [f"left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
+        parts += [f"broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]
+        return SelectionError("; ".join(parts))
 
 
 def listing(host: PluginHost) -> list[dict[str, Any]]:

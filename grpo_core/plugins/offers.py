@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import PluginError, did_you_mean
+from grpo_core.errors import ConfigError, PluginError, SelectionError, did_you_mean
 
 if TYPE_CHECKING:
     from grpo_core.events import Event
@@ -84,6 +85,17 @@ class Offer:
             ) from error
 
 
+def check_requirements(offer: Offer, factory: Factory) -> None:
+    """Raises ConfigError if a module that the factory needs is not installed; imports none of them.
+
+    A factory names them in ``requires``: ``{module: command that installs it}``.
+    """
+    requires: Mapping[str, str] = getattr(factory, "requires", {})
+    for module, command in requires.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{offer}: {module} is not installed: {command}")
+
+
 def checked_offers(hook: str, returned: Any) -> dict[str, Factory | str]:
     if not isinstance(returned, Mapping):
         raise PluginError(f"{hook}() returned {type(returned).__name__}, expected a dict of name: factory")
@@ -134,13 +146,13 @@ def check_options(
     )
     for name in options:
         if name not in known:
-            raise PluginError(
+            raise SelectionError(
                 f"{offer} has no option {name!r}.{did_you_mean(name, set(known))} "
                 f"Its options: {spelled or 'none'}"
             )
     missing = [name for name, p in known.items() if p.default is p.empty and name not in options]
     if missing:
-        raise PluginError(f"{offer} needs the option {missing[0]!r}. Its options: {spelled}")
+        raise SelectionError(f"{offer} needs the option {missing[0]!r}. Its options: {spelled}")
 
 
 def spaced(kind: Kind) -> str:

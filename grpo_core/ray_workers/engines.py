@@ -126,8 +126,8 @@ def _prepare_files(who: str, setup: EngineSetup) -> None:
     model = Path(setup.model)
     if model.is_absolute() and not model.exists():
         raise ModelError(
-            f"{who}: there is no {model} on this machine; put the model on a file system that all machines "
-            "share, or give its id on the hub"
+            f"{who}: there is no {model} on this machine; put the model (of a hub id: HF_HOME) "
+            "on a file system that all machines share, under the same path"
         )
     if setup.log_directory:
         Path(setup.log_directory).mkdir(parents=True, exist_ok=True)

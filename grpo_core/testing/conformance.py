@@ -1,7 +1,7 @@
 """What an environment must be for training on it to mean something, as checks with a result each.
 
-    grpo-core check reverse                                # in its own process, as in a run
-    grpo_core.testing.contracts.check_environment(Reverse) # in a test, in this process
+    grpo-core check shout                                  # in its own process, as in a run
+    grpo_core.testing.contracts.check_environment(Shout)   # in a test, in this process
 
 The checks see the environment through an ``EnvironmentUnderTest``, so that both do the same.
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from grpo_core.engines.child import ChildEngine
-from grpo_core.errors import ConfigError
 from grpo_core.records import EngineSetup
 from grpo_plugin_vllm.options import Options
 
@@ -31,11 +30,14 @@ class VllmEngine(ChildEngine):
             (for a trainer on the same GPU); 0: never.
         vllm: further arguments of ``vllm.EngineArgs``; these win.
 
-    Raises ConfigError if vLLM is not installed, ValueError if an option is out of its range.
+    Raises ValueError if an option is out of its range.
     """
 
     transports = ("shm", "cuda_ipc", "collective")
     """How it can take weights: its server uses ``grpo_core.weights.reading``."""
+
+    requires = MappingProxyType({"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"})
+    """Packages that have to be installed, each with the command for it."""
 
     def __init__(
         self,
@@ -66,11 +68,6 @@ class VllmEngine(ChildEngine):
             sleep_after=sleep_after,
             vllm=dict(vllm or {}),
         )
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                "engine vllm: vLLM is not installed here; on a GPU: pip install 'grpo-plugin-vllm[cuda]'; on "
-                "a CPU: see docs/engines.md"
-            )
         super().__init__(
             setup,
             name="vllm",

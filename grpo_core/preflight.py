@@ -1,0 +1,48 @@
+"""Checks everything that a configuration names before a process starts and before a model is read."""
+
+from __future__ import annotations
+
+from grpo_core.config import TINY, Config, TaskConfig
+from grpo_core.errors import ConfigError
+from grpo_core.models import check_path
+from grpo_core.parts import make_sampler
+from grpo_core.plugins.host import PluginHost
+from grpo_core.workers import transport
+
+
+def check(config: Config, host: PluginHost) -> None:
+    """Raises ConfigError, PluginError or ModelError with the first choice that cannot be made.
+
+    Imports the modules of the chosen plugins, but no environment that is offered as a string: it may only
+    be loadable in a process of its own.
+    """
+    for task in config.tasks.values():
+        _check_environment(task, host)
+    weights = {name: task.weight for name, task in config.tasks.items()}
+    make_sampler(config.sampler, host, seed=config.seed, weights=weights)
+    for engine in (config.engine, config.validation.engine):
+        if engine is not None:
+            host.check("engine", engine.name, engine.options, given=1)
+    host.check("loss", config.loss.name, config.loss.options, given=None)
+    host.check("advantage", config.advantage.name, config.advantage.options, given=None)
+    host.make("validation_strategy", config.validation.name, **config.validation.options)
+    transport(config, host)
+    if config.model.path != TINY:
+        check_path(config.model.path)
+
+
+def check_tasks(config: Config, host: PluginHost, *, purpose: str) -> None:
+    """Raises ConfigError if there is no task."""
+    if config.tasks:
+        return
+    offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
+    raise ConfigError(
+        f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
+        "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
+    )
+
+
+def _check_environment(task: TaskConfig, host: PluginHost) -> None:
+    offer = host.find("environment", task.env)
+    if not isinstance(offer.given, str):
+        host.check("environment", task.env, task.options, given=0)
