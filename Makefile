@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 VLLM   := $(VENV)/.vllm
 RAY    := $(VENV)/.ray
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
-PROJECTS := -e .[dev] $(foreach p,$(wildcard plugins/*),-e $(p))
+PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
 
 .PHONY: install install-vllm demo test test-fast lint bench bench-peers clean
 
@@ -35,7 +35,7 @@ endif
 # The tests start a real Ray cluster of this machine
 $(RAY): $(READY)
 	@echo "installing Ray into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[ray]
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e plugins/grpo-plugin-ray
 	@touch $(RAY)
 
 demo: $(READY)

@@ -19,6 +19,7 @@ from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.parts import make_sampler
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import Offer
+from grpo_core.plugins.selection import PluginSelection
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.testing.conformance import Conformance, Finding
 
@@ -93,7 +94,7 @@ def findings(
     """What the checks of its kind find."""
     match offer.kind:
         case "environment":
-            yield from _environment(offer.name, options, host.block)
+            yield from _environment(offer.name, options, host.selection)
         case "sampler":
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
@@ -112,10 +113,10 @@ class EnvironmentInChild:
     max_turns: int
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], block: Sequence[str], runner: asyncio.Runner
+        self, name: str, options: Mapping[str, Any], plugins: PluginSelection, runner: asyncio.Runner
     ) -> None:
         self._make = functools.partial(
-            EnvironmentProcess, "check", name, options, config=EnvironmentConfig(), block=block
+            EnvironmentProcess, "check", name, options, config=EnvironmentConfig(), plugins=plugins
         )
         self._runner = runner
         self._process = self._make()
@@ -153,10 +154,10 @@ class EnvironmentInChild:
         self.needs_group, self.max_turns = self._process.needs_group, self._process.max_turns
 
 
-def _environment(name: str, options: Mapping[str, Any], block: Sequence[str]) -> Iterator[Finding]:
+def _environment(name: str, options: Mapping[str, Any], plugins: PluginSelection) -> Iterator[Finding]:
     with asyncio.Runner() as runner:
         try:
-            subject = EnvironmentInChild(name, options, block, runner)
+            subject = EnvironmentInChild(name, options, plugins, runner)
         except GrpoError as error:
             yield Finding("it can be made", "failed", str(error))
             return

@@ -44,7 +44,7 @@ def train(
     """``grpo-core train``; returns the exit status."""
     changes = _changes(envs, chosen, settings)
     if ray is not None:
-        changes = merge(changes, {"ray": {"enabled": True, "address": ray}})
+        changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
     if resume is not None:
         if config_file is not None or output is not None:
             raise ConfigError(
@@ -70,7 +70,6 @@ def train(
                 config,
                 directory,
                 host=host,
-                block=block,
                 resume=found,
                 listeners=[terminal],
                 status=terminal.status,
@@ -103,7 +102,6 @@ def validate(
             measured.model,
             version=measured.version,
             host=host,
-            block=block,
             status=lambda text: console.print(text, style="dim", highlight=False),
         )
     )

@@ -117,15 +117,15 @@ class EngineConfig(PluginChoice):
     deadline: float = field(default=600.0, validator=gt(0))
     """Seconds for a weight update, and for the engine to start."""
     workers: int = field(default=1, validator=ge(1))
-    """Engines that share the requests: of this machine or, with Ray, in workers of the cluster."""
+    """Number of engines that share the requests, on this machine or in workers of a cluster."""
     gpus_per_worker: float = field(default=0.0, validator=ge(0))
-    """That Ray gives to each."""
+    """Number of GPUs of each engine worker in a cluster."""
     placement: Literal["pack", "spread"] = "pack"
-    """Ray workers on as few machines as possible, or on as many."""
+    """Put the engine workers of a cluster on as few machines as possible, or on as many."""
     env_vars: dict[str, str] = field(factory=dict)
-    """Environment variables of each Ray worker, set before the engine's plugin is loaded."""
+    """Environment variables of each engine worker in a cluster, set before the engine's plugin is loaded."""
     transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
-    """How the trainer sends weights to engines: `shm` through shared memory (and Ray's object store),
+    """How the trainer sends weights to engines: `shm` through shared memory (in a cluster, its object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by gloo otherwise. `auto` is
     `shm`: the two others have not been run on GPUs yet."""
     collective_host: str = "127.0.0.1"
@@ -148,8 +148,7 @@ class EnvironmentConfig:
     """How environments are called, in training and validation alike."""
 
     workers: int = field(default=1, validator=ge(1))
-    """Of each task's environment, which share the episodes: processes of this machine or, with Ray, of the
-    cluster."""
+    """Number of workers of each task's environment, here or in a cluster; they share the episodes."""
     max_batch: int = field(default=256, validator=ge(1))
     """Episodes in one call at most."""
     max_wait: float = field(default=0.005, validator=ge(0))
@@ -279,13 +278,11 @@ class HealthConfig:
 
 
 @frozen(kw_only=True)
-class RayConfig:
-    """Ray workers in the place of child processes, for engines and environments."""
+class PlacementConfig(PluginChoice):
+    """Where engines and environments run."""
 
-    enabled: bool = False
-    """What `--ray` sets."""
-    address: str = ""
-    """Of a running cluster ("auto", "host:6379"); empty: one of this machine alone, for the run."""
+    name: str = "local"
+    """`local` is child processes of this machine; `--ray` chooses `ray`, the workers of a Ray cluster."""
 
 
 @frozen(kw_only=True)
@@ -301,7 +298,7 @@ class Config:
     dynamic_sampling: DynamicSamplingConfig = field(factory=DynamicSamplingConfig)
     engine: EngineConfig = field(factory=EngineConfig)
     environment: EnvironmentConfig = field(factory=EnvironmentConfig)
-    ray: RayConfig = field(factory=RayConfig)
+    placement: PlacementConfig = field(factory=PlacementConfig)
     rollout: RolloutConfig = field(factory=RolloutConfig)
     advantage: AdvantageConfig = field(factory=AdvantageConfig)
     loss: LossConfig = field(factory=LossConfig)

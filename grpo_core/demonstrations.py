@@ -27,7 +27,7 @@ async def demonstrations(tasks: Tasks, prompts: Mapping[str, Sequence[Prompt]]) 
     for task, part in prompts.items():
         some = part[:each]
         for begin in range(0, len(some), AT_ONCE):
-            found += await _played(tasks.processes[task], some[begin : begin + AT_ONCE])
+            found += await _played(tasks.environments[task], some[begin : begin + AT_ONCE])
     return tuple(found)
 
 

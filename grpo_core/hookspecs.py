@@ -25,6 +25,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from grpo_core.events import Event
+    from grpo_core.placement import Placement
     from grpo_core.protocols import (
         AdvantageFunction,
         Engine,
@@ -73,6 +74,14 @@ def grpo_losses() -> Mapping[str, LossFunction | str]:  # type: ignore[empty-bod
 @hookspec
 def grpo_advantages() -> Mapping[str, AdvantageFunction | str]:  # type: ignore[empty-body]
     """Offer advantages: ``{name: pure function}``; its keyword-only parameters are its options."""
+
+
+@hookspec
+def grpo_placements() -> Mapping[str, Callable[..., Placement] | str]:  # type: ignore[empty-body]
+    """Offer places where engines and environments run: ``{name: factory(plugins: PluginHost, **options)}``.
+
+    See ``grpo_core.placement``.
+    """
 
 
 @hookspec

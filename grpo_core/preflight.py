@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpo_core.config import TINY, Config, TaskConfig
 from grpo_core.errors import ConfigError
 from grpo_core.models import check_path
-from grpo_core.parts import make_sampler
+from grpo_core.parts import make_placement, make_sampler
 from grpo_core.plugins.host import PluginHost
 from grpo_core.workers import transport
 
@@ -26,7 +26,7 @@ def check(config: Config, host: PluginHost) -> None:
     host.check("loss", config.loss.name, config.loss.options, given=None)
     host.check("advantage", config.advantage.name, config.advantage.options, given=None)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
-    transport(config, host)
+    _check_placement(config, host)
     if config.model.path != TINY:
         check_path(config.model.path)
 
@@ -40,6 +40,15 @@ def check_tasks(config: Config, host: PluginHost, *, purpose: str) -> None:
         f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
         "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
     )
+
+
+def _check_placement(config: Config, host: PluginHost) -> None:
+    placement = make_placement(config.placement, host)
+    placement.check(config.engine)
+    own = config.validation.engine if config.validation.every else None
+    if own is not None:
+        placement.check(own)
+    transport(config.engine, own, placement, host)
 
 
 def _check_environment(task: TaskConfig, host: PluginHost) -> None:

@@ -7,24 +7,31 @@ import contextlib
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, frozen
 
-from grpo_core import checkpoint
-from grpo_core.assembly import assemble, make_engine, make_validation
+from grpo_core import checkpoint, workers
+from grpo_core.assembly import RunContext, assemble
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
+from grpo_core.parts import (
+    canary_tolerance,
+    engine_setup,
+    make_placement,
+    make_validation,
+    validation_context,
+)
 from grpo_core.pipeline import Pipeline
+from grpo_core.placement import Placement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.tasks import Tasks
-from grpo_core.training.process import thread_count
 from grpo_core.validation.results import headline
 
 
@@ -46,7 +53,6 @@ async def train(
     run: RunDirectory,
     *,
     host: PluginHost,
-    block: Sequence[str] = (),
     resume: checkpoint.Found | None = None,
     listeners: Sequence[Callable[[Event], None]] = (),
     status: Callable[[str], None] = lambda text: None,
@@ -60,22 +66,23 @@ async def train(
     scores = Scores()
     emit = partial(_emit, [recorder, scores, *listeners, host.emit])
     began = time.monotonic()
-    pipeline: Pipeline | None = None
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
             status("starting the environments")
-            tasks = await stack.enter_async_context(Tasks.start(config, block, run.logs))
-            pipeline = await assemble(config, run, host, tasks, resume, emit, status, stack)
-            emit(
-                RunStarted(
-                    step=step,
-                    directory=str(run.path),
-                    config=as_table(config),
-                    resumed=bool(resume),
-                    buffer=asdict(pipeline.buffer.statistics()),
-                )
+            placement = make_placement(config.placement, host)
+            context = RunContext(
+                directory=run,
+                plugins=host,
+                placement=placement,
+                tasks=await stack.enter_async_context(_tasks(config, placement, logs=run.logs)),
+                resume=resume,
+                emit=emit,
+                status=status,
+                stack=stack,
             )
+            pipeline = await assemble(config, context)
+            emit(_started(config, context, pipeline))
             with _signals(pipeline, status):
                 reason = await pipeline.run()
             step = pipeline.buffer.step
@@ -83,11 +90,8 @@ async def train(
         emit(RunEnded(step=step, reason="interrupted"))
         raise
     except BaseException as error:
-        emit(
-            ErrorRaised(
-                step=step, message=_message(error), traceback="".join(traceback.format_exception(error))
-            )
-        )
+        told = "".join(traceback.format_exception(error))
+        emit(ErrorRaised(step=step, message=_message(error), traceback=told))
         emit(RunEnded(step=step, reason="failed"))
         raise
     else:
@@ -111,22 +115,27 @@ async def validate(
     *,
     version: int,
     host: PluginHost,
-    block: Sequence[str] = (),
     status: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, Mapping[str, float]]:
     """Measure the weights in a model directory with the configuration's strategy and tasks."""
     from grpo_core.weights.layout import load_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    config = evolve(config, engine=config.validation.engine or config.engine)
+    engine_config = config.validation.engine or config.engine
+    placement = make_placement(config.placement, host)
     async with contextlib.AsyncExitStack() as stack:
         status("starting the environments")
-        tasks = await stack.enter_async_context(Tasks.start(config, block, None))
-        held_out = await tasks.prompts(config, "validation")
+        tasks = await stack.enter_async_context(_tasks(config, placement, logs=None))
+        held_out = await tasks.prompts("validation")
         if empty := [task for task, prompts in held_out.items() if not prompts]:
             raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
-        engine = make_engine(
-            config, host, str(model), None, threads=thread_count(config.engine.threads, False)
+        engine = workers.make_engine(
+            engine_config,
+            engine_setup(
+                str(model), config.model, engine_config, seed=config.seed, logs=None, colocated=False
+            ),
+            placement,
+            tolerance=canary_tolerance(config.health, config.model, engine_config),
         )
         stack.push_async_callback(engine.aclose)
         status("loading the model")
@@ -136,12 +145,41 @@ async def validate(
         writer = SharedMemoryWriter()
         await engine.update_weights(writer.write(version, load_tensors(model)))
         status("validating")
-        measure = make_validation(config, host, engine, tasks, renderer, held_out)
-        results: Mapping[str, Mapping[str, float]] = await measure(version)
+        context = validation_context(
+            config.validation,
+            config.rollout,
+            seed=config.seed,
+            engine=engine,
+            environments=tasks.environments,
+            renderer=renderer,
+            held_out=held_out,
+        )
+        results: Mapping[str, Mapping[str, float]] = await make_validation(config.validation, host, context)(
+            version
+        )
         return results
 
 
 # ---------------------------------------------------------------------------------- around it
+
+
+@contextlib.asynccontextmanager
+async def _tasks(config: Config, placement: Placement, *, logs: Path | None) -> AsyncIterator[Tasks]:
+    """The environments of a run, while its placement is connected."""
+    wanted = config.engine.workers + config.environment.workers * len(config.tasks)
+    with placement.connected(wanted):
+        async with Tasks.start(config.tasks, config.environment, placement, logs=logs) as tasks:
+            yield tasks
+
+
+def _started(config: Config, context: RunContext, pipeline: Pipeline) -> RunStarted:
+    return RunStarted(
+        step=context.resume.step if context.resume else 0,
+        directory=str(context.directory.path),
+        config=as_table(config),
+        resumed=context.resume is not None,
+        buffer=asdict(pipeline.buffer.statistics()),
+    )
 
 
 class Scores:

@@ -117,6 +117,7 @@ def test_a_model_that_does_not_exist_starts_nothing(here):
         (["--engine", "vllm"], "there is no engine 'vllm': pip install 'grpo-core[vllm]'"),
         (["--engine", "vllm:http"], "there is no engine 'vllm:http': pip install 'grpo-core[vllm]'"),
         (["--env", "math:sort"], "there is no environment 'math:sort': pip install grpo-plugin-math"),
+        (["--ray"], "there is no placement 'ray': pip install 'grpo-core[ray]'"),
         (["--env", "reasoning_gym:gcd"], "pip install grpo-plugin-reasoning-gym"),
     ],
     ids=str,

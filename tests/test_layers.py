@@ -34,7 +34,7 @@ LAYERS = [
     | {"engines.canary", "engines.members", "engines.pool", "training.logprobs"}
     | {"validation.estimates", "validation.results", "validation.strategies"}
     | {"data", "plugins", "reporting", "weights"},
-    {"pipeline", "environments", "engines", "training", "validation", "workers", "ray_workers", "testing"},
+    {"pipeline", "environments", "engines", "training", "validation", "workers", "placement", "testing"},
     {
         "run",
         "assembly",

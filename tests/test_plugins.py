@@ -284,7 +284,7 @@ def test_a_file_finds_the_modules_beside_it_and_hides_no_installed_one(install, 
 
 def test_a_host_remembers_what_was_left_out_for_those_that_load_plugins_elsewhere(install):
     install("grpo-plugin-words", WORDS, entry="words")
-    assert PluginHost.discover(block=["words"]).block == ("words",)
+    assert PluginHost.discover(block=["words"]).selection.block == ("words",)
 
 
 def test_a_file_is_a_plugin_that_is_not_installed(install, tmp_path):

@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import attrs
@@ -13,12 +14,15 @@ import pytest
 import torch
 import transformers
 
-from grpo_core import assembly, cpu
+from grpo_core import cpu
+from grpo_core.assembly import Assembly, RunContext
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row
 from grpo_core.reporting.tracking import RunDirectory
+from grpo_core.tasks import Tasks
 from grpo_core.training import policy, tiny
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
@@ -560,12 +564,19 @@ def test_the_child_makes_what_the_setup_says(model: str, monkeypatch: pytest.Mon
     assert made.description()["parameters"] == 4_192
 
 
-def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
     host = PluginHost.discover(block=["math"])
-    monkeypatch.setattr(assembly, "ProcessTrainer", lambda setup, log: setup)
     config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
-    given = assembly._trainer(config, RunDirectory(tmp_path), host, model, (), None)
+    context = RunContext(
+        directory=RunDirectory(tmp_path),
+        plugins=host,
+        placement=LocalPlacement(host),
+        tasks=Tasks(environments={}, sources={}),
+        resume=None,
+        emit=print,
+        status=print,
+        stack=AsyncExitStack(),
+    )
+    given = Assembly(config, context).trainer_setup(model, ())
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)

@@ -22,6 +22,7 @@ from grpo_core.environments.feedback import as_feedback, is_message, named
 from grpo_core.environments.tools import TEMPLATES, Toolbox, message, methods
 from grpo_core.errors import PluginError
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
@@ -45,7 +46,7 @@ class EnvironmentHost:
     Args:
         task: what its prompts are marked with.
         spec, options: of the environment.
-        allow, block: see ``PluginHost.discover``.
+        plugins: which plugins are loaded to find it.
         concurrency: see ``config.EnvironmentConfig``.
     """
 
@@ -54,11 +55,10 @@ class EnvironmentHost:
         task: str,
         spec: str,
         options: Mapping[str, Any],
-        allow: Sequence[str] | None = None,
-        block: Sequence[str] = (),
+        plugins: PluginSelection = ALL_PLUGINS,
         concurrency: int = 0,
     ) -> None:
-        host = PluginHost.discover(allow, block)
+        host = PluginHost.of(plugins)
         who = f"task {task!r}: {host.find('environment', spec)}"
         self._adopt(task, who, host.make("environment", spec, **options), concurrency)
 

@@ -42,3 +42,8 @@ def grpo_losses() -> Mapping[str, str]:
 @hookimpl
 def grpo_advantages() -> Mapping[str, str]:
     return {"group": "grpo_core.advantages:group"}
+
+
+@hookimpl
+def grpo_placements() -> Mapping[str, str]:
+    return {"local": "grpo_core.placement:LocalPlacement"}

@@ -12,6 +12,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("engine", "vllm"): VLLM,
     ("environment", "math"): "pip install grpo-plugin-math",
     ("environment", "reasoning_gym"): "pip install grpo-plugin-reasoning-gym",
+    ("placement", "ray"): "pip install 'grpo-core[ray]'",
     ("sampler", "learnable"): "pip install grpo-plugin-curriculum",
 }
 """By kind, and by an offer's name or its plugin's."""

@@ -45,6 +45,7 @@ from grpo_core.plugins.offers import (
     signature_of,
     spaced,
 )
+from grpo_core.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
     from grpo_core.events import Event
@@ -64,8 +65,8 @@ class PluginHost:
         self.plugins: list[Plugin] = []
         self.left_out: dict[str, str] = {}
         """Installed plugins that were not imported, and why."""
-        self.block: tuple[str, ...] = ()
-        """What was to be left out: other processes of the run leave it out, too."""
+        self.selection = PluginSelection()
+        """What was asked for: other processes of the run load the same."""
         self._audiences: dict[str, Audience] = {}
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
@@ -83,7 +84,7 @@ class PluginHost:
             ConfigError: ``allow`` or ``block`` names a plugin that is not installed.
         """
         host = cls()
-        host.block = tuple(block)
+        host.selection = PluginSelection(allow=None if allow is None else tuple(allow), block=tuple(block))
         core = Plugin(
             name=BUILT_IN,
             distribution="grpo-core",
@@ -108,6 +109,11 @@ class PluginHost:
             else:
                 host._load(plugin, functools.partial(import_plugin, entry))
         return host
+
+    @classmethod
+    def of(cls, selection: PluginSelection) -> PluginHost:
+        """The plugins that another process of the run loads."""
+        return cls.discover(selection.allow, selection.block)
 
     # ------------------------------------------------------------------------------ using
 

@@ -16,7 +16,7 @@ from grpo_core.errors import ConfigError, PluginError, SelectionError, did_you_m
 if TYPE_CHECKING:
     from grpo_core.events import Event
 
-Kind = Literal["environment", "sampler", "validation_strategy", "engine", "loss", "advantage"]
+Kind = Literal["environment", "sampler", "validation_strategy", "engine", "loss", "advantage", "placement"]
 
 HOOKS: Mapping[Kind, str] = {
     "environment": "grpo_environments",
@@ -25,6 +25,7 @@ HOOKS: Mapping[Kind, str] = {
     "engine": "grpo_engines",
     "loss": "grpo_losses",
     "advantage": "grpo_advantages",
+    "placement": "grpo_placements",
 }
 Factory = Callable[..., Any]
 

@@ -27,11 +27,11 @@ from grpo_core.engines import wire
 from grpo_core.engines.pool import EnginePool
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
-from grpo_core.ray_workers import cluster
-from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.rollout import SamplingParams, Start, play
 from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
+from grpo_plugin_ray import cluster
+from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
 
 SLEEPY = f"{Path(__file__).with_name('sleepy.py')}:Sleepy"
 GROUP, TOKENS = 8, 64

@@ -12,6 +12,7 @@ import pytest
 import grpo_core as grpo
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.selection import PluginSelection
 from grpo_core.testing.contracts import check_environment
 from grpo_plugin_reasoning_gym.environment import ReasoningGym, last_answer
 from grpo_plugin_reasoning_gym.tasks import REFUSED, is_answer
@@ -367,7 +368,10 @@ def _check(task):
 def test_tasks_that_order_sets_are_the_same_in_every_process(task):
     async def told():
         process = EnvironmentProcess(
-            "puzzles", f"reasoning_gym:{task}", {"size": 20, "validation_size": 5}, allow=["reasoning_gym"]
+            "puzzles",
+            f"reasoning_gym:{task}",
+            {"size": 20, "validation_size": 5},
+            plugins=PluginSelection(allow=("reasoning_gym",)),
         )
         try:
             prompts = await process.prompts("train")

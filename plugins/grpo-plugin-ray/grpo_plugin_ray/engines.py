@@ -24,10 +24,10 @@ from grpo_core.engines import wire
 from grpo_core.errors import DeadlineExceeded, EngineError, GrpoError, ModelError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
-from grpo_core.ray_workers.cluster import PluginRequirement, brief, call, load, where
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.weights import COLLECTIVE
 from grpo_core.weights.copies import Copies, WeightsLease, mapped
+from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, where
 
 LINGER = 0.005
 """Seconds that a finished completion waits for others to share its way."""
