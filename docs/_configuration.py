@@ -32,7 +32,7 @@ def page() -> str:
         "",
         "A run is configured by a TOML file, `--set section.key=value`, and the options of the command;",
         'later ones win. Unknown keys are errors. With `model.path = "tiny"` (the default) the values of',
-        "`grpo_core/presets/tiny.toml` lie beneath. The resolved configuration is `config.toml` of the run.",
+        "`grpo_core/demo/tiny.toml` lie beneath. The resolved configuration is `config.toml` of the run.",
         "",
         "(Written by `python docs/_configuration.py`.)",
         "",

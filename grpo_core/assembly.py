@@ -12,12 +12,11 @@ from attrs import define, evolve, frozen
 
 from grpo_core import checkpoint, workers
 from grpo_core.buffer import Buffer
-from grpo_core.config import TINY, Config, EngineConfig
+from grpo_core.config import Config, EngineConfig
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import checked_sample
-from grpo_core.demonstrations import demonstrations
 from grpo_core.events import Event, WarningRaised
-from grpo_core.models import local_directory
+from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.parts import (
     SYNC_GRACE,
     canary_prompts,
@@ -68,7 +67,9 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     prompts = await run.tasks.prompts("train")
     held_out = await run.tasks.prompts("validation") if config.validation.every else {}
     assembly = Assembly(config, run)
-    trainer, model = await assembly.trainer(prompts)
+    start = await assembly.start_model(prompts)
+    model = start.path
+    trainer = assembly.trainer(start)
     buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
     engine = assembly.engine(model, buffer)
     own = assembly.validation_engine(model)
@@ -127,29 +128,37 @@ class Assembly:
     config: Config
     run: RunContext
 
-    async def trainer(self, prompts: Prompts) -> tuple[ProcessTrainer, str]:
-        """The trainer, which starts, and the directory of the model that it starts from."""
-        config, run = self.config, self.run
-        tiny, fresh = config.model.path == TINY, not run.resume
-        model = str(run.directory.model)
-        if not tiny:
-            model = await asyncio.to_thread(local_directory, config.model.path)
-        solved = await demonstrations(run.tasks, prompts) if tiny and fresh else ()
-        run.status("making a tiny model and warming it up" if tiny and fresh else "loading the model")
-        trainer = ProcessTrainer(self.trainer_setup(model, solved), log=run.directory.logs / "trainer.log")
-        run.stack.push_async_callback(trainer.aclose)
-        return trainer, model
+    async def start_model(self, prompts: Prompts) -> StartModel:
+        """The model that the run starts from; it may have to be made yet."""
 
-    def trainer_setup(self, model: str, demonstrations: tuple[tuple[str, ...], ...]) -> TrainerSetup:
+        async def given() -> Prompts:
+            return prompts
+
+        return await model_source(self.config.model, self.run.plugins).start_model(
+            ModelRequest(
+                directory=self.run.directory.model,
+                prompts=given,
+                environments=self.run.tasks.environments,
+                seed=self.config.seed,
+            )
+        )
+
+    def trainer(self, model: StartModel) -> ProcessTrainer:
+        """The trainer, which starts, and makes the model if need be."""
+        self.run.status(model.doing)
+        trainer = ProcessTrainer(self.trainer_setup(model), log=self.run.directory.logs / "trainer.log")
+        self.run.stack.push_async_callback(trainer.aclose)
+        return trainer
+
+    def trainer_setup(self, model: StartModel) -> TrainerSetup:
         config, run = self.config, self.run
         return TrainerSetup(
-            model=config.model if config.model.path == TINY else evolve(config.model, path=model),
+            model=evolve(config.model, path=model.path),
+            prepare=model.prepare,
             trainer=config.trainer,
             loss=config.loss,
             seed=config.seed,
             colocated=self.colocated,
-            model_directory=str(run.directory.model),
-            demonstrations=demonstrations,
             resume_from=str(run.resume.directory) if run.resume else None,
             async_save=config.checkpoint.async_save,
             transport=workers.transport(

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core import checkpoint, preflight, run
-from grpo_core.config import TINY, Config, as_table, build, merge, parse_setting, read_toml
+from grpo_core.config import Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.laws import Laws, summary
+from grpo_core.model_sources import model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.terminal import Terminal
@@ -51,11 +51,12 @@ def train(
                 "--resume continues a run as it was configured: leave out CONFIG.toml and --output"
             )
         directory, config, found = _resumed(resume, changes)
-        host = _checked_host(config, block)
+        host = PluginHost.discover(config.plugins, block)
+        preflight.check(config, host)
         directory.forget_after(found.step if found else -1)
     else:
-        config = configure([read_toml(config_file)] if config_file else [], changes)
-        host = _checked_host(config, block)
+        config, host = configure([read_toml(config_file)] if config_file else [], changes, block)
+        preflight.check(config, host)
         directory, found = RunDirectory.create(output or _new_name(config), config), None
     terminal = Terminal(config.trainer.steps)
     with terminal:
@@ -90,9 +91,13 @@ def validate(
 ) -> int:
     """``grpo-core validate``; returns the exit status."""
     changes = _changes(envs, chosen, settings)
-    measured = drop_overridden(find(target), changes, tasks=bool(envs))
-    config = configure([measured.table], changes)
-    host = _checked_host(config, block, purpose="measure")
+
+    def offered(name: str) -> bool:
+        return PluginHost.discover(changes.get("plugins"), block).offers("model", name)
+
+    measured = drop_overridden(find(target, offered), changes, tasks=bool(envs))
+    config, host = configure([measured.table], changes, block)
+    preflight.check(config, host, purpose="measure")
     console = Console(stderr=True)
     for note in measured.notes:
         console.print(Text(note), soft_wrap=True)
@@ -131,24 +136,27 @@ def report(*, directory: Path) -> int:
     return 0
 
 
-def configure(layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]) -> Config:
-    """The configuration from a file's table and the command line; "tiny" brings its own defaults."""
+def configure(
+    layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], block: Sequence[str] = ()
+) -> tuple[Config, PluginHost]:
+    """The configuration from tables and the command line, over what its model brings; and the plugins."""
     given: dict[str, Any] = {}
     for layer in (*layers, changes):
         given = merge(given, layer)
-    model = given.get("model")
-    path = model.get("path", TINY) if isinstance(model, Mapping) else TINY
-    return build([_tiny_preset(given), given] if path == TINY else [given])
+    config = build([given])
+    host = PluginHost.discover(config.plugins, block)
+    preset = model_source(config.model, host).preset
+    return (build([_beneath(preset, given), given]) if preset else config), host
 
 
-def _tiny_preset(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults for "tiny", without the options of what the user replaced by something else."""
-    preset = read_toml(Path(str(files("grpo_core") / "presets" / "tiny.toml")))
-    for section, below in preset.items():
+def _beneath(preset: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset without the options of what the user replaces by something else."""
+    kept = {section: dict(below) for section, below in preset.items()}
+    for section, below in kept.items():
         above = table.get(section)
         if isinstance(above, Mapping) and "name" in above:
             below.pop("options", None)
-    return preset
+    return kept
 
 
 def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[str]) -> dict[str, Any]:
@@ -171,14 +179,6 @@ def _tasks(envs: Sequence[str]) -> dict[str, Any]:
             )
         tasks[name] = {"env": env}
     return tasks
-
-
-def _checked_host(config: Config, block: Sequence[str], *, purpose: str = "train on") -> PluginHost:
-    """The plugins, after everything that the configuration names was found: before any costly work."""
-    host = PluginHost.discover(config.plugins, block)
-    preflight.check_tasks(config, host, purpose=purpose)
-    preflight.check(config, host)
-    return host
 
 
 def _resumed(resume: str, changes: Mapping[str, Any]) -> tuple[RunDirectory, Config, checkpoint.Found | None]:

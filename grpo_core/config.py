@@ -21,26 +21,20 @@ from attrs.validators import deep_iterable, ge, gt, le
 
 from grpo_core.errors import ConfigError, did_you_mean
 
-TINY = "tiny"
-"""As ``model.path``: a model of 90,000 parameters is made locally, so that nothing is downloaded."""
-
 
 @frozen(kw_only=True)
 class ModelConfig:
     """Which model is trained."""
 
-    path: str = TINY
-    """A directory, a hub id, or "tiny"."""
+    path: str = "tiny"
+    """A directory, a hub id, or a model that a plugin makes by its name; "tiny" is made on the spot, with
+    90,000 parameters."""
+    options: dict[str, Any] = field(factory=dict)
+    """Options of a model that a plugin makes; for "tiny" `width`, `layers` and `warm_start_steps`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the matrix products in training; weights and optimizer state stay float32."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
-    warm_start_steps: int = field(default=40, validator=ge(0))
-    """Only for "tiny": supervised steps on the environment's solutions before the reinforcement learning."""
-    width: int = field(default=64, validator=ge(8))
-    """Only for "tiny"."""
-    layers: int = field(default=2, validator=ge(1))
-    """Only for "tiny"."""
 
 
 @frozen(kw_only=True)

@@ -25,6 +25,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from grpo_core.events import Event
+    from grpo_core.model_sources import ModelSource
     from grpo_core.placement import Placement
     from grpo_core.protocols import (
         AdvantageFunction,
@@ -82,6 +83,11 @@ def grpo_placements() -> Mapping[str, Callable[..., Placement] | str]:  # type: 
 
     See ``grpo_core.placement``.
     """
+
+
+@hookspec
+def grpo_models() -> Mapping[str, Callable[..., ModelSource] | str]:  # type: ignore[empty-body]
+    """Offer models that are made: ``{name: factory(**options)}``; see ``grpo_core.model_sources``."""
 
 
 @hookspec

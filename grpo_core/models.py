@@ -1,4 +1,4 @@
-"""Where a model lies, a directory or a hub id that is brought to one; and that it computes what it says."""
+"""Finds the directory of a model, which a hub id is downloaded to; and makes it compute what it says."""
 
 from __future__ import annotations
 

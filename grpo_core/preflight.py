@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from grpo_core.config import TINY, Config, TaskConfig
+from grpo_core.config import Config, TaskConfig
 from grpo_core.errors import ConfigError
-from grpo_core.models import check_path
+from grpo_core.model_sources import model_source
 from grpo_core.parts import make_placement, make_sampler
 from grpo_core.plugins.host import PluginHost
 from grpo_core.workers import transport
 
 
-def check(config: Config, host: PluginHost) -> None:
+def check(config: Config, host: PluginHost, *, purpose: str = "train on") -> None:
     """Raises ConfigError, PluginError or ModelError with the first choice that cannot be made.
 
     Imports the modules of the chosen plugins, but no environment that is offered as a string: it may only
     be loadable in a process of its own.
     """
+    if not config.tasks:
+        raise _no_task(purpose, host)
     for task in config.tasks.values():
         _check_environment(task, host)
     weights = {name: task.weight for name, task in config.tasks.items()}
@@ -27,16 +29,12 @@ def check(config: Config, host: PluginHost) -> None:
     host.check("advantage", config.advantage.name, config.advantage.options, given=None)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
     _check_placement(config, host)
-    if config.model.path != TINY:
-        check_path(config.model.path)
+    model_source(config.model, host).check()
 
 
-def check_tasks(config: Config, host: PluginHost, *, purpose: str) -> None:
-    """Raises ConfigError if there is no task."""
-    if config.tasks:
-        return
+def _no_task(purpose: str, host: PluginHost) -> ConfigError:
     offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
-    raise ConfigError(
+    return ConfigError(
         f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
         "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
     )

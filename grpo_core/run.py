@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from grpo_core.assembly import RunContext, assemble
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
+from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.parts import (
     canary_tolerance,
     engine_setup,
@@ -32,6 +34,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.tasks import Tasks
+from grpo_core.training.process import thread_count
 from grpo_core.validation.results import headline
 
 
@@ -111,13 +114,17 @@ async def train(
 
 async def validate(
     config: Config,
-    model: Path,
+    model: Path | None,
     *,
     version: int,
     host: PluginHost,
     status: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, Mapping[str, float]]:
-    """Measure the weights in a model directory with the configuration's strategy and tasks."""
+    """Measure the weights in a model directory with the configuration's strategy and tasks.
+
+    Args:
+        model: None is the model that training would start from.
+    """
     from grpo_core.weights.layout import load_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
@@ -129,10 +136,11 @@ async def validate(
         held_out = await tasks.prompts("validation")
         if empty := [task for task, prompts in held_out.items() if not prompts]:
             raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
+        path = model or await _start_model(config, host, tasks, stack, status)
         engine = workers.make_engine(
             engine_config,
             engine_setup(
-                str(model), config.model, engine_config, seed=config.seed, logs=None, colocated=False
+                str(path), config.model, engine_config, seed=config.seed, logs=None, colocated=False
             ),
             placement,
             tolerance=canary_tolerance(config.health, config.model, engine_config),
@@ -140,10 +148,10 @@ async def validate(
         stack.push_async_callback(engine.aclose)
         status("loading the model")
         renderer = await asyncio.to_thread(
-            Renderer.load, str(model), trust_remote_code=config.model.trust_remote_code
+            Renderer.load, str(path), trust_remote_code=config.model.trust_remote_code
         )
         writer = SharedMemoryWriter()
-        await engine.update_weights(writer.write(version, load_tensors(model)))
+        await engine.update_weights(writer.write(version, load_tensors(path)))
         status("validating")
         context = validation_context(
             config.validation,
@@ -161,6 +169,36 @@ async def validate(
 
 
 # ---------------------------------------------------------------------------------- around it
+
+
+async def _start_model(
+    config: Config,
+    host: PluginHost,
+    tasks: Tasks,
+    stack: contextlib.AsyncExitStack,
+    status: Callable[[str], None],
+) -> Path:
+    """Directory of the model that training would start from; made if need be, and removed with the stack."""
+    scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-"))
+    request = ModelRequest(
+        directory=Path(scratch) / "model",
+        prompts=partial(tasks.prompts, "train"),
+        environments=tasks.environments,
+        seed=config.seed,
+    )
+    start = await model_source(config.model, host).start_model(request)
+    if start.prepare is not None:
+        status(start.doing)
+        threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as the trainer
+        await asyncio.to_thread(_prepare, start.prepare, threads)
+    return Path(start.path)
+
+
+def _prepare(prepare: Callable[[], None], threads: int) -> None:
+    from grpo_core import cpu
+
+    cpu.prepare(threads)
+    prepare()
 
 
 @contextlib.asynccontextmanager

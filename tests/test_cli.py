@@ -248,7 +248,7 @@ def test_any_architecture_with_a_chat_template_is_trained(here):
     """GPT-2 has neither rotary positions nor gated layers: transformers' own forward decodes it."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    from grpo_core.training.tiny import write_tokenizer
+    from grpo_core.demo.tiny import write_tokenizer
 
     model = here / "gpt2"
     model.mkdir()

@@ -27,21 +27,31 @@ LAYERS = [
         "disk",
         "metrics",
         "processes",
-        "models",
         "cpu",
+        "models",
     }
     | {"environments.batcher", "environments.pool", "environments.tools", "environments.feedback"}
     | {"engines.canary", "engines.members", "engines.pool", "training.logprobs"}
     | {"validation.estimates", "validation.results", "validation.strategies"}
     | {"data", "plugins", "reporting", "weights"},
-    {"pipeline", "environments", "engines", "training", "validation", "workers", "placement", "testing"},
+    {
+        "pipeline",
+        "environments",
+        "engines",
+        "training",
+        "validation",
+        "workers",
+        "placement",
+        "model_sources",
+        "demo",
+        "testing",
+    },
     {
         "run",
         "assembly",
         "parts",
         "preflight",
         "tasks",
-        "demonstrations",
         "cli",
         "commands",
         "validation.target",

@@ -18,6 +18,7 @@ from grpo_core import cpu
 from grpo_core.assembly import Assembly, RunContext
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.model_sources import StartModel
 from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row
@@ -577,6 +578,6 @@ def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: st
         status=print,
         stack=AsyncExitStack(),
     )
-    given = Assembly(config, context).trainer_setup(model, ())
+    given = Assembly(config, context).trainer_setup(StartModel(path=model))
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)

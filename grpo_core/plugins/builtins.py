@@ -47,3 +47,8 @@ def grpo_advantages() -> Mapping[str, str]:
 @hookimpl
 def grpo_placements() -> Mapping[str, str]:
     return {"local": "grpo_core.placement:LocalPlacement"}
+
+
+@hookimpl
+def grpo_models() -> Mapping[str, str]:
+    return {"tiny": "grpo_core.demo.source:TinyModel"}

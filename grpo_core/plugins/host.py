@@ -188,6 +188,15 @@ class PluginHost:
             )
         raise self._unknown(kind, name)
 
+    def offers(self, kind: Kind, name: str) -> bool:
+        """Whether a plugin offers something as ``name``; unlike ``find``, no file is looked into."""
+        for plugin in self.plugins:
+            offers = plugin.offers.get(kind, {})
+            inner = name.removeprefix(f"{plugin.name}:")
+            if matching(offers, name, bare=True) or (inner != name and matching(offers, inner)):
+                return True
+        return False
+
     def emit(self, event: Event) -> None:
         """Tell all listeners; returns at once (see ``Audience``)."""
         for plugin in self.plugins:

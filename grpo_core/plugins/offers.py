@@ -16,7 +16,9 @@ from grpo_core.errors import ConfigError, PluginError, SelectionError, did_you_m
 if TYPE_CHECKING:
     from grpo_core.events import Event
 
-Kind = Literal["environment", "sampler", "validation_strategy", "engine", "loss", "advantage", "placement"]
+Kind = Literal[
+    "environment", "sampler", "validation_strategy", "engine", "loss", "advantage", "placement", "model"
+]
 
 HOOKS: Mapping[Kind, str] = {
     "environment": "grpo_environments",
@@ -26,6 +28,7 @@ HOOKS: Mapping[Kind, str] = {
     "loss": "grpo_losses",
     "advantage": "grpo_advantages",
     "placement": "grpo_placements",
+    "model": "grpo_models",
 }
 Factory = Callable[..., Any]
 

@@ -26,10 +26,8 @@ class TrainerSetup:
     seed: int = 0
     colocated: bool = True
     """Another process generates on this machine meanwhile (``max_staleness`` above 0): leave it cores."""
-    model_directory: str = ""
-    """Where the model is made if ``model.path`` is "tiny"."""
-    demonstrations: tuple[tuple[str, ...], ...] = ()
-    """Prompts and replies worth full marks, for the warm start of "tiny"."""
+    prepare: Callable[[], None] | None = None
+    """Makes the model at ``model.path``; called in the trainer's process before the model is loaded."""
     resume_from: str | None = None
     """A directory that ``save`` wrote."""
     async_save: bool = True

@@ -30,10 +30,9 @@ from torch import Tensor
 from grpo_core import cpu
 from grpo_core import loss as losses
 from grpo_core.batching import microbatches, split_updates
-from grpo_core.config import TINY, TrainerConfig
+from grpo_core.config import TrainerConfig
 from grpo_core.errors import (
     CheckpointError,
-    ModelError,
     PluginError,
     TrainerError,
 )
@@ -104,7 +103,9 @@ class TorchTrainer:
         self._device = _device(self._config.device)
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss: losses.Loss = host.function("loss", setup.loss.name, **setup.loss.options)
-        start = self._start_model()
+        if setup.prepare is not None:
+            setup.prepare()
+        start = setup.model.path
         resume = Path(setup.resume_from) if setup.resume_from else None
         self._policy = self._load(resume / "trainer" if resume else start)
         self._reference: Policy | None = None
@@ -131,9 +132,7 @@ class TorchTrainer:
             "parameters": sum(parameter.numel() for parameter in self._parameters),
             "device": str(self._device),
             "threads": torch.get_num_threads(),
-            "model": self._setup.model_directory
-            if self._setup.model.path == TINY
-            else self._setup.model.path,
+            "model": self._setup.model.path,
         }
 
     # ------------------------------------------------------------------------------ one step
@@ -326,29 +325,8 @@ class TorchTrainer:
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        source = self._setup.model_directory if self._setup.model.path == TINY else self._setup.model.path
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=self._setup.model.trust_remote_code)
-
-    def _start_model(self) -> str:
-        """Path of the model that the run starts from; "tiny" is made unless it is there already."""
         model = self._setup.model
-        if model.path != TINY:
-            return model.path
-        directory = Path(self._setup.model_directory)
-        if not self._setup.model_directory:
-            raise ModelError('model.path = "tiny" needs a directory to be made in')
-        if not (directory / "config.json").exists():
-            from grpo_core.training.tiny import make_tiny_model
-
-            make_tiny_model(
-                directory,
-                self._setup.demonstrations,
-                width=model.width,
-                layers=model.layers,
-                warm_start_steps=model.warm_start_steps,
-                seed=self._setup.seed,
-            )
-        return str(directory)
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
 
     def _load(self, path: str | Path) -> Policy:
         model = policy.load(

@@ -163,7 +163,7 @@ async def cpu_per_rollout(run: Callable[[], Awaitable[int]]) -> float:
 
 
 async def restart(scratch: Path) -> None:
-    from grpo_core.training.tiny import encode, make_tiny_model
+    from grpo_core.demo.tiny import encode, make_tiny_model
     from grpo_core.weights.layout import load_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 

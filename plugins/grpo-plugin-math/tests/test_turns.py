@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 
 import grpo_core as grpo
-from grpo_core.demonstrations import demonstrations
+from grpo_core.demo.demonstrations import demonstrations
 from grpo_core.errors import ConfigError
 from grpo_core.records import Episode
 from grpo_core.testing.hosted import HostedEnvironment
@@ -21,7 +21,7 @@ from grpo_plugin_math.calculator import Calculator
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHORT = (
-    "model.warm_start_steps=90",
+    "model.options.warm_start_steps=90",
     "trainer.steps=2",
     "trainer.prompts_per_step=8",
     "rollout.group_size=8",
@@ -46,14 +46,9 @@ class Solved(HostedEnvironment):
         return feedback
 
 
-class Tasks:
-    def __init__(self, judge):
-        self.processes = {"task": judge}
-
-
 def transcripts(environment):
     judge = Solved(environment)
-    return judge, asyncio.run(demonstrations(Tasks(judge), {"task": judge.prompts[:300]}))
+    return judge, asyncio.run(demonstrations({"task": judge}, {"task": judge.prompts[:300]}))
 
 
 def said(prompt, *replies):

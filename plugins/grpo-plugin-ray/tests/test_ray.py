@@ -22,6 +22,7 @@ from killing import GRPO, Run, left_after
 pytest.importorskip("grpo_plugin_ray")
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.demo.tiny import encode, make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
@@ -29,7 +30,6 @@ from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, 
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing.engines import check_engine
-from grpo_core.training.tiny import encode, make_tiny_model
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.copies import Copies
 from grpo_core.weights.shm import SharedMemoryWriter

@@ -13,6 +13,7 @@ import pytest
 import torch
 from killing import Run, left_after
 
+from grpo_core.demo import tiny
 from grpo_core.errors import ModelError
 from grpo_core.laws import Laws
 from grpo_core.records import EngineSetup
@@ -26,7 +27,6 @@ from grpo_core.testing.decoding import (
     weights_of_another_model_are_refused_and_change_nothing,
 )
 from grpo_core.testing.engines import check_engine
-from grpo_core.training import tiny
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.layout import load_tensors
 from grpo_core.weights.shm import SharedMemoryWriter
@@ -114,7 +114,7 @@ class Learning(Run):
     def __init__(self, cwd):
         self.cwd, self.directory, self.kills, self.memory = cwd, cwd / "run", 0, set()
         settings = {
-            "model.width": 128,
+            "model.options.width": 128,
             "trainer.steps": 24,
             "validation.every": 24,
             "checkpoint.every": 24,

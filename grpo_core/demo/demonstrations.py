@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
-from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.model_sources import SolvingEnvironment
 from grpo_core.records import Episode, Message, Prompt
-from grpo_core.tasks import Tasks
 from grpo_core.tool_calls import numbered, parse_calls
 
 MOST = 5000
@@ -20,18 +19,20 @@ Demonstration = tuple[str, ...]
 """What is said in turn: the prompt, a reply, the environment's answer, a reply, ..."""
 
 
-async def demonstrations(tasks: Tasks, prompts: Mapping[str, Sequence[Prompt]]) -> tuple[Demonstration, ...]:
+async def demonstrations(
+    environments: Mapping[str, SolvingEnvironment], prompts: Mapping[str, Sequence[Prompt]]
+) -> tuple[Demonstration, ...]:
     """One for each prompt of which ``solve`` knows a reply."""
     each = max(1, MOST // len(prompts))
     found: list[Demonstration] = []
     for task, part in prompts.items():
         some = part[:each]
         for begin in range(0, len(some), AT_ONCE):
-            found += await _played(tasks.environments[task], some[begin : begin + AT_ONCE])
+            found += await _played(environments[task], some[begin : begin + AT_ONCE])
     return tuple(found)
 
 
-async def _played(environment: EnvironmentPool, prompts: Sequence[Prompt]) -> list[Demonstration]:
+async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) -> list[Demonstration]:
     """Turn by turn; in each, ``solve`` is asked with the conversation so far as the prompt's messages."""
     starts = {f"solution {i}": prompt for i, prompt in enumerate(prompts)}
     said = {name: [_text(prompt.messages)] for name, prompt in starts.items()}
