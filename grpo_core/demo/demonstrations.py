@@ -8,7 +8,7 @@ from attrs import evolve
 
 from grpo_core.model_sources import SolvingEnvironment
 from grpo_core.records import Episode, Message, Prompt
-from grpo_core.tool_calls import numbered, parse_calls
+from grpo_core.tool_calls import assistant_message
 
 MOST = 5000
 """Prompts, of all tasks together."""
@@ -50,7 +50,7 @@ async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) ->
             episodes = [
                 Episode(
                     prompt=starts[name],
-                    messages=(*talk.messages, _message(reply, tools)),
+                    messages=(*talk.messages, assistant_message(reply, tools=tools)),
                     turn=turn,
                     session=name,
                     group=name,
@@ -67,12 +67,6 @@ async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) ->
         if several:
             await environment.close(list(starts))
     return [tuple(texts[: len(texts) // 2 * 2]) for texts in said.values() if len(texts) > 1]
-
-
-def _message(reply: str, tools: bool) -> Message:
-    content, calls = parse_calls(reply) if tools else (reply, [])
-    called = {"tool_calls": numbered(calls, 0)} if calls else {}
-    return {"role": "assistant", "content": content, **called}
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -17,9 +17,9 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.errors import GrpoError
 from grpo_core.metrics import FULL_REWARD
-from grpo_core.records import Episode, Feedback, Message, Prompt
+from grpo_core.records import Episode, Feedback, Prompt
 from grpo_core.testing.subjects import EnvironmentUnderTest
-from grpo_core.tool_calls import numbered, parse_calls
+from grpo_core.tool_calls import assistant_message
 
 Outcome = Literal["passed", "failed", "noted"]
 
@@ -276,7 +276,7 @@ class Conformance:
             episodes = [
                 Episode(
                     prompt=prompt,
-                    messages=(*prompt.messages, _message(reply, tools)),
+                    messages=(*prompt.messages, assistant_message(reply, tools=tools)),
                     session=name,
                     group=names[place - place % members],
                 )
@@ -300,18 +300,13 @@ class Conformance:
         said = [(talk, reply) for talk, reply in zip(talks, replies, strict=True) if reply is not None]
         for place, (talk, reply) in zip(going, said, strict=True):
             now = episodes[place]
-            episodes[place] = evolve(now, messages=(*talk, _message(reply, tools)), turn=now.turn + 1)
+            episodes[place] = evolve(
+                now, messages=(*talk, assistant_message(reply, tools=tools)), turn=now.turn + 1
+            )
         judged = self.subject.evaluate([episodes[place] for place in going]) if going else []
         for place, last in zip(going, judged, strict=True):
             rewards = [r for r in (feedback[place].reward, last.reward) if r is not None]
             feedback[place] = evolve(last, reward=sum(rewards) if rewards else None)
-
-
-def _message(reply: str, tools: bool) -> Message:
-    """As the model says it: where there are tools, calls are read from it."""
-    content, calls = parse_calls(reply) if tools else (reply, [])
-    called = {"tool_calls": numbered(calls, 0)} if calls else {}
-    return {"role": "assistant", "content": content, **called}
 
 
 def _expect(holds: object, otherwise: str) -> None:

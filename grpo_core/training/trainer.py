@@ -100,7 +100,7 @@ class TorchTrainer:
 
     def __init__(self, setup: TrainerSetup) -> None:
         self._setup, self._config = setup, setup.trainer
-        self._device = _device(self._config.device)
+        self._device = cpu.resolve_device(self._config.device)
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss: losses.Loss = host.function("loss", setup.loss.name, **setup.loss.options)
         if setup.prepare is not None:
@@ -370,9 +370,3 @@ def _adamw(parameters: Sequence[torch.nn.Parameter], config: TrainerConfig) -> t
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
-
-
-def _device(configured: str) -> torch.device:
-    if configured == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(configured)
