@@ -84,11 +84,11 @@ def engine_setup(
     """What an engine is made from.
 
     Args:
-        path: directory of the model.
+        path: directory of the model; made absolute, since a worker may have another working directory.
         colocated: training runs on this machine meanwhile.
     """
     return EngineSetup(
-        model=path,
+        model=str(Path(path).absolute()),
         trust_remote_code=model.trust_remote_code,
         threads=thread_count(engine.threads, colocated),
         seed=seed,

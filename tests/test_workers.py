@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from grpo_core.cli import _with_values
-from grpo_core.config import EngineConfig, EnvironmentConfig
+from grpo_core.config import EngineConfig, EnvironmentConfig, ModelConfig
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, WeightSyncError
+from grpo_core.parts import engine_setup
 from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineSetup, Episode, Feedback, SessionStart, Weights
@@ -193,6 +195,14 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 def test_what_is_for_a_cluster_is_an_error_on_this_machine(config):
     with pytest.raises(ConfigError, match="is for workers in a cluster; add --ray"):
         LocalPlacement(PluginHost.discover([])).check(config)
+
+
+def test_an_engine_is_given_an_absolute_path_which_any_worker_can_look_up():
+    setup = engine_setup(
+        "runs/a/model", ModelConfig(), EngineConfig(), seed=0, logs=Path("runs/a/logs"), colocated=True
+    )
+    assert setup.model == f"{Path.cwd()}/runs/a/model"
+    assert setup.log_directory == f"{Path.cwd()}/runs/a/logs"
 
 
 def test_ray_stands_alone_or_with_an_address():
