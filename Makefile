@@ -8,7 +8,7 @@ RAY    := $(VENV)/.ray
 DOCS   := $(VENV)/.docs
 PAGES  := $(wildcard $(foreach p,configuration options metrics architecture,docs/_$(p).py))
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
-PROJECTS := -e .[dev] $(foreach p,$(wildcard plugins/*),-e $(p))
+PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
 
 .PHONY: install install-vllm demo test test-fast test-nightly lint docs pages dist bench bench-peers clean
 
@@ -37,7 +37,7 @@ endif
 # The tests start a real Ray cluster of this machine
 $(RAY): $(READY)
 	@echo "installing Ray into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .[ray]
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e plugins/grpo-plugin-ray
 	@touch $(RAY)
 
 $(DOCS): $(READY)

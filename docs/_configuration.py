@@ -33,7 +33,7 @@ def page() -> str:
         "",
         "A run is configured by a TOML file, `--set section.key=value`, and the options of the command;",
         'later ones win. Unknown keys are errors. With `model.path = "tiny"` (the default) the defaults are',
-        "those of `grpo_core/presets/tiny.toml`. The resolved configuration is `config.toml` in the",
+        "those of `grpo_core/demo/tiny.toml`. The resolved configuration is `config.toml` in the",
         "run's directory.",
         "",
         "Several sections choose a part by `name` and give it `options`: [options](options.md) lists them.",

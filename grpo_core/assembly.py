@@ -5,113 +5,89 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from attrs import evolve
+from attrs import define, evolve, frozen
 
 from grpo_core import checkpoint, workers
 from grpo_core.buffer import Buffer
-from grpo_core.config import TINY, Config
+from grpo_core.config import Config, EngineConfig
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import checked_sample
-from grpo_core.demonstrations import demonstrations
-from grpo_core.dynamic import DynamicSampling
-from grpo_core.environments.process import ErrorBudget
 from grpo_core.events import Event, WarningRaised
-from grpo_core.health import Limits
 from grpo_core.loss import needs_of
-from grpo_core.models import local_directory
-from grpo_core.pipeline import Pipeline, Schedule, Validate
+from grpo_core.model_sources import ModelRequest, StartModel, model_source
+from grpo_core.parts import (
+    SYNC_GRACE,
+    canary_prompts,
+    canary_tolerance,
+    dynamic_sampling,
+    engine_setup,
+    error_budgets,
+    health_limits,
+    make_buffer,
+    make_sampler,
+    make_schedule,
+    make_validation,
+    sampling_params,
+    validation_context,
+)
+from grpo_core.pipeline import Pipeline, Save, Validate, Written
+from grpo_core.placement import Placement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, Sampler, Trainer
-from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
+from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.rendering import Renderer
 from grpo_core.reporting.trackers import Trackers
-from grpo_core.rollout import LostBudget, SamplingParams
 from grpo_core.run_directory import RunDirectory
 from grpo_core.tasks import Tasks
-from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
-from grpo_core.validation.runner import Context, Results, run_strategy
 
-SYNC_GRACE = 5.0
-"""Seconds after which an engine that has not kept its own deadline is given up."""
-
-EXTRA_GROUPS = 20
-"""Filtered for each group of a step, at most, unless the configuration says how many."""
-
-CANARY = 4
-"""Prompts that the engine is asked after each weight sync."""
-CANARY_TOKENS = 64
-"""Of each at most: enough for a prefix cache to notice them."""
+Prompts = Mapping[str, Sequence[Prompt]]
+"""By task."""
 
 
-async def assemble(
-    config: Config,
-    run: RunDirectory,
-    host: PluginHost,
-    tasks: Tasks,
-    resume: checkpoint.Found | None,
-    trackers: Trackers,
-    stack: contextlib.AsyncExitStack,
-) -> Pipeline:
-    emit, status = trackers.emit, trackers.status
-    asynchronous = config.pipeline.max_staleness > 0
-    tiny = config.model.path == TINY
-    model = str(run.model) if tiny else await asyncio.to_thread(local_directory, config.model.path)
-    prompts = await tasks.prompts(config, "train")
-    held_out = await tasks.prompts(config, "validation") if config.validation.every else {}
-    solved = await demonstrations(tasks.processes, prompts) if tiny and not resume else ()
-    status("making a tiny model and warming it up" if tiny and not resume else "loading the model")
-    trainer = _trainer(config, run, host, model, solved, resume)
-    stack.push_async_callback(trainer.aclose)
-    buffer = _buffer(config)
-    engine = make_engine(
-        config,
-        host,
-        model,
-        run.logs,
-        threads=thread_count(config.engine.threads, asynchronous),
-        tell=lambda text: emit(WarningRaised(step=buffer.step, cause="engine", message=text)),
-    )
-    stack.push_async_callback(engine.aclose)
-    own = _validation_engine(config, host, model, run, stack)
+@frozen(kw_only=True, eq=False)
+class RunContext:
+    """The surroundings of a run: its directory, plugins, environments and trackers."""
+
+    directory: RunDirectory
+    plugins: PluginHost
+    placement: Placement
+    tasks: Tasks
+    resume: checkpoint.Found | None
+    trackers: Trackers
+    stack: contextlib.AsyncExitStack
+    """Closes everything that was started."""
+
+    @property
+    def emit(self) -> Callable[[Event], None]:
+        """Sends an event to all trackers."""
+        return self.trackers.emit
+
+
+async def assemble(config: Config, run: RunContext) -> Pipeline:
+    """Make the pipeline of a run, and start everything that it needs."""
+    prompts = await run.tasks.prompts("train")
+    held_out = await run.tasks.prompts("validation") if config.validation.every else {}
+    assembly = Assembly(config, run)
+    start = await assembly.start_model(prompts)
+    model = start.path
+    trainer = assembly.trainer(start)
+    buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
+    engine = assembly.engine(model, buffer)
+    own = assembly.validation_engine(model)
     await asyncio.to_thread(_import_what_is_needed_soon)
     await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
     renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
-    sampling = _sampling(config)
-    loaders = {
-        task: TaskLoader(task, part, seed=config.seed, workers=config.tasks[task].source.workers)
-        for task, part in prompts.items()
-    }
-    sampler = _sampler(config, host)
-    loss = host.function("loss", config.loss.name, **config.loss.options)
-    if resume:
-        for told in checkpoint.restore(resume.directory, buffer, loaders, sampler):
-            status(f"resuming: {told}")
-
-    async def save(step: int) -> Callable[[], Awaitable[Path]]:
-        return await checkpoint.begin(
-            run.checkpoints,
-            step=step,
-            pipeline=checkpoint.cut(buffer, sampler),
-            loaders={task: loader.state_dict() for task, loader in loaders.items()},
-            save_trainer=trainer.save,
-            keep=config.checkpoint.keep,
-        )
-
-    measure = make_validation(config, host, own or engine, tasks, renderer, held_out)
-    watch: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (trainer.watch, trackers.watch)
-    validate: Validate = measure
-    if own is not None:
-        engine = WeightsTrackingEngine(engine)
-        beside = _on_its_own_engine(config, measure, own, engine, emit)
-        validate, watch = beside, (*watch, beside.watch)
-
+    loaders, sampler = assembly.loaders(prompts), assembly.sampler()
+    if run.resume:
+        for told in checkpoint.restore(run.resume.directory, buffer, loaders, sampler):
+            run.trackers.status(f"resuming: {told}")
+    loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
+    engine, validate = assembly.validation(engine, own, renderer, held_out)
     return Pipeline(
         buffer=buffer,
         loaders=loaders,
@@ -121,24 +97,35 @@ async def assemble(
         ),
         engine=engine,
         trainer=trainer,
-        environments=tasks.environments,
+        environments=run.tasks.environments,
         renderer=renderer,
-        sampling=sampling,
+        sampling=sampling_params(config.rollout),
         group_size=config.rollout.group_size,
-        advantages=host.function("advantage", config.advantage.name, **config.advantage.options),
+        advantages=run.plugins.function("advantage", config.advantage.name, **config.advantage.options),
         all_rows="all_rows" in needs_of(loss.function, loss.options),
-        dynamic=_dynamic(config),
+        dynamic=dynamic_sampling(config.dynamic_sampling, prompts_per_step=config.trainer.prompts_per_step),
         seed=config.seed,
-        schedule=_schedule(config),
-        emit=emit,
-        flush=trackers.flush,
-        observe_rollout=_budgets(config, tasks),
+        schedule=make_schedule(
+            rollout=config.rollout,
+            engine=config.engine,
+            trainer=config.trainer,
+            pipeline=config.pipeline,
+            validation=config.validation,
+            checkpoint=config.checkpoint,
+        ),
+        emit=run.emit,
+        flush=run.trackers.flush,
+        observe_rollout=assembly.budgets(),
         validate=validate,
-        save=save,
-        canary=_canary(prompts, renderer),
-        canary_tolerance=_tolerance(config),
-        limits=_limits(config),
-        watch=watch,
+        save=assembly.save(trainer, buffer, loaders, sampler),
+        canary=canary_prompts(prompts, renderer),
+        canary_tolerance=canary_tolerance(config.health, config.model, config.engine),
+        limits=health_limits(config.health),
+        watch=(
+            trainer.watch,
+            run.trackers.watch,
+            *((validate.watch,) if isinstance(validate, DedicatedValidator) else ()),
+        ),
     )
 
 
@@ -148,211 +135,173 @@ def _import_what_is_needed_soon() -> None:
         importlib.import_module(module)
 
 
-# ---------------------------------------------------------------------------------- the parts
+@define(eq=False)
+class Assembly:
+    """Makes the parts of a run that start processes, or are made from several sections."""
 
+    config: Config
+    run: RunContext
 
-def _trainer(
-    config: Config,
-    run: RunDirectory,
-    host: PluginHost,
-    model: str,
-    demonstrations: tuple[tuple[str, ...], ...],
-    resume: checkpoint.Found | None,
-) -> Trainer:
-    setup = TrainerSetup(
-        model=config.model if config.model.path == TINY else evolve(config.model, path=model),
-        trainer=config.trainer,
-        loss=config.loss,
-        seed=config.seed,
-        colocated=config.pipeline.max_staleness > 0,
-        model_directory=str(run.model),
-        demonstrations=demonstrations,
-        resume_from=str(resume.directory) if resume else None,
-        async_save=config.checkpoint.async_save,
-        transport=workers.transport(config, host),
-        collective_host=config.engine.collective_host,
-        max_non_finite=config.health.max_non_finite,
-        plugins=None if config.plugins is None else tuple(config.plugins),
-        block=host.block,
-        log=str(run.logs / "trainer.log"),
-    )
-    return host.make("trainer", config.trainer.name, setup, **config.trainer.options)
+    async def start_model(self, prompts: Prompts) -> StartModel:
+        """The model that the run starts from; it may have to be made yet."""
 
+        async def given() -> Prompts:
+            return prompts
 
-def _buffer(config: Config) -> Buffer[Prompt, Group]:
-    return Buffer(
-        prompts_per_step=config.trainer.prompts_per_step,
-        max_staleness=config.pipeline.max_staleness,
-        num_steps=config.trainer.steps,
-        policy=config.pipeline.policy,
-        max_retries=config.rollout.max_retries,
-    )
-
-
-def make_engine(
-    config: Config,
-    host: PluginHost,
-    model: str,
-    logs: Path | None,
-    *,
-    threads: int,
-    tell: Callable[[str], None] = lambda text: None,
-) -> Engine:
-    setup = EngineSetup(
-        model=model,
-        trust_remote_code=config.model.trust_remote_code,
-        threads=threads,
-        seed=config.seed,
-        log_directory=str(logs.absolute()) if logs else None,
-        deadline=config.engine.deadline,
-    )
-    return workers.make_engine(config, host, setup, tolerance=_tolerance(config), tell=tell)
-
-
-def _validation_engine(
-    config: Config, host: PluginHost, model: str, run: RunDirectory, stack: contextlib.AsyncExitStack
-) -> Engine | None:
-    """The engine that only validation uses, if one is configured."""
-    if config.validation.engine is None or not config.validation.every:
-        return None
-    logs = run.logs / "validation"
-    logs.mkdir(exist_ok=True)
-    threads = thread_count(config.validation.engine.threads, True)
-    engine = make_engine(evolve(config, engine=config.validation.engine), host, model, logs, threads=threads)
-    stack.push_async_callback(engine.aclose)
-    return engine
-
-
-def _on_its_own_engine(
-    config: Config,
-    measure: Callable[[int], Awaitable[Results]],
-    engine: Engine,
-    trained: WeightsTrackingEngine,
-    emit: Callable[[Event], None],
-) -> DedicatedValidator:
-    assert config.validation.engine is not None
-    return DedicatedValidator(
-        measure=measure,
-        engine=engine,
-        trained=trained,
-        emit=emit,
-        last=config.trainer.steps,
-        pauses=config.validation.pause,
-        deadline=config.validation.engine.deadline + SYNC_GRACE,
-        canary_tolerance=_tolerance(evolve(config, engine=config.validation.engine)),
-        canary_deadline=config.rollout.deadline,
-    )
-
-
-def _sampler(config: Config, host: PluginHost) -> Sampler:
-    """The sampler; ``seed`` and the tasks' ``weights`` are given to those that take them."""
-    factory = host.factory("sampler", config.sampler.name)
-    takes = inspect.signature(factory).parameters
-    known = {"seed": config.seed, "weights": {name: task.weight for name, task in config.tasks.items()}}
-    options = {key: value for key, value in known.items() if key in takes} | config.sampler.options
-    sampler: Sampler = host.make("sampler", config.sampler.name, **options)
-    return sampler
-
-
-def _sampling(config: Config) -> SamplingParams:
-    rollout = config.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        max_tokens=rollout.max_tokens,
-        stop=tuple(rollout.stop),
-        max_turns=rollout.max_turns,
-        max_total_tokens=rollout.max_total_tokens,
-        max_tool_calls=rollout.max_tool_calls,
-    )
-
-
-def _dynamic(config: Config) -> DynamicSampling | None:
-    given = config.dynamic_sampling
-    if not given.enabled:
-        return None
-    extra = given.max_extra_groups or EXTRA_GROUPS * config.trainer.prompts_per_step
-    return DynamicSampling(tolerance=given.tolerance, max_extra_groups=extra)
-
-
-def _schedule(config: Config) -> Schedule:
-    attempts = config.rollout.max_retries + 2
-    return Schedule(
-        validate_every=config.validation.every,
-        save_every=config.checkpoint.every,
-        rollout_deadline=config.rollout.deadline,
-        sync_deadline=config.engine.deadline + SYNC_GRACE,
-        in_flight_updates=config.pipeline.in_flight_updates,
-        pause_to_validate=config.validation.pause,
-        stall=config.rollout.deadline * attempts
-        + config.trainer.deadline
-        + config.engine.deadline
-        + config.validation.deadline * bool(config.validation.every),
-    )
-
-
-def _canary(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
-    """The beginnings of some prompts of all tasks, in tokens."""
-    some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]
-    return [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
-
-
-def _tolerance(config: Config) -> float:
-    """Of the canary: rounding in float32, or in bfloat16 where the trainer or the engine computes in it."""
-    coarse = "bfloat16" in (config.model.dtype, config.engine.options.get("dtype"))
-    return config.health.canary_tolerance or (0.1 if coarse else 1e-3)
-
-
-def _limits(config: Config) -> dict[str, Limits]:
-    health = config.health
-    return {
-        "logprob_diff_mean": Limits(*health.logprob_diff),
-        "mismatch_kl": Limits(*health.mismatch_kl),
-        "effective_sample_size": Limits(*health.effective_sample_size),
-        "clip_fraction_low": Limits(*health.clip_fraction),
-        "clip_fraction_high": Limits(*health.clip_fraction),
-    }
-
-
-def _budgets(config: Config, tasks: Tasks) -> Callable[[str, Rollout], None]:
-    """Faults of environments by task; rollouts that were lost, by whatever, together."""
-    budgets = {task: ErrorBudget(task, config.environment.max_error_rate) for task in tasks.processes}
-    outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
-    lost = LostBudget(outstanding * config.rollout.group_size * (config.rollout.max_retries + 1))
-
-    def observe(task: str, rollout: Rollout) -> None:
-        lost.observe(rollout)
-        if rollout.lost:
-            return
-        feedback = Feedback(reward=rollout.reward, error=rollout.error)
-        budgets[task].observe(feedback, tasks.processes[task].first_traceback)
-
-    return observe
-
-
-def make_validation(
-    config: Config,
-    host: PluginHost,
-    engine: Engine,
-    tasks: Tasks,
-    renderer: Renderer,
-    held_out: Mapping[str, Sequence[Prompt]],
-) -> Callable[[int], Awaitable[Results]]:
-    """What measures a version on an engine that holds it, with the configuration's strategy."""
-    name = config.validation.name
-    strategy = host.make("validation_strategy", name, **config.validation.options)
-
-    async def validate(version: int) -> Results:
-        context = Context(
-            version=version,
-            prompts={task: part[: config.validation.prompts] for task, part in held_out.items() if part},
-            engine=engine,
-            environments=tasks.environments,
-            renderer=renderer,
-            sampling=_sampling(config),
-            deadline=config.validation.deadline,
-            retries=config.rollout.max_retries,
-            seed=config.seed,
+        return await model_source(self.config.model, self.run.plugins).start_model(
+            ModelRequest(
+                directory=self.run.directory.model,
+                prompts=given,
+                environments=self.run.tasks.environments,
+                seed=self.config.seed,
+            )
         )
-        return await run_strategy(name, strategy, context)
 
-    return validate
+    def trainer(self, model: StartModel) -> Trainer:
+        """Start the trainer, which makes the model if need be."""
+        self.run.trackers.status(model.doing)
+        chosen = self.config.trainer
+        trainer = self.run.plugins.make("trainer", chosen.name, self.trainer_setup(model), **chosen.options)
+        self.run.stack.push_async_callback(trainer.aclose)
+        return trainer
+
+    def trainer_setup(self, model: StartModel) -> TrainerSetup:
+        config, run = self.config, self.run
+        return TrainerSetup(
+            model=evolve(config.model, path=model.path),
+            prepare=model.prepare,
+            trainer=config.trainer,
+            loss=config.loss,
+            seed=config.seed,
+            colocated=self.colocated,
+            resume_from=str(run.resume.directory) if run.resume else None,
+            async_save=config.checkpoint.async_save,
+            transport=workers.transport(
+                config.engine,
+                config.validation.engine if config.validation.every else None,
+                run.placement,
+                run.plugins,
+            ),
+            collective_host=config.engine.collective_host,
+            max_non_finite=config.health.max_non_finite,
+            plugins=run.plugins.selection.allow,
+            block=run.plugins.selection.block,
+            log=str(run.directory.logs / "trainer.log"),
+        )
+
+    @property
+    def colocated(self) -> bool:
+        """Engines generate on this machine while the trainer trains."""
+        return self.config.pipeline.max_staleness > 0
+
+    def engine(self, model: str, buffer: Buffer[Prompt, Group]) -> Engine:
+        emit = self.run.emit
+        return self._engine(
+            self.config.engine,
+            model,
+            self.run.directory.logs,
+            colocated=self.colocated,
+            tell=lambda text: emit(WarningRaised(step=buffer.step, cause="engine", message=text)),
+        )
+
+    def validation_engine(self, model: str) -> Engine | None:
+        """The engine that only validation uses, if one is configured."""
+        engine = self.config.validation.engine
+        if engine is None or not self.config.validation.every:
+            return None
+        logs = self.run.directory.logs / "validation"
+        logs.mkdir(exist_ok=True)
+        return self._engine(engine, model, logs, colocated=True)
+
+    def _engine(
+        self,
+        engine: EngineConfig,
+        model: str,
+        logs: Path,
+        *,
+        colocated: bool,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> Engine:
+        config = self.config
+        made = workers.make_engine(
+            engine,
+            engine_setup(model, config.model, engine, seed=config.seed, logs=logs, colocated=colocated),
+            self.run.placement,
+            tolerance=canary_tolerance(config.health, config.model, engine),
+            tell=tell,
+        )
+        self.run.stack.push_async_callback(made.aclose)
+        return made
+
+    def loaders(self, prompts: Prompts) -> dict[str, TaskLoader]:
+        tasks, seed = self.config.tasks, self.config.seed
+        return {
+            name: TaskLoader(name, part, seed=seed, workers=tasks[name].source.workers)
+            for name, part in prompts.items()
+        }
+
+    def sampler(self) -> Sampler:
+        config = self.config
+        weights = {name: task.weight for name, task in config.tasks.items()}
+        return make_sampler(config.sampler, self.run.plugins, seed=config.seed, weights=weights)
+
+    def budgets(self) -> Callable[[str, Rollout], None]:
+        config = self.config
+        outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+        return error_budgets(
+            self.run.tasks.environments,
+            max_error_rate=config.environment.max_error_rate,
+            max_lost=outstanding * config.rollout.group_size * (config.rollout.max_retries + 1),
+        )
+
+    def validation(
+        self, engine: Engine, own: Engine | None, renderer: Renderer, held_out: Prompts
+    ) -> tuple[Engine, Validate]:
+        """The engine that training uses, and what validates."""
+        config, run = self.config, self.run
+        context = validation_context(
+            config.validation,
+            config.rollout,
+            seed=config.seed,
+            engine=own or engine,
+            environments=run.tasks.environments,
+            renderer=renderer,
+            held_out=held_out,
+        )
+        measure = make_validation(config.validation, run.plugins, context)
+        section = config.validation.engine
+        if own is None or section is None:
+            return engine, measure
+        trained = WeightsTrackingEngine(engine)
+        return trained, DedicatedValidator(
+            measure=measure,
+            engine=own,
+            trained=trained,
+            emit=run.emit,
+            last=config.trainer.steps,
+            pauses=config.validation.pause,
+            deadline=section.deadline + SYNC_GRACE,
+            canary_tolerance=canary_tolerance(config.health, config.model, section),
+            canary_deadline=config.rollout.deadline,
+        )
+
+    def save(
+        self,
+        trainer: Trainer,
+        buffer: Buffer[Prompt, Group],
+        loaders: Mapping[str, TaskLoader],
+        sampler: Sampler,
+    ) -> Save:
+        directory, keep = self.run.directory.checkpoints, self.config.checkpoint.keep
+
+        async def save(step: int) -> Written:
+            return await checkpoint.begin(
+                directory,
+                step=step,
+                pipeline=checkpoint.cut(buffer, sampler),
+                loaders={task: loader.state_dict() for task, loader in loaders.items()},
+                save_trainer=trainer.save,
+                keep=keep,
+            )
+
+        return save

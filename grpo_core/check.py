@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,12 +13,14 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.config import EnvironmentConfig, merge, parse_setting
+from grpo_core.config import EnvironmentConfig, SamplerConfig, merge, parse_setting
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.loss import needs_of
+from grpo_core.parts import make_sampler
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import FROM_THE_CORE, Offer, signature_of
+from grpo_core.plugins.selection import PluginSelection
 from grpo_core.testing.conformance import Conformance, Finding
 
 CHECKED: Mapping[Kind, str] = {
@@ -100,7 +101,7 @@ def findings(
     """What the checks of its kind find."""
     match offer.kind:
         case "environment":
-            yield from _environment(offer.name, options, host.block)
+            yield from _environment(offer.name, options, host.selection)
         case "sampler":
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
@@ -114,11 +115,11 @@ def findings(
 # ---------------------------------------------------------------------------------- environments
 
 
-def _environment(name: str, options: Mapping[str, Any], block: Sequence[str]) -> Iterator[Finding]:
+def _environment(name: str, options: Mapping[str, Any], plugins: PluginSelection) -> Iterator[Finding]:
     """In its own process, as in a run: it may hang, crash, or end."""
     with asyncio.Runner() as runner:
         make = functools.partial(
-            EnvironmentProcess, "check", name, options, config=EnvironmentConfig(), block=block
+            EnvironmentProcess, "check", name, options, config=EnvironmentConfig(), plugins=plugins
         )
         conformance = Conformance(make, runner.run)
         try:
@@ -143,15 +144,14 @@ def _sampler(
         from grpo_core.testing.contracts import check_sampler
     except ImportError:
         raise ConfigError("samplers are checked with hypothesis: pip install hypothesis") from None
-    takes = inspect.signature(host.factory("sampler", name)).parameters
-    known: dict[str, Any] = {"seed": 0, "weights": {}}  # as in a run
-    given = {key: value for key, value in known.items() if key in takes} | dict(options)
+    config = SamplerConfig(name=name, options=dict(options))
+    make = functools.partial(make_sampler, config, host, seed=0, weights={})  # as in a run
     sizes = dict(zip(tasks, (50, 3, 7, *[20] * len(tasks)), strict=False))
     advice = "" if tasks else ". (If it works with certain tasks, name them: --task A --task B)"
     try:
-        host.make("sampler", name, **given)
+        make()
         yield Finding("it can be made", "passed", "")
-        check_sampler(lambda: host.make("sampler", name, **given), tasks=sizes)
+        check_sampler(make, tasks=sizes)
     except ConfigError as error:
         yield Finding("its options", "failed", f"{error}{advice}")
     except (AssertionError, GrpoError) as error:

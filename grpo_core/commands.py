@@ -6,24 +6,22 @@ import asyncio
 import json
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core import checkpoint, run
-from grpo_core.config import TINY, Config, as_table, build, merge, parse_setting, read_toml
+from grpo_core import checkpoint, preflight, run
+from grpo_core.config import Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.laws import Laws, summary
-from grpo_core.plugins.host import Kind, PluginHost
+from grpo_core.model_sources import model_source
+from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.report import write as write_report
-from grpo_core.reporting.selection import check_trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import table
 from grpo_core.validation.target import drop_overridden, find
-from grpo_core.workers import transport
 
 T = TypeVar("T")
 
@@ -45,18 +43,19 @@ def train(
     """``grpo-core train``; returns the exit status."""
     changes = _changes(envs, chosen, settings)
     if ray is not None:
-        changes = merge(changes, {"ray": {"enabled": True, "address": ray}})
+        changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
     if resume is not None:
         if config_file is not None or output is not None:
             raise ConfigError(
                 "--resume continues a run as it was configured: leave out CONFIG.toml and --output"
             )
         directory, config, found = _resumed(resume, changes)
-        host = _checked_host(config, block)
+        host = PluginHost.discover(config.plugins, block)
+        preflight.check(config, host)
         directory.forget_after(found.step if found else -1)
     else:
-        config = configure([read_toml(config_file)] if config_file else [], changes)
-        host = _checked_host(config, block)
+        config, host = configure([read_toml(config_file)] if config_file else [], changes, block)
+        preflight.check(config, host)
         directory, found = RunDirectory.create(output or _new_name(config), config), None
     if found is not None:
         for reason in found.passed_over:
@@ -64,7 +63,7 @@ def train(
         print(f"continuing {directory.path} after step {found.step}", flush=True)
     elif resume is not None:
         print(f"{directory.path} has no checkpoint yet: starting from the beginning", flush=True)
-    outcome = _run(run.train(config, directory, host=host, block=block, resume=found))
+    outcome = _run(run.train(config, directory, host=host, resume=found))
     print(_summary(outcome, config))
     return 0 if outcome.reason == "finished" else 130
 
@@ -80,9 +79,13 @@ def validate(
 ) -> int:
     """``grpo-core validate``; returns the exit status."""
     changes = _changes(envs, chosen, settings)
-    measured = drop_overridden(find(target), changes, tasks=bool(envs))
-    config = configure([measured.table], changes)
-    host = _checked_host(config, block, purpose="measure")
+
+    def offered(name: str) -> bool:
+        return PluginHost.discover(changes.get("plugins"), block).offers("model", name)
+
+    measured = drop_overridden(find(target, offered), changes, tasks=bool(envs))
+    config, host = configure([measured.table], changes, block)
+    preflight.check(config, host, purpose="measure")
     console = Console(stderr=True)
     for note in measured.notes:
         console.print(Text(note), soft_wrap=True)
@@ -92,7 +95,6 @@ def validate(
             measured.model,
             version=measured.version,
             host=host,
-            block=block,
             status=lambda text: console.print(text, style="dim", highlight=False),
         )
     )
@@ -122,24 +124,27 @@ def report(*, directory: Path) -> int:
     return 0
 
 
-def configure(layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any]) -> Config:
-    """The configuration from a file's table and the command line; "tiny" brings its own defaults."""
+def configure(
+    layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], block: Sequence[str] = ()
+) -> tuple[Config, PluginHost]:
+    """The configuration from tables and the command line, over what its model brings; and the plugins."""
     given: dict[str, Any] = {}
     for layer in (*layers, changes):
         given = merge(given, layer)
-    model = given.get("model")
-    path = model.get("path", TINY) if isinstance(model, Mapping) else TINY
-    return build([_tiny_preset(given), given] if path == TINY else [given])
+    config = build([given])
+    host = PluginHost.discover(config.plugins, block)
+    preset = model_source(config.model, host).preset
+    return (build([_beneath(preset, given), given]) if preset else config), host
 
 
-def _tiny_preset(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults for "tiny", without the options of what the user replaced by something else."""
-    preset = read_toml(Path(str(files("grpo_core") / "presets" / "tiny.toml")))
-    for section, below in preset.items():
+def _beneath(preset: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset without the options of what the user replaces by something else."""
+    kept = {section: dict(below) for section, below in preset.items()}
+    for section, below in kept.items():
         above = table.get(section)
         if isinstance(above, Mapping) and "name" in above:
             below.pop("options", None)
-    return preset
+    return kept
 
 
 def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[str]) -> dict[str, Any]:
@@ -162,32 +167,6 @@ def _tasks(envs: Sequence[str]) -> dict[str, Any]:
             )
         tasks[name] = {"env": env}
     return tasks
-
-
-def _checked_host(config: Config, block: Sequence[str], *, purpose: str = "train on") -> PluginHost:
-    """The plugins, after everything that the configuration names was found: before any costly work."""
-    host = PluginHost.discover(config.plugins, block)
-    if not config.tasks:
-        offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
-        raise ConfigError(
-            f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
-            "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
-        )
-    wanted: list[tuple[Kind, str]] = [
-        *(("environment", task.env) for task in config.tasks.values()),
-        ("sampler", config.sampler.name),
-        *(("engine", choice.name) for choice in (config.engine, config.validation.engine) if choice),
-        ("trainer", config.trainer.name),
-        ("loss", config.loss.name),
-        ("advantage", config.advantage.name),
-        ("validation_strategy", config.validation.name),
-    ]
-    for kind, name in wanted:
-        host.find(kind, name)
-    host.make("validation_strategy", config.validation.name, **config.validation.options)  # are they right?
-    transport(config, host)  # is it possible?
-    check_trackers(config.tracking, host)
-    return host
 
 
 def _resumed(resume: str, changes: Mapping[str, Any]) -> tuple[RunDirectory, Config, checkpoint.Found | None]:

@@ -20,27 +20,20 @@ from attrs.validators import deep_iterable, ge, gt, le
 
 from grpo_core.errors import ConfigError, did_you_mean
 
-TINY = "tiny"
-"""Value of ``model.path`` for a model of 90,000 parameters that is made locally, without a download."""
-
 
 @frozen(kw_only=True)
 class ModelConfig:
     """The model that is trained."""
 
-    path: str = TINY
-    """The model is a directory, a hub id, or "tiny"."""
+    path: str = "tiny"
+    """The model is a directory, a hub id, or the name of a model that a plugin makes; "tiny" is made locally,
+    with 90,000 parameters."""
+    options: dict[str, Any] = field(factory=dict)
+    """Options of a model that a plugin makes; "tiny" has `width`, `layers` and `warm_start_steps`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Matrix products in training use this type; weights and optimizer state stay float32."""
     trust_remote_code: bool = False
     """Allow code that comes with the model to run."""
-    warm_start_steps: int = field(default=40, validator=ge(0))
-    """Number of supervised steps on the environment's solutions before reinforcement learning starts ("tiny"
-    only)."""
-    width: int = field(default=64, validator=ge(8))
-    """Width of the hidden layers ("tiny" only)."""
-    layers: int = field(default=2, validator=ge(1))
-    """Number of layers ("tiny" only)."""
 
 
 @frozen(kw_only=True)
@@ -128,15 +121,17 @@ class EngineConfig(PluginChoice):
     deadline: float = field(default=600.0, validator=gt(0))
     """Time limit in seconds for a weight update and for the start of the engine."""
     workers: int = field(default=1, validator=ge(1))
-    """Number of engines that share the requests, on this machine or in workers of a Ray cluster."""
+    """Number of engines that share the requests, on this machine or in workers of a cluster."""
     gpus_per_worker: float = field(default=0.0, validator=ge(0))
-    """Number of GPUs per engine worker (Ray only)."""
+    """Number of GPUs of each engine worker in a cluster."""
     placement: Literal["pack", "spread"] = "pack"
-    """Place Ray workers on as few machines as possible ("pack") or on as many ("spread")."""
+    """Place the engine workers of a cluster on as few machines as possible ("pack") or on as many
+    ("spread")."""
     env_vars: dict[str, str] = field(factory=dict)
-    """Environment variables are set in each Ray worker before the engine's plugin is loaded."""
+    """Environment variables are set in each engine worker of a cluster before the engine's plugin is
+    loaded."""
     transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
-    """How the trainer sends weights to engines: `shm` through shared memory (and Ray's object store),
+    """How the trainer sends weights to engines: `shm` through shared memory (in a cluster, its object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by gloo otherwise. `auto` is
     `shm`: the two others have not been run on GPUs yet."""
     collective_host: str = "127.0.0.1"
@@ -163,7 +158,7 @@ class EnvironmentConfig:
     """How environments are called, in training and validation."""
 
     workers: int = field(default=1, validator=ge(1))
-    """Number of workers per environment that share the episodes: processes of this machine or Ray workers."""
+    """Number of workers per environment that share the episodes, on this machine or in a cluster."""
     max_batch: int = field(default=256, validator=ge(1))
     """Largest number of episodes in one call."""
     max_wait: float = field(default=0.005, validator=ge(0))
@@ -334,14 +329,12 @@ class HealthConfig:
 
 
 @frozen(kw_only=True)
-class RayConfig:
-    """Ray workers instead of child processes for engines and environments."""
+class PlacementConfig(PluginChoice):
+    """The place where engines and environments run."""
 
-    enabled: bool = False
-    """Run engines and environments in Ray workers; `--ray` sets it."""
-    address: str = ""
-    """Address of a running cluster ("auto", "host:6379"); if it is empty, a local cluster is started for the
-    run."""
+    name: str = "local"
+    """Name of the placement: `local` uses child processes of this machine; `--ray` chooses `ray`, a Ray
+    cluster."""
 
 
 @frozen(kw_only=True)
@@ -358,7 +351,7 @@ class Config:
     dynamic_sampling: DynamicSamplingConfig = field(factory=DynamicSamplingConfig)
     engine: EngineConfig = field(factory=EngineConfig)
     environment: EnvironmentConfig = field(factory=EnvironmentConfig)
-    ray: RayConfig = field(factory=RayConfig)
+    placement: PlacementConfig = field(factory=PlacementConfig)
     rollout: RolloutConfig = field(factory=RolloutConfig)
     advantage: AdvantageConfig = field(factory=AdvantageConfig)
     loss: LossConfig = field(factory=LossConfig)

@@ -1,4 +1,4 @@
-"""Settings that make torch fast on a CPU, made once in each process that computes."""
+"""Chooses the device of a process that computes, and makes torch fast on a CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_FREE = 256 << 20
+
+
+def resolve_device(configured: str) -> torch.device:
+    """The device of a setting: "auto" is a GPU if there is one, else the CPU."""
+    if configured == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(configured)
 
 
 def prepare(threads: int) -> None:

@@ -3,6 +3,7 @@
     GrpoError
     ├── ConfigError          a configuration, a command line or a path is wrong
     ├── PluginError          a plugin breaks its contract; names plugin, distribution, version, fault
+    │   └── SelectionError   you: a name or an option that no plugin has
     ├── ModelError           a model or tokenizer cannot be loaded or used
     ├── CheckpointError      a checkpoint cannot be written or is not what was written
     ├── EngineError          an engine cannot generate; the rollouts it held are played again
@@ -31,6 +32,10 @@ class ConfigError(GrpoError):
 
 class PluginError(GrpoError):
     pass
+
+
+class SelectionError(PluginError):
+    exit_status = 2
 
 
 class ModelError(GrpoError):

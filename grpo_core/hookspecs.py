@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from grpo_core.model_sources import ModelSource
+    from grpo_core.placement import Placement
     from grpo_core.protocols import (
         AdvantageFunction,
         Engine,
@@ -84,3 +86,16 @@ def grpo_advantages() -> Mapping[str, AdvantageFunction | str]:  # type: ignore[
 @hookspec
 def grpo_trackers() -> Mapping[str, Callable[..., Tracker] | str]:  # type: ignore[empty-body]
     """Offer trackers: ``{name: factory(run: RunInfo, **options)}``; ``tracking.trackers`` selects them."""
+
+
+@hookspec
+def grpo_placements() -> Mapping[str, Callable[..., Placement] | str]:  # type: ignore[empty-body]
+    """Offer places where engines and environments run: ``{name: factory(plugins: PluginHost, **options)}``.
+
+    See ``grpo_core.placement``.
+    """
+
+
+@hookspec
+def grpo_models() -> Mapping[str, Callable[..., ModelSource] | str]:  # type: ignore[empty-body]
+    """Offer models that are made: ``{name: factory(**options)}``; see ``grpo_core.model_sources``."""

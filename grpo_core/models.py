@@ -15,6 +15,13 @@ def local_directory(path: str) -> str:
 
     Raises ModelError if there is no model at ``path``.
     """
+    check_path(path)
+    directory = Path(path).expanduser()
+    return str(directory) if directory.is_dir() else _download(path)
+
+
+def check_path(path: str) -> None:
+    """Raises ModelError if ``path`` is neither a model's directory nor could be a hub id; asks no hub."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         missing = [
@@ -27,13 +34,11 @@ def local_directory(path: str) -> str:
                 f"model {path!r}: this directory holds no transformers model: there is no "
                 + ", no ".join(missing)
             )
-        return str(directory)
-    if directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+    elif directory.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model {path!r}: there is no such directory; expected a transformers model directory, a hub id "
             'like "Qwen/Qwen3-0.6B", or "tiny"'
         )
-    return _download(path)
 
 
 def _download(repository: str) -> str:

@@ -5,21 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, frozen
 
-from grpo_core import checkpoint
-from grpo_core.assembly import assemble, make_engine, make_validation
+from grpo_core import checkpoint, workers
+from grpo_core.assembly import RunContext, assemble
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
 from grpo_core.metrics import headline
+from grpo_core.model_sources import ModelRequest, model_source
+from grpo_core.parts import (
+    canary_tolerance,
+    engine_setup,
+    make_placement,
+    make_validation,
+    validation_context,
+)
 from grpo_core.pipeline import Pipeline
+from grpo_core.placement import Placement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Tracker
 from grpo_core.rendering import Renderer
@@ -48,7 +59,6 @@ async def train(
     run: RunDirectory,
     *,
     host: PluginHost,
-    block: Sequence[str] = (),
     resume: checkpoint.Found | None = None,
 ) -> Outcome:
     """Train until the last step, a signal, or an error.
@@ -61,22 +71,22 @@ async def train(
     trackers = Trackers({"scores of the run": scores, **make_trackers(config.tracking, host, info)})
     emit = trackers.emit
     began = time.monotonic()
-    pipeline: Pipeline | None = None
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
             trackers.status("starting the environments")
-            tasks = await stack.enter_async_context(Tasks.start(config, block, run.logs))
-            pipeline = await assemble(config, run, host, tasks, resume, trackers, stack)
-            emit(
-                RunStarted(
-                    step=step,
-                    directory=str(run.path),
-                    config=as_table(config),
-                    resumed=bool(resume),
-                    buffer=asdict(pipeline.buffer.statistics()),
-                )
+            placement = make_placement(config.placement, host)
+            context = RunContext(
+                directory=run,
+                plugins=host,
+                placement=placement,
+                tasks=await stack.enter_async_context(_tasks(config, placement, logs=run.logs)),
+                resume=resume,
+                trackers=trackers,
+                stack=stack,
             )
+            pipeline = await assemble(config, context)
+            emit(_started(config, context, pipeline))
             with _signals(pipeline, trackers.status):
                 reason = await pipeline.run()
             step = pipeline.buffer.step
@@ -108,41 +118,110 @@ async def train(
 
 async def validate(
     config: Config,
-    model: Path,
+    model: Path | None,
     *,
     version: int,
     host: PluginHost,
-    block: Sequence[str] = (),
     status: Callable[[str], None] = lambda text: None,
 ) -> Mapping[str, Mapping[str, float]]:
-    """Measure the weights in a model directory with the configuration's strategy and tasks."""
+    """Measure the weights in a model directory with the configuration's strategy and tasks.
+
+    Args:
+        model: None is the model that training would start from.
+    """
     from grpo_core.weights.layout import load_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    config = evolve(config, engine=config.validation.engine or config.engine)
+    engine_config = config.validation.engine or config.engine
+    placement = make_placement(config.placement, host)
     async with contextlib.AsyncExitStack() as stack:
         status("starting the environments")
-        tasks = await stack.enter_async_context(Tasks.start(config, block, None))
-        held_out = await tasks.prompts(config, "validation")
+        tasks = await stack.enter_async_context(_tasks(config, placement, logs=None))
+        held_out = await tasks.prompts("validation")
         if empty := [task for task, prompts in held_out.items() if not prompts]:
             raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
-        engine = make_engine(
-            config, host, str(model), None, threads=thread_count(config.engine.threads, False)
+        path = model or await _start_model(config, host, tasks, stack, status)
+        engine = workers.make_engine(
+            engine_config,
+            engine_setup(
+                str(path), config.model, engine_config, seed=config.seed, logs=None, colocated=False
+            ),
+            placement,
+            tolerance=canary_tolerance(config.health, config.model, engine_config),
         )
         stack.push_async_callback(engine.aclose)
         status("loading the model")
         renderer = await asyncio.to_thread(
-            Renderer.load, str(model), trust_remote_code=config.model.trust_remote_code
+            Renderer.load, str(path), trust_remote_code=config.model.trust_remote_code
         )
         writer = SharedMemoryWriter()
-        await engine.update_weights(writer.write(version, load_tensors(model)))
+        await engine.update_weights(writer.write(version, load_tensors(path)))
         status("validating")
-        measure = make_validation(config, host, engine, tasks, renderer, held_out)
-        results: Mapping[str, Mapping[str, float]] = await measure(version)
+        context = validation_context(
+            config.validation,
+            config.rollout,
+            seed=config.seed,
+            engine=engine,
+            environments=tasks.environments,
+            renderer=renderer,
+            held_out=held_out,
+        )
+        results: Mapping[str, Mapping[str, float]] = await make_validation(config.validation, host, context)(
+            version
+        )
         return results
 
 
 # ---------------------------------------------------------------------------------- around it
+
+
+async def _start_model(
+    config: Config,
+    host: PluginHost,
+    tasks: Tasks,
+    stack: contextlib.AsyncExitStack,
+    status: Callable[[str], None],
+) -> Path:
+    """Directory of the model that training would start from; made if need be, and removed with the stack."""
+    scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-"))
+    request = ModelRequest(
+        directory=Path(scratch) / "model",
+        prompts=partial(tasks.prompts, "train"),
+        environments=tasks.environments,
+        seed=config.seed,
+    )
+    start = await model_source(config.model, host).start_model(request)
+    if start.prepare is not None:
+        status(start.doing)
+        threads = thread_count(config.trainer.threads, config.pipeline.max_staleness > 0)  # as the trainer
+        await asyncio.to_thread(_prepare, start.prepare, threads)
+    return Path(start.path)
+
+
+def _prepare(prepare: Callable[[], None], threads: int) -> None:
+    from grpo_core import cpu
+
+    cpu.prepare(threads)
+    prepare()
+
+
+@contextlib.asynccontextmanager
+async def _tasks(config: Config, placement: Placement, *, logs: Path | None) -> AsyncIterator[Tasks]:
+    """The environments of a run, while its placement is connected."""
+    wanted = config.engine.workers + config.environment.workers * len(config.tasks)
+    with placement.connected(wanted):
+        async with Tasks.start(config.tasks, config.environment, placement, logs=logs) as tasks:
+            yield tasks
+
+
+def _started(config: Config, context: RunContext, pipeline: Pipeline) -> RunStarted:
+    return RunStarted(
+        step=context.resume.step if context.resume else 0,
+        directory=str(context.directory.path),
+        config=as_table(config),
+        resumed=context.resume is not None,
+        buffer=asdict(pipeline.buffer.statistics()),
+    )
 
 
 class Scores(Tracker):

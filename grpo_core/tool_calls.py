@@ -43,6 +43,13 @@ def numbered(calls: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, A
     ]
 
 
+def assistant_message(reply: str, *, tools: bool) -> dict[str, Any]:
+    """A reply as the model's message; with ``tools``, calls are read from its text."""
+    content, calls = parse_calls(reply) if tools else (reply, [])
+    called = {"tool_calls": numbered(calls, 0)} if calls else {}
+    return {"role": "assistant", "content": content, **called}
+
+
 def _function(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)

@@ -471,7 +471,8 @@ def test_the_smallest_plugin_is_installed_checked_and_trained_on(tmp_path):
          "--target", str(site), str(source))  # fmt: skip
     assert "11 passed, 0 failed" in done(GRPO, "check", "backwards")
     told = done(GRPO, "train", "--env", "backwards", "--output", "run", "--set", "trainer.steps=2",
-                "--set", "trainer.prompts_per_step=4", "--set", "model.warm_start_steps=5")  # fmt: skip
+                "--set", "trainer.prompts_per_step=4",
+                "--set", "model.options.warm_start_steps=5")  # fmt: skip
     assert "finished: backwards: validation" in told
     assert (tmp_path / "run" / "report.html").is_file()
 

@@ -257,7 +257,7 @@ def test_any_architecture_with_a_chat_template_is_trained(here):
     """GPT-2 has neither rotary positions nor gated layers: transformers' own forward decodes it."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    from grpo_core.training.tiny import write_tokenizer
+    from grpo_core.demo.tiny import write_tokenizer
 
     model = here / "gpt2"
     model.mkdir()
@@ -467,6 +467,6 @@ def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here)
 
 @pytest.mark.slow
 def test_an_environment_in_a_file_of_thirteen_lines(here):
-    example = Path(__file__).parent.parent / "examples" / "reverse.py"
-    done = grpo(here, "train", "--env", f"{example}:Reverse", *SMALL, "--output", "run")
+    example = Path(__file__).parent.parent / "examples" / "shout.py"
+    done = grpo(here, "train", "--env", f"{example}:Shout", *SMALL, "--output", "run")
     assert done.returncode == 0, done.stderr

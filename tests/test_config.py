@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core import commands
-from grpo_core.config import TINY, Config, as_table, as_toml, build, merge, parse_setting, read_toml
+from grpo_core.config import Config, as_table, as_toml, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 
 BAD = [
@@ -107,10 +107,13 @@ def test_the_resolved_configuration_can_be_read_again(options, seed):
 
 
 def test_a_tiny_model_brings_defaults_that_the_user_may_change():
-    tiny = commands.configure([], {})
-    assert tiny.model.path == TINY
+    def configured(*layers, **changes):
+        return commands.configure(layers, changes)[0]
+
+    tiny = configured()
+    assert tiny.model.path == "tiny"
     assert tiny.trainer.lr > Config().trainer.lr
-    assert commands.configure([{"trainer": {"lr": 0.5}}], {}).trainer.lr == 0.5
+    assert configured({"trainer": {"lr": 0.5}}).trainer.lr == 0.5
     assert tiny.validation.options == {"temperature": 1.0}
-    assert commands.configure([], {"validation": {"name": "other"}}).validation.options == {}
-    assert commands.configure([], {"model": {"path": "some/model"}}).trainer == Config().trainer
+    assert configured(validation={"name": "other"}).validation.options == {}
+    assert configured(model={"path": "some/model"}).trainer == Config().trainer

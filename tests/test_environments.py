@@ -14,6 +14,7 @@ from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess, ErrorBudget
 from grpo_core.errors import PluginError
+from grpo_core.plugins.selection import PluginSelection
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt
 
@@ -137,7 +138,7 @@ def run(scenes, story, *, name="Scenes", deadline=30.0, log=None, **options):
             f"{scenes}:{name}",
             options,
             config=EnvironmentConfig(deadline=deadline),
-            allow=[],
+            plugins=PluginSelection(allow=()),
             log=log,
         )
         try:
@@ -215,7 +216,7 @@ def test_what_is_no_result_is_an_error_that_says_what_came(results, message):
 
 
 def test_prompts_are_completed(scenes):
-    host = EnvironmentHost("play", f"{scenes}:Scenes", {}, allow=[])
+    host = EnvironmentHost("play", f"{scenes}:Scenes", {}, plugins=PluginSelection(allow=()))
     first, second, _ = pickle.loads(host.prompts("train"))
     assert first == Prompt(
         messages=({"role": "user", "content": "train 0"},), answer="0", id="0", environment="play"
@@ -225,7 +226,7 @@ def test_prompts_are_completed(scenes):
 
 
 def test_prompts_may_be_yielded(scenes):
-    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": "yields"}, allow=[])
+    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": "yields"}, plugins=PluginSelection(allow=()))
     assert [prompt.id for prompt in pickle.loads(host.prompts("train"))] == ["0", "1", "2"]
 
 
@@ -242,7 +243,7 @@ def test_prompts_may_be_yielded(scenes):
     ],
 )
 def test_bad_prompts_are_errors_that_name_task_plugin_and_prompt(scenes, mode, message):
-    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": mode}, allow=[])
+    host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": mode}, plugins=PluginSelection(allow=()))
     with pytest.raises(PluginError) as caught:
         host.prompts("train")
     who = f"task 'play': environment '{scenes}:Scenes' of plugin '{scenes}' (a file): "
@@ -251,7 +252,7 @@ def test_bad_prompts_are_errors_that_name_task_plugin_and_prompt(scenes, mode, m
 
 def test_an_environment_without_a_method_is_refused(scenes):
     with pytest.raises(PluginError, match=r"Bare has no method 'evaluate'"):
-        EnvironmentHost("play", f"{scenes}:Bare", {}, allow=[])
+        EnvironmentHost("play", f"{scenes}:Bare", {}, plugins=PluginSelection(allow=()))
 
 
 # ---------------------------------------------------------------------------------- in a process

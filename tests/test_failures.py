@@ -18,7 +18,6 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
-import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -27,17 +26,17 @@ from recording import record
 from test_pipeline import Run, cut, resumed
 
 import grpo_core
-from grpo_core.assembly import _schedule
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.data.loaders import TaskLoader
+from grpo_core.demo import tiny
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
+from grpo_core.parts import make_schedule
 from grpo_core.processes import Child
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import model as models
-from grpo_core.training import tiny
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 
@@ -344,8 +343,15 @@ def test_53_no_process_is_ever_forked():
     max_staleness=st.integers(0, 9),
 )
 def test_44_the_outer_deadline_is_longer_than_all_that_may_happen_within(rollout, max_staleness):
-    config = attrs.evolve(Config(), rollout=rollout, pipeline=PipelineConfig(max_staleness=max_staleness))
-    schedule = _schedule(config)
+    config = Config()
+    schedule = make_schedule(
+        rollout=rollout,
+        engine=config.engine,
+        trainer=config.trainer,
+        pipeline=PipelineConfig(max_staleness=max_staleness),
+        validation=config.validation,
+        checkpoint=config.checkpoint,
+    )
     attempts = rollout.deadline * (rollout.max_retries + 1)
     assert schedule.rollout_deadline == rollout.deadline
     assert schedule.stall > attempts + config.engine.deadline

@@ -11,6 +11,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
 from grpo_core.plugins.host import PluginHost, listing
+from grpo_core.plugins.selection import PluginSelection
 from grpo_core.records import Episode
 
 NAMES = (
@@ -37,7 +38,11 @@ def episodes(prompts, replies):
 def run(spec, options, story):
     async def main():
         process = EnvironmentProcess(
-            "maths", spec, options, config=EnvironmentConfig(deadline=20.0), allow=["math"]
+            "maths",
+            spec,
+            options,
+            config=EnvironmentConfig(deadline=20.0),
+            plugins=PluginSelection(allow=("math",)),
         )
         try:
             return await story(process)

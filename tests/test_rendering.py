@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.errors import ModelError
 from grpo_core.rendering import Renderer
 from grpo_core.tool_calls import parse_calls
-from grpo_core.training.tiny import write_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

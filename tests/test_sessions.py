@@ -16,6 +16,7 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
+from grpo_core.plugins.selection import PluginSelection
 from grpo_core.protocols import Environment, EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart, Weights
 from grpo_core.rollout import RolloutRequest, SamplingParams, play
@@ -123,7 +124,11 @@ def tell(file, story, *, name="Playground", **config):
     async def main():
         options = {"log": str(log)} if name == "Playground" else {}
         process = EnvironmentProcess(
-            "play", f"{file}:{name}", options, config=EnvironmentConfig(**config), allow=[]
+            "play",
+            f"{file}:{name}",
+            options,
+            config=EnvironmentConfig(**config),
+            plugins=PluginSelection(allow=()),
         )
         try:
             return await story(process)
@@ -301,7 +306,8 @@ def test_ctrl_c_closes_what_is_open(file, stop):
             task = asyncio.current_task()
             asyncio.get_running_loop().add_signal_handler({int(stop)}, task.cancel)
             process = EnvironmentProcess(
-                "play", {f"{file}:Playground"!r}, {{"log": {str(file.with_name("log"))!r}}}, allow=[]
+                "play", {f"{file}:Playground"!r}, {{"log": {str(file.with_name("log"))!r}}},
+                plugins=PluginSelection(allow=()),
             )
             try:
                 await played(process, Waiting())

@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,22 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from grpo_core import assembly, cpu
+from grpo_core import cpu
+from grpo_core.assembly import Assembly, RunContext
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
+from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
 from grpo_core.loss import needs_of
+from grpo_core.model_sources import StartModel
+from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Group, Prompt, Rollout, Row
+from grpo_core.reporting.trackers import Trackers
 from grpo_core.rows import make_batch
 from grpo_core.run_directory import RunDirectory
+from grpo_core.tasks import Tasks
 from grpo_core.tokens import Tokens
-from grpo_core.training import policy, tiny
+from grpo_core.training import policy
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource
 from grpo_core.training.process import ProcessTrainer, thread_count
@@ -746,12 +753,18 @@ def test_the_child_makes_what_the_setup_says(model: str, monkeypatch: pytest.Mon
     assert made.description()["parameters"] == 4_192
 
 
-def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
     host = PluginHost.discover(block=["math"])
-    monkeypatch.setattr(host, "make", lambda kind, name, setup: setup)
     config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
-    given = assembly._trainer(config, RunDirectory(tmp_path), host, model, (), None)
+    context = RunContext(
+        directory=RunDirectory(tmp_path),
+        plugins=host,
+        placement=LocalPlacement(host),
+        tasks=Tasks(environments={}, sources={}),
+        resume=None,
+        trackers=Trackers({}),
+        stack=AsyncExitStack(),
+    )
+    given = Assembly(config, context).trainer_setup(StartModel(path=model))
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)

@@ -15,9 +15,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from grpo_core.config import Config, EngineConfig, RayConfig, ValidationConfig
+from grpo_core.config import EngineConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ConfigError, WeightSyncError
+from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_core.weights import collective, cuda_ipc
@@ -190,51 +191,71 @@ def test_another_process_reads_the_memory_of_a_gpu(kind):
 # ---------------------------------------------------------------------------------- which
 
 
-RAY, JOINED = RayConfig(enabled=True), RayConfig(enabled=True, address="head:6379")
-GPUS = EngineConfig(gpus_per_worker=1)
+HERE = LocalPlacement(PluginHost.discover([]))
+
+
+class Cluster(LocalPlacement):
+    """Workers of this machine, or of others, that may be lost."""
+
+    pooled = True
+
+    def __init__(self, *, remote: bool) -> None:
+        super().__init__(PluginHost.discover([]))
+        self.remote = remote
+
+
+ALONE, JOINED = Cluster(remote=False), Cluster(remote=True)
+GPUS, TWO = EngineConfig(gpus_per_worker=1), EngineConfig(workers=2)
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("engine", "validation", "placement", "expected"),
     [
-        (Config(), "shm"),
-        (Config(engine=EngineConfig(workers=2)), "shm"),
-        (Config(ray=RAY), "shm"),
-        (Config(ray=RAY, engine=GPUS), "shm"),
-        (Config(ray=JOINED, engine=evolve(GPUS, collective_host="10.0.0.1")), "shm"),
-        (Config(engine=EngineConfig(transport="cuda_ipc")), "cuda_ipc"),
-        (Config(engine=EngineConfig(workers=2, transport="collective")), "collective"),
-        (Config(validation=ValidationConfig(engine=EngineConfig(workers=2))), "shm"),
+        (EngineConfig(), None, HERE, "shm"),
+        (TWO, None, HERE, "shm"),
+        (EngineConfig(), None, ALONE, "shm"),
+        (GPUS, None, ALONE, "shm"),
+        (evolve(GPUS, collective_host="10.0.0.1"), None, JOINED, "shm"),
+        (EngineConfig(transport="cuda_ipc"), None, HERE, "cuda_ipc"),
+        (evolve(TWO, transport="collective"), None, HERE, "collective"),
+        (EngineConfig(), TWO, HERE, "shm"),
     ],
 )
-def test_the_default_transport_is_the_one_that_has_been_tested_everywhere(config, expected):
-    assert transport(config, PluginHost.discover()) == expected
+def test_the_default_transport_is_the_one_that_has_been_tested_everywhere(
+    engine, validation, placement, expected
+):
+    assert transport(engine, validation, placement, PluginHost.discover()) == expected
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("engine", "validation", "placement", "message"),
     [
+        (evolve(TWO, transport="cuda_ipc"), None, HERE, r'"cuda_ipc" is for one engine.*"collective"'),
+        (EngineConfig(transport="cuda_ipc"), TWO, HERE, '"cuda_ipc" is for one engine'),
+        (EngineConfig(transport="cuda_ipc"), None, ALONE, '"cuda_ipc" is for one engine'),
         (
-            Config(engine=EngineConfig(workers=2, transport="cuda_ipc")),
-            r'"cuda_ipc" is for one engine.*"collective"',
-        ),
-        (
-            Config(ray=JOINED, engine=EngineConfig(transport="collective")),
+            EngineConfig(transport="collective"),
+            None,
+            JOINED,
             r"cannot reach engine\.collective_host = '127\.0\.0\.1'",
         ),
         (
-            Config(engine=EngineConfig(name="tests/test_transports.py:Elsewhere", transport="collective")),
+            EngineConfig(name="tests/test_transports.py:Elsewhere", transport="collective"),
+            None,
+            HERE,
             "takes weights by shm only",
         ),
         (
-            Config(validation=ValidationConfig(engine=EngineConfig(transport="collective"))),
+            EngineConfig(),
+            EngineConfig(transport="collective"),
+            HERE,
             r"validation\.engine\.transport: weights come to all engines by engine\.transport",
         ),
     ],
 )
-def test_a_transport_that_cannot_be_is_refused(config, message):
+def test_a_transport_that_cannot_be_is_refused(engine, validation, placement, message):
     with pytest.raises(ConfigError, match=message):
-        transport(config, PluginHost.discover())
+        transport(engine, validation, placement, PluginHost.discover())
 
 
 class Elsewhere:

@@ -14,7 +14,8 @@ from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing.strategies import check_validation_strategy
-from grpo_core.validation.target import drop_overridden, find
+from grpo_core.validation import target
+from grpo_core.validation.target import drop_overridden
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_validation.py"
@@ -22,6 +23,10 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_validation.py"
 
 def grpo(cwd, *arguments):
     return subprocess.run([GRPO, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def find(name):
+    return target.find(name, lambda model: model == "tiny")
 
 
 # ---------------------------------------------------------------------------------- configuration
@@ -62,8 +67,7 @@ def test_a_run_without_a_checkpoint_is_measured_as_it_starts(tmp_path):
     assert (measured.model, measured.version) == (run.model, 0)
     assert "no checkpoint yet: measuring the model that it starts from" in measured.notes[0]
     (run.model / "config.json").unlink()
-    with pytest.raises(ConfigError, match="no checkpoint yet, nor the model that it would start from"):
-        find(str(run.path))
+    assert find(str(run.path)).model is None, "it is made anew"
 
 
 def test_a_model_directory_is_measured_and_anything_else_is_named(tmp_path):
@@ -130,6 +134,18 @@ def test_a_run_validates_on_an_engine_of_its_own(run):
     last = {name: value for name, value in rows[-1].items() if name.startswith("validation/")}
     assert last == {f"validation/sort/{name}": value for name, value in again["results"]["sort"].items()}
     assert (again["version"], again["validation"], again["model"]) == (4, "batched", "run")
+
+
+@pytest.mark.slow
+def test_the_tiny_model_is_measured_as_training_starts_with_it(run):
+    done = grpo(run.parent, "validate", "tiny", "--env", "math:sort", "--set", "tasks.sort.options.length=3",
+        "--set", "validation.prompts=30", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["model"], told["version"], told["validation"]) == ("tiny", 0, "batched")
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert told["results"]["sort"]["accuracy"] == first["validation/sort/accuracy"]
+    assert not list(run.parent.glob("tiny*"))
 
 
 @pytest.mark.slow

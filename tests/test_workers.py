@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+from pathlib import Path
 
 import pytest
 
 from grpo_core.cli import _with_values
-from grpo_core.config import Config, EngineConfig, EnvironmentConfig, RayConfig, build
+from grpo_core.config import EngineConfig, EnvironmentConfig, ModelConfig
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import ConfigError, PluginError, WeightSyncError
+from grpo_core.errors import ConfigError, WeightSyncError
+from grpo_core.parts import engine_setup
+from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
-from grpo_core.ray_workers import cluster
-from grpo_core.ray_workers.cluster import PluginRequirement, absolute, brief
 from grpo_core.records import EngineSetup, Episode, Feedback, SessionStart, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
 from grpo_core.weights.copies import Copies, mapped
-from grpo_core.workers import cluster as cluster_of
 from grpo_core.workers import make_engine
 
 # ---------------------------------------------------------------------------------- copies of weights
@@ -175,8 +174,8 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
         host = PluginHost.discover([])
 
         def of(**changes):
-            config = Config(engine=EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes))
-            return make_engine(config, host, setup, tolerance=1e-3, tell=print)
+            config = EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes)
+            return make_engine(config, setup, LocalPlacement(host), tolerance=1e-3, tell=print)
 
         assert isinstance(of(), FakeEngine)
         pool = of(workers=2)
@@ -191,16 +190,19 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        Config(engine=EngineConfig(gpus_per_worker=1)),
-        Config(engine=EngineConfig(env_vars={"A": "1"})),
-        Config(ray=RayConfig(address="auto")),
-    ],
+    "config", [EngineConfig(gpus_per_worker=1), EngineConfig(env_vars={"A": "1"})], ids=str
 )
-def test_what_is_for_ray_workers_is_an_error_without_ray(config):
-    with pytest.raises(ConfigError, match="is for Ray workers; add --ray"), cluster_of(config):
-        pass
+def test_what_is_for_a_cluster_is_an_error_on_this_machine(config):
+    with pytest.raises(ConfigError, match="is for workers in a cluster; add --ray"):
+        LocalPlacement(PluginHost.discover([])).check(config)
+
+
+def test_an_engine_is_given_an_absolute_path_which_any_worker_can_look_up():
+    setup = engine_setup(
+        "runs/a/model", ModelConfig(), EngineConfig(), seed=0, logs=Path("runs/a/logs"), colocated=True
+    )
+    assert setup.model == f"{Path.cwd()}/runs/a/model"
+    assert setup.log_directory == f"{Path.cwd()}/runs/a/logs"
 
 
 def test_ray_stands_alone_or_with_an_address():
@@ -208,40 +210,3 @@ def test_ray_stands_alone_or_with_an_address():
     assert _with_values(["train", "--ray", "--env", "x"]) == ["train", "--ray", "", "--env", "x"]
     assert _with_values(["train", "--ray", "a.toml"]) == ["train", "--ray", "", "a.toml"]
     assert _with_values(["train", "--ray", "host:6379"]) == ["train", "--ray", "host:6379"]
-    assert build([{"ray": {"enabled": True, "address": ""}}]).ray == RayConfig(enabled=True)
-
-
-def test_without_ray_the_message_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'grpo-core\[ray\]'"):
-        cluster.load()
-
-
-# ---------------------------------------------------------------------------------- what workers share
-
-
-def test_versions_that_differ_are_named():
-    ours = PluginRequirement.of(PluginHost.discover([]).find("engine", "local"))
-    ours.check("here")
-    assert ours.allow == (), "no plugin but the core is loaded"
-    assert set(ours.versions) == {"python", "grpo-core"}
-    other = PluginRequirement(
-        name="x", allow=None, versions={**ours.versions, "grpo-core": "9.9", "grpo-none": "1"}
-    )
-    with pytest.raises(PluginError) as refused:
-        other.check("engine 3 (elsewhere)")
-    assert "engine 3 (elsewhere): " in str(refused.value)
-    assert "(the driver has 9.9), grpo-none is not installed (the driver has 1)" in str(refused.value)
-
-
-def test_an_engine_of_a_file_is_found_from_any_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert absolute("./mine.py:Engine") == f"{tmp_path}/mine.py:Engine"
-    assert absolute("vllm") == "vllm"
-
-
-def test_rays_words_without_its_identifiers():
-    error = RuntimeError(
-        "The actor died because of X.\n\tclass_name: EngineWorker\n\tactor_id: 01\nIt was killed."
-    )
-    assert brief(error) == "RuntimeError: The actor died because of X. It was killed."

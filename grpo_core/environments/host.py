@@ -22,6 +22,7 @@ from grpo_core.environments.feedback import as_feedback, is_message
 from grpo_core.environments.tools import TEMPLATES, Toolbox, message, methods
 from grpo_core.errors import PluginError, describe
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
@@ -46,7 +47,7 @@ class EnvironmentHost:
         task: name of the task, which is set on its prompts.
         spec: name of the environment.
         options: options of its factory.
-        allow, block: see ``PluginHost.discover``.
+        plugins: selection of the plugins that are loaded to find it.
         concurrency: see ``config.EnvironmentConfig``.
     """
 
@@ -55,11 +56,10 @@ class EnvironmentHost:
         task: str,
         spec: str,
         options: Mapping[str, Any],
-        allow: Sequence[str] | None = None,
-        block: Sequence[str] = (),
+        plugins: PluginSelection = ALL_PLUGINS,
         concurrency: int = 0,
     ) -> None:
-        host = PluginHost.discover(allow, block)
+        host = PluginHost.of(plugins)
         who = f"task {task!r}: {host.find('environment', spec)}"
         self._adopt(task, who, host.make("environment", spec, **options), concurrency)
 

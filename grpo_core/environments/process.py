@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import UNREADABLE, units
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, describe
+from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
@@ -48,7 +49,7 @@ class EnvironmentProcess:
         task: name of the task; what its prompts are marked with.
         spec: the environment's name, as in ``math:sort``.
         options: of the environment's factory.
-        allow, block: see ``PluginHost.discover``.
+        plugins: which plugins its process loads.
         log: file that receives what the environment prints.
     """
 
@@ -59,8 +60,7 @@ class EnvironmentProcess:
         options: Mapping[str, Any] | None = None,
         *,
         config: EnvironmentConfig | None = None,
-        allow: Sequence[str] | None = None,
-        block: Sequence[str] = (),
+        plugins: PluginSelection = ALL_PLUGINS,
         log: Path | None = None,
     ) -> None:
         self.task = task
@@ -74,8 +74,7 @@ class EnvironmentProcess:
             "task": task,
             "spec": spec,
             "options": dict(options or {}),
-            "allow": allow,
-            "block": tuple(block),
+            "plugins": plugins,
             "concurrency": self._config.concurrency,
         }
         self._log = log

@@ -56,3 +56,13 @@ def grpo_losses() -> Mapping[str, str]:
 @hookimpl
 def grpo_advantages() -> Mapping[str, str]:
     return {"group": "grpo_core.advantages:group"}
+
+
+@hookimpl
+def grpo_placements() -> Mapping[str, str]:
+    return {"local": "grpo_core.placement:LocalPlacement"}
+
+
+@hookimpl
+def grpo_models() -> Mapping[str, str]:
+    return {"tiny": "grpo_core.demo.source:TinyModel"}

@@ -9,7 +9,7 @@ How an offer is spelled (see ``grpo_core.hookspecs`` for what an offer is):
     math:sort                   plugin:name, always valid
     reasoning_gym:chain_sum     the rest of a prefix
     grpo-plugin-math/math:sort  if two distributions call their plugin "math"
-    ./file.py:Reverse           a factory, or an offer of the hooks, of a file that is not installed
+    ./file.py:Shout             a factory, or an offer of the hooks, of a file that is not installed
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import pluggy
 
 import grpo_core
 from grpo_core import hookspecs
-from grpo_core.errors import ConfigError, PluginError, describe, did_you_mean
+from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean
+from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.installed import import_file, import_plugin, installed, module_name, names_of
 from grpo_core.plugins.offers import (
     FROM_THE_CORE,
@@ -40,10 +41,12 @@ from grpo_core.plugins.offers import (
     Offer,
     Plugin,
     check_options,
+    check_requirements,
     checked_offers,
     matching,
     spaced,
 )
+from grpo_core.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
     from grpo_core.loss import LossInputs, LossOutput
@@ -63,8 +66,8 @@ class PluginHost:
         self.plugins: list[Plugin] = []
         self.left_out: dict[str, str] = {}
         """Installed plugins that were not imported, and why."""
-        self.block: tuple[str, ...] = ()
-        """What was to be left out: other processes of the run leave it out, too."""
+        self.selection = PluginSelection()
+        """The selection of plugins, which other processes of the run load, too."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -81,7 +84,7 @@ class PluginHost:
             ConfigError: ``allow`` or ``block`` names a plugin that is not installed.
         """
         host = cls()
-        host.block = tuple(block)
+        host.selection = PluginSelection(allow=None if allow is None else tuple(allow), block=tuple(block))
         core = Plugin(
             name=BUILT_IN,
             distribution="grpo-core",
@@ -106,6 +109,11 @@ class PluginHost:
             else:
                 host._load(plugin, functools.partial(import_plugin, entry))
         return host
+
+    @classmethod
+    def of(cls, selection: PluginSelection) -> PluginHost:
+        """The plugins that another process of the run loads."""
+        return cls.discover(selection.allow, selection.block)
 
     # ------------------------------------------------------------------------------ using
 
@@ -139,10 +147,13 @@ class PluginHost:
         """
         offer = self.find(kind, name)
         factory = offer.load()
+        check_requirements(offer, factory)
         args = (*offer.args, *args)
         check_options(offer, factory, options, given=len(args))
         try:
             return factory(*args, **options)
+        except (ConfigError, ValueError, TypeError) as error:
+            raise SelectionError(f"{offer}: cannot be made: {describe(error)}") from error
         except Exception as error:
             raise PluginError(f"{offer}: cannot be made: {describe(error)}") from error
 
@@ -180,9 +191,11 @@ class PluginHost:
             PluginError: there is no such offer, or an option is unknown, missing or mistyped.
         """
         offer = self.find(kind, name)
+        factory = offer.load()
+        check_requirements(offer, factory)
         given = FROM_THE_CORE[kind]
         given = given if given is None else given + len(offer.args)
-        check_options(offer, offer.load(), options, given=given, filled=filled)
+        check_options(offer, factory, options, given=given, filled=filled)
 
     def find(self, kind: Kind, name: str) -> Offer:
         """What is offered as ``name``, not yet imported if it is offered as a string."""
@@ -205,11 +218,20 @@ class PluginHost:
             return bare[0]
         if bare:
             spellings = " or ".join(repr(f"{offer.plugin.name}:{name}") for offer in bare)
-            raise PluginError(
+            raise SelectionError(
                 f"{spaced(kind)} {name!r} is offered by " + " and ".join(str(o.plugin) for o in bare) + f"; "
                 f"write {spellings}"
             )
         raise self._unknown(kind, name)
+
+    def offers(self, kind: Kind, name: str) -> bool:
+        """Whether a plugin offers something as ``name``; unlike ``find``, no file is looked into."""
+        for plugin in self.plugins:
+            offers = plugin.offers.get(kind, {})
+            inner = name.removeprefix(f"{plugin.name}:")
+            if matching(offers, name, bare=True) or (inner != name and matching(offers, inner)):
+                return True
+        return False
 
     # ------------------------------------------------------------------------------ loading
 
@@ -284,7 +306,7 @@ class PluginHost:
             key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
         }
         defined = {*here, *(plugin.offers.get(kind) or ())} - set(HOOKS.values())
-        raise PluginError(
+        raise SelectionError(
             f"{spaced(kind)} {name!r}: {path} has no {wanted!r}.{did_you_mean(wanted, defined)} "
             f"Write {path}:NAME with one of: {', '.join(sorted(defined)) or 'nothing is defined there'}"
         )
@@ -296,22 +318,26 @@ class PluginHost:
         error.__cause__ = plugin.fault
         return error
 
-    def _unknown(self, kind: Kind, name: str) -> PluginError:
+    def _unknown(self, kind: Kind, name: str) -> SelectionError:
         head, _, rest = name.partition(":")
         twins = [f"{p.name}:{rest}" for p in self.plugins if rest and p.name.endswith(f"/{head}")]
         if twins:
-            return PluginError(
+            return SelectionError(
                 f"{spaced(kind)} {name!r}: {len(twins)} distributions have a plugin {head!r}; "
                 f"write {' or '.join(map(repr, twins))}"
             )
         offered = [(p.name, offer) for p in self.plugins for offer in p.offers.get(kind, {})]
         spellings = {f"{plugin}:{offer}" for plugin, offer in offered}
         bare = {offer for _, offer in offered}
-        lines = [f"there is no {spaced(kind)} {name!r}.{did_you_mean(name, spellings | bare)}"]
-        lines.append(f"  installed: {', '.join(sorted(spellings)) or 'none'}")
-        lines += [f"  left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
-        lines += [f"  broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]
-        return PluginError("\n".join(lines))
+        here = {p.name for p in self.plugins} | set(self.left_out)
+        if (command := install_command(kind, name)) and head not in here:
+            begin = f"there is no {spaced(kind)} {name!r}: {command}."
+        else:
+            begin = f"there is no {spaced(kind)} {name!r}.{did_you_mean(name, spellings | bare)}"
+        parts = [f"{begin} Installed: {', '.join(sorted(spellings)) or 'none'}"]
+        parts += [f"left out: plugin {plugin!r} ({why})" for plugin, why in self.left_out.items()]
+        parts += [f"broken: {p}: {p.error}" for p in self.plugins if p.fault is not None]
+        return SelectionError("; ".join(parts))
 
 
 def listing(host: PluginHost) -> list[dict[str, Any]]:

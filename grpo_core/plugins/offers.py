@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -13,10 +14,19 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import GrpoError, PluginError, describe, did_you_mean
+from grpo_core.errors import ConfigError, GrpoError, PluginError, SelectionError, describe, did_you_mean
 
 Kind = Literal[
-    "environment", "sampler", "validation_strategy", "engine", "trainer", "loss", "advantage", "tracker"
+    "environment",
+    "sampler",
+    "validation_strategy",
+    "engine",
+    "trainer",
+    "loss",
+    "advantage",
+    "tracker",
+    "placement",
+    "model",
 ]
 
 HOOKS: Mapping[Kind, str] = {
@@ -28,6 +38,8 @@ HOOKS: Mapping[Kind, str] = {
     "loss": "grpo_losses",
     "advantage": "grpo_advantages",
     "tracker": "grpo_trackers",
+    "placement": "grpo_placements",
+    "model": "grpo_models",
 }
 FROM_THE_CORE: Mapping[Kind, int | None] = {
     "environment": 0,
@@ -38,6 +50,8 @@ FROM_THE_CORE: Mapping[Kind, int | None] = {
     "loss": None,
     "advantage": None,
     "tracker": 1,
+    "placement": 1,
+    "model": 0,
 }
 """Positional arguments that the core gives to a factory; None: a function, whose keyword-only parameters are
 its options."""
@@ -118,6 +132,17 @@ class Bound(Generic[Given, Returned]):
         return str(self.offer)
 
 
+def check_requirements(offer: Offer, factory: Factory) -> None:
+    """Raises ConfigError if a module that the factory needs is not installed; imports none of them.
+
+    A factory names them in ``requires``: ``{module: command that installs it}``.
+    """
+    requires: Mapping[str, str] = getattr(factory, "requires", {})
+    for module, command in requires.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{offer}: {module} is not installed: {command}")
+
+
 def checked_offers(hook: str, returned: Any) -> dict[str, Factory | str]:
     if not isinstance(returned, Mapping):
         raise PluginError(f"{hook}() returned {type(returned).__name__}, expected a dict of name: factory")
@@ -185,16 +210,16 @@ def check_options(
     )
     for name, value in options.items():
         if name not in known:
-            raise PluginError(
+            raise SelectionError(
                 f"{offer} has no option {name!r}.{did_you_mean(name, set(known))} "
                 f"Its options: {spelled or 'none'}"
             )
         if not fits(hint := _hint(factory, known[name]), value):
-            raise PluginError(f"{offer}: option {name!r} is {value!r}; expected {_spelled(hint)}")
+            raise SelectionError(f"{offer}: option {name!r} is {value!r}; expected {_spelled(hint)}")
     present = {*options, *filled}
     missing = [name for name, p in known.items() if p.default is p.empty and name not in present]
     if missing:
-        raise PluginError(f"{offer} needs the option {missing[0]!r}. Its options: {spelled}")
+        raise SelectionError(f"{offer} needs the option {missing[0]!r}. Its options: {spelled}")
 
 
 def _hint(factory: Factory, parameter: inspect.Parameter) -> Any:

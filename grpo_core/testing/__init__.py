@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
-    from grpo_core.demonstrations import demonstrations as demonstrations
+    from grpo_core.demo.demonstrations import demonstrations as demonstrations
     from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run
     from grpo_core.testing.contracts import MemoryLoader as MemoryLoader
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "grpo_core.demonstrations": ["demonstrations"],
+        "grpo_core.demo.demonstrations": ["demonstrations"],
         "grpo_core.testing.clock": [
             "Deadlock",
             "run",

@@ -1,7 +1,7 @@
 """What an environment must be for training on it to mean something, as checks with a result each.
 
-grpo-core check reverse                                # in its own process, as in a run
-grpo_core.testing.check_environment(Reverse)           # in a test, in this process
+grpo-core check shout                                  # in its own process, as in a run
+grpo_core.testing.check_environment(Shout)           # in a test, in this process
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from attrs import define, evolve, field, frozen
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.errors import GrpoError
 from grpo_core.metrics import FULL_REWARD
-from grpo_core.records import Episode, Feedback, Message, Prompt, SessionStart
-from grpo_core.tool_calls import numbered, parse_calls
+from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.tool_calls import assistant_message
 
 Outcome = Literal["passed", "failed", "noted"]
 
@@ -306,7 +306,7 @@ class Conformance:
             episodes = [
                 Episode(
                     prompt=prompt,
-                    messages=(*prompt.messages, _message(reply, tools)),
+                    messages=(*prompt.messages, assistant_message(reply, tools=tools)),
                     session=name,
                     group=names[place - place % members],
                 )
@@ -330,18 +330,13 @@ class Conformance:
         said = [(talk, reply) for talk, reply in zip(talks, replies, strict=True) if reply is not None]
         for place, (talk, reply) in zip(going, said, strict=True):
             now = episodes[place]
-            episodes[place] = evolve(now, messages=(*talk, _message(reply, tools)), turn=now.turn + 1)
+            episodes[place] = evolve(
+                now, messages=(*talk, assistant_message(reply, tools=tools)), turn=now.turn + 1
+            )
         judged = self._evaluated([episodes[place] for place in going]) if going else []
         for place, last in zip(going, judged, strict=True):
             rewards = [r for r in (feedback[place].reward, last.reward) if r is not None]
             feedback[place] = evolve(last, reward=sum(rewards) if rewards else None)
-
-
-def _message(reply: str, tools: bool) -> Message:
-    """As the model says it: where there are tools, calls are read from it."""
-    content, calls = parse_calls(reply) if tools else (reply, [])
-    called = {"tool_calls": numbered(calls, 0)} if calls else {}
-    return {"role": "assistant", "content": content, **called}
 
 
 def _expect(holds: object, otherwise: str) -> None:

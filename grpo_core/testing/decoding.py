@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 
+from grpo_core.demo.tiny import CONTEXT, make_tiny_model
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.testing.engines import ids_of
 from grpo_core.training import model as models
-from grpo_core.training.tiny import CONTEXT, make_tiny_model
 from grpo_core.weights.layout import Writer
 from grpo_core.weights.shm import SharedMemoryWriter
 

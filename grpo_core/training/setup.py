@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from attrs import field, frozen
@@ -14,7 +15,7 @@ class TrainerSetup:
     """What the core tells a trainer's factory, besides the options that the user chose."""
 
     model: ModelConfig = field(factory=ModelConfig)
-    """The model that the run starts from; ``path`` is a directory, a hub id, or "tiny"."""
+    """The model that the run starts from; ``path`` is its directory."""
     trainer: TrainerConfig = field(factory=TrainerConfig)
     """The ``[trainer]`` section."""
     loss: LossConfig = field(factory=LossConfig)
@@ -23,10 +24,9 @@ class TrainerSetup:
     """Seed of the run."""
     colocated: bool = True
     """Engines generate on this machine while the trainer trains (``max_staleness`` above 0): leave cores."""
-    model_directory: str = ""
-    """Where the model is made if ``model.path`` is "tiny"; see ``start_model``."""
-    demonstrations: tuple[tuple[str, ...], ...] = ()
-    """Prompts and replies worth full marks, for the warm start of "tiny"."""
+    prepare: Callable[[], None] | None = None
+    """Makes the model at ``model.path``; the trainer calls it once, in its process, before it loads the
+    model."""
     resume_from: str | None = None
     """A directory that ``Trainer.save`` wrote; None: start from ``model``."""
     async_save: bool = True

@@ -41,7 +41,6 @@ from grpo_core.training.policy import MicroBatch
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
-from grpo_core.training.start import start_model
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
@@ -106,13 +105,15 @@ class TorchTrainer:
 
     def __init__(self, setup: TrainerSetup, build: BuildModel = FullModel.build) -> None:
         self._setup, self._config = setup, setup.trainer
-        self._device = _device(self._config.device)
+        self._device = cpu.resolve_device(self._config.device)
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
+        if setup.prepare is not None:
+            setup.prepare()
         resume = Path(setup.resume_from) if setup.resume_from else None
         source = ModelSource(
-            start=start_model(setup),
+            start=setup.model.path,
             saved=resume / "trainer" if resume else None,
             config=setup.model,
             device=self._device,
@@ -375,9 +376,3 @@ def _adamw(parameters: Sequence[torch.nn.Parameter], config: TrainerConfig) -> t
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
-
-
-def _device(configured: str) -> torch.device:
-    if configured == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(configured)

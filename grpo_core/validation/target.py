@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
 
 from grpo_core import checkpoint
-from grpo_core.config import TINY, as_table
+from grpo_core.config import as_table
 from grpo_core.errors import ConfigError
 from grpo_core.models import local_directory
 from grpo_core.run_directory import CONFIG, RunDirectory
@@ -21,7 +21,8 @@ class EvalTarget:
 
     name: str
     """As the user wrote it."""
-    model: Path
+    model: Path | None
+    """Directory of the model; None: the one that training would start from."""
     version: int
     table: Mapping[str, Any]
     """Configuration that lies beneath the command line."""
@@ -29,8 +30,11 @@ class EvalTarget:
     """What the user should know of the choice."""
 
 
-def find(target: str) -> EvalTarget:
+def find(target: str, offered: Callable[[str], bool]) -> EvalTarget:
     """A run (its newest complete checkpoint, or the model that it starts from), or a model.
+
+    Args:
+        offered: whether a plugin makes a model of that name.
 
     Raises ConfigError if ``target`` is neither, ModelError if a model lacks a part, CheckpointError if a run
     has checkpoints and none of them holds.
@@ -38,6 +42,8 @@ def find(target: str) -> EvalTarget:
     path = Path(target).expanduser()
     if (path / CONFIG).is_file():
         return _of_run(target, path)
+    if offered(target):
+        return EvalTarget(name=target, model=None, version=0, table={"model": {"path": target}})
     if path.is_dir() and not (path / "config.json").exists():
         inner = path / "trainer"
         hint = f"; this checkpoint's model is {inner}" if (inner / "config.json").exists() else ""
@@ -74,12 +80,10 @@ def _of_run(target: str, path: Path) -> EvalTarget:
         notes = tuple(f"passed over {reason}" for reason in found.passed_over)
         model = found.directory / "trainer"
         return EvalTarget(name=target, model=model, version=found.step, table=table, notes=notes)
-    tiny = config.model.path == TINY
-    if tiny and not (run.model / "config.json").exists():
-        raise ConfigError(f"{target}: has no checkpoint yet, nor the model that it would start from")
+    made = (run.model / "config.json").exists()
     return EvalTarget(
         name=target,
-        model=run.model if tiny else Path(local_directory(config.model.path)),
+        model=run.model if made else None,
         version=0,
         table=table,
         notes=(f"{target} has no checkpoint yet: measuring the model that it starts from",),

@@ -27,11 +27,11 @@ from grpo_core.engines import wire
 from grpo_core.engines.pool import EnginePool
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
-from grpo_core.ray_workers import cluster
-from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import FakeEnvironment, FakeRenderer, prompts
+from grpo_plugin_ray import cluster
+from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
 
 SLEEPY = f"{Path(__file__).with_name('sleepy.py')}:Sleepy"
 GROUP, TOKENS = 8, 64
@@ -163,7 +163,7 @@ async def cpu_per_rollout(run: Callable[[], Awaitable[int]]) -> float:
 
 
 async def restart(scratch: Path) -> None:
-    from grpo_core.training.tiny import encode, make_tiny_model
+    from grpo_core.demo.tiny import encode, make_tiny_model
     from grpo_core.weights.layout import load_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 

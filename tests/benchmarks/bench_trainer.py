@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.tokens import Tokens
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.tiny import make_tiny_model
 from grpo_core.training.trainer import TorchTrainer, create
 
 

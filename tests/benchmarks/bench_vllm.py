@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 
+from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines import wire
 from grpo_core.records import EngineSetup, GenerationRequest
 from grpo_core.testing import EngineUnderTest, make_test_model
 from grpo_core.testing.decoding import mixed
-from grpo_core.training.tiny import make_tiny_model
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.reading import block
 from grpo_core.weights.shm import SharedMemoryWriter

@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, str] = {
     "tasks.easy.env": "math:sort",
     "tasks.hard.env": "math:reverse",
     "tasks.hard.options": "{ length = 3 }",
-    "model.warm_start_steps": "70",
+    "model.options.warm_start_steps": "70",
     "trainer.steps": str(STEPS),
     "trainer.prompts_per_step": "32",
     "validation.every": str(EVERY),

@@ -73,7 +73,7 @@ async def laws(options: dict[str, Any], writer: Writer, directory: Path) -> list
 def train(directory: Path) -> str:
     """What is wrong with a run that shares its GPU; "" if it learns."""
     settings = {
-        "model.width": 128,
+        "model.options.width": 128,
         "trainer.steps": 60,
         "trainer.device": "cuda",
         "validation.every": 60,

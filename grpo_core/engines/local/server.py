@@ -72,7 +72,7 @@ class Server(DecodingServer):
         self._decoder.cancel(keys)
 
     def _make_model(self, tensors: dict[str, torch.Tensor]) -> Model:
-        device = torch.device(_resolve_device(self._device))
+        device = cpu.resolve_device(self._device)
         dtype = next(iter(tensors.values())).dtype if self._dtype == "auto" else getattr(torch, self._dtype)
         shape = Shape.of(_read_config(self._setup.model, self._setup.trust_remote_code))
         if shape is not None:
@@ -82,12 +82,6 @@ class Server(DecodingServer):
         return TransformersModel(
             self._setup.model, device=device, dtype=dtype, trust_remote_code=self._setup.trust_remote_code
         )
-
-
-def _resolve_device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
 
 
 def _read_config(model: str, trust_remote_code: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from grpo_plugin_math.calculator import Calculator
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHORT = (
-    "model.warm_start_steps=90",
+    "model.options.warm_start_steps=90",
     "trainer.steps=2",
     "trainer.prompts_per_step=8",
     "rollout.group_size=8",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from grpo_core import ConfigError, EngineSetup
+from grpo_core import EngineSetup
 from grpo_core.engine_kit import ChildEngine, takes_weights_by
 from grpo_plugin_vllm.options import Options
 
@@ -33,8 +33,11 @@ class VllmEngine(ChildEngine):
             (for a trainer on the same GPU).  0: never.
         vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
 
-    Raises ConfigError if vLLM is not installed, ValueError if an option is out of its range.
+    Raises ValueError if an option is out of its range.
     """
+
+    requires = MappingProxyType({"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"})
+    """Packages that have to be installed, each with the command for it."""
 
     def __init__(
         self,
@@ -65,11 +68,6 @@ class VllmEngine(ChildEngine):
             sleep_after=sleep_after,
             vllm=dict(vllm or {}),
         )
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                "engine vllm: vLLM is not installed here; on a GPU: pip install 'grpo-plugin-vllm[cuda]'; on "
-                "a CPU: see docs/engines.md"
-            )
         super().__init__(
             setup,
             name="vllm",

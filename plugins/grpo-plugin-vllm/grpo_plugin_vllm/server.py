@@ -181,7 +181,7 @@ def _check_heads(width: int) -> None:
         raise ModelError(
             f"engine vllm: the model's attention heads are {width} wide; on a CPU vLLM computes those of "
             f"{', '.join(map(str, widths))}. Use the engine local, or for the tiny model "
-            "--set model.width=128"
+            "--set model.options.width=128"
         )
 
 

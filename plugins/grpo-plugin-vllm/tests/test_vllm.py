@@ -186,7 +186,7 @@ class Learning(Run):
     def __init__(self, cwd):
         self.cwd, self.directory, self.kills, self.memory = cwd, cwd / "run", 0, set()
         settings = {
-            "model.width": 128,
+            "model.options.width": 128,
             "trainer.steps": 24,
             "validation.every": 24,
             "checkpoint.every": 24,

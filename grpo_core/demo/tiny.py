@@ -50,7 +50,7 @@ def make_tiny_model(
     if warm_start_steps and not demonstrations:
         raise ConfigError(
             'model.path = "tiny" starts from solved prompts, but the environment solves none: define '
-            "solve(prompt), choose a model, or set model.warm_start_steps = 0"
+            "solve(prompt), choose a model, or set model.options.warm_start_steps = 0"
         )
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -12,9 +12,10 @@ from attrs import frozen
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ChildDied, PluginError
+from grpo_core.plugins.selection import PluginSelection
 from grpo_core.protocols import Environment
-from grpo_core.ray_workers.cluster import PluginRequirement, call, load, where
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_plugin_ray.cluster import PluginRequirement, call, load, where
 
 MAX_DEATHS = 3
 """Workers that die in a row, with no answer in between, after which the environment is given up."""
@@ -42,7 +43,7 @@ class RemoteEnvironment:
             made_from.origin.name,
             made_from.options,
             config=made_from.config,
-            allow=made_from.origin.allow,
+            plugins=PluginSelection(allow=made_from.origin.allow),
             log=Path(made_from.log) if made_from.log else None,
         )
 

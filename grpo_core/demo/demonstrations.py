@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
-from grpo_core.environments.pool import EnvironmentWorker
+from grpo_core.model_sources import SolvingEnvironment
 from grpo_core.records import Episode, Message, Prompt
-from grpo_core.tool_calls import numbered, parse_calls
+from grpo_core.tool_calls import assistant_message
 
 MOST = 5000
 """Prompts, of all tasks together."""
@@ -20,13 +20,13 @@ Demonstration = tuple[str, ...]
 
 
 async def demonstrations(
-    environments: Mapping[str, EnvironmentWorker], prompts: Mapping[str, Sequence[Prompt]]
+    environments: Mapping[str, SolvingEnvironment], prompts: Mapping[str, Sequence[Prompt]]
 ) -> tuple[Demonstration, ...]:
-    """One for each prompt of which ``solve`` knows a reply.
+    """Make a demonstration for each prompt for which ``solve`` knows a reply.
 
     Args:
-        environments: that of each task.
-        prompts: of each task; at most ``MOST`` of all tasks together are played.
+        environments: the environment of each task.
+        prompts: the prompts of each task; at most ``MOST`` of all tasks together are played.
     """
     each = max(1, MOST // len(prompts))
     found: list[Demonstration] = []
@@ -37,7 +37,7 @@ async def demonstrations(
     return tuple(found)
 
 
-async def _played(environment: EnvironmentWorker, prompts: Sequence[Prompt]) -> list[Demonstration]:
+async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) -> list[Demonstration]:
     """Turn by turn; in each, ``solve`` is asked with the conversation so far as the prompt's messages."""
     starts = {f"solution {i}": prompt for i, prompt in enumerate(prompts)}
     said = {name: [_text(prompt.messages)] for name, prompt in starts.items()}
@@ -55,7 +55,7 @@ async def _played(environment: EnvironmentWorker, prompts: Sequence[Prompt]) -> 
             episodes = [
                 Episode(
                     prompt=starts[name],
-                    messages=(*talk.messages, _message(reply, tools)),
+                    messages=(*talk.messages, assistant_message(reply, tools=tools)),
                     turn=turn,
                     session=name,
                     group=name,
@@ -72,12 +72,6 @@ async def _played(environment: EnvironmentWorker, prompts: Sequence[Prompt]) -> 
         if several:
             await environment.close(list(starts))
     return [tuple(texts[: len(texts) // 2 * 2]) for texts in said.values() if len(texts) > 1]
-
-
-def _message(reply: str, tools: bool) -> Message:
-    content, calls = parse_calls(reply) if tools else (reply, [])
-    called = {"tool_calls": numbered(calls, 0)} if calls else {}
-    return {"role": "assistant", "content": content, **called}
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -14,26 +14,29 @@ from functools import partial
 from pathlib import Path
 
 import attrs
+import killing
 import pytest
 import torch
 from killing import GRPO, Run, left_after
 
+pytest.importorskip("grpo_plugin_ray")
+
 from grpo_core.config import EnvironmentConfig
+from grpo_core.demo.tiny import encode, make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.ray_workers import cluster
-from grpo_core.ray_workers.cluster import PluginRequirement
-from grpo_core.ray_workers.engines import RayEngine, Store, WorkerSetup
-from grpo_core.ray_workers.environments import EnvironmentSetup, RayEnvironment
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing.engines import check_engine
-from grpo_core.training.tiny import encode, make_tiny_model
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.copies import Copies
 from grpo_core.weights.shm import SharedMemoryWriter
+from grpo_plugin_ray import cluster
+from grpo_plugin_ray.cluster import PluginRequirement
+from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
+from grpo_plugin_ray.environments import EnvironmentSetup, RayEnvironment
 
 pytestmark = [
     pytest.mark.slow,
@@ -463,6 +466,7 @@ def test_a_driver_that_is_killed_takes_its_cluster_along(publisher):
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, publisher.directory],
         cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": str(Path(killing.__file__).parent)},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -24,10 +24,10 @@ from grpo_core.engines import wire
 from grpo_core.errors import DeadlineExceeded, EngineError, GrpoError, ModelError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
-from grpo_core.ray_workers.cluster import PluginRequirement, brief, call, load, where
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.weights import COLLECTIVE
 from grpo_core.weights.copies import Copies, WeightsLease, mapped
+from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, where
 
 LINGER = 0.005
 """Seconds that a finished completion waits for others to share its way."""
@@ -126,8 +126,8 @@ def _prepare_files(who: str, setup: EngineSetup) -> None:
     model = Path(setup.model)
     if model.is_absolute() and not model.exists():
         raise ModelError(
-            f"{who}: there is no {model} on this machine; put the model on a file system that all machines "
-            "share, or give its id on the hub"
+            f"{who}: there is no {model} on this machine; put the model (of a hub id: HF_HOME) "
+            "on a file system that all machines share, under the same path"
         )
     if setup.log_directory:
         Path(setup.log_directory).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,25 @@
+"""The smallest plugin: an environment in a file, which need not be installed.
+
+grpo-core train --env ./examples/shout.py:Shout
+"""
+
+import itertools
+
+import grpo_core as grpo
+
+
+class Shout(grpo.Environment):
+    """Say a word in capitals: "hedge:" is answered by "HEDGE"."""
+
+    def prompts(self, split):
+        words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=5)]
+        chosen = words[1::2] if split == "train" else words[::100]
+        return [grpo.Prompt(messages=f"{word}:", answer=word.upper()) for word in chosen]
+
+    def evaluate(self, episodes):
+        return [float(e.reply.strip() == e.prompt.answer) for e in episodes]
+
+
+@grpo.hookimpl
+def grpo_environments():
+    return {"shout": Shout}

@@ -1,0 +1,93 @@
+"""The model source ``tiny``: a model of 90,000 parameters, warmed up on the environments' own solutions."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from grpo_core.demo.demonstrations import Demonstration, demonstrations
+from grpo_core.errors import ConfigError
+from grpo_core.model_sources import ModelRequest, StartModel
+
+
+class TinyModel:
+    """Satisfies ``grpo_core.model_sources.ModelSource``.
+
+    Args:
+        width: of the hidden states.
+        layers: number of layers.
+        warm_start_steps: supervised steps on the environments' solutions before the reinforcement learning.
+    """
+
+    def __init__(self, *, width: int = 64, layers: int = 2, warm_start_steps: int = 40) -> None:
+        for name, value, least in (
+            ("width", width, 8),
+            ("layers", layers, 1),
+            ("warm_start_steps", warm_start_steps, 0),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}, expected a whole number of at least {least}")
+        self._width, self._layers, self._warm_start_steps = width, layers, warm_start_steps
+
+    @cached_property
+    def preset(self) -> Mapping[str, Any]:
+        return tomllib.loads((files(__package__) / "tiny.toml").read_text(encoding="utf-8"))
+
+    def check(self) -> None:
+        """There is nothing that could be missing."""
+
+    async def start_model(self, request: ModelRequest) -> StartModel:
+        """A model in the run's directory; the one that is there if the run was begun before."""
+        path = str(request.directory)
+        if _complete(request.directory):
+            return StartModel(path=path)
+        prompts = await request.prompts()
+        solved = await demonstrations(request.environments, prompts) if self._warm_start_steps else ()
+        recipe = TinyRecipe(
+            path=path,
+            demonstrations=solved,
+            width=self._width,
+            layers=self._layers,
+            warm_start_steps=self._warm_start_steps,
+            seed=request.seed,
+        )
+        return StartModel(path=path, prepare=recipe, doing="making a tiny model and warming it up")
+
+
+@frozen(kw_only=True)
+class TinyRecipe:
+    """Makes the model where it is called, which may be another process: plain data."""
+
+    path: str
+    demonstrations: tuple[Demonstration, ...]
+    width: int
+    layers: int
+    warm_start_steps: int
+    seed: int
+
+    def __call__(self) -> None:
+        if _complete(Path(self.path)):
+            return
+        from transformers.utils import logging
+
+        from grpo_core.demo.tiny import make_tiny_model
+
+        logging.disable_progress_bar()  # of a file that is written in a millisecond
+        make_tiny_model(
+            Path(self.path),
+            self.demonstrations,
+            width=self.width,
+            layers=self.layers,
+            warm_start_steps=self.warm_start_steps,
+            seed=self.seed,
+        )
+
+
+def _complete(directory: Path) -> bool:
+    return (directory / "config.json").exists()

@@ -1,0 +1,220 @@
+"""Makes one part of a run from its sections of the configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from grpo_core.buffer import Buffer
+from grpo_core.config import (
+    CheckpointConfig,
+    DynamicSamplingConfig,
+    EngineConfig,
+    HealthConfig,
+    ModelConfig,
+    PipelineConfig,
+    PlacementConfig,
+    RolloutConfig,
+    SamplerConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
+from grpo_core.dynamic import DynamicSampling
+from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.environments.process import ErrorBudget
+from grpo_core.health import Limits
+from grpo_core.pipeline import Schedule
+from grpo_core.placement import Placement
+from grpo_core.plugins.host import PluginHost
+from grpo_core.protocols import Engine, EnvironmentClient, Sampler
+from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
+from grpo_core.rendering import Renderer
+from grpo_core.rollout import LostBudget, SamplingParams
+from grpo_core.training.process import thread_count
+from grpo_core.validation.runner import Context, Results, run_strategy
+
+SYNC_GRACE = 5.0
+"""Seconds after which an engine that has not kept its own deadline is given up."""
+
+EXTRA_GROUPS = 20
+"""Filtered for each group of a step, at most, unless the configuration says how many."""
+
+CANARY = 4
+"""Prompts that the engine is asked after each weight sync."""
+CANARY_TOKENS = 64
+"""Of each at most: enough for a prefix cache to notice them."""
+
+
+def make_placement(config: PlacementConfig, plugins: PluginHost) -> Placement:
+    """Where engines and environments run; connects to nothing yet."""
+    placement: Placement = plugins.make("placement", config.name, plugins, **config.options)
+    return placement
+
+
+def make_sampler(
+    config: SamplerConfig, host: PluginHost, *, seed: int, weights: Mapping[str, float]
+) -> Sampler:
+    """The sampler; ``seed`` and the tasks' ``weights`` are given to factories that take them."""
+    takes = inspect.signature(host.factory("sampler", config.name)).parameters
+    known: dict[str, Any] = {"seed": seed, "weights": weights}
+    options = {key: value for key, value in known.items() if key in takes} | config.options
+    sampler: Sampler = host.make("sampler", config.name, **options)
+    return sampler
+
+
+def make_buffer(
+    trainer: TrainerConfig, pipeline: PipelineConfig, rollout: RolloutConfig
+) -> Buffer[Prompt, Group]:
+    return Buffer(
+        prompts_per_step=trainer.prompts_per_step,
+        max_staleness=pipeline.max_staleness,
+        num_steps=trainer.steps,
+        policy=pipeline.policy,
+        max_retries=rollout.max_retries,
+    )
+
+
+def engine_setup(
+    path: str, model: ModelConfig, engine: EngineConfig, *, seed: int, logs: Path | None, colocated: bool
+) -> EngineSetup:
+    """What an engine is made from.
+
+    Args:
+        path: directory of the model; made absolute, since a worker may have another working directory.
+        colocated: training runs on this machine meanwhile.
+    """
+    return EngineSetup(
+        model=str(Path(path).absolute()),
+        trust_remote_code=model.trust_remote_code,
+        threads=thread_count(engine.threads, colocated),
+        seed=seed,
+        log_directory=str(logs.absolute()) if logs else None,
+        deadline=engine.deadline,
+    )
+
+
+def canary_tolerance(health: HealthConfig, model: ModelConfig, engine: EngineConfig) -> float:
+    """What rounding explains: in float32, or in bfloat16 where the trainer or the engine computes in it."""
+    coarse = "bfloat16" in (model.dtype, engine.options.get("dtype"))
+    return health.canary_tolerance or (0.1 if coarse else 1e-3)
+
+
+def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
+    """The beginnings of some prompts of all tasks, in tokens."""
+    some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]
+    return [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
+
+
+def sampling_params(config: RolloutConfig) -> SamplingParams:
+    return SamplingParams(
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+        stop=tuple(config.stop),
+        max_turns=config.max_turns,
+        max_total_tokens=config.max_total_tokens,
+        max_tool_calls=config.max_tool_calls,
+    )
+
+
+def dynamic_sampling(config: DynamicSamplingConfig, *, prompts_per_step: int) -> DynamicSampling | None:
+    if not config.enabled:
+        return None
+    extra = config.max_extra_groups or EXTRA_GROUPS * prompts_per_step
+    return DynamicSampling(tolerance=config.tolerance, max_extra_groups=extra)
+
+
+def health_limits(config: HealthConfig) -> dict[str, Limits]:
+    """By metric."""
+    return {
+        "logprob_diff_mean": Limits(*config.logprob_diff),
+        "mismatch_kl": Limits(*config.mismatch_kl),
+        "effective_sample_size": Limits(*config.effective_sample_size),
+        "clip_fraction_low": Limits(*config.clip_fraction),
+        "clip_fraction_high": Limits(*config.clip_fraction),
+    }
+
+
+def error_budgets(
+    environments: Mapping[str, EnvironmentPool], *, max_error_rate: float, max_lost: int
+) -> Callable[[str, Rollout], None]:
+    """Observes rollouts; raises when too many of a task are unscored, or too many of all are lost.
+
+    Args:
+        max_lost: rollouts that may be lost in a row.
+    """
+    budgets = {task: ErrorBudget(task, max_error_rate) for task in environments}
+    lost = LostBudget(max_lost)
+
+    def observe(task: str, rollout: Rollout) -> None:
+        lost.observe(rollout)
+        if rollout.lost:
+            return
+        feedback = Feedback(reward=rollout.reward, error=rollout.error)
+        budgets[task].observe(feedback, environments[task].first_traceback)
+
+    return observe
+
+
+def make_schedule(
+    *,
+    rollout: RolloutConfig,
+    engine: EngineConfig,
+    trainer: TrainerConfig,
+    pipeline: PipelineConfig,
+    validation: ValidationConfig,
+    checkpoint: CheckpointConfig,
+) -> Schedule:
+    """When things are due.  ``stall`` is longer than all that may happen within it."""
+    attempts = rollout.max_retries + 2
+    return Schedule(
+        validate_every=validation.every,
+        save_every=checkpoint.every,
+        rollout_deadline=rollout.deadline,
+        sync_deadline=engine.deadline + SYNC_GRACE,
+        in_flight_updates=pipeline.in_flight_updates,
+        pause_to_validate=validation.pause,
+        stall=rollout.deadline * attempts
+        + trainer.deadline
+        + engine.deadline
+        + validation.deadline * bool(validation.every),
+    )
+
+
+def validation_context(
+    config: ValidationConfig,
+    rollout: RolloutConfig,
+    *,
+    seed: int,
+    engine: Engine,
+    environments: Mapping[str, EnvironmentClient],
+    renderer: Renderer,
+    held_out: Mapping[str, Sequence[Prompt]],
+) -> Context:
+    """What a strategy works with; of each version a copy."""
+    return Context(
+        version=0,
+        prompts={task: part[: config.prompts] for task, part in held_out.items() if part},
+        engine=engine,
+        environments=environments,
+        renderer=renderer,
+        sampling=sampling_params(rollout),
+        deadline=config.deadline,
+        retries=rollout.max_retries,
+        seed=seed,
+    )
+
+
+def make_validation(
+    config: ValidationConfig, plugins: PluginHost, context: Context
+) -> Callable[[int], Awaitable[Results]]:
+    """What measures a version on an engine that holds it, with the section's strategy."""
+    strategy = plugins.make("validation_strategy", config.name, **config.options)
+
+    async def validate(version: int) -> Results:
+        return await run_strategy(config.name, strategy, evolve(context, version=version))
+
+    return validate

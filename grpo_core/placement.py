@@ -1,0 +1,100 @@
+"""Where engines and environments run, and the default: child processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from attrs import field, frozen
+
+from grpo_core.config import EngineConfig, EnvironmentConfig
+from grpo_core.environments.pool import EnvironmentWorker
+from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.errors import ConfigError
+from grpo_core.plugins.host import PluginHost
+from grpo_core.protocols import Engine
+from grpo_core.records import EngineSetup, Weights
+from grpo_core.weights.copies import Copies, WeightsLease
+
+Retain = Callable[[Weights], Awaitable[WeightsLease]]
+"""Makes published weights last while the trainer publishes others."""
+
+
+@frozen(kw_only=True)
+class EnvironmentSpec:
+    """What one worker of a task's environment is made from."""
+
+    task: str
+    env: str
+    """Name of the environment, as in ``math:sort``."""
+    options: Mapping[str, Any] = field(factory=dict)
+    config: EnvironmentConfig = field(factory=EnvironmentConfig)
+    log: Path | None = None
+    """File that receives what the environment prints."""
+
+
+class Placement(Protocol):
+    """Makes engines and environments somewhere.  The core decides how many, and who gets which work."""
+
+    pooled: bool
+    """Engines can be lost with their machine: even a single one is kept in a pool, which replaces it."""
+    remote: bool
+    """Workers may run on other machines than the trainer's."""
+
+    def check(self, engine: EngineConfig) -> None:
+        """Raises ConfigError if a key of an engine's section has no meaning here."""
+
+    def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
+        """Lasts as long as a run, which wants so many workers.  Raises ConfigError if that cannot be."""
+
+    def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
+        """Start the engine with this number; does not wait for it."""
+
+    def retain(self) -> Retain:
+        """What keeps weights for one pool of these engines."""
+
+    def environment(self, number: int, spec: EnvironmentSpec) -> EnvironmentWorker:
+        """The worker of an environment with this number; not started yet."""
+
+
+class LocalPlacement:
+    """Child processes of this machine.  Satisfies ``Placement``.
+
+    Args:
+        plugins: makes the engines; environments load the same plugins in their own processes.
+    """
+
+    pooled = False
+    remote = False
+
+    def __init__(self, plugins: PluginHost) -> None:
+        self._plugins = plugins
+
+    def check(self, engine: EngineConfig) -> None:
+        for key, given in (("gpus_per_worker", engine.gpus_per_worker), ("env_vars", engine.env_vars)):
+            if given:
+                raise ConfigError(f"engine.{key} is for workers in a cluster; add --ray, or leave it out")
+
+    def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
+        if setup.log_directory:
+            Path(setup.log_directory).mkdir(parents=True, exist_ok=True)
+        engine: Engine = self._plugins.make("engine", config.name, setup, **config.options)
+        return engine
+
+    def retain(self) -> Retain:
+        return Copies().hold
+
+    def environment(self, number: int, spec: EnvironmentSpec) -> EnvironmentWorker:
+        return EnvironmentProcess(
+            spec.task,
+            spec.env,
+            spec.options,
+            config=spec.config,
+            plugins=self._plugins.selection,
+            log=spec.log,
+        )

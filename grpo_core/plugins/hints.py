@@ -1,0 +1,23 @@
+"""Which command installs a plugin that is known and was not found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grpo_core.plugins.offers import Kind
+
+VLLM = "pip install 'grpo-core[vllm]'"
+
+INSTALL: Mapping[tuple[Kind, str], str] = {
+    ("engine", "vllm"): VLLM,
+    ("environment", "math"): "pip install grpo-plugin-math",
+    ("environment", "reasoning_gym"): "pip install grpo-plugin-reasoning-gym",
+    ("placement", "ray"): "pip install 'grpo-core[ray]'",
+    ("sampler", "learnable"): "pip install grpo-plugin-curriculum",
+}
+"""By kind, and by an offer's name or its plugin's."""
+
+
+def install_command(kind: Kind, name: str) -> str:
+    """The command for ``name``, as ``vllm`` or ``math:sort``; empty if it is not known."""
+    return INSTALL.get((kind, name)) or INSTALL.get((kind, name.partition(":")[0]), "")

@@ -1,0 +1,18 @@
+"""Which installed plugins the processes of a run load."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class PluginSelection:
+    """Plain data, so that other processes of a run load the same plugins (see ``PluginHost.discover``)."""
+
+    allow: tuple[str, ...] | None = None
+    """Names of plugins or distributions that may be loaded; None: all."""
+    block: tuple[str, ...] = ()
+    """Names of plugins or distributions that are not imported."""
+
+
+ALL_PLUGINS = PluginSelection()

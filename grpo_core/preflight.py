@@ -1,0 +1,58 @@
+"""Checks everything that a configuration names before a process starts and before a model is read."""
+
+from __future__ import annotations
+
+from grpo_core.config import Config, TaskConfig
+from grpo_core.errors import ConfigError
+from grpo_core.model_sources import model_source
+from grpo_core.parts import make_placement, make_sampler
+from grpo_core.plugins.host import PluginHost
+from grpo_core.reporting.selection import check_trackers
+from grpo_core.workers import transport
+
+
+def check(config: Config, host: PluginHost, *, purpose: str = "train on") -> None:
+    """Raises ConfigError, PluginError or ModelError with the first choice that cannot be made.
+
+    Imports the modules of the chosen plugins, but no environment that is offered as a string: it may only
+    be loadable in a process of its own.
+    """
+    if not config.tasks:
+        raise _no_task(purpose, host)
+    for task in config.tasks.values():
+        _check_environment(task, host)
+    weights = {name: task.weight for name, task in config.tasks.items()}
+    make_sampler(config.sampler, host, seed=config.seed, weights=weights)
+    for engine in (config.engine, config.validation.engine):
+        if engine is not None:
+            host.check_options("engine", engine.name, engine.options)
+    host.check_options("trainer", config.trainer.name, config.trainer.options)
+    host.check_options("loss", config.loss.name, config.loss.options)
+    host.check_options("advantage", config.advantage.name, config.advantage.options)
+    host.make("validation_strategy", config.validation.name, **config.validation.options)
+    check_trackers(config.tracking, host)
+    _check_placement(config, host)
+    model_source(config.model, host).check()
+
+
+def _no_task(purpose: str, host: PluginHost) -> ConfigError:
+    offered = sorted(f"{p.name}:{n}" for p in host.plugins for n in p.offers.get("environment", ()))
+    return ConfigError(
+        f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
+        "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
+    )
+
+
+def _check_placement(config: Config, host: PluginHost) -> None:
+    placement = make_placement(config.placement, host)
+    placement.check(config.engine)
+    own = config.validation.engine if config.validation.every else None
+    if own is not None:
+        placement.check(own)
+    transport(config.engine, own, placement, host)
+
+
+def _check_environment(task: TaskConfig, host: PluginHost) -> None:
+    offer = host.find("environment", task.env)
+    if not isinstance(offer.given, str):
+        host.check_options("environment", task.env, task.options)

@@ -1,0 +1,16 @@
+"""Engines and environments in Ray workers: actors on the machines of a cluster, or of this one alone.
+
+Nothing here decides who gets what: the pools of the core do.  Ray itself is imported when a run connects:
+with this plugin installed, grpo-core starts as fast as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpo_core
+
+
+@grpo_core.hookimpl
+def grpo_placements() -> Mapping[str, str]:
+    return {"ray": "grpo_plugin_ray.placement:RayPlacement"}

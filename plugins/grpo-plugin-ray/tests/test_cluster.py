@@ -1,0 +1,82 @@
+"""What is true of the placement `ray` without a cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("grpo_plugin_ray")
+
+from grpo_core.errors import PluginError
+from grpo_core.plugins.host import PluginHost
+from grpo_plugin_ray.cluster import PluginRequirement, absolute, brief
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+NO_RAY = """
+import importlib.util as util
+find = util.find_spec
+util.find_spec = lambda name, *rest: None if name == "ray" else find(name, *rest)
+"""
+
+
+def test_the_placement_is_chosen_by_name_and_loads_no_ray():
+    program = (
+        "import sys\n"
+        "from grpo_core.config import PlacementConfig, EngineConfig\n"
+        "from grpo_core.parts import make_placement\n"
+        "from grpo_core.plugins.host import PluginHost\n"
+        "chosen = PlacementConfig(name='ray', options={'address': 'auto'})\n"
+        "made = make_placement(chosen, PluginHost.discover())\n"
+        "made.check(EngineConfig(gpus_per_worker=1, env_vars={'A': '1'}))\n"
+        "assert made.pooled and made.remote\n"
+        "assert 'ray' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_plugin_without_ray_names_the_command_that_installs_it_and_starts_nothing(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NO_RAY)
+    done = subprocess.run(
+        [GRPO, "train", "--env", "math:sort", "--ray"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "ray is not installed: pip install 'grpo-core[ray]'" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+# ---------------------------------------------------------------------------------- what workers share
+
+
+def test_versions_that_differ_are_named():
+    ours = PluginRequirement.of(PluginHost.discover([]).find("engine", "local"))
+    ours.check("here")
+    assert ours.allow == (), "no plugin but the core is loaded"
+    assert set(ours.versions) == {"python", "grpo-core"}
+    other = PluginRequirement(
+        name="x", allow=None, versions={**ours.versions, "grpo-core": "9.9", "grpo-none": "1"}
+    )
+    with pytest.raises(PluginError) as refused:
+        other.check("engine 3 (elsewhere)")
+    assert "engine 3 (elsewhere): " in str(refused.value)
+    assert "(the driver has 9.9), grpo-none is not installed (the driver has 1)" in str(refused.value)
+
+
+def test_an_engine_of_a_file_is_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute("./mine.py:Engine") == f"{tmp_path}/mine.py:Engine"
+    assert absolute("vllm") == "vllm"
+
+
+def test_rays_words_without_its_identifiers():
+    error = RuntimeError(
+        "The actor died because of X.\n\tclass_name: EngineWorker\n\tactor_id: 01\nIt was killed."
+    )
+    assert brief(error) == "RuntimeError: The actor died because of X. It was killed."

@@ -1,0 +1,149 @@
+"""A choice that cannot be made ends the command before a process starts or a model is read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+
+FILE = """
+import os
+from pathlib import Path
+import grpo_core as grpo
+
+class Marked(grpo.Environment):
+    def __init__(self):
+        Path("started").touch()
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"{i}=", answer=str(i)) for i in range(10)]
+    def evaluate(self, episodes):
+        return [0.0 for _ in episodes]
+    def solve(self, prompt):
+        return prompt.answer
+
+class Unreadable:
+    requires = {"no_such_module": "pip install no-such"}
+    def __init__(self, setup):
+        Path("started").touch()
+"""
+ENV = ["--env", "./file.py:Marked"]
+NO_PLUGINS = """
+import importlib.metadata as metadata
+find = metadata.entry_points
+metadata.entry_points = lambda **which: [] if which == {"group": "grpo_core"} else find(**which)
+"""
+NO_VLLM = """
+import importlib.util as util
+find = util.find_spec
+util.find_spec = lambda name, *rest: None if name == "vllm" else find(name, *rest)
+"""
+
+
+@pytest.fixture
+def here(tmp_path):
+    (tmp_path / "file.py").write_text(FILE)
+    model = tmp_path / "huge"
+    model.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (model / name).write_text("{}")
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 40)
+    return tmp_path
+
+
+def refused(cwd, command, *arguments, environ=None, status=2):
+    """The one line on standard error of a command that fails and has started nothing."""
+    done = subprocess.run(
+        [GRPO, command, *arguments],
+        cwd=cwd,
+        env={**os.environ, **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stdout == ""
+    assert not (cwd / "runs").exists()
+    assert not (cwd / "started").exists()
+    return done.stderr.rstrip()
+
+
+def option(key, value="1"):
+    return ["--set", f"{key}={value}"]
+
+
+CHOICES = [
+    (["--sampler", "mixx"], "there is no sampler 'mixx'. Did you mean 'mix'?"),
+    (option("sampler.options.weight"), "has no option 'weight'"),
+    (["--sampler", "curriculum", *option("sampler.options.low", "2")], "low"),
+    (option("engine.options.max_row"), "has no option 'max_row'. Did you mean 'max_rows'?"),
+    (option("loss.name", "grpoo"), "there is no loss 'grpoo'. Did you mean 'grpo'?"),
+    (option("loss.options.clip_hi"), "has no option 'clip_hi'. Did you mean 'clip_high'?"),
+    (option("advantage.name", "grup"), "there is no advantage 'grup'. Did you mean 'group'?"),
+    (option("advantage.options.scal"), "has no option 'scal'"),
+    (option("validation.options.max_token"), "has no option 'max_token'. Did you mean 'max_tokens'?"),
+    (["--validation", "pass_at_k", *option("validation.options.k", "0")], "k is 0"),
+    (option("validation.engine.name", "locl"), "there is no engine 'locl'. Did you mean 'local'?"),
+    (option("validation.engine.options.max_row"), "has no option 'max_row'"),
+    (["--engine", "./file.py:Unreadable"], "no_such_module is not installed: pip install no-such"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["huge", "./nowhere"])
+@pytest.mark.parametrize(("arguments", "message"), CHOICES, ids=str)
+def test_a_choice_that_cannot_be_made_starts_nothing(here, model, arguments, message):
+    assert message in refused(here, "train", *ENV, *option("model.path", model), *arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), CHOICES[3:4] + CHOICES[7:8], ids=str)
+def test_validate_checks_as_early(here, arguments, message):
+    assert message in refused(here, "validate", "huge", *ENV, *arguments)
+
+
+def test_a_model_that_does_not_exist_starts_nothing(here):
+    text = refused(here, "train", *ENV, *option("model.path", "./nowhere"), status=1)
+    assert "model './nowhere': there is no such directory" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--engine", "vllm"], "there is no engine 'vllm': pip install 'grpo-core[vllm]'"),
+        (["--engine", "vllm:http"], "there is no engine 'vllm:http': pip install 'grpo-core[vllm]'"),
+        (["--env", "math:sort"], "there is no environment 'math:sort': pip install grpo-plugin-math"),
+        (["--ray"], "there is no placement 'ray': pip install 'grpo-core[ray]'"),
+        (["--env", "reasoning_gym:gcd"], "pip install grpo-plugin-reasoning-gym"),
+    ],
+    ids=str,
+)
+def test_a_known_plugin_that_is_not_installed_is_named_with_its_command(here, arguments, hint):
+    (here / "sitecustomize.py").write_text(NO_PLUGINS)
+    assert hint in refused(here, "train", *ENV, *arguments, environ={"PYTHONPATH": str(here)})
+
+
+def test_vllms_plugin_without_vllm_names_the_command_that_installs_it(here):
+    """As where the plugin was installed without its extra."""
+    pytest.importorskip("grpo_plugin_vllm")
+    (here / "sitecustomize.py").write_text(NO_VLLM)
+    text = refused(here, "train", *ENV, "--engine", "vllm", environ={"PYTHONPATH": str(here)})
+    assert "vllm is not installed: pip install 'grpo-core[vllm]'" in text
+
+
+def test_the_checks_load_no_heavy_package(here):
+    """They take a fraction of a second, whatever the model's size."""
+    program = (
+        "import sys\n"
+        "from grpo_core.cli import main\n"
+        f"sys.argv = ['grpo-core', 'train', *{ENV!r}, '--set', 'model.path=huge',"
+        " '--set', 'loss.options.clip_hi=1']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 2\n"
+        "print(*{'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True, text=True)
+    assert done.stdout == "\n", (done.stdout, done.stderr)
