@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from grpo_core.data.samplers import TaskSampler as TaskSampler
     from grpo_core.data.samplers import WeightedTaskSampler as WeightedTaskSampler
     from grpo_core.data.samplers import take_prompts as take_prompts
+    from grpo_core.errors import ChildDied as ChildDied
     from grpo_core.errors import ConfigError as ConfigError
+    from grpo_core.errors import DeadlineExceeded as DeadlineExceeded
     from grpo_core.errors import EngineError as EngineError
     from grpo_core.errors import GrpoError as GrpoError
     from grpo_core.errors import ModelError as ModelError
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from grpo_core.records import Row as Row
     from grpo_core.records import RunInfo as RunInfo
     from grpo_core.records import SampleRequest as SampleRequest
+    from grpo_core.records import SessionStart as SessionStart
     from grpo_core.records import StepResult as StepResult
     from grpo_core.records import TensorInfo as TensorInfo
     from grpo_core.records import Weights as Weights
@@ -79,7 +82,9 @@ __getattr__, __dir__, __all__ = attach(
             "take_prompts",
         ],
         "grpo_core.errors": [
+            "ChildDied",
             "ConfigError",
+            "DeadlineExceeded",
             "EngineError",
             "GrpoError",
             "ModelError",
@@ -119,6 +124,7 @@ __getattr__, __dir__, __all__ = attach(
             "Row",
             "RunInfo",
             "SampleRequest",
+            "SessionStart",
             "StepResult",
             "TensorInfo",
             "Weights",

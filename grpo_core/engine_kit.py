@@ -1,12 +1,21 @@
-"""What the author of an engine needs, besides ``grpo_core.Engine`` and the records.
+"""The parts from which engines and placements are built, besides the protocols and records of ``grpo_core``.
+
+An engine:
 
     ChildEngine            an engine in a child process of its own, which is replaced when it dies
-    DecodingServer         base class of what the child runs: takes calls between decoding steps
-    read_weights           the tensors of published weights, wherever they are
+    DecodingServer         base class of the loop in that process: takes calls between decoding steps
+    read_weights           returns the tensors of published weights of any transport
     takes_weights_by       declares the transports by which an engine can take weights
     check_request          refuses requests that do not fit the model
     Connection, Call       the child's end of the pipe, for a server with a loop of its own
     die_with               ends this process when another one ends
+
+A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):
+
+    Placement, EnvironmentSpec, EnvironmentWorker, Retain    its contract
+    EnvironmentProcess, PluginHost, PluginSelection, Offer   make environments and engines in a worker
+    Copies, WeightsLease, mapped, COLLECTIVE                 keep and read published weights
+    pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
@@ -18,33 +27,58 @@ from typing import TYPE_CHECKING
 from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
+    from grpo_core.config import EngineConfig as EngineConfig
+    from grpo_core.config import EnvironmentConfig as EnvironmentConfig
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.decoding_server import check_request as check_request
     from grpo_core.engines.transports import Transport as Transport
     from grpo_core.engines.transports import takes_weights_by as takes_weights_by
+    from grpo_core.engines.wire import Packed as Packed
+    from grpo_core.engines.wire import pack_completions as pack_completions
+    from grpo_core.engines.wire import pack_requests as pack_requests
+    from grpo_core.engines.wire import unpack_completions as unpack_completions
+    from grpo_core.engines.wire import unpack_requests as unpack_requests
+    from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
+    from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
+    from grpo_core.placement import EnvironmentSpec as EnvironmentSpec
+    from grpo_core.placement import Placement as Placement
+    from grpo_core.placement import Retain as Retain
+    from grpo_core.plugins.host import PluginHost as PluginHost
+    from grpo_core.plugins.offers import Offer as Offer
+    from grpo_core.plugins.selection import PluginSelection as PluginSelection
     from grpo_core.processes import Call as Call
     from grpo_core.processes import Connection as Connection
+    from grpo_core.processes import RemoteTraceback as RemoteTraceback
     from grpo_core.processes import die_with as die_with
+    from grpo_core.weights import COLLECTIVE as COLLECTIVE
+    from grpo_core.weights.copies import Copies as Copies
+    from grpo_core.weights.copies import WeightsLease as WeightsLease
+    from grpo_core.weights.copies import mapped as mapped
     from grpo_core.weights.reading import read_weights as read_weights
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "grpo_core.config": ["EngineConfig", "EnvironmentConfig"],
         "grpo_core.engines.child": ["ChildEngine"],
-        "grpo_core.engines.decoding_server": [
-            "DecodingServer",
-            "check_request",
+        "grpo_core.engines.decoding_server": ["DecodingServer", "check_request"],
+        "grpo_core.engines.transports": ["Transport", "takes_weights_by"],
+        "grpo_core.engines.wire": [
+            "pack_completions",
+            "pack_requests",
+            "unpack_completions",
+            "unpack_requests",
         ],
-        "grpo_core.engines.transports": [
-            "Transport",
-            "takes_weights_by",
-        ],
-        "grpo_core.processes": [
-            "Call",
-            "Connection",
-            "die_with",
-        ],
+        "grpo_core.environments.pool": ["EnvironmentWorker"],
+        "grpo_core.environments.process": ["EnvironmentProcess"],
+        "grpo_core.placement": ["EnvironmentSpec", "Placement", "Retain"],
+        "grpo_core.plugins.host": ["PluginHost"],
+        "grpo_core.plugins.offers": ["Offer"],
+        "grpo_core.plugins.selection": ["PluginSelection"],
+        "grpo_core.processes": ["Call", "Connection", "RemoteTraceback", "die_with"],
+        "grpo_core.weights": ["COLLECTIVE"],
+        "grpo_core.weights.copies": ["Copies", "WeightsLease", "mapped"],
         "grpo_core.weights.reading": ["read_weights"],
     },
 )

@@ -15,9 +15,8 @@ from typing import Any
 
 from attrs import field, frozen
 
-from grpo_core.errors import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.plugins.offers import Offer
-from grpo_core.processes import RemoteTraceback
+from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
+from grpo_core.engine_kit import Offer, RemoteTraceback
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """What Ray is about to do by itself, and warns of."""

@@ -20,13 +20,30 @@ from weakref import WeakValueDictionary
 
 from attrs import evolve, field, frozen
 
-from grpo_core.engines import wire
-from grpo_core.errors import DeadlineExceeded, EngineError, GrpoError, ModelError, WeightSyncError
-from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine
-from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.weights import COLLECTIVE
-from grpo_core.weights.copies import Copies, WeightsLease, mapped
+from grpo_core import (
+    Completion,
+    DeadlineExceeded,
+    Engine,
+    EngineError,
+    EngineSetup,
+    GenerationRequest,
+    GrpoError,
+    ModelError,
+    Weights,
+    WeightSyncError,
+)
+from grpo_core.engine_kit import (
+    COLLECTIVE,
+    Copies,
+    Packed,
+    PluginHost,
+    WeightsLease,
+    mapped,
+    pack_completions,
+    pack_requests,
+    unpack_completions,
+    unpack_requests,
+)
 from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, where
 
 LINGER = 0.005
@@ -60,7 +77,7 @@ class EngineWorker:
         self._copies = Copies()
         self._held: WeightsLease | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._finished: list[tuple[int, wire.Packed | None, str]] = []
+        self._finished: list[tuple[int, Packed | None, str]] = []
         self._some = asyncio.Event()
 
     async def start(self) -> str:
@@ -89,13 +106,13 @@ class EngineWorker:
     async def submit(self, requests: Sequence[tuple[int, Any]], cancelled: Sequence[int]) -> None:
         """Begin requests, each under its ticket, and end others."""
         for ticket, packed in requests:
-            (request,) = wire.unpack_requests([packed])
+            (request,) = unpack_requests([packed])
             self._running[ticket] = asyncio.create_task(self._generate(ticket, request))
         for ticket in cancelled:
             if (task := self._running.pop(ticket, None)) is not None:
                 task.cancel()
 
-    async def collect(self) -> list[tuple[int, wire.Packed | None, str]]:
+    async def collect(self) -> list[tuple[int, Packed | None, str]]:
         """What has finished, as soon as something has: tickets, each with a completion or with an error."""
         while not self._finished:
             self._some.clear()
@@ -111,7 +128,7 @@ class EngineWorker:
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
         assert self._engine is not None
         try:
-            answer = wire.pack_completions(await self._engine.generate([request]))
+            answer = pack_completions(await self._engine.generate([request]))
             self._finished.append((ticket, answer, ""))
         except GrpoError as error:
             self._finished.append((ticket, None, str(error)))
@@ -169,7 +186,7 @@ class RayEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """One completion for each request, in order.  Raises EngineError.  Cancelling frees the worker."""
-        packed = wire.pack_requests(requests)
+        packed = pack_requests(requests)
         tickets = [self._send(one) for one in packed]
         try:
             return [await self._open[ticket] for ticket in tickets]
@@ -256,14 +273,14 @@ class RayEngine:
             self._death = EngineError(f"{self.name} died: {brief(error)}")
             self._fail_all(self._death)
 
-    def _answer(self, ticket: int, packed: wire.Packed | None, problem: str) -> None:
+    def _answer(self, ticket: int, packed: Packed | None, problem: str) -> None:
         future = self._open.get(ticket)
         if future is None or future.done():
             return  # its caller has gone away
         if packed is None:
             future.set_exception(EngineError(f"{self.name}: {problem}"))
         else:
-            future.set_result(wire.unpack_completions(packed)[0])
+            future.set_result(unpack_completions(packed)[0])
 
     def _fail_all(self, why: EngineError) -> None:
         for future in self._open.values():

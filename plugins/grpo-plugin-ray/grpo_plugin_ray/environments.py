@@ -9,12 +9,8 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import ChildDied, PluginError
-from grpo_core.plugins.selection import PluginSelection
-from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core import ChildDied, Environment, Episode, Feedback, PluginError, Prompt, SessionStart
+from grpo_core.engine_kit import EnvironmentConfig, EnvironmentProcess, PluginSelection
 from grpo_plugin_ray.cluster import PluginRequirement, call, load, where
 
 MAX_DEATHS = 3

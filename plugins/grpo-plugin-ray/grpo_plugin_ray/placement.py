@@ -6,12 +6,8 @@ import contextlib
 import os
 from types import MappingProxyType
 
-from grpo_core.config import EngineConfig
-from grpo_core.environments.pool import EnvironmentWorker
-from grpo_core.placement import EnvironmentSpec, Retain
-from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine
-from grpo_core.records import EngineSetup
+from grpo_core import Engine, EngineSetup
+from grpo_core.engine_kit import EngineConfig, EnvironmentSpec, EnvironmentWorker, PluginHost, Retain
 from grpo_plugin_ray.cluster import PluginRequirement, connected
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
 from grpo_plugin_ray.environments import EnvironmentSetup, RayEnvironment
