@@ -27,6 +27,7 @@ from test_pipeline import Run, cut, resumed
 import grpo_core
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.data.loaders import TaskLoader
+from grpo_core.demo import tiny
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
@@ -35,7 +36,7 @@ from grpo_core.processes import Child
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest
 from grpo_core.reporting.tracking import Recorder, RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
-from grpo_core.training import policy, tiny
+from grpo_core.training import policy
 from grpo_core.weights.reading import read
 from grpo_core.weights.shm import SharedMemoryWriter
 

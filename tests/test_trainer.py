@@ -17,6 +17,7 @@ import transformers
 from grpo_core import cpu
 from grpo_core.assembly import Assembly, RunContext
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
+from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
 from grpo_core.model_sources import StartModel
 from grpo_core.placement import LocalPlacement
@@ -24,7 +25,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row
 from grpo_core.reporting.tracking import RunDirectory
 from grpo_core.tasks import Tasks
-from grpo_core.training import policy, tiny
+from grpo_core.training import policy
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.process import ProcessTrainer, TrainerSetup, thread_count
 from grpo_core.training.trainer import TorchTrainer, create, learning_rate, token_budget
