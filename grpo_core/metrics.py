@@ -12,6 +12,7 @@ import numpy as np
 
 from grpo_core.buffer import Statistics
 from grpo_core.records import Group, Rollout
+from grpo_core.tokens import sampled_versions
 
 FULL_REWARD = 1.0
 """A rollout with this reward or more counts as accurate."""
@@ -44,8 +45,7 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
 
 def _staleness(groups: Sequence[Group], step: int) -> tuple[float, float]:
     """Mean and maximum over the sampled tokens; 0 if there are none."""
-    parts = [rollout.tokens.sampled_versions for group in groups for rollout in group.rollouts]
-    versions = np.concatenate(parts)
+    versions = sampled_versions([rollout.tokens for group in groups for rollout in group.rollouts])
     if not versions.size:
         return 0.0, 0.0
     # whole numbers until the division, so that the mean is rounded once

@@ -19,6 +19,8 @@ Ids = NDArray[np.int32]
 NOT_SAMPLED = -1
 """Version of a token that no weights sampled."""
 
+_INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
+
 _LIMIT = 2**31
 
 _BYTES = 13
@@ -30,15 +32,15 @@ def as_ids(values: ArrayLike) -> Ids:
 
     Raises ValueError if one is not a whole number of 32 bits.
     """
-    return _as_array(values, np.dtype(np.int32), _read_ids)
+    return _as_array(values, _INT32, _read_ids)
 
 
 def _as_flags(values: ArrayLike) -> NDArray[np.bool_]:
-    return _as_array(values, np.dtype(np.bool_), _read_flags)
+    return _as_array(values, _BOOL, _read_flags)
 
 
 def _as_logprobs(values: ArrayLike) -> NDArray[np.float32]:
-    return _as_array(values, np.dtype(np.float32), _read_logprobs)
+    return _as_array(values, _FLOAT32, _read_logprobs)
 
 
 def concatenated(parts: Sequence[Ids]) -> Ids:
@@ -150,6 +152,15 @@ class Tokens:
     def __reduce__(self) -> tuple[Callable[[bytes], Tokens], tuple[bytes]]:
         parts: list[Any] = [self.ids, self.logprobs, self.versions, self.sampled]
         return _from_bytes, (b"".join(parts),)
+
+
+def sampled_versions(parts: Sequence[Tokens]) -> Ids:
+    """Weights that sampled each sampled token of all parts, int32 [n]."""
+    if not parts:
+        return _EMPTY.versions
+    versions: Ids = np.concatenate([part.versions for part in parts])
+    sampled: Ids = versions[np.concatenate([part.sampled for part in parts])]
+    return sampled
 
 
 def _from_bytes(packed: bytes) -> Tokens:
