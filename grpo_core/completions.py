@@ -20,22 +20,20 @@ def check_completions(completions: Sequence[Completion], requests: Sequence[Gene
             f"engine: generate() returned {len(completions)} completions for {len(requests)} requests"
         )
     for completion, request in zip(completions, requests, strict=True):
-        tokens = completion.tokens
-        if len(tokens) > request.max_tokens:
+        if len(completion.tokens) > request.max_tokens:
             raise PluginError(
-                f"engine: generate() returned {len(tokens)} tokens; expected at most max_tokens = "
+                f"engine: generate() returned {len(completion.tokens)} tokens; expected at most max_tokens = "
                 f"{request.max_tokens}"
             )
-        if not len(tokens):
-            continue
-        if np.minimum.reduce(tokens.ids) < 0:
-            raise PluginError(
-                f"engine: generate() returned the token id {tokens.ids.min()}; expected 0 or more"
-            )
-        logprobs = tokens.logprobs
-        if not (-np.inf < np.minimum.reduce(logprobs) and np.maximum.reduce(logprobs) <= LOGPROB_SLACK):
-            wrong = logprobs[~((-np.inf < logprobs) & (logprobs <= LOGPROB_SLACK))]
-            raise PluginError(
-                f"engine: generate() returned the logprob {wrong[0]} for a sampled token; expected a finite "
-                "number of at most 0"
-            )
+    if not completions:
+        return
+    ids = np.concatenate([completion.tokens.ids for completion in completions])
+    if (ids < 0).any():
+        raise PluginError(f"engine: generate() returned the token id {ids.min()}; expected 0 or more")
+    logprobs = np.concatenate([completion.tokens.logprobs for completion in completions])
+    valid = (-np.inf < logprobs) & (logprobs <= LOGPROB_SLACK)
+    if not valid.all():
+        raise PluginError(
+            f"engine: generate() returned the logprob {logprobs[~valid][0]} for a sampled token; expected a "
+            "finite number of at most 0"
+        )

@@ -16,6 +16,7 @@ from attrs import frozen
 
 from grpo_core.advantages import equal
 from grpo_core.records import Group, Rollout
+from grpo_core.tokens import sampled_versions
 
 FULL_REWARD = 1.0
 """A rollout with this reward or more counts as accurate."""
@@ -229,8 +230,7 @@ def _equal(group: Group) -> bool:
 
 def _staleness(groups: Sequence[Group], step: int) -> tuple[float, float]:
     """Return mean and maximum over the sampled tokens, in steps; 0 if there are none."""
-    parts = [rollout.tokens.sampled_versions for group in groups for rollout in group.rollouts]
-    versions = np.concatenate(parts)
+    versions = sampled_versions([rollout.tokens for group in groups for rollout in group.rollouts])
     if not versions.size:
         return 0.0, 0.0
     # whole numbers until the division, so that the mean is rounded once

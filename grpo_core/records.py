@@ -6,7 +6,8 @@ tokens); the rollouts of one prompt are a group; the groups of one step are a ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import cmp_using, field, frozen
@@ -48,10 +49,15 @@ def _messages(given: str | Sequence[Message]) -> tuple[Message, ...]:
 # numpy is imported with the first token: environments, and the command line's short commands, need none
 
 
-def _ids(given: ArrayLike) -> Ids:
+@cache
+def _converter() -> Callable[[ArrayLike], Ids]:
     from grpo_core.tokens import as_ids
 
-    return as_ids(given)
+    return as_ids
+
+
+def _ids(given: ArrayLike) -> Ids:
+    return _converter()(given)
 
 
 def _same_ids(one: Ids, other: Ids) -> bool:

@@ -9,6 +9,7 @@ from math import isfinite, nan
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.protocols import AdvantageFunction
 from grpo_core.records import Batch, Group, Row
+from grpo_core.tokens import sampled_versions
 
 
 def make_batch(
@@ -89,11 +90,10 @@ def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -
     """
     oldest = step - max_staleness
     for group in groups:
-        for rollout in group.rollouts:
-            versions = rollout.tokens.sampled_versions
-            wrong = versions[(versions < oldest) | (versions > step)]
-            if wrong.size:
-                raise EngineError(
-                    f"engine: prompt {group.prompt.id!r} came back with tokens of version {wrong.min()} for "
-                    f"step {step}; expected versions {oldest} to {step}"
-                )
+        versions = sampled_versions([rollout.tokens for rollout in group.rollouts])
+        wrong = versions[(versions < oldest) | (versions > step)]
+        if wrong.size:
+            raise EngineError(
+                f"engine: prompt {group.prompt.id!r} came back with tokens of version {wrong.min()} for "
+                f"step {step}; expected versions {oldest} to {step}"
+            )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from attrs import field, frozen
@@ -18,6 +18,8 @@ Ids = NDArray[np.int32]
 
 NOT_SAMPLED = -1
 """Version of a token that no weights sampled."""
+
+_INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
 
 _LIMIT = 2**31
 
@@ -30,20 +32,20 @@ def as_ids(values: ArrayLike) -> Ids:
 
     Raises ValueError if one is not a whole number of 32 bits.
     """
-    return _as_array(values, np.dtype(np.int32), _read_ids)
+    return values if _is_shared(values, _INT32) else _read_ids(values)
 
 
 def _as_flags(values: ArrayLike) -> NDArray[np.bool_]:
-    return _as_array(values, np.dtype(np.bool_), _read_flags)
+    return values if _is_shared(values, _BOOL) else _sealed(np.array(values, _BOOL))
 
 
 def _as_logprobs(values: ArrayLike) -> NDArray[np.float32]:
-    return _as_array(values, np.dtype(np.float32), _read_logprobs)
+    return values if _is_shared(values, _FLOAT32) else _read_logprobs(values)
 
 
 def concatenated(parts: Sequence[Ids]) -> Ids:
     """One after the other, int32, read-only.  A single part is returned as it is."""
-    return parts[0] if len(parts) == 1 else _read_only(np.concatenate(parts))
+    return parts[0] if len(parts) == 1 else np.frombuffer(_joined(parts), _INT32)
 
 
 @frozen(eq=False, repr=False)
@@ -78,32 +80,27 @@ class Tokens:
     @classmethod
     def generated(cls, ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> Tokens:
         """Tokens that an engine sampled."""
-        array = as_ids(ids)
-        return cls(array, _read_only(np.ones(len(array), np.bool_)), logprobs, versions)
+        sampled = as_ids(ids)
+        return cls(sampled, np.frombuffer(b"\1" * len(sampled), _BOOL), logprobs, versions)
 
     @classmethod
     def context(cls, ids: ArrayLike) -> Tokens:
         """Tokens that the model reads and did not sample, such as an environment's answer."""
-        array = as_ids(ids)
-        n = len(array)
-        return cls(
-            array,
-            _read_only(np.zeros(n, np.bool_)),
-            _read_only(np.zeros(n, np.float32)),
-            _read_only(np.full(n, NOT_SAMPLED, np.int32)),
-        )
+        read = as_ids(ids)
+        n = len(read)
+        versions = np.array([NOT_SAMPLED], np.int32).tobytes() * n
+        return _from_bytes(b"".join((read.tobytes(), bytes(4 * n), versions, bytes(n))))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Tokens]) -> Tokens:
         """One after the other.  A single part is returned as it is."""
         if len(parts) <= 1:
             return parts[0] if parts else _EMPTY
-        return cls(
-            _read_only(np.concatenate([part.ids for part in parts])),
-            _read_only(np.concatenate([part.sampled for part in parts])),
-            _read_only(np.concatenate([part.logprobs for part in parts])),
-            _read_only(np.concatenate([part.versions for part in parts])),
-        )
+        arrays: list[NDArray[Any]] = [part.ids for part in parts]
+        arrays += [part.logprobs for part in parts]
+        arrays += [part.versions for part in parts]
+        arrays += [part.sampled for part in parts]
+        return _from_bytes(_joined(arrays))
 
     @property
     def n_sampled(self) -> int:
@@ -148,30 +145,48 @@ class Tokens:
         )
 
     def __reduce__(self) -> tuple[Callable[[bytes], Tokens], tuple[bytes]]:
-        parts: list[Any] = [self.ids, self.logprobs, self.versions, self.sampled]
-        return _from_bytes, (b"".join(parts),)
+        return _from_bytes, (_joined((self.ids, self.logprobs, self.versions, self.sampled)),)
+
+
+def sampled_versions(parts: Sequence[Tokens]) -> Ids:
+    """Weights that sampled each sampled token of all parts, int32 [n]."""
+    if not parts:
+        return _EMPTY.versions
+    versions: Ids = np.concatenate([part.versions for part in parts])
+    sampled: Ids = versions[np.concatenate([part.sampled for part in parts])]
+    return sampled
 
 
 def _from_bytes(packed: bytes) -> Tokens:
-    """What ``Tokens.__reduce__`` packed: the arrays are views of these bytes."""
+    """Ids, logprobs, versions and flags, one after the other; the arrays are views of these bytes."""
     n = len(packed) // _BYTES
     return Tokens(
-        np.frombuffer(packed, np.int32, n),
-        np.frombuffer(packed, np.bool_, n, 12 * n),
-        np.frombuffer(packed, np.float32, n, 4 * n),
-        np.frombuffer(packed, np.int32, n, 8 * n),
+        np.frombuffer(packed, _INT32, n),
+        np.frombuffer(packed, _BOOL, n, 12 * n),
+        np.frombuffer(packed, _FLOAT32, n, 4 * n),
+        np.frombuffer(packed, _INT32, n, 8 * n),
     )
 
 
-def _as_array(values: Any, dtype: np.dtype[Any], read: Callable[[ArrayLike], NDArray[Any]]) -> NDArray[Any]:
-    if type(values) is np.ndarray and values.dtype == dtype:
-        flags = values.flags
-        if not flags.writeable and flags.c_contiguous and values.ndim == 1:
-            return values
-    found = read(values)
-    if found.ndim != 1:
-        raise ValueError(f"an array of shape {list(found.shape)}; expected one dimension")
-    return _read_only(found)
+def _joined(arrays: Sequence[Any]) -> bytes:
+    """The bytes of contiguous arrays."""
+    return b"".join(arrays)
+
+
+def _is_shared(values: Any, dtype: np.dtype[Any]) -> TypeGuard[NDArray[Any]]:
+    """Whether records may hold the array as it is."""
+    if type(values) is not np.ndarray or values.dtype != dtype or values.ndim != 1:
+        return False
+    flags = values.flags
+    return flags.c_contiguous and not flags.writeable
+
+
+def _sealed(fresh: NDArray[Any]) -> NDArray[Any]:
+    """The array, read-only from now on.  Raises ValueError if it has not one dimension."""
+    if fresh.ndim != 1:
+        raise ValueError(f"an array of shape {list(fresh.shape)}; expected one dimension")
+    fresh.flags.writeable = False
+    return fresh
 
 
 def _read_ids(values: ArrayLike) -> Ids:
@@ -183,14 +198,14 @@ def _read_ids(values: ArrayLike) -> Ids:
             f"an array of {given.dtype} from {given.min()} to {given.max()}; expected whole numbers of 32 "
             "bits as token ids or versions"
         )
-    return np.array(given, np.int32)
+    return _sealed(np.array(given, np.int32))
 
 
 def _read_logprobs(values: ArrayLike) -> NDArray[np.float32]:
     if isinstance(values, list | tuple):
         return _read_list("f", values, lambda value: isinstance(value, float | int), "a number as logprob")
     with np.errstate(over="ignore"):  # an infinite logprob is refused where completions are checked
-        return np.array(values, np.float32)
+        return _sealed(np.array(values, np.float32))
 
 
 def _read_list(kind: str, values: Sequence[Any], valid: Callable[[Any], bool], expected: str) -> NDArray[Any]:
@@ -200,20 +215,11 @@ def _read_list(kind: str, values: Sequence[Any], valid: Callable[[Any], bool], e
     except (TypeError, OverflowError):
         wrong = [value for value in values if not valid(value)]
         raise ValueError(f"{wrong[0]!r}; expected {expected}") from None
-    return np.frombuffer(read, read.typecode) if read else np.empty(0, kind)
+    return np.frombuffer(read.tobytes(), kind)
 
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and -_LIMIT <= value < _LIMIT
-
-
-def _read_flags(values: ArrayLike) -> NDArray[np.bool_]:
-    return np.array(values, np.bool_)
-
-
-def _read_only(fresh: NDArray[Any]) -> NDArray[Any]:
-    fresh.flags.writeable = False
-    return fresh
 
 
 _EMPTY = Tokens((), (), (), ())

@@ -34,6 +34,7 @@ from grpo_core.records import (
     TensorInfo,
     Weights,
 )
+from grpo_core.tokens import Tokens
 from simulation.disk import Dead, FaultyDisk
 from simulation.faults import Dice
 
@@ -60,15 +61,15 @@ class Truth:
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
-        self._said: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
-        self._trained: set[tuple[int, ...]] = set()
-        self._due: list[tuple[tuple[int, ...], float]] = []
-        self._cuts: dict[int, set[tuple[int, ...]]] = {0: set()}
+        self._said: dict[bytes, Tokens] = {}
+        self._trained: set[bytes] = set()
+        self._due: list[tuple[bytes, float]] = []
+        self._cuts: dict[int, set[bytes]] = {0: set()}
         """What was trained before a step: the same for all cuts at this step."""
 
     def says(self, completion: Completion) -> None:
-        ids, _, *rest = (tuple(part.tolist()) for part in completion.tokens.arrays().values())
-        self._said[ids] = rest
+        tokens = completion.tokens
+        self._said[tokens.ids.tobytes()] = tokens
 
     def saving(self, step: int) -> None:
         self._cuts[step] = set(self._trained)
@@ -82,24 +83,31 @@ class Truth:
         for group in groups:
             for rollout in group.rollouts:
                 who = f"prompt {group.prompt.id!r}: a rollout"
-                ids = tuple(rollout.tokens.ids.tolist())
+                tokens = rollout.tokens
+                ids = tokens.ids.tobytes()
                 self._law(ids not in self._trained, step, f"{who} counts twice")
                 self._trained.add(ids)
-                expected = reward(ids, rollout.tokens.sampled.tolist())
+                expected = reward(tokens.ids.tolist(), tokens.sampled.tolist())
                 self._law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
             scores = normalize([float(r or 0.0) for r in group.rewards])
             pairs = zip(group.rollouts, scores, strict=True)
-            self._due += [(tuple(rollout.tokens.ids.tolist()), score) for rollout, score in pairs if score]
+            self._due += [(rollout.tokens.ids.tobytes(), score) for rollout, score in pairs if score]
 
     def batch(self, batch: Batch) -> None:
         """Token by token what was sampled, with the advantage that its group gives it."""
-        rows = [(tuple(row.tokens.ids.tolist()), row.advantage) for row in batch.rows]
+        rows = [(row.tokens.ids.tobytes(), row.advantage) for row in batch.rows]
         self._law(rows == self._due, batch.step, "the rows are not the rollouts of the step's groups")
         for row in batch.rows:
-            aligned = zip(*(part.tolist() for part in row.tokens.arrays().values()), strict=True)
-            for sampled, run in itertools.groupby(aligned, key=lambda token: token[1]):
-                tokens, _, *rest = zip(*run, strict=True)
-                same = not sampled or self._said.get(tokens) == rest
+            tokens, place = row.tokens, 0
+            for sampled, run in itertools.groupby(tokens.sampled.tolist()):
+                first, place = place, place + len(list(run))
+                part = slice(first, place)
+                said = self._said.get(tokens.ids[part].tobytes())
+                same = not sampled or (
+                    said is not None
+                    and said.logprobs.tobytes() == tokens.logprobs[part].tobytes()
+                    and said.versions.tobytes() == tokens.versions[part].tobytes()
+                )
                 self._law(same, batch.step, "a row is not what the engine said")
 
     def _law(self, holds: bool, step: int, what: str) -> None:
@@ -319,7 +327,7 @@ class SimulatedTrainer(Trainer):
         if batch.step != self.version:
             self._truth.violations.append(Violation("truth", batch.step, f"trains version {self.version}"))
         self._truth.batch(batch)
-        rows = repr([(tuple(row.tokens.ids.tolist()), row.advantage) for row in batch.rows]).encode()
+        rows = repr([(row.tokens.ids.tobytes(), row.advantage) for row in batch.rows]).encode()
         self.digest = blake2b(self.digest + rows, digest_size=16).digest()
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": 1.0})
