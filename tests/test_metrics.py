@@ -8,7 +8,7 @@ from typing import get_args
 
 import attrs
 import pytest
-from test_docs import ROOT, loaded
+from test_docs import ROOT, generator
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
@@ -77,7 +77,7 @@ def test_a_name_has_one_slash_at_most_and_two_behind_validation(written):
 
 
 def test_the_page_of_the_metrics_is_what_the_code_says():
-    assert (ROOT / "docs" / "metrics.md").read_text() == loaded("_metrics").page()
+    assert (ROOT / "docs" / "metrics.md").read_text() == generator("_metrics").page()
 
 
 @pytest.mark.parametrize(
