@@ -4,13 +4,16 @@ grpo-core train --env math:sort --set advantage.name=./examples/custom_advantage
 """
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import grpo_core as grpo
-from grpo_core.advantages import normalize
 
 
 def concise(groups: Sequence[grpo.Group], *, price: float = 0.001) -> list[list[float | None]]:
-    """GRPO's advantages of reward - price x tokens; None masks a rollout that a limit has cut off.
+    """Compute how much a rollout's reward - price x tokens exceeds the mean of its group.
+
+    None masks a rollout that a limit has cut off.  The advantages are not divided by the standard deviation
+    (Dr. GRPO), which would make the price count most where all replies are right.
 
     Args:
         groups: the groups of a step.
@@ -20,9 +23,12 @@ def concise(groups: Sequence[grpo.Group], *, price: float = 0.001) -> list[list[
 
 
 def score(group: grpo.Group, price: float) -> list[float | None]:
-    whole = [rollout for rollout in group.rollouts if rollout.finish_reason == "stop"]
-    values = iter(normalize([value(rollout, price) for rollout in whole]))
-    return [next(values) if rollout.finish_reason == "stop" else None for rollout in group.rollouts]
+    values = [
+        value(rollout, price) if rollout.finish_reason == "stop" else None for rollout in group.rollouts
+    ]
+    whole = [each for each in values if each is not None]
+    mean = fmean(whole) if whole else 0.0
+    return [None if each is None else each - mean for each in values]
 
 
 def value(rollout: grpo.Rollout, price: float) -> float:

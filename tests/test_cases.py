@@ -56,7 +56,7 @@ def a_buffer(**changes):
 def at(version, **changes):
     """A buffer whose engine holds that version, with nothing in it."""
     buffer = a_buffer(**changes)
-    state = {"step": version, "dispatched": 0, "skipped": 0, "filtered": 0, "retrying": [], "ready": []}
+    state = {**buffer.state_dict(), "step": version}
     buffer.load_state_dict(state)
     return buffer
 

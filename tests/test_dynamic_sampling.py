@@ -256,7 +256,7 @@ def test_a_run_that_is_cut_anywhere_loses_nothing(make, policy, max_staleness):
         again = Run(make(), **options).resume(first.saved[step - 1])(seed=step)
         before = [name(g.prompt) for event in first.of(GroupsReady)[:step] for g in event.groups]
         state = json.loads(first.saved[step - 1][0])[0]["buffer"]
-        pending = [slot["id"] for slot in state["again"]] + [slot["id"] for slot, _ in state["ready"]]
+        pending = [slot["id"] for slot in state["retrying"]] + [slot["id"] for slot, _ in state["ready"]]
         filtered = [name for place, name in enumerate(first.stream) if place < state["dispatched"]]
         gone = set(filtered) - set(before) - {first.stream[place] for place in pending}
         assert len(gone) == state["filtered"], "filtered before the cut"
@@ -286,9 +286,9 @@ def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(make):
 def test_prompts_in_flight_at_the_cut_come_again_in_their_order():
     first = Run(Curriculum(known_after=2), max_staleness=3)(seed=6)
     state = json.loads(first.saved[2][0])[0]["buffer"]
-    assert state["again"], "something was in flight"
+    assert state["retrying"], "something was in flight"
     again = Run(Curriculum(known_after=2), max_staleness=3).resume(first.saved[2])(seed=7)
     offered = [slot.id for event in again.of(Dispatched) for slot in event.slots]
-    expected = [slot["id"] for slot in state["again"]]
+    expected = [slot["id"] for slot in state["retrying"]]
     assert offered[: len(expected)] == expected
     assert offered[len(expected)] == state["dispatched"], "and only then the stream goes on"

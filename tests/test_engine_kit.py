@@ -226,7 +226,7 @@ def test_weights_that_are_refused_leave_the_weights_before():
     server.faults["load"] = WeightSyncError("another model's")
     line, _ = served(update(2, version=1), generate(3, 2), server=server)
     assert str(line.errors[2]) == "another model's"
-    assert [c.versions for c in wire.unpack_completions(line.replies[3])] == [(0, 0)]
+    assert [c.versions.tolist() for c in wire.unpack_completions(line.replies[3])] == [[0, 0]]
 
 
 def test_any_other_error_of_an_update_ends_the_process():

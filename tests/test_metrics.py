@@ -8,24 +8,23 @@ from typing import get_args
 
 import attrs
 import pytest
-from test_docs import ROOT, loaded
+from test_docs import ROOT, generator
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
 from grpo_core.dynamic import DynamicSampling
 from grpo_core.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
 from grpo_core.records import EndReason, Group, Prompt, Rollout
+from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.strategies import Greedy, Majority, PassAtK
 
 
 def rollout(reward=1.0, *, versions=(0,), sampled=None, reason="stop", **metrics):
+    n = len(versions)
     return Rollout(
         prompt_ids=(1,),
-        token_ids=(2,) * len(versions),
-        sampled=sampled or (True,) * len(versions),
-        logprobs=(0.0,) * len(versions),
-        versions=versions,
+        tokens=Tokens((2,) * n, sampled or (True,) * n, (0.0,) * n, versions),
         reward=reward,
         finish_reason=reason,
         metrics=metrics,
@@ -77,7 +76,7 @@ def test_a_name_has_one_slash_at_most_and_two_behind_validation(written):
 
 
 def test_the_page_of_the_metrics_is_what_the_code_says():
-    assert (ROOT / "docs" / "metrics.md").read_text() == loaded("_metrics").page()
+    assert (ROOT / "docs" / "metrics.md").read_text() == generator("metrics").page()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ import safetensors.numpy
 import tokenizers
 from rich.console import Console
 
-from grpo_core.events import GroupsReady
-from grpo_core.records import Group, Prompt, Rollout
-from grpo_core.reporting.terminal import Terminal
+from grpo_core.config import Config, as_table
+from grpo_core.events import GroupsReady, StatusChanged
+from grpo_core.records import Group, Prompt, Rollout, RunInfo
+from grpo_core.reporting.terminal import TerminalTracker
 
 CONTROLS = "\x1b]0;title\x07 \x1b[2J\x9b31m\x08 \u202e reply"
 """Sets a title, clears the screen, changes colours (with one byte, too), and turns the direction of text."""
@@ -31,9 +32,17 @@ def test_a_completion_cannot_control_the_terminal():
         target_version=1,
     )
     shown = io.StringIO()
-    with Terminal(10, Console(file=shown, force_terminal=True, color_system=None, width=200)) as terminal:
-        before = len(shown.getvalue())
-        terminal(GroupsReady(groups=(group,)))
+
+    class Terminal(TerminalTracker):
+        @staticmethod
+        def make_console():
+            return Console(file=shown, force_terminal=True, color_system=None, width=200)
+
+    terminal = Terminal(RunInfo(name="run", directory=Path("run"), config=as_table(Config())))
+    terminal.event(StatusChanged(message="starting"))
+    before = len(shown.getvalue())
+    terminal.event(GroupsReady(groups=(group,)))
+    terminal.close()
     text = shown.getvalue()[before:]
     assert "reply" in text
     for control in ("\x1b]0;", "\x1b[2J\x9b", "\x9b", "\x07", "\x08", "\u202e"):

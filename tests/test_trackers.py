@@ -30,6 +30,7 @@ from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.reporting import files, trackers
 from grpo_core.reporting.selection import check_trackers, make_trackers
 from grpo_core.run_directory import RunDirectory
+from grpo_core.tokens import Tokens
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tracker.py")
 
@@ -60,10 +61,7 @@ def group(*, rollouts=2, tokens=3):
     n = tokens
     rollout = Rollout(
         prompt_ids=(1,),
-        token_ids=(2,) * n,
-        sampled=(True,) * n,
-        logprobs=(-0.5,) * n,
-        versions=(0,) * n,
+        tokens=Tokens.generated((2,) * n, logprobs=(-0.5,) * n, versions=(0,) * n),
         messages=({"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4" * n}),
         reward=1.0,
         turns=1,

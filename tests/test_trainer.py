@@ -253,9 +253,12 @@ def played(rewards: Sequence[float], replies: Sequence[str]) -> Group:
         ids = tiny.encode(reply)
         n = len(ids)
         rollouts.append(
-            Rollout(prompt_ids=tiny.encode("ab="), token_ids=ids, sampled=(True,) * n, logprobs=(-4.0,) * n,
-                    versions=(0,) * n, reward=reward)
-        )  # fmt: skip
+            Rollout(
+                prompt_ids=tiny.encode("ab="),
+                tokens=Tokens.generated(ids, logprobs=(-4.0,) * n, versions=(0,) * n),
+                reward=reward,
+            )
+        )
     prompt = Prompt(messages="ab=", id="p", environment="task")
     return Group(prompt=prompt, rollouts=tuple(rollouts), generation_version=0, target_version=0)
 
@@ -346,9 +349,13 @@ def test_the_entropy_has_its_gradient_in_every_architecture(kind: str, losses: P
     small(kind).save_pretrained(tmp_path / "m")
     given = setup(str(tmp_path / "m"), lr=1e-2)
     rows = [
-        Row(prompt_ids=(1, 2), token_ids=(3, 4, 5), sampled=(True,) * 3, logprobs=(-3.0,) * 3,
-            versions=(0,) * 3, advantage=1.0, group=0)
-    ]  # fmt: skip
+        Row(
+            prompt_ids=(1, 2),
+            tokens=Tokens.generated((3, 4, 5), logprobs=(-3.0,) * 3, versions=(0,) * 3),
+            advantage=1.0,
+            group=0,
+        )
+    ]
     first, plain, bonus = (
         TorchTrainer(with_loss(given, f"{losses}:{name}", **options))
         for name, options in (

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "grpo_core"
 SEEDS = range(500)
 TESTS = [
+    "aio",
     "buffer",
     "pipeline",
     "rollout",
