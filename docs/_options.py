@@ -30,10 +30,14 @@ OURS = {"grpo-core", *(path.name for path in (ROOT / "plugins").iterdir())}
 """Distributions of this repository: what else is installed has its own documents."""
 LEFT_OUT = {"environment"}
 """Each environment is documented by its plugin."""
-FROM_THE_CORE = {"self", "setup", "run", "inputs", "groups", "rewards"}
+FROM_THE_CORE = {"self", "setup", "run", "plugins", "inputs", "groups", "rewards"}
 """Parameters that the core fills in."""
-SECTIONS = {"validation_strategy": "validation", "tracker": "tracking"}
-"""Kinds whose section of the configuration has another name."""
+SELECTED = {
+    "validation_strategy": '[validation] name = "{}"',
+    "tracker": '[tracking] trackers = ["{}"]',
+    "model": '[model] path = "{}"',
+}
+"""How the configuration selects a part, where it is not ``[KIND] name = "NAME"``."""
 
 HEAD = """\
 # Options
@@ -69,12 +73,13 @@ def page() -> str:
         for plugin_name, name in offers:
             full = name if plugin_name in (BUILT_IN, name) else f"{plugin_name}:{name}"
             factory = host.find(kind, f"{plugin_name}:{name}").load()
-            lines.append(_one(full, SECTIONS.get(kind, kind), factory))
+            selected = SELECTED.get(kind, f'[{kind}] name = "{{}}"').format(full)
+            lines.append(_one(full, selected, factory))
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _one(name: str, section: str, factory: Any) -> str:
-    lines = [f"### `{name}`", "", f'`[{section}] name = "{name}"`: {_plain(_paragraph(factory))}', ""]
+def _one(name: str, selected: str, factory: Any) -> str:
+    lines = [f"### `{name}`", "", f"`{selected}`: {_plain(_paragraph(factory))}", ""]
     meanings = _meanings(factory)
     rows = [
         f"| `{parameter.name}` | {_code(_type(parameter))} | {_default(parameter)} "

@@ -98,7 +98,7 @@ def validate(
     env
         Environment to validate on, as "math:sort"; may be repeated.  Default: the tasks of the run.
     validation
-        Validation strategy.  Default: the strategy of the run.
+        Validation strategy for the prompts.  Default: the strategy of the run.
     engine
         Engine that generates completions.  Default: the engine of the run's validation.
     set_

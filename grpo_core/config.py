@@ -61,7 +61,7 @@ class SourceConfig:
     """Field of a row with the id; the default id is the row's number.  All other fields become the prompt's
     `info`."""
     system: str = ""
-    """This system message precedes each prompt, unless it is empty."""
+    """System message before each prompt, unless it is empty."""
     workers: int = field(default=0, validator=ge(0))
     """Number of processes that read rows ahead; they pay only for rows that are slow to read."""
 
@@ -95,6 +95,7 @@ class SamplerConfig(PluginChoice):
     """The sampler, which chooses the next prompts."""
 
     name: str = "mix"
+    """Name of the sampler, as `grpo-core plugins` lists it, or `./file.py:Name`."""
 
 
 @frozen(kw_only=True)
@@ -115,6 +116,7 @@ class EngineConfig(PluginChoice):
     """The engine, which generates completions."""
 
     name: str = "local"
+    """Name of the engine, as `grpo-core plugins` lists it, or `./file.py:Name`."""
     threads: int = field(default=0, validator=ge(0))
     """Number of torch threads on the CPU; 0 uses half of the cores if training runs at the same time,
     otherwise all."""
@@ -131,7 +133,7 @@ class EngineConfig(PluginChoice):
     """Environment variables are set in each engine worker of a cluster before the engine's plugin is
     loaded."""
     transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
-    """How the trainer sends weights to engines: `shm` through shared memory (in a cluster, its object store),
+    """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by gloo otherwise. `auto` is
     `shm`: the two others have not been run on GPUs yet."""
     collective_host: str = "127.0.0.1"
@@ -144,6 +146,7 @@ class LossConfig(PluginChoice):
     """The loss, which the optimizer minimises."""
 
     name: str = "grpo"
+    """Name of the loss, as `grpo-core plugins` lists it, or `./file.py:Name`."""
 
 
 @frozen(kw_only=True)
@@ -151,11 +154,12 @@ class AdvantageConfig(PluginChoice):
     """The advantage function, which compares the rewards of a group."""
 
     name: str = "group"
+    """Name of the advantage function, as `grpo-core plugins` lists it, or `./file.py:Name`."""
 
 
 @frozen(kw_only=True)
 class EnvironmentConfig:
-    """How environments are called, in training and validation."""
+    """Rules for calling environments, in training and validation."""
 
     workers: int = field(default=1, validator=ge(1))
     """Number of workers per environment that share the episodes, on this machine or in a cluster."""
@@ -177,7 +181,7 @@ class EnvironmentConfig:
 
 @frozen(kw_only=True)
 class RolloutConfig:
-    """How rollouts are generated."""
+    """Limits and sampling parameters of rollouts."""
 
     group_size: int = field(default=8, validator=ge(2))
     """Number of rollouts of each prompt."""
@@ -203,9 +207,10 @@ class RolloutConfig:
 
 @frozen(kw_only=True)
 class TrainerConfig(PluginChoice):
-    """The trainer: its name, steps, optimizer and device."""
+    """The trainer with its steps, optimizer and device."""
 
     name: str = "torch"
+    """Name of the trainer, as `grpo-core plugins` lists it, or `./file.py:Name`."""
     steps: int = field(default=100, validator=ge(1))
     """Number of steps of the run."""
     prompts_per_step: int = field(default=16, validator=ge(1))
@@ -245,7 +250,7 @@ class TrainerConfig(PluginChoice):
 
 @frozen(kw_only=True)
 class PipelineConfig:
-    """How generation and training run at the same time."""
+    """The schedule of generation and training, which run at the same time."""
 
     max_staleness: int = field(default=1, validator=ge(0))
     """Largest number of steps between the weights that generate and the step that trains; 0 is
@@ -263,6 +268,7 @@ class ValidationConfig(PluginChoice):
     """The validation strategy, and when it runs."""
 
     name: str = "greedy"
+    """Name of the validation strategy, as `grpo-core plugins` lists it, or `./file.py:Name`."""
     every: int = field(default=10, validator=ge(0))
     """Validate every this many steps; 0 means never."""
     prompts: int = field(default=200, validator=ge(1))
@@ -308,7 +314,7 @@ _LIMITS: Any = deep_iterable(ge(0))
 
 @frozen(kw_only=True)
 class HealthConfig:
-    """Health checks.  Each limit is [warn, abort] for the median of the last five steps; 0 disables it."""
+    """Limits of health metrics, [warn, abort] for the median of the last five steps; 0 disables one."""
 
     canary_tolerance: float = field(default=0.0, validator=ge(0))
     """Largest difference of logprobs between engine and trainer after a weight sync.  0 chooses 0.001, or 0.1
@@ -344,8 +350,9 @@ class Config:
     seed: int = field(default=0, validator=ge(0))
     """Seed of everything that is random in the run."""
     plugins: list[str] | None = None
-    """Only these plugins are loaded; by default all installed ones are."""
+    """Names of the plugins that may be loaded; by default all installed ones may."""
     tasks: dict[str, TaskConfig] = field(factory=dict)
+    """Tasks by name; each is a source of prompts with its environment."""
     model: ModelConfig = field(factory=ModelConfig)
     sampler: SamplerConfig = field(factory=SamplerConfig)
     dynamic_sampling: DynamicSamplingConfig = field(factory=DynamicSamplingConfig)

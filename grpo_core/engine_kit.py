@@ -65,6 +65,7 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.engines.decoding_server": ["DecodingServer", "check_request"],
         "grpo_core.engines.transports": ["Transport", "takes_weights_by"],
         "grpo_core.engines.wire": [
+            "Packed",
             "pack_completions",
             "pack_requests",
             "unpack_completions",

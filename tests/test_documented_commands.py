@@ -59,7 +59,7 @@ SMALL = {
     "rollout.max_tokens": 8,
     "model.path": "tiny",
     "model.dtype": "float32",
-    "model.warm_start_steps": 1,
+    "model.options.warm_start_steps": 1,
     "validation.prompts": 2,
 }
 """What makes a run end soon."""
@@ -109,7 +109,7 @@ def test_every_other_command_names_what_there_is(command):
     "block", [b for page in PAGES for b in blocks(page, "toml") if "[project]" not in b.text], ids=str
 )
 def test_every_configuration_is_valid_and_names_what_is_offered(block):
-    config = commands.configure([tomllib.loads(block.text)], {})
+    config = commands.configure([tomllib.loads(block.text)], {})[0]
     host = PluginHost.discover()
     for task in config.tasks.values():
         host.find("environment", task.env)
@@ -122,7 +122,7 @@ def test_every_configuration_is_valid_and_names_what_is_offered(block):
 
 
 def test_a_configuration_that_names_what_is_not_offered_is_noticed():
-    config = commands.configure([{"sampler": {"name": "mix", "options": {"wieghts": {}}}}], {})
+    config = commands.configure([{"sampler": {"name": "mix", "options": {"wieghts": {}}}}], {})[0]
     with pytest.raises(GrpoError, match="wieghts"):
         PluginHost.discover().make("sampler", config.sampler.name, **config.sampler.options)
 

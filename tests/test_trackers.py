@@ -316,7 +316,7 @@ def checked(*settings):
     [
         (
             ['tracking.trackers=["file"]'],
-            r"no tracker 'file'\. Did you mean 'files'\?\n  installed: core:f",
+            r"no tracker 'file'\. Did you mean 'files'\? Installed: core:f",
         ),
         (['tracking.trackers=["files", "files"]'], "tracking.trackers: 'files' is there twice"),
         (["tracking.files.compress=true"], "tracker 'files' .* has no option 'compress'"),

@@ -763,15 +763,19 @@ def test_the_child_makes_what_the_setup_says(model: str, monkeypatch: pytest.Mon
 def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
     host = PluginHost.discover(block=["math"])
     config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
-    context = RunContext(
-        directory=RunDirectory(tmp_path),
-        plugins=host,
-        placement=LocalPlacement(host),
-        tasks=Tasks(environments={}, sources={}),
-        resume=None,
-        trackers=Trackers({}),
-        stack=AsyncExitStack(),
-    )
-    given = Assembly(config, context).trainer_setup(StartModel(path=model))
+
+    async def assembled() -> TrainerSetup:
+        context = RunContext(
+            directory=RunDirectory(tmp_path),
+            plugins=host,
+            placement=LocalPlacement(host),
+            tasks=Tasks(environments={}, sources={}),
+            resume=None,
+            trackers=Trackers({}),
+            stack=AsyncExitStack(),
+        )
+        return Assembly(config, context).trainer_setup(StartModel(path=model))
+
+    given = asyncio.run(assembled())
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)

@@ -18,7 +18,7 @@ GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
     "--set", "trainer.steps=3", "--set", "trainer.prompts_per_step=4", "--set", "trainer.updates_per_step=1",
     "--set", "rollout.group_size=4", "--set", "validation.every=0", "--set", "checkpoint.every=2",
-    "--set", "model.warm_start_steps=5", "--output", "run",
+    "--set", "model.options.warm_start_steps=5", "--output", "run",
 ]  # fmt: skip
 
 TRAINERS = '''
