@@ -1,4 +1,4 @@
-"""What the author of an engine needs, besides ``grpo_core.Engine`` and the records.
+"""The building blocks of an engine, in addition to ``grpo_core.Engine`` and the records.
 
     ChildEngine            an engine in a child process of its own, which is replaced when it dies
     DecodingServer         base class of what the child runs: takes calls between decoding steps

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Environment:
-    """Offers prompts and judges replies.  Subclassing is optional: any object with these will do."""
+    """Offers prompts and judges replies.  Subclassing is optional: any object with these members works."""
 
     max_turns: int = 1
-    """Completions of a rollout at most, those that call tools included."""
+    """Largest number of completions of a rollout, including those that call tools."""
     needs_group: bool = False
     """``evaluate`` only ever sees whole groups (relative rewards): when none of a group's rollouts calls a
     tool any more, and with those that have ended before the others."""
@@ -47,7 +47,7 @@ class Environment:
     episode when its last message calls none."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The prompts of ``"train"`` or ``"validation"``: a sequence, computed on access if it is long.
+        """Return the prompts of ``"train"`` or ``"validation"``: a sequence, which may compute its items.
 
         A generator is drawn to its end once, and may yield 100,000 prompts at most.
         """
@@ -56,14 +56,14 @@ class Environment:
     def evaluate(
         self, episodes: Sequence[Episode]
     ) -> Sequence[float | Feedback | None] | Awaitable[Sequence[float | Feedback | None]]:
-        """One result for each episode, in order: a float is its reward and ends it; None is unscored.
+        """Return one result for each episode, in order: a float is its reward and ends it; None is unscored.
 
         May be ``async``.  A result must not depend on the episode's place in the batch.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define evaluate(episodes)")
 
     def solve(self, prompt: Prompt) -> str | None:
-        """A reply worth full marks, or None if none is known.  Default: the answer, if it is a string."""
+        """Return a reply worth full marks, or None; by default the answer, if it is a string."""
         return prompt.answer if isinstance(prompt.answer, str) else None
 
     def open(self, prompt: Prompt) -> Any:
@@ -101,10 +101,10 @@ class Sampler(Protocol):
 
 
 class ValidationContext(Protocol):
-    """What a validation strategy works with."""
+    """The tools of a validation strategy."""
 
     version: int
-    """The weights that are measured, the same from start to end."""
+    """Version of the weights that are measured; it does not change."""
     prompts: Mapping[str, Sequence[Prompt]]
     """Held-out prompts of each task."""
 
@@ -117,7 +117,7 @@ class ValidationContext(Protocol):
         max_tokens: int | None = None,
         mode: Literal["batched", "pipelined"] = "pipelined",
     ) -> list[Rollout]:
-        """``n`` rollouts of each prompt, those of a prompt side by side: ``len(prompts) * n`` in all."""
+        """Play ``n`` rollouts of each prompt; return ``len(prompts) * n``, grouped by prompt."""
         ...
 
 
@@ -137,11 +137,11 @@ class Engine(Protocol):
     """
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in order.  Raises EngineError if they have to be asked again."""
+        """Return one completion for each request, in order.  Raises EngineError if it should be retried."""
         ...
 
     async def update_weights(self, weights: Weights) -> None:
-        """Returns when every later token is sampled from ``weights``; running requests continue on them.
+        """Return when every later token is sampled from ``weights``; running requests continue on them.
 
         Raises WeightSyncError if the engine does not hold them; it then still holds the version before.
         """
@@ -187,7 +187,7 @@ class Trainer(Protocol):
     """
 
     async def started(self) -> None:
-        """Returns when the trainer can train; awaited once, before all other calls.
+        """Return when the trainer can train; awaited once, before all other calls.
 
         If ``setup.model.path`` is "tiny", the model is in ``setup.model_directory`` then (see
         ``grpo_core.training.start.start_model``).  Raises ModelError, PluginError or CheckpointError.
@@ -236,7 +236,7 @@ class AdvantageFunction(Protocol):
     """Says what each rollout of a step is worth.  Its keyword-only parameters are its options."""
 
     def __call__(self, groups: Sequence[Group], /) -> Sequence[Sequence[float | None]]:
-        """For each group a list with one finite float for each rollout; None masks the rollout."""
+        """Return for each group a list with one finite float for each rollout; None masks the rollout."""
         ...
 
 
@@ -247,7 +247,7 @@ class LossFunction(Protocol):
     """
 
     def __call__(self, inputs: LossInputs, /) -> LossOutput:
-        """One loss [N] for each token, and metrics [N] by name."""
+        """Return one loss [N] for each token, and metrics [N] by name."""
         ...
 
 
@@ -255,11 +255,11 @@ class LossFunction(Protocol):
 
 
 class Renderer(Protocol):
-    """Between messages and tokens (see ``grpo_core.rendering.Renderer``, the one that has a tokenizer)."""
+    """Converts messages to tokens and back; ``grpo_core.rendering.Renderer`` has a tokenizer."""
 
     stop_token_ids: tuple[int, ...]
     context: int
-    """Positions of the model."""
+    """Number of positions of the model."""
 
     def check_turns(self, *, tools: bool) -> None: ...
     def prompt_ids(
@@ -280,7 +280,7 @@ class Renderer(Protocol):
 
 
 class EnvironmentClient(Protocol):
-    """An environment behind its process: what the rollout code calls."""
+    """An environment in its process, as the rollout code calls it."""
 
     max_turns: int
     needs_group: bool
@@ -290,7 +290,7 @@ class EnvironmentClient(Protocol):
         ...
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """One for each episode, in order.
+        """Return one feedback for each episode, in order.
 
         An episode whose last message has ``tool_calls`` (and whose finish reason is "stop") is answered with
         the tools' results, ``Feedback(done=False)``, without asking the environment.
@@ -298,7 +298,7 @@ class EnvironmentClient(Protocol):
         ...
 
     async def close(self, sessions: Sequence[str]) -> None:
-        """End sessions by their names, each once; names that are not (or no longer) open are passed over.
+        """End sessions by their names, each once; names that are not open are ignored.
 
         Returns at once; whoever owns the judge waits, when he closes it, until all sessions are closed.
         """

@@ -49,7 +49,7 @@ def make_batch(
 def checked_scores(
     scores: Sequence[Sequence[float | None]], groups: Sequence[Group], who: str
 ) -> list[list[float | None]]:
-    """What an advantage function returned, as floats and None; ``who`` it is, for messages.
+    """Check the result of an advantage function; return floats and None.  ``who`` names it in messages.
 
     Raises PluginError unless it is a finite number or None for each rollout.
     """

@@ -78,7 +78,9 @@ class RunDirectory:
         )
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What ``events.jsonl`` holds.  Raises ConfigError if it does not exist or a line is not an event.
+        """Yield the events of ``events.jsonl``.
+
+        Raises ConfigError if it does not exist or a line is not an event.
 
         Only the last line may be half a line: what a process was writing when it was killed.  The next
         process cuts it off.

@@ -22,11 +22,11 @@ NOT_SAMPLED = -1
 _LIMIT = 2**31
 
 _BYTES = 13
-"""Of a token: three times four, and one for ``sampled``."""
+"""Bytes of a token: three times four, and one for ``sampled``."""
 
 
 def as_ids(values: ArrayLike) -> Ids:
-    """Whole numbers as a read-only int32 array [n]; a read-only one is returned as it is.
+    """Return whole numbers as a read-only int32 array [n]; a read-only one is returned as it is.
 
     Raises ValueError if one is not a whole number of 32 bits.
     """
@@ -42,7 +42,7 @@ def _as_logprobs(values: ArrayLike) -> NDArray[np.float32]:
 
 
 def concatenated(parts: Sequence[Ids]) -> Ids:
-    """One after the other, int32, read-only.  A single part is returned as it is."""
+    """Join the parts in order, int32, read-only.  A single part is returned as it is."""
     return parts[0] if len(parts) == 1 else _read_only(np.concatenate(parts))
 
 
@@ -58,7 +58,7 @@ class Tokens:
     sampled: NDArray[np.bool_] = field(converter=_as_flags)
     """Whether the engine sampled a token; what it did not sample is not trained."""
     logprobs: NDArray[np.float32] = field(converter=_as_logprobs)
-    """Of each sampled token under the distribution that it was sampled from; 0 where not sampled."""
+    """Logprob of each token under the distribution that it was sampled from; 0 where not sampled."""
     versions: Ids = field(converter=as_ids)
     """Weights that sampled each token; -1 where not sampled."""
 
@@ -77,13 +77,13 @@ class Tokens:
 
     @classmethod
     def generated(cls, ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> Tokens:
-        """Tokens that an engine sampled."""
+        """Make tokens that an engine sampled."""
         array = as_ids(ids)
         return cls(array, _read_only(np.ones(len(array), np.bool_)), logprobs, versions)
 
     @classmethod
     def context(cls, ids: ArrayLike) -> Tokens:
-        """Tokens that the model reads and did not sample, such as an environment's answer."""
+        """Make tokens that the model reads and did not sample, such as an environment's answer."""
         array = as_ids(ids)
         n = len(array)
         return cls(
@@ -95,7 +95,7 @@ class Tokens:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Tokens]) -> Tokens:
-        """One after the other.  A single part is returned as it is."""
+        """Join the parts in order.  A single part is returned as it is."""
         if len(parts) <= 1:
             return parts[0] if parts else _EMPTY
         return cls(
@@ -107,7 +107,7 @@ class Tokens:
 
     @property
     def n_sampled(self) -> int:
-        """How many of them the engine sampled."""
+        """Number of tokens that the engine sampled."""
         return int(np.count_nonzero(self.sampled))
 
     @property
@@ -116,7 +116,7 @@ class Tokens:
         return self.versions[self.sampled]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The four arrays by name, as safetensors takes them; ``Tokens(**arrays)`` reads them back."""
+        """Return the four arrays by name, as safetensors takes them; ``Tokens(**arrays)`` reads them back."""
         return {
             "ids": self.ids,
             "sampled": self.sampled,
@@ -153,7 +153,7 @@ class Tokens:
 
 
 def _from_bytes(packed: bytes) -> Tokens:
-    """What ``Tokens.__reduce__`` packed: the arrays are views of these bytes."""
+    """Unpack what ``Tokens.__reduce__`` packed; the arrays are views of these bytes."""
     n = len(packed) // _BYTES
     return Tokens(
         np.frombuffer(packed, np.int32, n),
@@ -194,7 +194,7 @@ def _read_logprobs(values: ArrayLike) -> NDArray[np.float32]:
 
 
 def _read_list(kind: str, values: Sequence[Any], valid: Callable[[Any], bool], expected: str) -> NDArray[Any]:
-    """Of C's ints or floats.  ``array`` refuses a float among ints, which numpy would cut off."""
+    """Read C's ints or floats.  ``array`` refuses a float among ints, which numpy would truncate."""
     try:
         read = array(kind, values)
     except (TypeError, OverflowError):

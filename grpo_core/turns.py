@@ -41,14 +41,14 @@ class SamplingParams:
 
     temperature: float
     max_tokens: int
-    """Of one completion."""
+    """Largest number of tokens of one completion."""
     stop: tuple[str, ...] = ()
     max_turns: int = 0
-    """Completions of a rollout; 0: as many as its environment says."""
+    """Largest number of completions of a rollout; 0 takes the environment's number."""
     max_total_tokens: int = 0
-    """Of prompt, completions and answers; 0: as many as the model has positions for."""
+    """Largest number of tokens of prompt, completions and answers; 0 takes the model's positions."""
     max_tool_calls: int = 0
-    """Of a rollout; 0: any number."""
+    """Largest number of tool calls of a rollout; 0 means no limit."""
 
 
 @frozen(kw_only=True)
@@ -78,7 +78,7 @@ class RolloutState:
     parts: list[Tokens] = field(init=False, factory=list)
     """Completions and answers in turn."""
     n_tokens: int = field(init=False, default=0)
-    """Of all parts."""
+    """Number of tokens of all parts."""
     messages: tuple[Message, ...] = field(init=False)
     context: int = 0
     reward: float | None = None
@@ -196,7 +196,7 @@ class RolloutState:
         )
 
     def _limit(self) -> EndReason | None:
-        """What forbids another turn."""
+        """Return the limit that forbids another turn, or None."""
         if self.turns >= self.max_turns:
             return "turns"
         if self.sampling.max_tool_calls and self.tool_calls > self.sampling.max_tool_calls:

@@ -12,14 +12,14 @@ from typing import Any, Literal
 from attrs import frozen
 
 WIDTH, HEIGHT = 480, 200
-"""Of the view, in its own units."""
+"""Size of the view, in its own units."""
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
 """Margins around the plane of the points."""
 MOST_POINTS = 300
-"""Of a line: a longer one is drawn through the means of neighbours."""
+"""Largest number of points of a line; a longer line is drawn through the means of neighbours."""
 
 LARGEST = 1e300
-"""Of the values: what is larger, or not finite, is a gap."""
+"""Largest value; a larger one, or one that is not finite, leaves a gap."""
 
 Point = tuple[float, float]
 Style = Literal["line", "faint", "dots"]
@@ -44,13 +44,13 @@ class Chart:
     title: str
     note: str
     series: tuple[Series, ...]
-    """With at most ``MOST_POINTS`` points each."""
+    """Series with at most ``MOST_POINTS`` points each."""
     lines: tuple[str, ...]
-    """Of each series: its path, in SVG's spelling."""
+    """The path of each series, as SVG writes it."""
     marks: tuple[tuple[Point, ...], ...]
-    """Of each series: its points, if they are marked."""
+    """The points of each series, if they are marked."""
     x_ticks: tuple[tuple[float, str], ...]
-    """Place and label."""
+    """Place and label of each tick."""
     y_ticks: tuple[tuple[float, str], ...]
     x_range: Point
     y_range: Point
@@ -61,7 +61,7 @@ class Chart:
 
 
 def readings(chart: Chart) -> dict[str, Any]:
-    """What is read at a place of the chart: the steps and values of each series, as JSON values."""
+    """Return the readings of the chart: the steps and values of each series, as JSON values."""
     return {
         "width": WIDTH,
         "x": chart.x_range,

@@ -1,4 +1,4 @@
-"""What the metrics of a run show, by task and over its steps: which curves belong in one chart.  Pure."""
+"""Selects the curves of a run's charts, by task and over its steps.  Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
 
 RECENT = 10
-"""Steps that the numbers of a table are means of."""
+"""Number of steps over which the numbers of a table are averaged."""
 SMOOTH = 40
-"""A smoothed curve's point is the mean of one part in so many of all."""
+"""Number of parts of a curve; each point of a smoothed curve is the mean of one part."""
 GENERATION, TRAINING, GREY = 0, 1, 5
 """Places in the palette: of the two sides of a run, and of what stands behind."""
 
@@ -54,7 +54,7 @@ NUMBERS: Mapping[str, str] = {
 
 
 def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> list[Task]:
-    """Those of the configuration, and any that was trained or measured."""
+    """Return the tasks of the configuration, and any task that was trained or measured."""
     configured = config.get("tasks")
     names = set(configured) if isinstance(configured, Mapping) else set()
     names |= {key.removeprefix("groups/") for row in steps for key in row if key.startswith("groups/")}

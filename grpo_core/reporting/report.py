@@ -28,11 +28,11 @@ REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
 """Events that the report tells of; the others, which are by far the most, are not parsed."""
 SAMPLED_STEPS = 5
-"""Steps of which rollouts are shown."""
+"""Number of steps whose rollouts are shown."""
 MOST_ROLLOUTS = 4096
-"""Of a step that are looked at for it."""
+"""Largest number of rollouts of a step that the report reads."""
 LONGEST_TEXT = 2000
-"""Characters of a prompt or a reply that are shown."""
+"""Number of characters of a prompt or a reply that are shown."""
 MOST_TOLD = 50
 """Errors and skipped prompts that are shown."""
 
@@ -41,7 +41,7 @@ Row = Mapping[str, Any]
 
 @define
 class Files:
-    """What the files of a run hold."""
+    """The contents of a run's files."""
 
     path: Path
     config: str = ""
@@ -70,7 +70,7 @@ class Files:
         return files
 
     def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
-        """Those of the first step, the last one, and some between."""
+        """Yield the rollouts of the first step, the last step, and some steps between."""
         found = sorted((self.path / "rollouts").glob("step-*.jsonl"))
         places = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)} if found else set()
         for place in sorted(places):
@@ -182,7 +182,7 @@ def state(files: Files) -> str:
 
 
 def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str]]:
-    """Of each task: its name, what was measured, before and after."""
+    """Return for each task its name, the measured metric, and its values before and after."""
     told = []
     for task in tasks:
         curve, what = (
@@ -241,7 +241,7 @@ def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def samples(files: Files) -> list[Sample]:
-    """Of some steps and each task the best and the worst rollout of a group, the most telling one."""
+    """Return the best and the worst rollout of the most instructive group, for some steps and each task."""
     found = []
     for step, rows in files.rollouts():
         for task in sorted({str(row.get("task")) for row in rows}):
@@ -261,7 +261,7 @@ def samples(files: Files) -> list[Sample]:
 
 
 def _spread(group: Sequence[Row]) -> float:
-    """Of the rewards of a group: where they differ there is something to see."""
+    """Return the spread of a group's rewards: a group with a large spread is instructive."""
     rewards = [_plain(row.get("reward")) for row in group]
     return max(rewards) - min(rewards)
 

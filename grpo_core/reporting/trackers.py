@@ -131,7 +131,7 @@ class TrackerThread:
         self._who, self._tracker, self._on_failure = f"tracker {name!r}", tracker, on_failure
         self._waiting: deque[Item] = deque()
         self._tokens = 0
-        """Of the rollouts in ``_waiting``."""
+        """Number of tokens of the rollouts in ``_waiting``."""
         self._change = threading.Condition()
         self._doing = "its start"
         self._dropped = False

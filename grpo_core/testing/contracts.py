@@ -48,7 +48,7 @@ def check_environment(make: Callable[[], Any]) -> None:
 
 
 def environment_findings(make: Callable[[], Any]) -> list[Finding]:
-    """What ``grpo_core.testing.conformance`` finds of an environment in this process."""
+    """Return the findings of ``grpo_core.testing.conformance`` about an environment in this process."""
     conformance = Conformance(lambda: HostedEnvironment(make()), finished)
     conformance.start()
     try:
@@ -175,7 +175,7 @@ class SamplerContract(RuleBasedStateMachine):
 
 
 def _draw(sampler: Sampler, loaders: Mapping[str, MemoryLoader], request: SampleRequest) -> list[Prompt]:
-    """What the sampler draws, which is what it took."""
+    """Draw prompts; check that the sampler returns exactly the prompts that it took."""
     before = {task: len(loader.given) for task, loader in loaders.items()}
     prompts = checked_sample(sampler, type(sampler).__name__, loaders, request)
     taken = _ids(prompt for task, loader in loaders.items() for prompt in loader.given[before[task] :])

@@ -165,7 +165,7 @@ def ids_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 async def _error_of(call: Awaitable[object], kind: type[Exception]) -> str:
-    """What the call's error says; empty if it has none."""
+    """Return the message of the call's error, or "" if the call succeeds."""
     try:
         await call
     except kind as error:

@@ -28,7 +28,7 @@ SHORT = 64
 
 @frozen(kw_only=True)
 class ModelSource:
-    """What a ``Model`` is built from."""
+    """The source of a ``Model``."""
 
     start: str
     """Directory or hub id of the model that the run starts from; it has the tokenizer as well."""

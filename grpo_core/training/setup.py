@@ -1,4 +1,4 @@
-"""What a trainer is made from.  Plain data, so that it can be sent to another process."""
+"""The setup of a trainer: plain data, which can be sent to another process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
 
 @frozen(kw_only=True)
 class TrainerSetup:
-    """What the core tells a trainer's factory, besides the options that the user chose."""
+    """The argument of a trainer's factory, in addition to the options that the user chose."""
 
     model: ModelConfig = field(factory=ModelConfig)
     """The model that the run starts from; ``path`` is a directory, a hub id, or "tiny"."""

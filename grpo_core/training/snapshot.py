@@ -42,7 +42,7 @@ class Snapshot:
             self._written.exception()
 
     def written(self) -> Future[None]:
-        """Of the last ``save``: done when all is written, with the error of ``write``."""
+        """Return the future of the last ``save``: done when all is written, with the error of ``write``."""
         assert self._written is not None, "nothing was saved"
         return self._written
 

@@ -1,4 +1,4 @@
-"""What a validation found, as text."""
+"""Formats the results of a validation as text."""
 
 from __future__ import annotations
 

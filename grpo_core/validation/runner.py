@@ -25,7 +25,7 @@ Results = Mapping[str, Mapping[str, float]]
 
 @define(eq=False)
 class Tally:
-    """What has become of the rollouts of a task."""
+    """Counts of a task's rollouts by their outcome."""
 
     rollouts: int = 0
     errors: int = 0
@@ -36,7 +36,7 @@ class Tally:
 
 @define(kw_only=True, eq=False)
 class Context:
-    """What a strategy works with (``ValidationContext``): one version, held-out prompts, ``rollout``."""
+    """The ``ValidationContext`` of a strategy: one version, held-out prompts and ``rollout``."""
 
     version: int
     prompts: Mapping[str, Sequence[Prompt]]
@@ -100,7 +100,7 @@ class Context:
         ]
 
     def _apart(self, requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
-        """What may go its own way: rollouts, or groups of those that are compared."""
+        """Return the parts that are played independently: rollouts, or groups that are compared."""
         parts: dict[object, list[RolloutRequest]] = {}
         for request in requests:
             task = request.prompt.environment

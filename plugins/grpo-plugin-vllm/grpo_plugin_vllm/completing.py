@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 EMPTY = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
-"""Of a request for no tokens, which vLLM does not take."""
+"""The completion of a request for no tokens, which vLLM does not accept."""
 
 
 def sampling(request: GenerationRequest, *, seeds: bool) -> dict[str, Any]:
-    """Of ``vllm.SamplingParams``: drawn from the model's whole distribution, ended by nothing else."""
+    """Return the options of ``vllm.SamplingParams``: the model's whole distribution, and no other stops."""
     return {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,

@@ -1,4 +1,4 @@
-"""What a user may say of the engine ``vllm``, and what vLLM is told."""
+"""The options of the engine ``vllm``, and the arguments of vLLM that follow from them."""
 
 from __future__ import annotations
 

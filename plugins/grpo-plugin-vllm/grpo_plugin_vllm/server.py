@@ -53,7 +53,7 @@ class Server(DecodingServer):
         self._held: Weights | None = None
         self._asleep = False
         self._prompt_tokens = self._cached_tokens = 0
-        """Of all finished requests."""
+        """Prompt tokens of all finished requests, and those that the cache had."""
 
     # ------------------------------------------------------------------------------ generation
 

@@ -32,7 +32,7 @@ SERVER = "GRPO_CORE_VLLM_SERVER"
 
 
 def as_table(weights: Weights) -> dict[str, Any]:
-    """What the backend is sent: plain values, for msgpack or JSON."""
+    """Return the weights' description for the backend: plain values, for msgpack or JSON."""
     return {
         "version": weights.version,
         "location": weights.location,
@@ -47,7 +47,7 @@ def from_table(version: int, location: str, nbytes: int, tensors: Iterable[dict[
 
 
 def difference(given: Weights, held: Weights) -> str:
-    """What another model's weights are told by; "" if names and shapes are the same."""
+    """Say how weights differ from those that are held; "" if names and shapes are the same."""
     new = {info.name: tuple(info.shape) for info in given.tensors}
     old = {info.name: tuple(info.shape) for info in held.tensors}
     told = [f"missing: {name}" for name in old if name not in new]

@@ -40,7 +40,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Fetching:
-    """What vLLM's workers are asked beside its own sequence; mixed into their class."""
+    """Methods of vLLM's workers that fetch weights; vLLM mixes this class into theirs."""
 
     device: torch.device
 
@@ -49,7 +49,7 @@ class Fetching:
         self._fetching: Future[str] = _fetcher.submit(_fetch, table, self.device)
 
     def fetched_weights(self, wait: bool) -> str | None:
-        """What is wrong with them, "" if nothing is; None while that is not known."""
+        """Return the fault of the fetched weights, "" without one, or None while it is unknown."""
         return self._fetching.result() if wait or self._fetching.done() else None
 
 
