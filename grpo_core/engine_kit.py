@@ -1,11 +1,11 @@
 """The building blocks of an engine, in addition to ``grpo_core.Engine`` and the records.
 
-    ChildEngine            an engine in a child process of its own, which is replaced when it dies
+    ChildEngine            an engine in its own child process, which is replaced when it dies
     DecodingServer         base class of what the child runs: takes calls between decoding steps
     read_weights           the tensors of published weights, wherever they are
     takes_weights_by       declares the transports by which an engine can take weights
     check_request          refuses requests that do not fit the model
-    Connection, Call       the child's end of the pipe, for a server with a loop of its own
+    Connection, Call       the child's end of the pipe, for a server with its own loop
     die_with               ends this process when another one ends
 
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.

@@ -39,12 +39,12 @@ class Environment:
     max_turns: int = 1
     """Largest number of completions of a rollout, including those that call tools."""
     needs_group: bool = False
-    """``evaluate`` only ever sees whole groups (relative rewards): when none of a group's rollouts calls a
-    tool any more, and with those that have ended before the others."""
+    """Whether ``evaluate`` compares the rollouts of a group (relative rewards).  It then sees whole groups,
+    once no rollout of the group calls a tool any more, including the rollouts that have ended."""
     tools: Sequence[Callable[..., Any]] = ()
     """Functions that the model may call, sync or async, with type hints and a docstring in Google's format.
     The core runs them and sends their results back as messages of the role "tool"; ``evaluate`` sees an
-    episode when its last message calls none."""
+    episode when its last message calls no tool."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """Return the prompts of ``"train"`` or ``"validation"``: a sequence, which may compute its items.
@@ -67,9 +67,9 @@ class Environment:
         return prompt.answer if isinstance(prompt.answer, str) else None
 
     def open(self, prompt: Prompt) -> Any:
-        """Called at the start of each rollout; what it returns is ``episode.session``.  May be ``async``.
+        """Called at the start of each rollout; its result is ``episode.session``.  May be ``async``.
 
-        The public methods of an object are tools of its rollout, beside ``tools``.
+        The public methods of an object are tools of its rollout, in addition to ``tools``.
         """
         return None
 
@@ -153,8 +153,8 @@ class Engine(Protocol):
 class Tracker:
     """Receives the metrics, rollouts and events of a run.  Subclass it and define the methods that you need.
 
-    Its factory is called as ``factory(run: RunInfo, **options)`` before the run starts.  Each tracker has a
-    thread of its own, on which its methods are called one after another in the order of the events, so they
+    Its factory is called as ``factory(run: RunInfo, **options)`` before the run starts.  Each tracker has
+    its own thread, on which its methods are called one after another in the order of the events, so they
     may block.  A tracker that raises, or that is far behind the run, is reported once and not called again.
     """
 
@@ -171,10 +171,10 @@ class Tracker:
         """Called with the groups that train version ``step``, before they are trained."""
 
     def event(self, event: Event) -> None:
-        """Called with every event of ``grpo_core.events``, before ``metrics`` or ``rollouts`` of the same."""
+        """Called with every event of ``grpo_core.events``, before its ``metrics`` or ``rollouts``."""
 
     def close(self) -> None:
-        """Called once, when the run has ended and nothing follows, also after a failure."""
+        """Called once, when the run has ended, also after a failure."""
 
 
 @runtime_checkable
@@ -223,7 +223,7 @@ class Trainer(Protocol):
     async def watch(self) -> None:
         """Raises TrainerError when the trainer has died; returns if it cannot die by itself.
 
-        Runs beside the whole run, so that a death is noticed when nothing waits for the trainer.
+        Runs during the whole run, so that a death is noticed while nothing waits for the trainer.
         """
         return None
 
@@ -300,6 +300,6 @@ class EnvironmentClient(Protocol):
     async def close(self, sessions: Sequence[str]) -> None:
         """End sessions by their names, each once; names that are not open are ignored.
 
-        Returns at once; whoever owns the judge waits, when he closes it, until all sessions are closed.
+        Returns at once; the owner of the environment waits, on closing it, until all sessions are closed.
         """
         ...

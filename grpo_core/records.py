@@ -81,7 +81,7 @@ class Prompt:
     answer: Any = None
     """Value that the environment compares a reply with; the model never sees it."""
     id: str = ""
-    """Unique within its task; the loader fills it in when it is empty."""
+    """Name of the prompt, unique within its task; the loader fills it in when it is empty."""
     environment: str = ""
     """Name of its task, which the loader fills in."""
     info: Mapping[str, Any] = field(factory=dict)
@@ -97,13 +97,14 @@ class Episode:
     session: Any = None
     """The object that ``open`` returned; in the core's process it is the session's name."""
     group: str = ""
-    """Equal for the episodes of one group."""
+    """Identifier that is equal for the episodes of one group."""
     finish_reason: EndReason = "stop"
-    """Other than "stop": this was the last turn, whatever the feedback says."""
+    """Reason for which its last completion ended; if it is not "stop", the rollout ends, whatever the
+    feedback says."""
 
     @property
     def reply(self) -> str:
-        """Text of the last completion, and ``""`` if there is none."""
+        """Text of the last completion, or ``""`` without a completion."""
         last = self.messages[-1] if self.messages else {}
         return str(last.get("content") or "") if last.get("role") == "assistant" else ""
 
@@ -131,7 +132,7 @@ class SessionStart:
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the functions that the model may call, by ``transformers.utils.get_json_schema``."""
     error: str | None = None
-    """Why there is no session."""
+    """Reason for which there is no session."""
 
 
 @frozen(kw_only=True)
@@ -141,7 +142,7 @@ class SampleRequest:
     generation_version: int
     """Weights that the engine held when the slots were reserved."""
     target_version: int
-    """Last step that may train on what is drawn now."""
+    """Last step that may train on the prompts that are drawn now."""
     current_version: int
     """The trainer's version when the sampler was asked."""
     expected_prompts: int
@@ -166,7 +167,7 @@ class GenerationRequest:
     seed: int = 0
     """The sampled tokens are a function of weights, prompt and seed, whatever else is in the batch."""
     group: str = ""
-    """Equal for the requests of one group, also of later turns: a pool keeps them in one engine."""
+    """Identifier that is equal for all requests of a group: a pool keeps them in one engine."""
 
 
 @frozen(kw_only=True, init=False)
@@ -234,7 +235,7 @@ class TensorInfo:
 
     name: str
     dtype: str
-    """As torch spells it without its prefix: ``"float32"``."""
+    """Torch's name of the type without its prefix, such as ``"float32"``."""
     shape: tuple[int, ...]
     offset: int
     checksum: int
@@ -288,7 +289,7 @@ class RunInfo:
     name: str
     """Name of its directory."""
     directory: Path
-    """Where a tracker may keep files of its own, for example an id that a resumed run needs again."""
+    """Directory for a tracker's own files, for example an id that a resumed run needs again."""
     config: Mapping[str, Any]
     """The resolved configuration, as tables."""
     resumed_from: int | None = None
@@ -305,7 +306,7 @@ class Rollout:
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
     """int32 [P]; any sequence of whole numbers is converted."""
     tokens: Tokens = field(factory=_no_tokens)
-    """All tokens after the prompt: those that the engine sampled and, between turns, the environment's."""
+    """All tokens after the prompt: the engine's sampled tokens and, between turns, the environment's."""
     messages: tuple[Message, ...] = ()
     reward: float | None = None
     """Sum of the rewards of its turns; None is unscored."""
@@ -353,7 +354,7 @@ class Row:
     tokens: Tokens
     advantage: float
     group: int
-    """Equal for the rows of one group."""
+    """Identifier that is equal for the rows of one group."""
 
 
 @frozen(kw_only=True)

@@ -4,7 +4,7 @@
              sampled                sampled                sampled
 
 Completions stand in the row as they were sampled, with the logprobs and versions that the engine gave; only
-the answers between them are encoded.  Each limit that ends a rollout has a reason of its own.
+the answers between them are encoded.  Each limit that ends a rollout has its own reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SESSIONS = itertools.count()
 
 @frozen(kw_only=True)
 class SamplingParams:
-    """How rollouts are sampled, and where they end although their environment would let them go on."""
+    """Options of sampling, and limits at which a rollout ends although its environment continues."""
 
     temperature: float
     max_tokens: int
@@ -61,7 +61,7 @@ class RolloutRequest:
 
 
 def derive_seed(*parts: Any) -> int:
-    """63 bits that depend on all of ``parts`` and on nothing else."""
+    """Return 63 bits that depend on all of ``parts`` and on nothing else."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -108,18 +108,18 @@ class RolloutState:
 
     @property
     def max_turns(self) -> int:
-        """Completions that it may have: the lower limit of its environment and of the sampling."""
+        """Largest number of completions: the lower limit of its environment and of the sampling."""
         return min(self.environment.max_turns, self.sampling.max_turns or self.environment.max_turns)
 
     @property
     def room(self) -> int:
-        """Tokens that may still be added."""
+        """Number of tokens that may still be added."""
         limit = self.sampling.max_total_tokens or self.context
         return limit - len(self.prompt_ids) - self.n_tokens
 
     @property
     def calls_tools(self) -> bool:
-        """Its last message waits for the answers of tools."""
+        """Whether its last message waits for the answers of tools."""
         calls = self.awaiting_reward and self.finish_reason == "stop" and self.messages[-1].get("tool_calls")
         return bool(calls)
 

@@ -65,7 +65,7 @@ def import_plugin(entry: EntryPoint) -> Any:
 def import_file(path: Path) -> Any:
     """Import a file that is not installed.
 
-    Its directory becomes the last place where modules are looked for: the file finds what lies beside it,
+    Its directory becomes the last place where modules are looked for: the file finds modules next to it,
     and nothing there can hide a module of the standard library or of an installed package.
     """
     from importlib.util import module_from_spec, spec_from_file_location

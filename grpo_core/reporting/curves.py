@@ -19,7 +19,7 @@ RECENT = 10
 SMOOTH = 40
 """Number of parts of a curve; each point of a smoothed curve is the mean of one part."""
 GENERATION, TRAINING, GREY = 0, 1, 5
-"""Places in the palette: of the two sides of a run, and of what stands behind."""
+"""Places in the palette: the two sides of a run, and the background."""
 
 
 @frozen(kw_only=True)
@@ -31,13 +31,13 @@ class Task:
     metric: str
     """The metric that stands for its validation."""
     validation: Sequence[Point]
-    """By version."""
+    """Results of the validations, by version."""
     rewards: Sequence[Point]
-    """In training, by step."""
+    """Mean rewards in training, by step."""
     numbers: Mapping[str, float | None]
-    """Means over the last steps that trained it; None if none did."""
+    """Means over the last steps that trained the task; None if no step did."""
     groups: int
-    """Trained in all."""
+    """Number of groups that were trained in all."""
     errors: int
 
 
@@ -208,7 +208,7 @@ def _series(steps: Sequence[Row], metric: str, name: str, colour: int, style: An
 
 
 def _nonzero(series: Sequence[Series]) -> list[Series]:
-    """All of them, or none if they are 0 throughout."""
+    """Return all of them, or an empty list if they are 0 throughout."""
     return [*series] if any(y for one in series for _, y in one.points) else []
 
 

@@ -1,8 +1,8 @@
 """The tracker ``report`` and its ``report.html``: a run on one page that opens offline, and on a phone.
 
 It is made from the files of the run (see ``grpo_core.run_directory``) and needs nothing else, so that it
-can be made of a run that goes on, was killed, or lies on another machine.  Whatever the files hold is text to
-it: the template escapes everything, and what cannot be read is left out and counted.
+can be made of a run that goes on, was killed, or was copied from another machine.  Whatever the files hold is
+text to it: the template escapes everything, and what cannot be read is left out and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_core.reporting.curves import Task, charts, tasks_of
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
-"""Events that the report tells of; the others, which are by far the most, are not parsed."""
+"""Events that the report shows; the others, which are by far the most, are not parsed."""
 SAMPLED_STEPS = 5
 """Number of steps whose rollouts are shown."""
 MOST_ROLLOUTS = 4096
@@ -34,7 +34,7 @@ MOST_ROLLOUTS = 4096
 LONGEST_TEXT = 2000
 """Number of characters of a prompt or a reply that are shown."""
 MOST_TOLD = 50
-"""Errors and skipped prompts that are shown."""
+"""Number of errors and skipped prompts that are shown."""
 
 Row = Mapping[str, Any]
 
@@ -45,14 +45,14 @@ class Files:
 
     path: Path
     config: str = ""
-    """As it is written."""
+    """Text of the configuration file."""
     table: Mapping[str, Any] = field(factory=dict)
-    """As it is read."""
+    """The configuration as tables."""
     steps: list[Row] = field(factory=list)
     validations: list[Row] = field(factory=list)
     events: list[Row] = field(factory=list)
     unreadable: int = 0
-    """Lines: half of one is what a process was writing when it was killed."""
+    """Number of lines that cannot be read; a killed process leaves half a line at the end of a file."""
 
     @classmethod
     def read(cls, path: Path) -> Files:
@@ -82,7 +82,7 @@ class Files:
         return [row for row in self.events if row.get("event") == event]
 
     def _rows(self, path: Path, wanted: Sequence[str] = ()) -> Iterator[Row]:
-        """The JSON objects of a file; with ``wanted`` only those that begin with one of these."""
+        """Yield the JSON objects of a file; with ``wanted`` only lines that begin with one of these."""
         if not path.is_file():
             return
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -195,7 +195,7 @@ def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str]]:
 
 
 def tiles(files: Files) -> list[tuple[str, str, str]]:
-    """Label, value and what it means, of the numbers on top."""
+    """Return label, value and meaning of each number at the top of the page."""
     steps = files.steps
 
     def column(name: str) -> list[float]:
@@ -229,7 +229,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
 
 
 def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One for each cause: how often, from which step to which, and what was said last."""
+    """Return one entry for each cause: its count, its first and last step, and its last message."""
     causes: dict[str, dict[str, Any]] = {}
     for row in rows:
         cause = causes.setdefault(str(row.get("cause")), {"first": row.get("step"), "times": 0})
@@ -302,7 +302,7 @@ def _short(text: str) -> str:
 
 
 def number(value: Any) -> str:
-    """In a few digits: 12345678 is 12.3M."""
+    """Format a number in a few digits: 12345678 is 12.3M."""
     if not _is_number(value):
         return "-"
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -312,7 +312,7 @@ def number(value: Any) -> str:
 
 
 def share(value: Any) -> str:
-    """In percent, if it is a share."""
+    """Format a value, in percent if it is a share."""
     return f"{value:.1%}" if _is_number(value) and 0 <= value <= 1 else number(value)
 
 

@@ -30,7 +30,7 @@ async def check_engine(
     tolerance: float = 1e-3,
     seeded: bool = True,
 ) -> None:
-    """Raises AssertionError that says what the engine does not keep; closes it at the end.
+    """Raises AssertionError that says what the engine violates; closes the engine at the end.
 
     Args:
         engine: has not been given weights yet.

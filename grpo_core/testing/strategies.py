@@ -5,8 +5,8 @@
     def test_mine_keeps_the_contract():
         check_validation_strategy(Mine)
 
-Everything runs under the virtual clock, on fakes: an engine that knows all answers, one that knows none, one
-that guesses, and a task of one turn beside one of two.
+Everything runs under the virtual clock, on fakes: an engine that knows all answers, one that knows no answer,
+one that guesses, and two tasks, of one turn and of two.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ class TrainerSetup:
     seed: int = 0
     """Seed of the run."""
     colocated: bool = True
-    """Engines generate on this machine while the trainer trains (``max_staleness`` above 0): leave cores."""
+    """Whether engines generate on this machine while the trainer trains, so that it leaves them cores."""
     model_directory: str = ""
-    """Where the model is made if ``model.path`` is "tiny"; see ``start_model``."""
+    """Directory in which the model is made if ``model.path`` is "tiny"; see ``start_model``."""
     demonstrations: tuple[tuple[str, ...], ...] = ()
     """Prompts and replies worth full marks, for the warm start of "tiny"."""
     resume_from: str | None = None
@@ -32,14 +32,14 @@ class TrainerSetup:
     async_save: bool = True
     """Write checkpoints while training goes on; see ``CheckpointConfig``."""
     transport: Literal["shm", "cuda_ipc", "collective"] = "shm"
-    """How weights get to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
+    """Transport of weights to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
     collective_host: str = "127.0.0.1"
     """Address at which engines reach the trainer, for ``collective``."""
     max_non_finite: float = 0.1
     """Share of an update's rows whose loss may be not finite; see ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None
-    """Allow-list of the plugins that a loss may come from; None: all."""
+    """Allow-list of the plugins that a loss may come from; None allows all."""
     block: tuple[str, ...] = ()
     """Plugins that are not imported."""
     log: str | None = None
-    """File for what the trainer prints; None: standard error."""
+    """File for the trainer's output; None means standard error."""

@@ -10,7 +10,7 @@ from grpo_core.training.setup import TrainerSetup
 
 
 def start_model(setup: TrainerSetup) -> str:
-    """Path or hub id of the model that the run starts from; "tiny" is made unless its directory has it.
+    """Return path or hub id of the model that starts the run; "tiny" is made unless its directory has it.
 
     Raises ModelError if the setup names no directory for "tiny".
     """
