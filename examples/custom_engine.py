@@ -18,7 +18,7 @@ from grpo_core.engine_kit import (
 
 @takes_weights_by("shm", "cuda_ipc", "collective")
 class MyEngine(ChildEngine):
-    """The parent's side: starts a ``Server`` in a process of its own, and again if it dies.
+    """The parent's side: starts a ``Server`` in its own process, and again if it dies.
 
     Args:
         rows: requests that are decoded together.
@@ -132,7 +132,7 @@ class Batch:
         self.mask = torch.tensor([[0] * n + [1] * (width - n) for n in pads])
 
     def step(self, version: int, tokenizer) -> list[Row]:
-        """One more token for each row; returns the rows that ended."""
+        """Decode one more token for each row; return the rows that ended."""
         import torch
 
         if not self.rows:

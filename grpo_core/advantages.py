@@ -86,7 +86,7 @@ def normalize(
 
 
 def equal(rewards: Sequence[float], tolerance: float = 0.0) -> bool:
-    """Whether a group's rewards differ by no more than ``tolerance``, or than float noise (``EQUAL``).
+    """Return whether a group's rewards differ by no more than ``tolerance``, or than float noise (``EQUAL``).
 
     Metrics, dynamic sampling and advantages share this definition.
     """

@@ -1,4 +1,4 @@
-"""From the rows of a step to optimizer updates, and from an update to micro-batches.  Pure."""
+"""Divides the rows of a step into optimizer updates, and an update into micro-batches.  Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_core.records import Row
 
 
 def split_updates(rows: Sequence[Row], n: int) -> list[list[Row]]:
-    """Whole groups, dealt in turn to ``n`` updates (fewer if there are fewer groups; never an empty one).
+    """Deal whole groups in turn to ``n`` updates (fewer if there are fewer groups; never an empty one).
 
     Dealing in turn mixes what a sampler delivers in blocks, such as one task after another.
     """
@@ -22,7 +22,7 @@ def split_updates(rows: Sequence[Row], n: int) -> list[list[Row]]:
 
 
 def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> list[list[int]]:
-    """Indices of rows, grouped into micro-batches that are padded to their longest row.
+    """Return indices of rows, grouped into micro-batches that are padded to their longest row.
 
     Every micro-batch holds (number of rows) x (longest length) <= ``budget`` tokens; a row that is longer
     than the budget comes alone.  Of all such divisions of the rows sorted by length it is one of least

@@ -133,7 +133,7 @@ def _failed(error: OSError, disk: Disk, partial: Path) -> CheckpointError:
 
 
 def as_json(value: Any, arrays: Arrays | None = None) -> bytes:
-    """Records, mappings and sequences as JSON; ``arrays`` takes the tokens of rollouts."""
+    """Convert records, mappings and sequences to JSON values; ``arrays`` takes the tokens of rollouts."""
     plain = _plain if arrays is None else lambda value: _plain(value, arrays)
     return json.dumps(
         value, allow_nan=False, check_circular=False, separators=(",", ":"), default=plain
@@ -163,12 +163,12 @@ def _plain(value: Any, arrays: Arrays | None = None) -> Any:
 
 @define
 class Arrays:
-    """The arrays of rollouts, one after the other in ``pipeline.safetensors``, each to the last bit."""
+    """Holds the arrays of rollouts; ``pipeline.safetensors`` keeps each of them to the last bit."""
 
     prompts: list[Ids] = field(factory=list)
     tokens: list[Tokens] = field(factory=list)
     _places: dict[int, int] = field(factory=dict)
-    """Of prompts, by identity: the rollouts of a group share theirs."""
+    """Place of each prompt in ``prompts``, by its identity: the rollouts of a group share one prompt."""
 
     def add_prompt(self, ids: Ids) -> int:
         place = self._places.setdefault(id(ids), len(self.prompts))
@@ -198,7 +198,7 @@ class Arrays:
 
     @classmethod
     def read(cls, path: Path) -> Arrays:
-        """What ``to_bytes`` wrote; without the file, no arrays."""
+        """Read what ``to_bytes`` wrote; without the file there are no arrays."""
         if not path.exists():
             return cls()
         from itertools import accumulate, pairwise
@@ -229,7 +229,7 @@ def _loader_file(task: str, *, safe: str = "") -> str:
 
 @frozen(kw_only=True)
 class Found:
-    """The newest intact checkpoint, and why newer ones were skipped."""
+    """Return the newest intact checkpoint, and why newer ones were skipped."""
 
     directory: Path
     step: int

@@ -49,7 +49,7 @@ class DynamicSampling:
         return False
 
     def read(self) -> dict[str, float]:
-        """Metrics since the last call, which is made for each step."""
+        """Return the metrics since the last call, which is made for each step."""
         metrics: dict[str, float] = {}
         for task in sorted({*self._kept, *self._filtered}):
             filtered = self._filtered[task]

@@ -7,7 +7,7 @@ An engine:
     read_weights           returns the tensors of published weights of any transport
     takes_weights_by       declares the transports by which an engine can take weights
     check_request          refuses requests that do not fit the model
-    Connection, Call       the child's end of the pipe, for a server with a loop of its own
+    Connection, Call       the child's end of the pipe, for a server with its own loop
     die_with               ends this process when another one ends
 
 A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):

@@ -18,7 +18,7 @@ class Event:
 
     step: int = 0
     time: float = 0.0
-    """Seconds since 1970 at which it happened; 0 until the trackers receive it."""
+    """Time of the event in seconds since 1970; 0 until the trackers receive it."""
 
 
 @frozen(kw_only=True)
@@ -34,7 +34,7 @@ class RunStarted(Event):
     config: Mapping[str, Any]
     resumed: bool = False
     buffer: Mapping[str, int] = field(factory=dict)
-    """Its statistics: what a resumed run found in its checkpoint."""
+    """Statistics of the buffer, as a resumed run found them in its checkpoint."""
 
 
 @frozen(kw_only=True)
@@ -61,7 +61,7 @@ class GroupFiltered(Event):
     task: str
     prompt: str
     reward: float
-    """Mean of its rollouts."""
+    """Mean reward of its rollouts."""
 
 
 @frozen(kw_only=True)
@@ -83,7 +83,7 @@ class PromptSkipped(Event):
 
 @frozen(kw_only=True)
 class StepEnded(Event):
-    """``step`` is the version that the step made."""
+    """The end of a step; ``step`` is the version that it made."""
 
     metrics: Mapping[str, float]
 

@@ -39,7 +39,7 @@ class Finding:
 
     metric: str
     value: float
-    """Median over the last steps."""
+    """Median of the metric over the last steps."""
     limit: float
     fatal: bool
     message: str
@@ -71,7 +71,7 @@ CAUSES: Mapping[str, Cause] = {
         "steps are too large: lower trainer.lr or trainer.updates_per_step",
     ),
 }
-"""Explanations by metric."""
+"""Explanation of each metric that has limits."""
 
 
 def check_limits(recent: Sequence[Mapping[str, float]], limits: Mapping[str, Limits]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What must hold of a run, whatever its schedule and its faults: a checker that watches its events.
+"""A checker of the laws that every run keeps, whatever its schedule and its faults; it watches the events.
 
 It knows the events as they stand in ``events.jsonl`` and keeps its own account of every slot; it looks
 neither into the buffer nor into the pipeline.  The simulation feeds it while the pipeline runs,
@@ -39,7 +39,7 @@ LAWS = {
 
 @frozen
 class Violation:
-    """A law that does not hold, at a step."""
+    """A broken law, with the step at which it broke."""
 
     law: str
     step: int
@@ -51,7 +51,7 @@ class Violation:
 
 @frozen(kw_only=True)
 class Terms:
-    """What a run was configured with, as far as laws depend on it."""
+    """The part of a run's configuration that the laws depend on."""
 
     prompts_per_step: int
     max_staleness: int
@@ -60,11 +60,11 @@ class Terms:
     max_retries: int
     group_size: int
     validates_apart: bool = False
-    """On an engine of its own."""
+    """Whether validation has its own engine."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Terms:
-        """From the configuration in ``RunStarted``."""
+        """Read the terms from the configuration in ``RunStarted``."""
         return cls(
             prompts_per_step=config["trainer"]["prompts_per_step"],
             max_staleness=config["pipeline"]["max_staleness"],
@@ -87,19 +87,19 @@ class _Open:
     attempt: int
     ready: bool = False
     resumed: bool = False
-    """It was unfinished at the cut, and comes again as it was."""
+    """Whether the slot was unfinished at the cut; it comes again as it was."""
 
 
 @define
 class _Account:
-    """All that is known of the run at a moment; what a resumed run starts from."""
+    """The state of the run at one moment, from which a resumed run starts."""
 
     step: int = 0
-    """Taken."""
+    """Number of steps that were taken."""
     version: int = 0
     """Version that the engine holds."""
     measured: int = -1
-    """By the newest validation."""
+    """Version that the newest validation measured."""
     dispatched: int = 0
     trained: int = 0
     skipped: int = 0
@@ -108,7 +108,7 @@ class _Account:
     attempts: int = 0
     open: dict[int, _Open] = field(factory=dict)
     drawn: dict[str, int] = field(factory=lambda: defaultdict(int))
-    """Prompts of each task."""
+    """Number of prompts of each task."""
 
     def copy(self) -> _Account:
         return evolve(self, open=dict(self.open), drawn=defaultdict(int, self.drawn))
@@ -124,15 +124,15 @@ class Laws:
     def __init__(self) -> None:
         self.violations: list[Violation] = []
         self.steps = 0
-        """Steps that were checked, those of lives that were cut off included."""
+        """Number of steps that were checked, including steps of lives that were cut off."""
         self.terms: Terms | None = None
         self._now = _Account()
         self._cuts: dict[int, list[_Account]] = defaultdict(list)
-        """By step; a step may be saved again, and either cut be what is found."""
+        """Cuts by step; a step may be saved again, and a resumed run may find either cut."""
         self._stream: dict[str, list[str]] = defaultdict(list)
 
     def observe(self, event: Mapping[str, Any]) -> None:
-        """Account for an event.  Events before the first RunStarted have no terms to be held to."""
+        """Account for an event.  Events before the first RunStarted are not checked."""
         watch = getattr(self, f"_on_{event['event']}", None)
         if watch is not None and (self.terms is not None or event["event"] == "RunStarted"):
             watch(event)
@@ -229,7 +229,7 @@ class Laws:
         now.attempts += 1
 
     def _draw(self, slot: _Open, who: str) -> None:
-        """The n-th prompt of a task is the same in each life: its loader decides, whatever the sampler."""
+        """Check that the n-th prompt of a task is the same in each life, whatever the sampler."""
         place, drawn = self._now.drawn[slot.task], self._stream[slot.task]
         self._now.drawn[slot.task] += 1
         if place == len(drawn):
@@ -336,7 +336,7 @@ _COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered
 
 
 def summary(laws: Laws) -> str:
-    """One line if all hold, else one for each violation."""
+    """Return one line if all laws hold, and otherwise one line for each violation."""
     if laws.violations:
         return "\n".join(map(str, laws.violations))
     now = laws._now

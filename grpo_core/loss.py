@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     LossOutput = tuple[Tensor, dict[str, Tensor]]
 
 _LOG_RATIO_LIMIT = 20.0
-"""exp(20) is no weight that anything learns from, but it is finite."""
+"""Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
 
 Need = Literal["reference", "entropy", "all_rows"]
-"""What a loss may need.
+"""A need that a loss can declare.
 
 ``"reference"``: ``reference_logprobs``; the trainer keeps the weights that the run started from.
 ``"entropy"``: ``entropy``, with a gradient.
@@ -46,7 +46,7 @@ class Needs:
 
     names: frozenset[Need]
     when: str | None
-    """The option that decides; None: always."""
+    """Name of the option that decides; None means always."""
 
 
 def needs(*names: Need, when: str | None = None) -> Callable[[_Function], _Function]:
@@ -78,7 +78,7 @@ def needs(*names: Need, when: str | None = None) -> Callable[[_Function], _Funct
 
 
 def needs_of(function: Callable[..., Any], options: Mapping[str, Any]) -> frozenset[Need]:
-    """What a loss needs with these options; the other options have their defaults."""
+    """Return what a loss needs with these options; the other options have their defaults."""
     declared = _declared(function)
     conditional = {each.when for each in declared if each.when is not None}
     defaults = {name: signature(function).parameters[name].default for name in conditional}
@@ -100,20 +100,20 @@ class LossInputs:
     """
 
     policy_logprobs: Tensor
-    """By the weights that are being updated."""
+    """Logprobs by the weights that are being updated."""
     proximal_logprobs: Tensor
-    """By the trainer's weights before the step's first update (``trainer.proximal = "recompute"``), or the
-    engine's (``"generation"``)."""
+    """Logprobs by the trainer's weights before the step's first update (``trainer.proximal = "recompute"``),
+    or by the engine (``"generation"``)."""
     generation_logprobs: Tensor
-    """By the engine, when it sampled the token: the behaviour policy."""
+    """Logprobs by the engine when it sampled the token: the behaviour policy."""
     reference_logprobs: Tensor | None = None
-    """By the weights that the run started from; None unless the loss needs "reference"."""
+    """Logprobs by the weights that the run started from; None unless the loss needs "reference"."""
     entropy: Tensor | None = None
     """Entropy of the policy's distribution that each token was sampled from, in nats, at the sampling
     temperature; None unless the loss needs "entropy"."""
     advantages: Tensor
     rows: Tensor
-    """Integer: which row a token belongs to, 0 up to the number of rows of the micro-batch."""
+    """Index of the row that a token belongs to: an integer from 0, below the number of rows."""
     step: int
     update: int
     """Number of the update within its step, from 0."""

@@ -24,7 +24,7 @@ class Meter:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Around whatever keeps the engine busy."""
+        """Count the time inside this context as time in which the engine is busy."""
         self._running += 1
         if self._since is None:
             self._since = self.now()
@@ -44,7 +44,7 @@ class Meter:
     def read(
         self, buffer: BufferStatistics, *, trained: Mapping[str, float], waited: float
     ) -> dict[str, float]:
-        """Metrics since the last call: ``overlap`` is the busier side's share of the step's time."""
+        """Return metrics since the last call; ``overlap`` is the busier side's share of the step's time."""
         now = self.now()
         elapsed = max(now - (self._last if self._last is not None else now - waited), 1e-9)
         if self._since is not None:
@@ -71,5 +71,5 @@ class Meter:
 
     @staticmethod
     def now() -> float:
-        """Seconds on the event loop's clock."""
+        """Return the time on the event loop's clock, in seconds."""
         return asyncio.get_running_loop().time()

@@ -24,7 +24,7 @@ FULL_REWARD = 1.0
 
 @frozen
 class Metric:
-    """What a metric measures."""
+    """The unit and the meaning of a metric."""
 
     unit: str
     meaning: str
@@ -149,7 +149,7 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
 
 
 def documented(name: str) -> str | None:
-    """The entry of ``METRICS`` that describes a metric; None if there is none."""
+    """Return the entry of ``METRICS`` that describes a metric, or None if no entry does."""
     entries = (entry for section in METRICS.values() for entry in section)
     return next((entry for entry in sorted(entries, key=_wildcards) if _pattern(entry).fullmatch(name)), None)
 
@@ -158,25 +158,25 @@ _WILDCARD = re.compile("TASK|PART|NAME|[KN]$")
 
 
 def _wildcards(entry: str) -> int:
-    """Entries that name a metric exactly come first."""
+    """Return the number of wildcards: entries that name a metric exactly come first."""
     return len(_WILDCARD.findall(entry))
 
 
 def _pattern(entry: str) -> re.Pattern[str]:
-    """A task's name may contain a slash; nothing else may."""
+    """Return the pattern of an entry; only the name of a task may contain a slash."""
     texts, holes = _WILDCARD.split(entry), _WILDCARD.findall(entry)
     parts = [".+" if hole == "TASK" else r"\d+" if hole in "KN" else "[^/]+" for hole in holes]
     return re.compile("".join(re.escape(t) + p for t, p in zip(texts, [*parts, ""], strict=True)))
 
 
 def headline(metrics: Iterable[str]) -> str | None:
-    """The metric that stands for a task's validation: accuracy, or else the first; None if there are none."""
+    """Return the metric that represents a task: accuracy, or else the first; None without metrics."""
     names = list(metrics)
     return "accuracy" if "accuracy" in names else next(iter(names), None)
 
 
 def feedback_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means of what the environment reports as ``Feedback.metrics``, by ``feedback_PART``."""
+    """Return the means of what the environment reports as ``Feedback.metrics``, by ``feedback_PART``."""
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for part, value in rollout.metrics.items():
@@ -185,24 +185,24 @@ def feedback_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def completion_tokens(rollouts: Sequence[Rollout]) -> float:
-    """Mean number of sampled tokens."""
+    """Return the mean number of sampled tokens."""
     return fmean(rollout.tokens.n_sampled for rollout in rollouts)
 
 
 def truncated(rollouts: Sequence[Rollout]) -> float:
-    """Share of the rollouts that a token limit cut off."""
+    """Return the share of the rollouts that a token limit cut off."""
     return fmean(float(rollout.truncated) for rollout in rollouts)
 
 
 def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """What a validation measured, by ``validation/TASK/name``."""
+    """Return the measurements of a validation, by ``validation/TASK/name``."""
     return {
         f"validation/{task}/{name}": value for task, part in results.items() for name, value in part.items()
     }
 
 
 def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
-    """Rewards, lengths and staleness of the groups, by task.  Staleness is in steps, by token."""
+    """Return rewards, lengths and staleness of the groups, by task; staleness counts steps, by token."""
     by_task: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_task[group.prompt.environment].append(group)

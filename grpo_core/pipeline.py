@@ -1,7 +1,7 @@
 """The pipeline: four tasks that collect, train, sync and write concurrently around one buffer.
 
     collect   waits for   free slots in the buffer
-              does        reserves slots, then draws prompts, then plays each group in a task of its own
+              does        reserves slots, then draws prompts, then plays each group in its own task
               unblocks    train
     train     waits for   prompts_per_step ready groups, and the sync of the weights published before
               does        advantages, one trainer step, publish
@@ -70,7 +70,7 @@ Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]] | None]]
 """Measures the weights of a version; returns None if it will emit the results itself, later."""
 
 Written = Callable[[], Awaitable[Path]]
-"""Waits until a checkpoint is complete, and returns its directory."""
+"""Wait until a checkpoint is complete, and return its directory."""
 
 Save = Callable[[int], Awaitable[Written]]
 """Takes the cut at a version before its first await, and returns when training may go on."""

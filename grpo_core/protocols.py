@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 class Environment:
-    """Offers prompts and judges replies.  Subclassing is optional: any object with these will do."""
+    """Offers prompts and judges replies.  Subclassing is optional: any object with these members works."""
 
     max_turns: int = 1
-    """Completions of a rollout at most, those that call tools included."""
+    """Largest number of completions of a rollout, including those that call tools."""
     needs_group: bool = False
-    """``evaluate`` only ever sees whole groups (relative rewards): when none of a group's rollouts calls a
-    tool any more, and with those that have ended before the others."""
+    """Whether ``evaluate`` compares the rollouts of a group (relative rewards).  It then sees whole groups,
+    once no rollout of the group calls a tool any more, including the rollouts that have ended."""
     tools: Sequence[Callable[..., Any]] = ()
     """Functions that the model may call, sync or async, with type hints and a docstring in Google's format.
     The core runs them and sends their results back as messages of the role "tool"; ``evaluate`` sees an
-    episode when its last message calls none."""
+    episode when its last message calls no tool."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The prompts of ``"train"`` or ``"validation"``: a sequence, computed on access if it is long.
+        """Return the prompts of ``"train"`` or ``"validation"``: a sequence, which may compute its items.
 
         A generator is drawn to its end once, and may yield 100,000 prompts at most.
         """
@@ -56,20 +56,20 @@ class Environment:
     def evaluate(
         self, episodes: Sequence[Episode]
     ) -> Sequence[float | Feedback | None] | Awaitable[Sequence[float | Feedback | None]]:
-        """One result for each episode, in order: a float is its reward and ends it; None is unscored.
+        """Return one result for each episode, in order: a float is its reward and ends it; None is unscored.
 
         May be ``async``.  A result must not depend on the episode's place in the batch.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define evaluate(episodes)")
 
     def solve(self, prompt: Prompt) -> str | None:
-        """A reply worth full marks, or None if none is known.  Default: the answer, if it is a string."""
+        """Return a reply worth full marks, or None; by default the answer, if it is a string."""
         return prompt.answer if isinstance(prompt.answer, str) else None
 
     def open(self, prompt: Prompt) -> Any:
-        """Called at the start of each rollout; what it returns is ``episode.session``.  May be ``async``.
+        """Called at the start of each rollout; its result is ``episode.session``.  May be ``async``.
 
-        The public methods of an object are tools of its rollout, beside ``tools``.
+        The public methods of an object are tools of its rollout, in addition to ``tools``.
         """
         return None
 
@@ -101,10 +101,10 @@ class Sampler(Protocol):
 
 
 class ValidationContext(Protocol):
-    """What a validation strategy works with."""
+    """The tools of a validation strategy."""
 
     version: int
-    """The weights that are measured, the same from start to end."""
+    """Version of the weights that are measured; it does not change."""
     prompts: Mapping[str, Sequence[Prompt]]
     """Held-out prompts of each task."""
 
@@ -117,7 +117,7 @@ class ValidationContext(Protocol):
         max_tokens: int | None = None,
         mode: Literal["batched", "pipelined"] = "pipelined",
     ) -> list[Rollout]:
-        """``n`` rollouts of each prompt, those of a prompt side by side: ``len(prompts) * n`` in all."""
+        """Play ``n`` rollouts of each prompt; return ``len(prompts) * n``, grouped by prompt."""
         ...
 
 
@@ -137,11 +137,11 @@ class Engine(Protocol):
     """
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in order.  Raises EngineError if they have to be asked again."""
+        """Return one completion for each request, in order.  Raises EngineError if it should be retried."""
         ...
 
     async def update_weights(self, weights: Weights) -> None:
-        """Returns when every later token is sampled from ``weights``; running requests continue on them.
+        """Return when every later token is sampled from ``weights``; running requests continue on them.
 
         Raises WeightSyncError if the engine does not hold them; it then still holds the version before.
         """
@@ -153,8 +153,8 @@ class Engine(Protocol):
 class Tracker:
     """Receives the metrics, rollouts and events of a run.  Subclass it and define the methods that you need.
 
-    Its factory is called as ``factory(run: RunInfo, **options)`` before the run starts.  Each tracker has a
-    thread of its own, on which its methods are called one after another in the order of the events, so they
+    Its factory is called as ``factory(run: RunInfo, **options)`` before the run starts.  Each tracker has
+    its own thread, on which its methods are called one after another in the order of the events, so they
     may block.  A tracker that raises, or that is far behind the run, is reported once and not called again.
     """
 
@@ -171,10 +171,10 @@ class Tracker:
         """Called with the groups that train version ``step``, before they are trained."""
 
     def event(self, event: Event) -> None:
-        """Called with every event of ``grpo_core.events``, before ``metrics`` or ``rollouts`` of the same."""
+        """Called with every event of ``grpo_core.events``, before its ``metrics`` or ``rollouts``."""
 
     def close(self) -> None:
-        """Called once, when the run has ended and nothing follows, also after a failure."""
+        """Called once, when the run has ended, also after a failure."""
 
 
 @runtime_checkable
@@ -187,10 +187,9 @@ class Trainer(Protocol):
     """
 
     async def started(self) -> None:
-        """Returns when the trainer can train; awaited once, before all other calls.
+        """Return when the trainer can train; awaited once, before all other calls.
 
-        If ``setup.model.path`` is "tiny", the model is in ``setup.model_directory`` then (see
-        ``grpo_core.training.start.start_model``).  Raises ModelError, PluginError or CheckpointError.
+        It calls ``setup.prepare``, if there is one, before it loads ``setup.model.path``.  Raises ModelError, PluginError or CheckpointError.
         """
         return None
 
@@ -223,7 +222,7 @@ class Trainer(Protocol):
     async def watch(self) -> None:
         """Raises TrainerError when the trainer has died; returns if it cannot die by itself.
 
-        Runs beside the whole run, so that a death is noticed when nothing waits for the trainer.
+        Runs during the whole run, so that a death is noticed while nothing waits for the trainer.
         """
         return None
 
@@ -236,7 +235,7 @@ class AdvantageFunction(Protocol):
     """Says what each rollout of a step is worth.  Its keyword-only parameters are its options."""
 
     def __call__(self, groups: Sequence[Group], /) -> Sequence[Sequence[float | None]]:
-        """For each group a list with one finite float for each rollout; None masks the rollout."""
+        """Return for each group a list with one finite float for each rollout; None masks the rollout."""
         ...
 
 
@@ -247,7 +246,7 @@ class LossFunction(Protocol):
     """
 
     def __call__(self, inputs: LossInputs, /) -> LossOutput:
-        """One loss [N] for each token, and metrics [N] by name."""
+        """Return one loss [N] for each token, and metrics [N] by name."""
         ...
 
 
@@ -255,11 +254,11 @@ class LossFunction(Protocol):
 
 
 class Renderer(Protocol):
-    """Between messages and tokens (see ``grpo_core.rendering.Renderer``, the one that has a tokenizer)."""
+    """Converts messages to tokens and back; ``grpo_core.rendering.Renderer`` has a tokenizer."""
 
     stop_token_ids: tuple[int, ...]
     context: int
-    """Positions of the model."""
+    """Number of positions of the model."""
 
     def check_turns(self, *, tools: bool) -> None: ...
     def prompt_ids(
@@ -280,7 +279,7 @@ class Renderer(Protocol):
 
 
 class EnvironmentClient(Protocol):
-    """An environment behind its process: what the rollout code calls."""
+    """An environment in its process, as the rollout code calls it."""
 
     max_turns: int
     needs_group: bool
@@ -290,7 +289,7 @@ class EnvironmentClient(Protocol):
         ...
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """One for each episode, in order.
+        """Return one feedback for each episode, in order.
 
         An episode whose last message has ``tool_calls`` (and whose finish reason is "stop") is answered with
         the tools' results, ``Feedback(done=False)``, without asking the environment.
@@ -298,8 +297,8 @@ class EnvironmentClient(Protocol):
         ...
 
     async def close(self, sessions: Sequence[str]) -> None:
-        """End sessions by their names, each once; names that are not (or no longer) open are passed over.
+        """End sessions by their names, each once; names that are not open are ignored.
 
-        Returns at once; whoever owns the judge waits, when he closes it, until all sessions are closed.
+        Returns at once; the owner of the environment waits, on closing it, until all sessions are closed.
         """
         ...

@@ -1,4 +1,4 @@
-"""What crosses the protocols: frozen, picklable records of plain data.
+"""The records that cross the protocols: frozen, picklable, plain data.
 
 A prompt becomes an episode (what its environment sees: messages) and a rollout (what the trainer sees:
 tokens); the rollouts of one prompt are a group; the groups of one step are a batch of rows.
@@ -30,13 +30,13 @@ TRUNCATED = frozenset({"length", "tokens"})
 """End reasons of a rollout whose last completion, or whole conversation, a token limit cut off."""
 
 FinishReason = Literal["stop", "length"]
-"""Of a completion."""
+"""Reason for which a completion ended."""
 
 EndReason = Literal["stop", "length", "turns", "tokens", "tool_calls", "deadline"]
-"""Of a rollout: its last completion's reason, or the limit that it met.
+"""Reason for which a rollout ended: its last completion's reason, or the limit that it met.
 
-``turns``, ``tokens``, ``tool_calls``: it would have gone on, but may not; it keeps the rewards of its turns.
-``deadline``: its time was over; it are unscored and is played again.
+``turns``, ``tokens``, ``tool_calls``: a limit forbids another turn; it keeps the rewards of its turns.
+``deadline``: its time was over; it is unscored and is played again.
 """
 
 
@@ -85,11 +85,11 @@ class Prompt:
     messages: tuple[Message, ...] = field(converter=_messages)
     """The conversation so far; a ``str`` is one user message."""
     answer: Any = None
-    """What the environment compares a reply with; never shown to the model."""
+    """Value that the environment compares a reply with; the model never sees it."""
     id: str = ""
-    """Unique within its task; the loader fills it in when it is empty."""
+    """Name of the prompt, unique within its task; the loader fills it in when it is empty."""
     environment: str = ""
-    """The task that it belongs to; filled in by the loader."""
+    """Name of its task, which the loader fills in."""
     info: Mapping[str, Any] = field(factory=dict)
 
 
@@ -101,58 +101,58 @@ class Episode:
     messages: tuple[Message, ...] = field(converter=_messages)
     turn: int = 0
     session: Any = None
-    """What ``open`` returned; on the core's side of the process its name."""
+    """The object that ``open`` returned; in the core's process it is the session's name."""
     group: str = ""
-    """Equal for the episodes of one group."""
+    """Identifier that is equal for the episodes of one group."""
     finish_reason: EndReason = "stop"
-    """Other than "stop": this was the last turn, whatever the feedback says."""
+    """Reason for which its last completion ended; if it is not "stop", the rollout ends, whatever the
+    feedback says."""
 
     @property
     def reply(self) -> str:
-        """Text of the last completion, and ``""`` if there is none."""
+        """Text of the last completion, or ``""`` without a completion."""
         last = self.messages[-1] if self.messages else {}
         return str(last.get("content") or "") if last.get("role") == "assistant" else ""
 
 
 @frozen(kw_only=True)
 class Feedback:
-    """What an environment says of an episode.  Without a reward there is *unscored*: not a reward of 0."""
+    """The judgement of an episode.  An episode without a reward is *unscored*, which is not a reward of 0."""
 
     reward: float | None = None
     done: bool = True
     messages: tuple[Message, ...] = field(default=(), converter=_messages)
-    """With ``done=False``: what the environment answers; the model's next turn follows it."""
+    """The environment's answer if ``done`` is False; the model's next turn follows it."""
     metrics: Mapping[str, float] = field(factory=dict)
     answer: str | None = None
-    """What the reply answers, in a form in which equal answers are equal texts: a majority votes on it."""
+    """The reply's answer, in a form in which equal answers are equal texts: a majority votes on it."""
     error: str | None = None
     lost: bool = False
-    """Set by the core: unscored because the session died with its process, through no fault of its
-    own."""
+    """Whether the session died with its process, through no fault of its own; only the core sets it."""
 
 
 @frozen(kw_only=True)
 class SessionStart:
-    """What a rollout begins with."""
+    """The start of a rollout."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas of what the model may call, as ``transformers.utils.get_json_schema`` makes them."""
+    """JSON schemas of the functions that the model may call, by ``transformers.utils.get_json_schema``."""
     error: str | None = None
-    """Why there is no session."""
+    """Reason for which there is no session."""
 
 
 @frozen(kw_only=True)
 class SampleRequest:
-    """What a sampler is told before it draws; the slots are reserved already."""
+    """A request for prompts; their slots are reserved already."""
 
     generation_version: int
     """Weights that the engine held when the slots were reserved."""
     target_version: int
-    """Last step that may train on what is drawn now."""
+    """Last step that may train on the prompts that are drawn now."""
     current_version: int
     """The trainer's version when the sampler was asked."""
     expected_prompts: int
-    """Exactly so many prompts are to be returned."""
+    """Number of prompts that the sampler has to return."""
 
 
 # ---------------------------------------------------------------------------------- generation
@@ -160,20 +160,20 @@ class SampleRequest:
 
 @frozen(kw_only=True)
 class GenerationRequest:
-    """One completion that an engine is asked for."""
+    """A request for one completion."""
 
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
     """int32 [P]; any sequence of whole numbers is converted."""
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     """Strings after which generation ends; the string stays in the completion."""
     seed: int = 0
     """The sampled tokens are a function of weights, prompt and seed, whatever else is in the batch."""
     group: str = ""
-    """Equal for the requests of one group, also of later turns: a pool keeps them in one engine."""
+    """Identifier that is equal for all requests of a group: a pool keeps them in one engine."""
 
 
 @frozen(kw_only=True, init=False)
@@ -237,11 +237,11 @@ class Completion:
 
 @frozen(kw_only=True)
 class TensorInfo:
-    """Where a tensor lies in the bytes of a ``Weights``."""
+    """The place of a tensor in the bytes of a ``Weights``."""
 
     name: str
     dtype: str
-    """As torch spells it without its prefix: ``"float32"``."""
+    """Torch's name of the type without its prefix, such as ``"float32"``."""
     shape: tuple[int, ...]
     offset: int
     checksum: int
@@ -250,13 +250,13 @@ class TensorInfo:
 
 @frozen(kw_only=True)
 class Canary:
-    """A prompt whose next token is known: what the trainer's own forward pass says of it."""
+    """A prompt with its likeliest next tokens, by the trainer's own forward pass."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     """The likeliest next tokens, in falling order."""
     logprobs: tuple[float, ...]
-    """Of these tokens, at temperature 1."""
+    """Logprobs of these tokens, at temperature 1."""
 
 
 @frozen(kw_only=True)
@@ -270,18 +270,18 @@ class Weights:
     nbytes: int
     tensors: tuple[TensorInfo, ...]
     canary: tuple[Canary, ...] = ()
-    """What an engine that holds these weights must say; see ``grpo_core.engines.canary``."""
+    """Predictions that an engine with these weights must reproduce; see ``grpo_core.engines.canary``."""
 
 
 @frozen(kw_only=True)
 class EngineSetup:
-    """What the core tells an engine's factory, besides the options that the user chose."""
+    """The argument of an engine's factory, in addition to the options that the user chose."""
 
     model: str
     """A directory or hub id; complete before the first ``update_weights``."""
     trust_remote_code: bool = False
     threads: int = 1
-    """Of torch, on a CPU."""
+    """Number of torch's threads, on a CPU."""
     seed: int = 0
     log_directory: str | None = None
     deadline: float = 600.0
@@ -290,12 +290,12 @@ class EngineSetup:
 
 @frozen(kw_only=True)
 class RunInfo:
-    """The run that a tracker receives, as its factory is told."""
+    """The run that a tracker records, as an argument of its factory."""
 
     name: str
     """Name of its directory."""
     directory: Path
-    """Where a tracker may keep files of its own, for example an id that a resumed run needs again."""
+    """Directory for a tracker's own files, for example an id that a resumed run needs again."""
     config: Mapping[str, Any]
     """The resolved configuration, as tables."""
     resumed_from: int | None = None
@@ -312,22 +312,22 @@ class Rollout:
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
     """int32 [P]; any sequence of whole numbers is converted."""
     tokens: Tokens = field(factory=_no_tokens)
-    """All tokens after the prompt: those that the engine sampled and, between turns, the environment's."""
+    """All tokens after the prompt: the engine's sampled tokens and, between turns, the environment's."""
     messages: tuple[Message, ...] = ()
     reward: float | None = None
-    """Summed over turns; None is unscored."""
+    """Sum of the rewards of its turns; None is unscored."""
     metrics: Mapping[str, float] = field(factory=dict)
     answer: str | None = None
-    """Of its last feedback."""
+    """The answer in its last feedback."""
     turns: int = 0
     tool_calls: int = 0
     finish_reason: str = ""
     """An ``EndReason``; empty before the first completion."""
     error: str | None = None
-    """Why there is unscored."""
+    """Why it is unscored."""
     lost: bool = False
-    """unscored because the engine gave it up, its deadline passed, or its session died with others:
-    no fault of its environment's feedback."""
+    """Whether it is unscored because the engine gave it up, its deadline passed, or its session died with
+    others; its environment is not at fault."""
 
     @property
     def truncated(self) -> bool:
@@ -360,12 +360,12 @@ class Row:
     tokens: Tokens
     advantage: float
     group: int
-    """Equal for the rows of one group."""
+    """Identifier that is equal for the rows of one group."""
 
 
 @frozen(kw_only=True)
 class Batch:
-    """What one step trains."""
+    """The rows that one step trains."""
 
     step: int
     rows: tuple[Row, ...]
@@ -376,7 +376,7 @@ class Batch:
 
 @frozen(kw_only=True)
 class StepResult:
-    """What one step did."""
+    """The result of one step."""
 
     version: int
     metrics: Mapping[str, float]

@@ -3,8 +3,8 @@
 A rollout of several turns is one row: the prompt, then the completions as they were sampled, and between them
 the template's text around the environment's messages.  This equals the template's rendering of the whole
 conversation only if the template appends: the rendering of n + 1 turns begins with the rendering of n turns.
-Other templates (those that drop the reasoning of earlier turns, say) are refused for environments of several
-turns before anything is generated.
+Other templates (for example, ones that drop the reasoning of earlier turns) are refused for environments of
+several turns before anything is generated.
 """
 
 from __future__ import annotations

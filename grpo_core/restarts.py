@@ -1,4 +1,4 @@
-"""When to stop trying again: one count of failures in a row for children, engines and calls."""
+"""Budgets of restarts: one count of failures in a row for children, engines and calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RestartBudget:
 
     @property
     def exhausted(self) -> bool:
-        """Trying again is no use."""
+        """Whether to stop trying again."""
         return self.failures >= self.limit
 
     def failed(self) -> None:

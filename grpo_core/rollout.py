@@ -10,7 +10,7 @@ There is one ``play``; training calls it for a group, validation for a set of pr
 Rollouts do not wait for each other: each generates and is evaluated at its own pace.  There are three
 exceptions.  Rollouts of one turn share their engine call and their environment call, since no later turn
 could begin earlier.  Where an environment compares the rollouts of a group (``needs_group``), it sees the
-group when none of its rollouts calls a tool any more.  And a caller may ask for ``lockstep``.
+group when no rollout of it calls a tool any more.  And a caller may ask for ``lockstep``.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Player:
         await self._close(part)
 
     async def _reply(self, states: Sequence[RolloutState]) -> None:
-        """Generate a completion for each; of a group that is compared, until none of them calls a tool."""
+        """Generate a completion for each; in a group that is compared, until no rollout calls a tool."""
         while states:
             await self._generate(states)
             if not self._environment.needs_group:
@@ -183,7 +183,7 @@ class _Player:
 
 
 async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Await all; a single one needs no task of its own."""
+    """Await all; a single coroutine needs no task."""
     if len(coroutines) == 1:
         await coroutines[0]
     else:
@@ -207,7 +207,7 @@ def _give_up(states: Sequence[RolloutState], error: str, reason: EndReason | Non
 
 
 class LostBudget:
-    """Tells when all rollouts are lost, by the engine or with their sessions: ``in_a_row`` of them."""
+    """Raises an error when ``in_a_row`` rollouts are lost, by the engine or with their sessions."""
 
     def __init__(self, in_a_row: int) -> None:
         self._in_a_row = in_a_row

@@ -1,4 +1,4 @@
-"""From groups to the rows that a step trains.  Pure."""
+"""Converts groups to the rows that a step trains.  Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_batch(
     advantages: AdvantageFunction,
     all_rows: bool = False,
 ) -> Batch:
-    """One row for each rollout that has something to teach.
+    """Make one row for each rollout that has something to teach.
 
     Rollouts whose advantage is 0 (all of a group with equal rewards) are left out: they have no policy
     gradient, and they do not count in the loss's average either (as in DAPO, arXiv 2503.14476, section 3.2,
@@ -50,7 +50,7 @@ def make_batch(
 def checked_scores(
     scores: Sequence[Sequence[float | None]], groups: Sequence[Group], who: str
 ) -> list[list[float | None]]:
-    """What an advantage function returned, as floats and None; ``who`` it is, for messages.
+    """Check the result of an advantage function; return floats and None.  ``who`` names it in messages.
 
     Raises PluginError unless it is a finite number or None for each rollout.
     """
@@ -83,7 +83,7 @@ def _number(value: float | None, where: str) -> float | None:
 
 
 def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -> None:
-    """Raises EngineError if a token was sampled by weights that the buffer cannot have allowed.
+    """Raises EngineError if a token was sampled by weights that the buffer did not allow.
 
     The buffer bounds the staleness by construction; what this finds is an engine that does not hold the
     weights that it said it holds.

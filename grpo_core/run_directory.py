@@ -32,7 +32,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.model = path / "model"
-        """Where a tiny model is made."""
+        """Directory in which a tiny model is made."""
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunDirectory:
@@ -53,14 +53,14 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """One that exists.  Raises ConfigError if the path is none."""
+        """Open an existing run.  Raises ConfigError if the path is not a run's directory."""
         if not (path / CONFIG).is_file():
             raise ConfigError(f"{path}: holds no run (there is no {CONFIG} in it)")
         return cls(path), build([read_toml(path / CONFIG)])
 
     @classmethod
     def latest(cls, parent: Path) -> Path:
-        """The run in ``parent`` with a checkpoint that was changed last; ConfigError if there is none."""
+        """Open the newest run in ``parent`` with a checkpoint.  Raises ConfigError without such a run."""
         runs = {path.parent.parent for path in parent.glob("*/checkpoints/step-*")}
         if not runs:
             raise ConfigError(
@@ -69,7 +69,7 @@ class RunDirectory:
         return max(runs, key=lambda run: max(p.stat().st_mtime for p in run.iterdir()))
 
     def info(self, config: Config, resumed_from: int | None) -> RunInfo:
-        """The run as trackers are told of it."""
+        """Return the run's description for trackers."""
         return RunInfo(
             name=self.path.resolve().name,
             directory=self.path,
@@ -78,7 +78,9 @@ class RunDirectory:
         )
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What ``events.jsonl`` holds.  Raises ConfigError if it does not exist or a line is not an event.
+        """Yield the events of ``events.jsonl``.
+
+        Raises ConfigError if it does not exist or a line is not an event.
 
         Only the last line may be half a line: what a process was writing when it was killed.  The next
         process cuts it off.
@@ -96,7 +98,7 @@ class RunDirectory:
                     ) from None
 
     def forget_after(self, step: int) -> None:
-        """Remove what was recorded after the step that a run continues from; events are kept."""
+        """Remove the records after the step from which a run continues; events are kept."""
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -24,11 +24,11 @@ _INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.
 _LIMIT = 2**31
 
 _BYTES = 13
-"""Of a token: three times four, and one for ``sampled``."""
+"""Bytes of a token: three times four, and one for ``sampled``."""
 
 
 def as_ids(values: ArrayLike) -> Ids:
-    """Whole numbers as a read-only int32 array [n]; a read-only one is returned as it is.
+    """Return whole numbers as a read-only int32 array [n]; a read-only one is returned as it is.
 
     Raises ValueError if one is not a whole number of 32 bits.
     """
@@ -44,7 +44,7 @@ def _as_logprobs(values: ArrayLike) -> NDArray[np.float32]:
 
 
 def concatenated(parts: Sequence[Ids]) -> Ids:
-    """One after the other, int32, read-only.  A single part is returned as it is."""
+    """Join the parts in order, int32, read-only.  A single part is returned as it is."""
     return parts[0] if len(parts) == 1 else np.frombuffer(_joined(parts), _INT32)
 
 
@@ -60,7 +60,7 @@ class Tokens:
     sampled: NDArray[np.bool_] = field(converter=_as_flags)
     """Whether the engine sampled a token; what it did not sample is not trained."""
     logprobs: NDArray[np.float32] = field(converter=_as_logprobs)
-    """Of each sampled token under the distribution that it was sampled from; 0 where not sampled."""
+    """Logprob of each token under the distribution that it was sampled from; 0 where not sampled."""
     versions: Ids = field(converter=as_ids)
     """Weights that sampled each token; -1 where not sampled."""
 
@@ -79,13 +79,13 @@ class Tokens:
 
     @classmethod
     def generated(cls, ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> Tokens:
-        """Tokens that an engine sampled."""
+        """Make tokens that an engine sampled."""
         sampled = as_ids(ids)
         return cls(sampled, np.frombuffer(b"\1" * len(sampled), _BOOL), logprobs, versions)
 
     @classmethod
     def context(cls, ids: ArrayLike) -> Tokens:
-        """Tokens that the model reads and did not sample, such as an environment's answer."""
+        """Make tokens that the model reads and did not sample, such as an environment's answer."""
         read = as_ids(ids)
         n = len(read)
         versions = np.array([NOT_SAMPLED], np.int32).tobytes() * n
@@ -93,7 +93,7 @@ class Tokens:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Tokens]) -> Tokens:
-        """One after the other.  A single part is returned as it is."""
+        """Join the parts in order.  A single part is returned as it is."""
         if len(parts) <= 1:
             return parts[0] if parts else _EMPTY
         arrays: list[NDArray[Any]] = [part.ids for part in parts]
@@ -104,7 +104,7 @@ class Tokens:
 
     @property
     def n_sampled(self) -> int:
-        """How many of them the engine sampled."""
+        """Number of tokens that the engine sampled."""
         return int(np.count_nonzero(self.sampled))
 
     @property
@@ -113,7 +113,7 @@ class Tokens:
         return self.versions[self.sampled]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The four arrays by name, as safetensors takes them; ``Tokens(**arrays)`` reads them back."""
+        """Return the four arrays by name, as safetensors takes them; ``Tokens(**arrays)`` reads them back."""
         return {
             "ids": self.ids,
             "sampled": self.sampled,
@@ -158,7 +158,7 @@ def sampled_versions(parts: Sequence[Tokens]) -> Ids:
 
 
 def _from_bytes(packed: bytes) -> Tokens:
-    """Ids, logprobs, versions and flags, one after the other; the arrays are views of these bytes."""
+    """Unpack ids, logprobs, versions and flags; the arrays are views of these bytes."""
     n = len(packed) // _BYTES
     return Tokens(
         np.frombuffer(packed, _INT32, n),
@@ -209,7 +209,7 @@ def _read_logprobs(values: ArrayLike) -> NDArray[np.float32]:
 
 
 def _read_list(kind: str, values: Sequence[Any], valid: Callable[[Any], bool], expected: str) -> NDArray[Any]:
-    """Of C's ints or floats.  ``array`` refuses a float among ints, which numpy would cut off."""
+    """Read C's ints or floats.  ``array`` refuses a float among ints, which numpy would truncate."""
     try:
         read = array(kind, values)
     except (TypeError, OverflowError):

@@ -4,7 +4,7 @@
              sampled                sampled                sampled
 
 Completions stand in the row as they were sampled, with the logprobs and versions that the engine gave; only
-the answers between them are encoded.  Each limit that ends a rollout has a reason of its own.
+the answers between them are encoded.  Each limit that ends a rollout has its own reason.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _SESSIONS = itertools.count()
 
 @frozen(kw_only=True)
 class SamplingParams:
-    """How rollouts are sampled, and where they end although their environment would let them go on."""
+    """Options of sampling, and limits at which a rollout ends although its environment continues."""
 
     temperature: float
     max_tokens: int
-    """Of one completion."""
+    """Largest number of tokens of one completion."""
     stop: tuple[str, ...] = ()
     max_turns: int = 0
-    """Completions of a rollout; 0: as many as its environment says."""
+    """Largest number of completions of a rollout; 0 takes the environment's number."""
     max_total_tokens: int = 0
-    """Of prompt, completions and answers; 0: as many as the model has positions for."""
+    """Largest number of tokens of prompt, completions and answers; 0 takes the model's positions."""
     max_tool_calls: int = 0
-    """Of a rollout; 0: any number."""
+    """Largest number of tool calls of a rollout; 0 means no limit."""
 
 
 @frozen(kw_only=True)
@@ -61,7 +61,7 @@ class RolloutRequest:
 
 
 def derive_seed(*parts: Any) -> int:
-    """63 bits that depend on all of ``parts`` and on nothing else."""
+    """Return 63 bits that depend on all of ``parts`` and on nothing else."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -78,7 +78,7 @@ class RolloutState:
     parts: list[Tokens] = field(init=False, factory=list)
     """Completions and answers in turn."""
     n_tokens: int = field(init=False, default=0)
-    """Of all parts."""
+    """Number of tokens of all parts."""
     messages: tuple[Message, ...] = field(init=False)
     context: int = 0
     reward: float | None = None
@@ -108,18 +108,18 @@ class RolloutState:
 
     @property
     def max_turns(self) -> int:
-        """Completions that it may have: the lower limit of its environment and of the sampling."""
+        """Largest number of completions: the lower limit of its environment and of the sampling."""
         return min(self.environment.max_turns, self.sampling.max_turns or self.environment.max_turns)
 
     @property
     def room(self) -> int:
-        """Tokens that may still be added."""
+        """Number of tokens that may still be added."""
         limit = self.sampling.max_total_tokens or self.context
         return limit - len(self.prompt_ids) - self.n_tokens
 
     @property
     def calls_tools(self) -> bool:
-        """Its last message waits for the answers of tools."""
+        """Whether its last message waits for the answers of tools."""
         calls = self.awaiting_reward and self.finish_reason == "stop" and self.messages[-1].get("tool_calls")
         return bool(calls)
 
@@ -196,7 +196,7 @@ class RolloutState:
         )
 
     def _limit(self) -> EndReason | None:
-        """What forbids another turn."""
+        """Return the limit that forbids another turn, or None."""
         if self.turns >= self.max_turns:
             return "turns"
         if self.sampling.max_tool_calls and self.tool_calls > self.sampling.max_tool_calls:

@@ -6,7 +6,7 @@ Version ``v`` is the weights after ``v`` steps.  Step ``t`` (the first is 0) tra
 
 
 def staleness(*, trained_at: int, generated_by: int) -> int:
-    """Steps between the weights that generated and the step that trains."""
+    """Return the number of steps between the weights that generated and the step that trains."""
     return trained_at - generated_by
 
 
@@ -16,7 +16,7 @@ def deadline(*, generated_by: int, max_staleness: int) -> int:
 
 
 def capacity(*, prompts_per_step: int, max_staleness: int) -> int:
-    """Groups that may be outstanding (in flight or ready) at once.
+    """Return the number of groups that may be outstanding (in flight or ready) at once.
 
     One step that is trained now and ``max_staleness`` steps of look-ahead.  With more, the last of them
     could not be trained before its deadline; with fewer, the engine idles although it need not.

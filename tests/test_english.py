@@ -31,7 +31,7 @@ NO_SUBJECT = re.compile(
 """How no explanation of a key begins, either: the reader sees it in a table, with nothing before it."""
 FEWEST_WORDS = 3
 
-ALLOWED = {"docstrings": 187, "configuration": 66, "command line": 7}
+ALLOWED = {"docstrings": 38, "configuration": 15, "command line": 1}
 """Offenders that are left; only ever lowered."""
 
 

@@ -77,7 +77,7 @@ SEAMS = {
     "plugins/grpo-plugin-ray/tests/test_ray.py",
     "plugins/grpo-plugin-ray/tests/test_cluster.py",
 }
-"""Tests across the seam between a plugin and the core: they run the core's own pool, pipeline and commands."""
+"""Tests across the seam between a plugin and the core, which run the core's pool, pipeline and commands."""
 
 
 @pytest.mark.parametrize("path", [p for p in (*PLUGINS, *EXAMPLES) if relative(p) not in SEAMS], ids=relative)

@@ -29,7 +29,6 @@ from pathlib import Path
 
 import grpo_core as grpo
 from grpo_core.training.process import ProcessTrainer
-from grpo_core.training.start import start_model
 from grpo_core.weights.layout import load_tensors
 from grpo_core.weights.shm import SharedMemoryWriter
 
@@ -55,7 +54,9 @@ class Minimal(grpo.Trainer):
         self.setup, self.version, self.writer = setup, 0, SharedMemoryWriter()
 
     async def started(self):
-        self.start = Path(await asyncio.to_thread(start_model, self.setup))
+        if self.setup.prepare is not None:
+            await asyncio.to_thread(self.setup.prepare)
+        self.start = Path(self.setup.model.path)
         self.tensors = load_tensors(self.start)
         if self.setup.resume_from:
             self.version = json.loads((Path(self.setup.resume_from) / "trainer" / "version.json").read_text())

@@ -75,9 +75,9 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
 class Curriculum(WeightedTaskSampler):
     """Draws mostly from tasks that are neither too hard nor too easy.
 
-    A group teaches most when about half of its rollouts succeed, and nothing when all or none do.  A task's
-    success rate is the mean over its newest ``window`` groups.  While the rate is inside the band, or not
-    known yet, the task has its full weight.  Outside the band it keeps a small share, so that it is still
+    A group teaches most when about half of its rollouts succeed, and nothing when all of them agree.  A
+    task's success rate is the mean over its newest ``window`` groups.  While the rate is inside the band, or
+    not known yet, the task has its full weight.  Outside the band it keeps a small share, so that it is still
     measured and returns when the rate changes.  If every task is outside, the tasks that are too hard have
     their full weight: a solved task teaches nothing, an unsolved one may still begin to.
 

@@ -103,7 +103,7 @@ class TaskLoader:
         return len(self._prompts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the position; a copy continues there with workers of its own."""
+        """Pickle the position; a copy continues there with its own workers."""
         state = {name: value for name, value in self.__dict__.items() if name != "_indices"}
         restored = self._restored if self._dataloader is None else self._dataloader.state_dict()
         return {**state, "_restored": restored, "_dataloader": None, "_stream": None}

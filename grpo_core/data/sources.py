@@ -23,7 +23,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.records import Prompt
 
 PROMPT_FIELDS = ("prompt", "messages", "question")
-"""Fields that may hold the prompt, in order of preference, if the configuration names none."""
+"""Fields that may hold the prompt, in order of preference, if the configuration names no field."""
 
 
 class Rows(Protocol):

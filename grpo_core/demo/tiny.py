@@ -26,12 +26,12 @@ from grpo_core.training.policy import collate
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 CHARACTERS = "\n" + "".join(c for c in map(chr, range(32, 127)) if c in string.printable)
 CONTEXT = 256
-"""Tokens of prompt and completion that the model has positions for."""
+"""Number of positions of the model."""
 BATCH = 128
 LR = 4e-3
 
 Demonstrations = Sequence[Sequence[str]]
-"""Each a prompt, a reply, what it is answered, a reply, ...; the last is a reply."""
+"""Conversations: a prompt, a reply, an answer, a reply, ..., with a reply at the end."""
 
 
 def make_tiny_model(
@@ -101,12 +101,12 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def encode(text: str) -> tuple[int, ...]:
-    """Token ids of a text, as the written tokenizer gives them."""
+    """Return the token ids of a text, as the written tokenizer does."""
     return tuple(CHARACTERS.find(c) + 3 if c in CHARACTERS else 2 for c in text)
 
 
 def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps: int, seed: int) -> None:
-    """Supervised steps on the replies and their end, 128 demonstrations each, drawn by ``seed``."""
+    """Take supervised steps on the replies and their ends, 128 demonstrations each, drawn by ``seed``."""
     if not steps:
         return
     rows = [_row(*texts) for texts in demonstrations]
@@ -125,7 +125,7 @@ def warm_start(model: torch.nn.Module, demonstrations: Demonstrations, *, steps:
 
 
 def _row(prompt: str, *said: str) -> Row:
-    """Replies and answers in turn; replies are learnt, with the end of each."""
+    """Encode replies and answers in turn; replies are learnt, with the end of each."""
     parts: list[Tokens] = []
     for place, text in enumerate(said):
         if place % 2:

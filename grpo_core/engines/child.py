@@ -26,13 +26,13 @@ MAX_DEATHS = 3
 
 
 class ChildEngine:
-    """An engine in a child process of its own: satisfies ``grpo_core.Engine``.
+    """An engine in its own child process; it satisfies ``grpo_core.Engine``.
 
     The child starts at once; the constructor does not wait.  If it dies, running ``generate`` calls raise
     EngineError, and the next call starts another child, which gets the last weights before anything else.
 
     Args:
-        setup: what the core tells an engine's factory.
+        setup: the argument of an engine's factory.
         name: the engine's name in messages and in the name of its log.
         server: ``"module:Class"`` or ``"path/to/file.py:Class"`` of the server, usually a
             ``DecodingServer``; made in the child as ``Class(setup=setup, **options)``.
@@ -67,7 +67,7 @@ class ChildEngine:
         """The child holds ``_weights``."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in order.
+        """Return one completion for each request, in order.
 
         Cancelling the task frees the rows.  Raises EngineError if the child died (ask again), if it died
         ``MAX_DEATHS`` times in a row (do not), or if a request cannot be decoded.
@@ -89,7 +89,7 @@ class ChildEngine:
         return wire.unpack_completions(answer)
 
     async def update_weights(self, weights: Weights) -> None:
-        """Returns when every later token is sampled from ``weights``.
+        """Return when every later token is sampled from ``weights``.
 
         Raises WeightSyncError if they could not be read or are not the model's, or if the child did not
         answer within the setup's deadline; ModelError if the model's configuration cannot be used.
@@ -104,7 +104,7 @@ class ChildEngine:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None while there is none."""
+        """Process id of the child; None while no child runs."""
         return self._child.pid if self._child is not None else None
 
     async def aclose(self) -> None:
@@ -143,7 +143,7 @@ class ChildEngine:
             return child
 
     async def _give(self, weights: Weights) -> None:
-        """Let a child hold them, a new one if need be."""
+        """Give the weights to the child; start a new one if it has died."""
         seconds = self._setup.deadline
         while True:
             child = self._living_child()
@@ -172,7 +172,7 @@ class ChildEngine:
         return self._child
 
     def _died(self, child: Child, why: GrpoError) -> None:
-        """Note the death once, however many calls report it; EngineError if it was one too many."""
+        """Note the death once, however many calls report it; raise EngineError if it was one too many."""
         if child is self._child:
             child.kill()
             self._child, self._ready = None, False

@@ -55,14 +55,14 @@ class DecodingServer(ABC):
     name: ClassVar[str]
     """The engine's name in messages."""
     idle_seconds: float = 0.0
-    """Seconds without a call or a running request after which ``idle`` is called; 0: never."""
+    """Seconds without a call or a running request after which ``idle`` is called; 0 means never."""
 
     _connection: Connection
 
     def __init__(self) -> None:
         self._keys = itertools.count()
         self._calls: dict[int, _OpenCall] = {}
-        """By ticket, which is the parent's number of a ``generate``."""
+        """Calls by ticket, which is the parent's number of a ``generate``."""
         self._tickets: dict[int, int] = {}
         """Ticket of each running request."""
         self._update: _Update | None = None
@@ -90,7 +90,7 @@ class DecodingServer(ABC):
 
     @abstractmethod
     def step(self) -> Iterable[tuple[int, Completion | EngineError]]:
-        """Decode at least one more token; returns the keys of the requests that ended, and their results.
+        """Decode at least one more token; return the keys of the requests that ended, and their results.
 
         Called only while a request is running.
         """
@@ -100,11 +100,11 @@ class DecodingServer(ABC):
         """Stop decoding these requests; they are running, and nobody waits for them any more."""
 
     def idle(self) -> None:  # noqa: B027 - optional
-        """Called once when there was nothing to do for ``idle_seconds``, say to free memory."""
+        """Called once when there was nothing to do for ``idle_seconds``, for example to free memory."""
 
     @property
     def busy(self) -> bool:
-        """Requests are running."""
+        """Whether requests are running."""
         return bool(self._tickets)
 
     # ------------------------------------------------------------------------------ the loop
@@ -228,7 +228,7 @@ class DecodingServer(ABC):
 
 
 def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, positions: int) -> None:
-    """Raises EngineError if no engine with so many tokens and positions can complete the request."""
+    """Raises EngineError if no engine with this vocabulary and these positions can complete the request."""
     n = len(request.prompt_ids)
     if not n:
         raise EngineError(f"engine {engine}: a request has no prompt tokens; a prompt needs at least one")

@@ -19,10 +19,10 @@ CLOSE = 10.0
 """Seconds that an engine may take to close."""
 
 MAX_FAILURES = 3
-"""Engines in a row that finished nothing, after which their member is given up."""
+"""Number of engines in a row that finished nothing, after which their member is given up."""
 
 RECOVERABLE_ERRORS = (EngineError, ChildDied, WeightSyncError, DeadlineExceeded, TimeoutError)
-"""Errors after which another engine is tried; any other error (a broken contract, say) ends the run."""
+"""Errors after which another engine is tried; any other error, such as a broken contract, ends the run."""
 
 
 class CanaryMismatch(Exception):  # noqa: N818 - a canary's finding, told apart from a sync that did not come about
@@ -38,11 +38,11 @@ class Member:
     changed: Callable[[], None]
     """Called when the engine has failed, and when it finishes a request while it leaves."""
     holds: WeightsLease | None = None
-    """Weights that the engine holds; None if there are no weights or it is not known."""
+    """Weights that the engine holds; None if it holds no weights, or unknown ones."""
     refuses: WeightsLease | None = None
     """Weights that the engine refused while it kept the version before."""
     tokens: int = 0
-    """Tokens of its running requests: prompts plus the most that may be sampled."""
+    """Number of tokens of its running requests: prompts plus the most that may be sampled."""
     budget: RestartBudget = field(factory=lambda: RestartBudget(MAX_FAILURES))
     """Number of engines in a row that finished nothing."""
     leaving: bool = False
@@ -55,7 +55,7 @@ class Member:
     ) -> Exception | None:
         """Add the completions that the engine finishes to ``found``; return an error if some are missing.
 
-        Each request is a call of its own, so completions that are finished when the engine dies are kept.
+        Each request is a separate call, so completions that are finished when the engine dies are kept.
         """
         calls = {i: self._call(request) for i, request in requests.items()}
         answers = await asyncio.gather(*calls.values(), return_exceptions=True)

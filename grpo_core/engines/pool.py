@@ -63,11 +63,11 @@ class Statistics:
     serving: int
     """Number of members that get requests."""
     members: int
-    """Number of all members, including those that start, are behind, or are being replaced."""
+    """Number of all members, including members that start, are behind, or are being replaced."""
     given_up: int
     replaced: int
     tokens: int
-    """Tokens of the running requests: prompts plus the most that may be sampled."""
+    """Number of tokens of the running requests: prompts plus the most that may be sampled."""
 
 
 class EnginePool:
@@ -100,7 +100,7 @@ class EnginePool:
         self._members: list[Member] = []
         self._given_up: set[int] = set()
         self._failed: dict[int, str] = {}
-        """Why each member's last engine was replaced."""
+        """Reason for which each member's last engine was replaced."""
         self._replaced = 0
         self._next = 0
         self._current: WeightsLease | None = None
@@ -109,7 +109,7 @@ class EnginePool:
         """Weights that every member should hold."""
         self._homes: OrderedDict[Hashable, Member] = OrderedDict()
         self._running: Counter[Hashable] = Counter()
-        """Tokens of the requests of each group that are not answered yet."""
+        """Number of tokens of each group's requests that are not answered yet."""
         self._fault: Exception | None = None
         self._changed = asyncio.Event()
         for _ in range(workers):

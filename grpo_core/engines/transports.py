@@ -1,4 +1,4 @@
-"""How an engine can take weights: its factory declares the transports, the core chooses one of them."""
+"""The transports of weights: an engine's factory declares those it accepts, and the core chooses one."""
 
 from __future__ import annotations
 

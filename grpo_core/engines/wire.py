@@ -8,9 +8,11 @@ from typing import Any
 from grpo_core.records import Completion, GenerationRequest
 
 Packed = list[tuple[Any, ...]]
+"""Requests or completions as tuples."""
 
 
 def pack_requests(requests: Iterable[GenerationRequest]) -> Packed:
+    """Convert requests to tuples."""
     return [
         (r.prompt_ids, r.max_tokens, r.temperature, r.stop_token_ids, r.stop, r.seed, r.group)
         for r in requests
@@ -18,6 +20,7 @@ def pack_requests(requests: Iterable[GenerationRequest]) -> Packed:
 
 
 def unpack_requests(packed: Packed) -> list[GenerationRequest]:
+    """Convert tuples to requests."""
     return [
         GenerationRequest(
             prompt_ids=prompt_ids,
@@ -33,8 +36,10 @@ def unpack_requests(packed: Packed) -> list[GenerationRequest]:
 
 
 def pack_completions(completions: Sequence[Completion]) -> Packed:
+    """Convert completions to tuples, which share the arrays."""
     return [(c.tokens, c.finish_reason) for c in completions]
 
 
 def unpack_completions(packed: Packed) -> list[Completion]:
+    """Convert tuples to completions, which share the arrays."""
     return [Completion.of(tokens, finish_reason) for tokens, finish_reason in packed]

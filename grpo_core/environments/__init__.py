@@ -1,1 +1,1 @@
-"""Environments: their processes, and what judges and tools are asked."""
+"""Environments: their processes, their calls, and the tools of models."""

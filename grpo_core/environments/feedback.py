@@ -1,4 +1,4 @@
-"""What an environment returned, as feedback."""
+"""Converts the results of environments to feedback."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Plugins: found, checked, loaded, asked for what they offer."""
+"""Plugins: finds, checks and loads them, and lists their offers."""

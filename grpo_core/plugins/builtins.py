@@ -1,4 +1,4 @@
-"""What the core itself offers, as a plugin like any other."""
+"""The offers of the core itself, as a plugin like any other."""
 
 from __future__ import annotations
 

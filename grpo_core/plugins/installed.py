@@ -1,4 +1,4 @@
-"""Plugins that are installed as distributions, or lie in a file."""
+"""Finds plugins that are installed as distributions or written in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_core.plugins.offers import Plugin
 
 
 def installed(reserved: Iterable[str]) -> list[tuple[Plugin, EntryPoint]]:
-    """Every entry point of the group; those of one name are told apart by their distribution.
+    """Return every entry point of the group; the distribution distinguishes those of one name.
 
     ``reserved`` names are in use already.
     """
@@ -44,7 +44,7 @@ def _distribution(entry: EntryPoint) -> Distribution:
 
 
 def names_of(plugin: Plugin, entry: EntryPoint) -> set[str]:
-    """What a plugin may be called in a list of plugins."""
+    """Return the names by which a list of plugins may select a plugin."""
     return {plugin.name, entry.name, plugin.distribution}
 
 
@@ -65,7 +65,7 @@ def import_plugin(entry: EntryPoint) -> Any:
 def import_file(path: Path) -> Any:
     """Import a file that is not installed.
 
-    Its directory becomes the last place where modules are looked for: the file finds what lies beside it,
+    Its directory becomes the last place where modules are looked for: the file finds modules next to it,
     and nothing there can hide a module of the standard library or of an installed package.
     """
     from importlib.util import module_from_spec, spec_from_file_location

@@ -1,1 +1,1 @@
-"""What a run shows: its files, its terminal, its report."""
+"""The output of a run: its files, its terminal view and its report."""

@@ -12,14 +12,14 @@ from typing import Any, Literal
 from attrs import frozen
 
 WIDTH, HEIGHT = 480, 200
-"""Of the view, in its own units."""
+"""Size of the view, in its own units."""
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
 """Margins around the plane of the points."""
 MOST_POINTS = 300
-"""Of a line: a longer one is drawn through the means of neighbours."""
+"""Largest number of points of a line; a longer line is drawn through the means of neighbours."""
 
 LARGEST = 1e300
-"""Of the values: what is larger, or not finite, is a gap."""
+"""Largest value; a larger one, or one that is not finite, leaves a gap."""
 
 Point = tuple[float, float]
 Style = Literal["line", "faint", "dots"]
@@ -32,7 +32,7 @@ class Series:
     name: str
     points: Sequence[Point]
     colour: int = 0
-    """Place in the template's palette."""
+    """Place of the color in the template's palette."""
     style: Style = "line"
     """``faint`` is drawn behind the others, ``dots`` marks each point."""
 
@@ -44,13 +44,13 @@ class Chart:
     title: str
     note: str
     series: tuple[Series, ...]
-    """With at most ``MOST_POINTS`` points each."""
+    """Series with at most ``MOST_POINTS`` points each."""
     lines: tuple[str, ...]
-    """Of each series: its path, in SVG's spelling."""
+    """The path of each series, as SVG writes it."""
     marks: tuple[tuple[Point, ...], ...]
-    """Of each series: its points, if they are marked."""
+    """The points of each series, if they are marked."""
     x_ticks: tuple[tuple[float, str], ...]
-    """Place and label."""
+    """Place and label of each tick."""
     y_ticks: tuple[tuple[float, str], ...]
     x_range: Point
     y_range: Point
@@ -61,7 +61,7 @@ class Chart:
 
 
 def readings(chart: Chart) -> dict[str, Any]:
-    """What is read at a place of the chart: the steps and values of each series, as JSON values."""
+    """Return the readings of the chart: the steps and values of each series, as JSON values."""
     return {
         "width": WIDTH,
         "x": chart.x_range,
@@ -87,7 +87,7 @@ def chart(
     low: float | None = None,
     high: float | None = None,
 ) -> Chart | None:
-    """The chart of the series that have a point, or None if none has.
+    """Return the chart of the series that have a point, or None if no series has one.
 
     Args:
         title, note: what is measured, and how to read it.
@@ -133,7 +133,7 @@ def chart(
 
 
 def shortened(series: Series, most: int = MOST_POINTS) -> Series:
-    """The same with at most so many points: means of neighbours, of as many for each."""
+    """Return the series with at most this many points, which are means of equally many neighbours."""
     points = series.points
     if len(points) <= most:
         return series
@@ -147,7 +147,7 @@ def shortened(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
-    """Each point's ``y`` is the mean of its neighbours at most ``reach`` places away."""
+    """Replace each point's ``y`` by the mean of its neighbours at most ``reach`` places away."""
     smooth = []
     for place, (x, _) in enumerate(points):
         near = [p[1] for p in points[max(0, place - reach) : place + reach + 1] if _finite(p)]
@@ -156,7 +156,7 @@ def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
 
 
 def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
-    """Round numbers 1, 2 or 5 times a power of ten apart, so that the first and the last enclose the range.
+    """Return round numbers, 1, 2 or 5 times a power of ten apart, that enclose the range.
 
     ``whole`` ones lie inside of it, and are whole numbers.
     """
@@ -187,7 +187,7 @@ def label(value: float, percent: bool = False) -> str:
 
 
 def _path(places: Sequence[Point | None]) -> str:
-    """Through the places; after a gap it is taken up anew."""
+    """Return the path through the places, with a new start after each gap."""
     parts, pen = [], "M"
     for place in places:
         if place is None:

@@ -1,4 +1,4 @@
-"""What the metrics of a run show, by task and over its steps: which curves belong in one chart.  Pure."""
+"""Selects the curves of a run's charts, by task and over its steps.  Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
 
 RECENT = 10
-"""Steps that the numbers of a table are means of."""
+"""Number of steps over which the numbers of a table are averaged."""
 SMOOTH = 40
-"""A smoothed curve's point is the mean of one part in so many of all."""
+"""Number of parts of a curve; each point of a smoothed curve is the mean of one part."""
 GENERATION, TRAINING, GREY = 0, 1, 5
-"""Places in the palette: of the two sides of a run, and of what stands behind."""
+"""Places in the palette: the two sides of a run, and the background."""
 
 
 @frozen(kw_only=True)
@@ -31,13 +31,13 @@ class Task:
     metric: str
     """The metric that stands for its validation."""
     validation: Sequence[Point]
-    """By version."""
+    """Results of the validations, by version."""
     rewards: Sequence[Point]
-    """In training, by step."""
+    """Mean rewards in training, by step."""
     numbers: Mapping[str, float | None]
-    """Means over the last steps that trained it; None if none did."""
+    """Means over the last steps that trained the task; None if no step did."""
     groups: int
-    """Trained in all."""
+    """Number of groups that were trained in all."""
     errors: int
 
 
@@ -54,7 +54,7 @@ NUMBERS: Mapping[str, str] = {
 
 
 def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> list[Task]:
-    """Those of the configuration, and any that was trained or measured."""
+    """Return the tasks of the configuration, and any task that was trained or measured."""
     configured = config.get("tasks")
     names = set(configured) if isinstance(configured, Mapping) else set()
     names |= {key.removeprefix("groups/") for row in steps for key in row if key.startswith("groups/")}
@@ -208,7 +208,7 @@ def _series(steps: Sequence[Row], metric: str, name: str, colour: int, style: An
 
 
 def _nonzero(series: Sequence[Series]) -> list[Series]:
-    """All of them, or none if they are 0 throughout."""
+    """Return all of them, or an empty list if they are 0 throughout."""
     return [*series] if any(y for one in series for _, y in one.points) else []
 
 

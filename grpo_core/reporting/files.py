@@ -35,7 +35,7 @@ class FilesTracker(Tracker):
         self._metrics = _appending(run.directory / "metrics.jsonl")
         self._events = _appending(run.directory / "events.jsonl")
         self._time = 0.0
-        """When the newest event happened."""
+        """Time of the newest event."""
 
     def event(self, event: Event) -> None:
         """A line of events.jsonl."""
@@ -119,7 +119,7 @@ def _appending(path: Path) -> TextIO:
 
 
 def _whole_lines(path: Path) -> int:
-    """Bytes up to the last newline; the file may be large, so it is read from its end."""
+    """Return the number of bytes up to the last newline; a large file is read from its end."""
     with open(path, "rb") as file:
         begin = file.seek(0, os.SEEK_END)
         while begin:
@@ -131,7 +131,7 @@ def _whole_lines(path: Path) -> int:
 
 
 def _line(value: Mapping[str, Any]) -> str:
-    """JSON with its newline, to be written at once, so that a reader never sees half of it."""
+    """Return JSON with its newline, to be written at once, so that a reader never sees half a line."""
     try:
         return json.dumps(value, default=str, allow_nan=False) + "\n"
     except ValueError:
@@ -147,7 +147,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: it is written as null."""
+    """Replace NaN by None, since JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

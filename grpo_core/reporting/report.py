@@ -1,8 +1,8 @@
 """The tracker ``report`` and its ``report.html``: a run on one page that opens offline, and on a phone.
 
 It is made from the files of the run (see ``grpo_core.run_directory``) and needs nothing else, so that it
-can be made of a run that goes on, was killed, or lies on another machine.  Whatever the files hold is text to
-it: the template escapes everything, and what cannot be read is left out and counted.
+can be made of a run that goes on, was killed, or was copied from another machine.  Whatever the files hold is
+text to it: the template escapes everything, and what cannot be read is left out and counted.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from grpo_core.reporting.curves import Task, charts, tasks_of
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
-"""Events that the report tells of; the others, which are by far the most, are not parsed."""
+"""Events that the report shows; the others, which are by far the most, are not parsed."""
 SAMPLED_STEPS = 5
-"""Steps of which rollouts are shown."""
+"""Number of steps whose rollouts are shown."""
 MOST_ROLLOUTS = 4096
-"""Of a step that are looked at for it."""
+"""Largest number of rollouts of a step that the report reads."""
 LONGEST_TEXT = 2000
-"""Characters of a prompt or a reply that are shown."""
+"""Number of characters of a prompt or a reply that are shown."""
 MOST_TOLD = 50
-"""Errors and skipped prompts that are shown."""
+"""Number of errors and skipped prompts that are shown."""
 
 Row = Mapping[str, Any]
 
 
 @define
 class Files:
-    """What the files of a run hold."""
+    """The contents of a run's files."""
 
     path: Path
     config: str = ""
-    """As it is written."""
+    """Text of the configuration file."""
     table: Mapping[str, Any] = field(factory=dict)
-    """As it is read."""
+    """The configuration as tables."""
     steps: list[Row] = field(factory=list)
     validations: list[Row] = field(factory=list)
     events: list[Row] = field(factory=list)
     unreadable: int = 0
-    """Lines: half of one is what a process was writing when it was killed."""
+    """Number of lines that cannot be read; a killed process leaves half a line at the end of a file."""
 
     @classmethod
     def read(cls, path: Path) -> Files:
@@ -70,7 +70,7 @@ class Files:
         return files
 
     def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
-        """Those of the first step, the last one, and some between."""
+        """Yield the rollouts of the first step, the last step, and some steps between."""
         found = sorted((self.path / "rollouts").glob("step-*.jsonl"))
         places = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)} if found else set()
         for place in sorted(places):
@@ -82,7 +82,7 @@ class Files:
         return [row for row in self.events if row.get("event") == event]
 
     def _rows(self, path: Path, wanted: Sequence[str] = ()) -> Iterator[Row]:
-        """The JSON objects of a file; with ``wanted`` only those that begin with one of these."""
+        """Yield the JSON objects of a file; with ``wanted`` only lines that begin with one of these."""
         if not path.is_file():
             return
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -182,7 +182,7 @@ def state(files: Files) -> str:
 
 
 def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str]]:
-    """Of each task: its name, what was measured, before and after."""
+    """Return for each task its name, the measured metric, and its values before and after."""
     told = []
     for task in tasks:
         curve, what = (
@@ -195,7 +195,7 @@ def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str]]:
 
 
 def tiles(files: Files) -> list[tuple[str, str, str]]:
-    """Label, value and what it means, of the numbers on top."""
+    """Return label, value and meaning of each number at the top of the page."""
     steps = files.steps
 
     def column(name: str) -> list[float]:
@@ -229,7 +229,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
 
 
 def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One for each cause: how often, from which step to which, and what was said last."""
+    """Return one entry for each cause: its count, its first and last step, and its last message."""
     causes: dict[str, dict[str, Any]] = {}
     for row in rows:
         cause = causes.setdefault(str(row.get("cause")), {"first": row.get("step"), "times": 0})
@@ -241,7 +241,7 @@ def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def samples(files: Files) -> list[Sample]:
-    """Of some steps and each task the best and the worst rollout of a group, the most telling one."""
+    """Return the best and the worst rollout of the most instructive group, for some steps and each task."""
     found = []
     for step, rows in files.rollouts():
         for task in sorted({str(row.get("task")) for row in rows}):
@@ -261,7 +261,7 @@ def samples(files: Files) -> list[Sample]:
 
 
 def _spread(group: Sequence[Row]) -> float:
-    """Of the rewards of a group: where they differ there is something to see."""
+    """Return the spread of a group's rewards: a group with a large spread is instructive."""
     rewards = [_plain(row.get("reward")) for row in group]
     return max(rewards) - min(rewards)
 
@@ -302,7 +302,7 @@ def _short(text: str) -> str:
 
 
 def number(value: Any) -> str:
-    """In a few digits: 12345678 is 12.3M."""
+    """Format a number in a few digits: 12345678 is 12.3M."""
     if not _is_number(value):
         return "-"
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -312,7 +312,7 @@ def number(value: Any) -> str:
 
 
 def share(value: Any) -> str:
-    """In percent, if it is a share."""
+    """Format a value, in percent if it is a share."""
     return f"{value:.1%}" if _is_number(value) and 0 <= value <= 1 else number(value)
 
 

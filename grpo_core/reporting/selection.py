@@ -34,7 +34,7 @@ def check_trackers(config: TrackingConfig, host: PluginHost) -> None:
 def make_trackers(config: TrackingConfig, host: PluginHost, run: RunInfo) -> dict[str, Tracker]:
     """The selected trackers by name.
 
-    Raises PluginError if one cannot be made; those that were made before it are closed.
+    Raises PluginError if one cannot be made, after closing the trackers that were made before.
     """
     made: dict[str, Tracker] = {}
     try:

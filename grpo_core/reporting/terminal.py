@@ -37,7 +37,7 @@ _RECENT = 10
 
 
 def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
-    """The last values as bars between ``low`` and ``high``."""
+    """Draw the last values as bars between ``low`` and ``high``."""
     span = (high - low) or 1.0
     places = [min(max((value - low) / span, 0.0), 1.0) for value in values[-_WIDTH:]]
     return "".join(_BARS[round(place * (len(_BARS) - 1))] for place in places)
@@ -55,7 +55,7 @@ class TerminalTracker(Tracker):
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._validation: dict[str, list[tuple[str, float]]] = {}
-        """Of each task: the metric that stands for it, and its value."""
+        """Name and value of the metric that represents each task, by task."""
         self._step = 0
         self._warned: set[str] = set()
         self._sample: tuple[str, str, float] | None = None
@@ -67,7 +67,7 @@ class TerminalTracker(Tracker):
 
     @staticmethod
     def make_console() -> Console:
-        """Return where it is drawn."""
+        """Return the console that the view is drawn on."""
         return Console(stderr=False)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class TerminalTracker(Tracker):
     # ------------------------------------------------------------------------------ drawing
 
     def _mean(self, name: str) -> float:
-        """Over the last steps, each weighed with the time it took."""
+        """Return the mean of a metric over the last steps, weighted by their times."""
         times = [m.get("time/step", 0.0) for m in self._recent]
         weighed = sum(time * m.get(name, 0.0) for time, m in zip(times, self._recent, strict=True))
         return weighed / (sum(times) or 1.0)
@@ -191,7 +191,7 @@ class TerminalTracker(Tracker):
         return rows
 
     def _tasks(self) -> list[tuple[str, str, RenderableType]]:
-        """A line for each task, if there are several."""
+        """Return a line for each task, if there are several."""
         tasks = sorted({task for metrics in self._recent for task in _tasks_of(metrics)})
         rows: list[tuple[str, str, RenderableType]] = []
         for task in tasks if len(tasks) > 1 else ():
@@ -209,7 +209,7 @@ class TerminalTracker(Tracker):
 
 
 def _tasks_of(metrics: Mapping[str, Any]) -> list[str]:
-    """Those that were trained."""
+    """Return the tasks that were trained."""
     return [name.removeprefix("groups/") for name in metrics if name.startswith("groups/")]
 
 

@@ -1,4 +1,4 @@
-"""Sends the events of a run to its trackers, each on a thread of its own, off the event loop."""
+"""Sends the events of a run to its trackers, each on its own thread, off the event loop."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from grpo_core.metrics import validation_metrics
 from grpo_core.protocols import Tracker
 
 BACKLOG = 10_000
-"""Events that may wait for a tracker."""
+"""Number of events that may wait for a tracker."""
 TOKENS = 20_000_000
-"""Tokens of the rollouts that may wait for a tracker: about 300 MB."""
+"""Number of tokens of the rollouts that may wait for a tracker: about 300 MB."""
 PATIENCE = 30.0
 """Seconds that the end of a run waits for a tracker to finish."""
 REQUIRED_PATIENCE = 300.0
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Written = Callable[[], None]
 OnFailure = Callable[[str, TrackingError, bool], None]
 Item = Event | Written | None
-"""An event; or what to call when all events before it were handled; or the end."""
+"""An event, a function to call when all events before it were handled, or the end."""
 
 
 class Trackers:
@@ -131,7 +131,7 @@ class TrackerThread:
         self._who, self._tracker, self._on_failure = f"tracker {name!r}", tracker, on_failure
         self._waiting: deque[Item] = deque()
         self._tokens = 0
-        """Of the rollouts in ``_waiting``."""
+        """Number of tokens of the rollouts in ``_waiting``."""
         self._change = threading.Condition()
         self._doing = "its start"
         self._dropped = False

@@ -1,4 +1,4 @@
-"""What plugin authors test with: contracts as checks, fakes that keep them, and a virtual clock.
+"""The test kit of plugin authors: contracts as checks, fakes that keep them, and a virtual clock.
 
     check_environment, check_sampler, check_validation_strategy   each is a whole test
     check_engine, ENGINE_LAWS                what an engine does, and what it computes

@@ -1,4 +1,4 @@
-"""An event loop on virtual time: sleeping takes none, and a deadlock is an error at once.
+"""An event loop on virtual time: sleeping takes no real time, and a deadlock is an error at once.
 
     clock.run(story())           # an hour of asyncio.sleep passes in microseconds
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):  # noqa: N818 - it is what it is
-    """Nothing can run and no timer is set."""
+    """Raised when nothing can run and no timer is set."""
 
 
 class _Selector(selectors.BaseSelector):

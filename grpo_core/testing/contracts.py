@@ -30,7 +30,7 @@ from grpo_core.testing.conformance import Conformance, Finding
 from grpo_core.testing.hosted import HostedEnvironment, finished
 
 SMALL = 100_000
-"""Bytes of JSON that a sampler's state has at most: it is part of each checkpoint."""
+"""Largest number of bytes of a sampler's state as JSON: it is part of each checkpoint."""
 
 
 def check_environment(make: Callable[[], Any]) -> None:
@@ -48,7 +48,7 @@ def check_environment(make: Callable[[], Any]) -> None:
 
 
 def environment_findings(make: Callable[[], Any]) -> list[Finding]:
-    """What ``grpo_core.testing.conformance`` finds of an environment in this process."""
+    """Return the findings of ``grpo_core.testing.conformance`` about an environment in this process."""
     conformance = Conformance(lambda: HostedEnvironment(make()), finished)
     conformance.start()
     try:
@@ -72,7 +72,7 @@ class MemoryLoader:
         return prompts
 
     def copy(self) -> MemoryLoader:
-        """One that goes on by itself from here."""
+        """Return a copy that continues independently from here."""
         other = copy.copy(self)
         other.given, other._indices = [], copy.copy(self._indices)
         return other
@@ -84,15 +84,15 @@ class MemoryLoader:
 class SamplerContract(RuleBasedStateMachine):
     """A run as a sampler sees it.
 
-    The sampler is asked for any number of prompts at any version, told of groups late, out of order, twice or
-    never, and saved and resumed at any moment.
+    The sampler is asked for any number of prompts at any version, sees groups late, out of order, twice
+    or never, and is saved and resumed at any moment.
 
     It holds that
 
     * exactly as many prompts are returned as were asked for;
-    * they are those that it took from the loaders just now: none is made up, thrown away, or returned twice;
+    * they are the prompts that it just took from the loaders: not made up, dropped, or returned twice;
     * the state is JSON, and small;
-    * a resumed sampler draws what the uninterrupted one draws, and two that are resumed from one state agree.
+    * a resumed sampler draws like the uninterrupted one, and two that are resumed from one state agree.
 
     ``make`` and ``tasks`` are set by ``check_sampler``.
     """
@@ -175,7 +175,7 @@ class SamplerContract(RuleBasedStateMachine):
 
 
 def _draw(sampler: Sampler, loaders: Mapping[str, MemoryLoader], request: SampleRequest) -> list[Prompt]:
-    """What the sampler draws, which is what it took."""
+    """Draw prompts; check that the sampler returns exactly the prompts that it took."""
     before = {task: len(loader.given) for task, loader in loaders.items()}
     prompts = checked_sample(sampler, type(sampler).__name__, loaders, request)
     taken = _ids(prompt for task, loader in loaders.items() for prompt in loader.given[before[task] :])
@@ -192,7 +192,7 @@ def _ids(prompts: Iterable[Prompt]) -> Counter[tuple[str, str]]:
 
 
 def _state_of(sampler: Sampler) -> str | None:
-    """As it stands in a checkpoint."""
+    """Return the state as it is read from a checkpoint."""
     if not hasattr(sampler, "state_dict"):
         return None
     state = json.dumps(sampler.state_dict(), allow_nan=False)

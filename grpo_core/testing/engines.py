@@ -30,7 +30,7 @@ async def check_engine(
     tolerance: float = 1e-3,
     seeded: bool = True,
 ) -> None:
-    """Raises AssertionError that says what the engine does not keep; closes it at the end.
+    """Raises AssertionError that says what the engine violates; closes the engine at the end.
 
     Args:
         engine: has not been given weights yet.
@@ -165,7 +165,7 @@ def ids_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 async def _error_of(call: Awaitable[object], kind: type[Exception]) -> str:
-    """What the call's error says; empty if it has none."""
+    """Return the message of the call's error, or "" if the call succeeds."""
     try:
         await call
     except kind as error:

@@ -30,7 +30,7 @@ from grpo_core.tool_calls import parse_calls
 
 
 def prompts(n: int, task: str = "task") -> list[Prompt]:
-    """``n`` prompts of a task."""
+    """Make ``n`` prompts of a task."""
     return [Prompt(messages=f"prompt {i}", answer=str(i), id=str(i), environment=task) for i in range(n)]
 
 
@@ -119,7 +119,7 @@ class FakeEngine:
 
 
 class FakeTrainer(Trainer):
-    """Its weights are a number that depends on everything that was trained, in order."""
+    """A trainer whose weights are a number that depends on everything that was trained, in order."""
 
     def __init__(self, *, seconds: float = 1.0, version: int = 0) -> None:
         self.seconds = seconds

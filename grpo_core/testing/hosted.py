@@ -32,7 +32,7 @@ class HostedEnvironment:
 
     As in a run, a batch that raises is evaluated again in its parts, and the episodes that still raise are
     unscored with an error.  No method ever waits, so ``finished`` can run it without an event loop; an
-    environment whose methods are async needs that, since it runs in an event loop of its own.
+    environment whose methods are async needs that, since it runs in its own event loop.
     """
 
     first_traceback = ""
@@ -46,7 +46,7 @@ class HostedEnvironment:
         """Number of episodes in each call of ``evaluate``."""
 
     async def start(self) -> None:
-        """Does nothing: the environment exists."""
+        """Do nothing: the environment exists already."""
 
     async def prompts(self, split: str) -> list[Prompt]:
         """The prompts of ``"train"`` or ``"validation"``; each has an id and the task's name."""

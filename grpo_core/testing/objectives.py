@@ -47,7 +47,7 @@ def check_advantage(function: Callable[..., Any], **options: Any) -> None:
 
 
 class LossContract:
-    """What a loss has to be for a step of the trainer to mean something; iterates over its clauses.
+    """The contract of a loss, without which a step has no meaning; iterates over its clauses.
 
     Args:
         loss: the loss with its options filled in.
@@ -203,7 +203,7 @@ def _tensors(inputs: LossInputs) -> Mapping[str, Tensor]:
 
 
 class AdvantageContract:
-    """What an advantage function has to be for a batch to be made; iterates over its clauses.
+    """The contract of an advantage function, without which a batch cannot be made; iterates over its clauses.
 
     Args:
         advantages: the function with its options filled in.
@@ -229,7 +229,7 @@ class AdvantageContract:
             self._scores([a_group(rewards)])
 
     def equal_rewards_are_worth_nothing(self) -> None:
-        """Of groups alone in their step.  Lengths are equal as well: nothing tells the rollouts apart."""
+        """Check groups that are alone in their step; lengths are equal too, so all rollouts are alike."""
         for value in (0.0, 1.0, 0.3, -5.0):
             scores = self._scores([a_group([value] * 4, lengths=(6, 6, 6, 6))])[0]
             worth = [score for score in scores if score is not None]

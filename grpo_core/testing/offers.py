@@ -1,4 +1,4 @@
-"""What installed plugins offer, by name: for tests of the offers of a plugin."""
+"""Finds the offers of installed plugins by name, for tests of a plugin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_offer(kind: Kind, name: str, *, plugins: Sequence[str] | None = None) -
 def make_offer(
     kind: Kind, name: str, *args: Any, plugins: Sequence[str] | None = None, **options: Any
 ) -> Any:
-    """What the factory makes with these options, which are checked as those of a configuration.
+    """Call the factory with these options, after the checks that a configuration's options pass.
 
     Raises PluginError for options that it does not have.
     """

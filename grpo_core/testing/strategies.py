@@ -5,8 +5,8 @@
     def test_mine_keeps_the_contract():
         check_validation_strategy(Mine)
 
-Everything runs under the virtual clock, on fakes: an engine that knows all answers, one that knows none, one
-that guesses, and a task of one turn beside one of two.
+Everything runs under the virtual clock, on fakes: an engine that knows all answers, one that knows no answer,
+one that guesses, and two tasks, of one turn and of two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from grpo_core.validation.runner import Context, Results, run_strategy
 Policy = Callable[[GenerationRequest, random.Random], str]
 
 TURNS = {"long": 2, "short": 1}
-"""Of each task."""
+"""Number of turns of each task."""
 PROMPTS = 24
 MAX_BATCH = 8
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=32)
@@ -112,7 +112,7 @@ class World:
 
 @define(eq=False)
 class ValidationContract:
-    """What every strategy keeps to; each method is one clause, and raises AssertionError where it is broken.
+    """The contract of a strategy; each method is one clause and raises AssertionError if it is broken.
 
     Args:
         make: a new strategy, the same each time; a class will do.

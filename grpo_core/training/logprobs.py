@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 32 << 20
-"""Size of the buffer for a chunk's logits."""
+"""Size in bytes of the buffer for a chunk's logits."""
 KEEP_BYTES = 128 << 20
 """Probabilities up to this size are kept for the backward pass instead of computed again."""
 
@@ -30,7 +30,7 @@ def token_logprobs(
     product_dtype: torch.dtype | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``log_softmax((hidden @ weight.T + bias) / temperature)`` at ``targets``, and the entropy.
+    """Compute ``log_softmax((hidden @ weight.T + bias) / temperature)`` at ``targets``, and the entropy.
 
     Args:
         hidden: [N, D], the positions that are scored and no others.
@@ -133,7 +133,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, out: Tensor) -> Tensor:
-    """[n, D] -> [n, V] in ``out``."""
+    """Compute the logits [n, V] of hidden states [n, D] into ``out``."""
     if temperature != 1.0:
         hidden = hidden / temperature  # D numbers to divide for each token, not V
     torch.mm(hidden, weight.T, out=out)
@@ -143,7 +143,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``."""
+    """Compute ``total += a @ b``."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -28,18 +28,18 @@ SHORT = 64
 
 @frozen(kw_only=True)
 class ModelSource:
-    """What a ``Model`` is built from."""
+    """The source of a ``Model``."""
 
     start: str
     """Directory or hub id of the model that the run starts from; it has the tokenizer as well."""
     saved: Path | None
-    """Directory that ``Model.write`` wrote, to continue from; None: begin at ``start``."""
+    """Directory that ``Model.write`` wrote, to continue from; None begins at ``start``."""
     config: ModelConfig
     device: torch.device
     checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     reference: bool = False
-    """``reference_logprobs`` is going to be called."""
+    """Whether ``reference_logprobs`` is going to be called."""
 
 
 class Model(Protocol):
@@ -57,14 +57,14 @@ class Model(Protocol):
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] of the sampled tokens, with gradient, and the entropy [N] of their distributions.
+        """Return logprobs [N] of the sampled tokens, with gradient, and entropies [N] of their distributions.
 
         The entropy is detached unless ``entropy_gradient``.
         """
         ...
 
     def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """Logprobs [N] of the sampled tokens by the weights that the run started from, without gradient."""
+        """Return logprobs [N] of the sampled tokens by the run's first weights, without gradient."""
         ...
 
     def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
@@ -97,7 +97,7 @@ class FullModel:
     Args:
         policy: the model that is trained.
         reference: the frozen copy; None if ``reference_logprobs`` is never called.
-        tokenizer: directory or hub id of the tokenizer that is saved beside the weights.
+        tokenizer: directory or hub id of the tokenizer that is saved with the weights.
         trust_remote_code: whether to run code that comes with the tokenizer.
     """
 
@@ -189,7 +189,7 @@ class Scorer:
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] of the sampled tokens, with gradient, and the entropy [N] of their distributions.
+        """Return logprobs [N] of the sampled tokens, with gradient, and entropies [N] of their distributions.
 
         The entropy is detached unless ``entropy_gradient``.
         """
@@ -291,7 +291,7 @@ def load(
 
 
 def _choose_attention(input_ids: Tensor) -> None:
-    """For short rows on a CPU, whole score matrices instead of the fused kernel's blocks.
+    """Compute attention of short rows on a CPU by whole score matrices, not by the fused kernel's blocks.
 
     With the demo's rows of about 14 tokens a step takes three quarters of the time.  The choice holds until
     the next call, so that checkpointed activations are computed again by the same kernel.

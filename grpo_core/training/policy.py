@@ -20,23 +20,23 @@ class MicroBatch:
 
     rows: tuple[Row, ...]
     input_ids: Tensor
-    """[B, T], right-padded with 0: attention is causal, so what precedes never sees the padding."""
+    """Token ids [B, T], right-padded with 0: attention is causal, so no token sees the padding."""
     positions: Tensor
-    """[N], into the flattened [B x T]: each position whose next token was sampled."""
+    """Positions [N] in the flattened [B x T] whose next token was sampled."""
     targets: Tensor
-    """[N], the sampled tokens."""
+    """Ids [N] of the sampled tokens."""
     row_of: Tensor
-    """[N], from 0 to B - 1."""
+    """Row [N] of each sampled token, from 0 to B - 1."""
     generation_logprobs: Tensor
     advantages: Tensor
     proximal_logprobs: Tensor | None = None
-    """[N], by the weights that the step starts from; None: not computed, because this update starts there."""
+    """Logprobs [N] by the weights that the step starts from; None if this update starts there."""
     reference_logprobs: Tensor | None = None
-    """[N], by the frozen reference; None: the loss does not need them."""
+    """Logprobs [N] by the frozen reference; None if the loss does not need them."""
 
 
 def length(row: Row) -> int:
-    """Tokens of a row that are input: up to the one before the last sampled token."""
+    """Return the input tokens of a row: up to the one before the last sampled token."""
     return len(row.prompt_ids) + _last_sampled(row)
 
 
@@ -46,7 +46,7 @@ def _last_sampled(row: Row) -> int:
 
 
 def collate(rows: Sequence[Row], device: torch.device, dtype: torch.dtype = torch.float32) -> MicroBatch:
-    """Lay rows out for one forward pass.  Raises TrainerError for a sampled token that nothing precedes."""
+    """Lay rows out for one forward pass.  Raises TrainerError if a row begins with a sampled token."""
     lengths = [length(row) for row in rows]
     ids = np.zeros((len(rows), max(lengths)), dtype=np.int64)
     positions, targets, row_of, logprobs = [], [], [], []

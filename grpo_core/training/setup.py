@@ -1,4 +1,4 @@
-"""What a trainer is made from.  Plain data, so that it can be sent to another process."""
+"""The setup of a trainer: plain data, which can be sent to another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
 
 @frozen(kw_only=True)
 class TrainerSetup:
-    """What the core tells a trainer's factory, besides the options that the user chose."""
+    """The argument of a trainer's factory, in addition to the options that the user chose."""
 
     model: ModelConfig = field(factory=ModelConfig)
     """The model that the run starts from; ``path`` is its directory."""
@@ -23,7 +23,7 @@ class TrainerSetup:
     seed: int = 0
     """Seed of the run."""
     colocated: bool = True
-    """Engines generate on this machine while the trainer trains (``max_staleness`` above 0): leave cores."""
+    """Whether engines generate on this machine while the trainer trains, so that it leaves them cores."""
     prepare: Callable[[], None] | None = None
     """Makes the model at ``model.path``; the trainer calls it once, in its process, before it loads the
     model."""
@@ -32,14 +32,14 @@ class TrainerSetup:
     async_save: bool = True
     """Write checkpoints while training goes on; see ``CheckpointConfig``."""
     transport: Literal["shm", "cuda_ipc", "collective"] = "shm"
-    """How weights get to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
+    """Transport of weights to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
     collective_host: str = "127.0.0.1"
     """Address at which engines reach the trainer, for ``collective``."""
     max_non_finite: float = 0.1
     """Share of an update's rows whose loss may be not finite; see ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None
-    """Allow-list of the plugins that a loss may come from; None: all."""
+    """Allow-list of the plugins that a loss may come from; None allows all."""
     block: tuple[str, ...] = ()
     """Plugins that are not imported."""
     log: str | None = None
-    """File for what the trainer prints; None: standard error."""
+    """File for the trainer's output; None means standard error."""

@@ -2,7 +2,7 @@
 
 Training waits for the copy alone.  Its memory is kept from one checkpoint to the next: touching new pages
 takes several times as long as copying into them.  So a snapshot costs the memory of what it copies, on the
-host.  Without it, whoever saves waits for the disk.
+host.  Without it, the call to ``save`` waits for the disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Snapshot:
             self._written.exception()
 
     def written(self) -> Future[None]:
-        """Of the last ``save``: done when all is written, with the error of ``write``."""
+        """Return the future of the last ``save``: done when all is written, with the error of ``write``."""
         assert self._written is not None, "nothing was saved"
         return self._written
 

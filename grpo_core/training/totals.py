@@ -1,4 +1,4 @@
-"""Per-token metrics of a step on their way to one number each."""
+"""Reduces the per-token metrics of a step to one number each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Totals:
-    """Per-token metrics of a step on their way to one number each; read from the device once."""
+    """Reduces the per-token metrics of a step to one number each, which is read from the device once."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -14,7 +14,7 @@ class Totals:
         self._events: dict[str, int] = {}
 
     def add(self, metrics: dict[str, Tensor]) -> None:
-        """Tensors [N] each; a name that ends in ``_max`` is a maximum, all others are means."""
+        """Add tensors [N]; a name that ends in ``_max`` is a maximum, all others are means."""
         for name, values in metrics.items():
             values = values.detach()
             here = values.max() if name.endswith("_max") else values.sum()
@@ -27,7 +27,7 @@ class Totals:
             self._counts[name] += values.numel()
 
     def count(self, name: str, n: int) -> None:
-        """Something that should not happen; without a metric if it did not."""
+        """Count something that should not happen; without an occurrence there is no metric."""
         if n:
             self._events[name] = self._events.get(name, 0) + n
 
@@ -43,7 +43,7 @@ _SQUARE = "importance_ratio/square"
 
 
 def off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
-    """How far the weights that the step starts from are from those that generated.
+    """Compute how far the step's first weights are from the weights that generated.
 
     ``kl`` is KL(generation, start), estimated by k3 = r - 1 - log r, r = start / generation, on tokens that
     the generation policy sampled; the ratios are those before any cap.

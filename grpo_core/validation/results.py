@@ -1,16 +1,16 @@
-"""What a validation found, as text."""
+"""Formats the results of a validation as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 SHARES = ("accuracy", "pass@", "pass^", "maj@", "truncated")
-"""Metrics that begin so are shown in percent."""
+"""Beginnings of the names of metrics that are shown in percent."""
 COUNTS = ("prompts", "errors", "rollouts")
 
 
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """A line for each metric of each task; ``NAME_low`` and ``NAME_high`` are shown beside ``NAME``."""
+    """Return a line for each metric of each task, with the interval ``NAME_low`` to ``NAME_high``."""
     rows = [("task", "metric", "value", "interval")]
     for task, metrics in results.items():
         name = task
@@ -21,7 +21,7 @@ def table(results: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def measured(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics without those that are the ends of another one's interval."""
+    """Return the metrics without the ends of other metrics' intervals."""
     ends = {f"{name}_{end}" for name in metrics for end in ("low", "high")}
     return [name for name in metrics if name not in ends]
 
@@ -40,7 +40,7 @@ def shown(metric: str, value: float) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Texts to the left, values to the right."""
+    """Align texts to the left and values to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -25,18 +25,18 @@ Results = Mapping[str, Mapping[str, float]]
 
 @define(eq=False)
 class Tally:
-    """What has become of the rollouts of a task."""
+    """Counts of a task's rollouts by their outcome."""
 
     rollouts: int = 0
     errors: int = 0
-    """unscored."""
+    """Number of unscored rollouts."""
     first: str = ""
     """The first of them."""
 
 
 @define(kw_only=True, eq=False)
 class Context:
-    """What a strategy works with (``ValidationContext``): one version, held-out prompts, ``rollout``."""
+    """The ``ValidationContext`` of a strategy: one version, held-out prompts and ``rollout``."""
 
     version: int
     prompts: Mapping[str, Sequence[Prompt]]
@@ -45,13 +45,13 @@ class Context:
     renderer: Renderer
     sampling: SamplingParams
     deadline: float | None = None
-    """Seconds for what ``rollout`` is asked for at once."""
+    """Deadline in seconds for one call of ``rollout``."""
     retries: int = 0
-    """Times that a rollout is played again that the engine has lost; a fault of its environment stands."""
+    """Number of times that a lost rollout is played again; a fault of its environment is final."""
     seed: int = 0
     tallies: dict[str, Tally] = field(init=False, factory=dict)
     _asked: Counter[tuple[str, str]] = field(init=False, factory=Counter)
-    """Rollouts of each prompt so far."""
+    """Number of rollouts of each prompt so far."""
 
     async def rollout(
         self,
@@ -62,7 +62,7 @@ class Context:
         max_tokens: int | None = None,
         mode: Literal["batched", "pipelined"] = "pipelined",
     ) -> list[Rollout]:
-        """``n`` rollouts of each prompt, side by side.
+        """Play ``n`` rollouts of each prompt; return them grouped by prompt.
 
         ``pipelined``: each at its own pace (or each group, where the environment compares them); the
         environment's batching still merges what arrives together.  ``batched``: all in lockstep, with one
@@ -100,7 +100,7 @@ class Context:
         ]
 
     def _apart(self, requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
-        """What may go its own way: rollouts, or groups of those that are compared."""
+        """Return the parts that are played independently: rollouts, or groups that are compared."""
         parts: dict[object, list[RolloutRequest]] = {}
         for request in requests:
             task = request.prompt.environment
@@ -134,7 +134,7 @@ class Context:
         return [played[i] for i in range(len(requests))]
 
     def _lost(self, requests: Sequence[RolloutRequest], played: Mapping[int, Rollout]) -> list[int]:
-        """Places of the rollouts that are played again; a group that is compared is played again whole."""
+        """Return the places of the rollouts to play again; a compared group is played again as a whole."""
         lost = {i for i, rollout in played.items() if rollout.lost}
         groups = {(requests[i].prompt.environment, requests[i].group) for i in lost}
         return [

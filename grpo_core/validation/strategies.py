@@ -23,7 +23,7 @@ Mode = Literal["batched", "pipelined"]
 
 
 class ScoringStrategy:
-    """``n`` rollouts of each prompt, and the mean over prompts of what ``scores`` says.
+    """Plays ``n`` rollouts of each prompt, and returns the mean over prompts of ``scores``.
 
     Metrics of each task: those of ``scores``, each with ``_low`` and ``_high``; ``feedback_PART`` for each
     metric that the environment returns; ``completion_tokens``; ``truncated``, the share that a token limit
@@ -102,7 +102,7 @@ class ScoringStrategy:
 
 
 class Batched(ScoringStrategy):
-    """Plays rollouts turn by turn: one environment call a turn for all episodes of a task that go on."""
+    """Plays rollouts turn by turn: one environment call a turn for all unfinished episodes of a task."""
 
     played: Mode = "batched"
 
@@ -117,7 +117,7 @@ class Batched(ScoringStrategy):
 
 
 class Pipelined(Batched):
-    """Lets each rollout go on as soon as it can; environment calls that arrive together are merged."""
+    """Lets each rollout continue as soon as it can; environment calls that arrive together are merged."""
 
     played: Mode = "pipelined"
 

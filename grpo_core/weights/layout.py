@@ -91,7 +91,7 @@ def verify(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def load_tensors(directory: Path) -> list[tuple[str, torch.Tensor]]:
-    """Load the safetensors files of a model directory.  Raises ModelError if there are none."""
+    """Load the safetensors files of a model directory.  Raises ModelError if it has no such file."""
     from safetensors.torch import load_file
 
     files = sorted(directory.glob("*.safetensors"))

@@ -15,11 +15,11 @@ from grpo_core.engines.local.batch import Batch, Entry, Finished, Model
 from grpo_core.engines.local.stopping import StopStrings
 
 PREFILL_TOKENS = 16384
-"""Prompt tokens, padding included, that one step prefills at most (a longer prompt comes alone)."""
+"""Largest number of prompt tokens, padding included, that one step prefills (a longer prompt comes alone)."""
 
 
 class Decoder:
-    """All requests of one engine.  ``key``s are the caller's names for its requests."""
+    """Decodes all requests of one engine.  ``key``s are the caller's names for its requests."""
 
     def __init__(self, model: Model, *, max_rows: int = 512, stops: StopStrings | None = None) -> None:
         self._model = model
@@ -31,7 +31,7 @@ class Decoder:
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Every later token is sampled from these weights; running rows keep their keys and values."""
+        """Sample every later token from these weights; running rows keep their keys and values."""
         self._model.load(tensors)
         self.version = version
 
@@ -62,7 +62,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """One more token for every row; returns what finished."""
+        """Decode one more token for every row; return the finished completions."""
         finished: list[Finished] = []
         entries = self._admitted()
         if entries and not (self._model.rows_join and self._batches):

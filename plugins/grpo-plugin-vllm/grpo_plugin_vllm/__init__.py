@@ -1,6 +1,6 @@
 """vLLM as an engine of grpo-core.
 
-    vllm       in a child process of its own, on the CPU or on GPUs (``grpo_plugin_vllm.engine``)
+    vllm       in its own child process, on the CPU or on GPUs (``grpo_plugin_vllm.engine``)
     vllm:http  a vLLM server that runs already (``grpo_plugin_vllm.http``)
 
 vLLM itself is imported in the child alone: with this plugin installed, grpo-core starts as fast as without.

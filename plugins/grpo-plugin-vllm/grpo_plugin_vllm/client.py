@@ -177,7 +177,10 @@ class Client:
 
 
 def checked_url(url: str, *, remote: bool) -> str:
-    """Without a slash at its end.  Raises ConfigError if it is none, or another's without ``remote``."""
+    """Return the URL without a final slash.
+
+    Raises ConfigError for an invalid URL, or for a remote one without ``remote``.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"engine vllm:http: url = {url!r}; expected something like http://127.0.0.1:8000")

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 EMPTY = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length")
-"""Of a request for no tokens, which vLLM does not take."""
+"""The completion of a request for no tokens, which vLLM does not accept."""
 
 
 def sampling(request: GenerationRequest, *, seeds: bool) -> dict[str, Any]:
-    """Of ``vllm.SamplingParams``: drawn from the model's whole distribution, ended by nothing else."""
+    """Return the options of ``vllm.SamplingParams``: the model's whole distribution, and no other stops."""
     return {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -48,7 +48,7 @@ def parameters(request: GenerationRequest, *, seeds: bool) -> SamplingParams:
 
 
 def completion(output: RequestOutput) -> Completion:
-    """Raises EngineError if vLLM does not say of each token which weights sampled it, or how likely."""
+    """Raises EngineError if vLLM does not report the weights and the logprob of each token."""
     (only,) = output.outputs
     spans = only.weight_versions or []
     return checked(
@@ -66,7 +66,7 @@ def checked(
     spans: Sequence[tuple[int, int, int]],
     finish_reason: Any,
 ) -> Completion:
-    """Raises EngineError if there is not one logprob and one version for each token.
+    """Raises EngineError unless each token has one logprob and one version.
 
     Args:
         spans: versions, each with the place of its first token and that after its last one.

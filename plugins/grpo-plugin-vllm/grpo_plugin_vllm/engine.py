@@ -80,7 +80,7 @@ class VllmEngine(ChildEngine):
     async def prefix_cache(self) -> dict[str, int]:
         """Return what vLLM reused of the prompts of all requests that it finished since its start.
 
-        ``prompt_tokens`` are all tokens of these prompts, ``cached_tokens`` those that its prefix cache had.
+        ``prompt_tokens`` counts all tokens of these prompts, ``cached_tokens`` the tokens found in the cache.
         Raises EngineError before the first ``update_weights``, ChildDied if the engine's process died.
         """
         child = await self._ready_child()

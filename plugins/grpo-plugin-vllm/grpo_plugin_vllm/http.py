@@ -78,7 +78,7 @@ class HttpEngine:
         self._syncing = asyncio.Lock()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """One completion for each request, in order.  Cancelling the task frees the server's rows.
+        """Return one completion for each request, in order.  Cancelling the task frees the server's rows.
 
         Raises EngineError if the server refused or failed, or is not what it was (ask again).
         """
@@ -93,7 +93,7 @@ class HttpEngine:
                 task.cancel()
 
     async def update_weights(self, weights: Weights) -> None:
-        """Returns when every later token is sampled from ``weights``.
+        """Return when every later token is sampled from ``weights``.
 
         Raises WeightSyncError, with the server's own words, if the server does not hold them.
         """
@@ -160,7 +160,7 @@ class HttpEngine:
         )
 
     async def _make_ready(self) -> None:
-        """Look whether the server still holds the last weights, and give it them if not."""
+        """Check that the server still holds the last weights; send them again if not."""
         async with self._syncing:
             if self._closed:
                 raise EngineError("engine vllm:http is closed")
@@ -182,7 +182,7 @@ class HttpEngine:
     # ------------------------------------------------------------------------------ weights
 
     async def _push(self, weights: Weights) -> None:
-        """From the pause on, what fails leaves a server whose tokens are refused until it is sent weights."""
+        """Update the server's weights; after a failure its tokens are refused until an update succeeds."""
         where = await asyncio.to_thread(self._published, weights)
         if not self._ready:
             await self._meet()
@@ -206,7 +206,7 @@ class HttpEngine:
         await self._client.post("/init_weight_transfer_engine", {"init_info": {}}, repeatable=True)
 
     def _published(self, weights: Weights) -> Weights:
-        """Where the server reads them, verified.  Raises WeightSyncError if they are not what was written."""
+        """Return where the server reads the weights.  Raises WeightSyncError if they are damaged."""
         import torch
 
         tensors = read_weights(weights)

@@ -1,4 +1,4 @@
-"""What a user may say of the engine ``vllm``, and what vLLM is told."""
+"""The options of the engine ``vllm``, and the arguments of vLLM that follow from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU_CACHE_MIB = 256
 
 @frozen(kw_only=True)
 class Options:
-    """See ``grpo_plugin_vllm.engine.VllmEngine``."""
+    """The options of ``grpo_plugin_vllm.engine.VllmEngine``, which explains them."""
 
     device: str = field(validator=validators.in_(("auto", "cpu", "cuda")))
     dtype: str = field(validator=validators.in_(("auto", "float32", "bfloat16", "float16")))
@@ -33,7 +33,7 @@ class Options:
 
 
 def arguments(options: Options, setup: EngineSetup, *, device: str, dtype: str) -> dict[str, Any]:
-    """For ``vllm.EngineArgs``.  The weights are made up: the first update brings them all."""
+    """Return the arguments of ``vllm.EngineArgs``.  The weights are random until the first update."""
     chosen: dict[str, Any] = {
         "model": setup.model,
         "load_format": "dummy",

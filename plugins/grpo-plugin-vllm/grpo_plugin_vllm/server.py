@@ -1,6 +1,6 @@
 """The child process of the engine ``vllm``: holds an LLMEngine, and takes calls between decoding steps.
 
-On a CPU vLLM decodes in this process; on GPUs in processes of its own, while this one does the bookkeeping.
+On a CPU vLLM decodes in this process; on GPUs in separate processes, while this one does the bookkeeping.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Server(DecodingServer):
         self._held: Weights | None = None
         self._asleep = False
         self._prompt_tokens = self._cached_tokens = 0
-        """Of all finished requests."""
+        """Prompt tokens of all finished requests, and how many of them the cache had."""
 
     # ------------------------------------------------------------------------------ generation
 
@@ -120,7 +120,7 @@ class Server(DecodingServer):
         print(f"engine vllm: version {weights.version}, {seconds:.4f} s without decoding", flush=True)
 
     def _apply(self, weights: Weights) -> None:
-        """vLLM's own sequence for RL: pause, start, update, finish, resume."""
+        """Update the weights by vLLM's own sequence for RL: pause, start, update, finish, resume."""
         engine = self._engine
         self._wake()
         engine.sleep(level=0, mode="keep")  # schedules no step, keeps all requests
@@ -173,7 +173,7 @@ class Server(DecodingServer):
 
 
 def _check_heads(width: int) -> None:
-    """Raises ModelError for what vLLM's attention on CPUs finds out at the first token only."""
+    """Raises ModelError for a model that vLLM's attention on CPUs would refuse at the first token only."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     widths = CPUAttentionBackend.get_supported_head_sizes()

@@ -23,7 +23,7 @@ BACKEND = "grpo_core"
 PLAIN_LINEAR = "GRPO_CORE_VLLM_PLAIN_LINEAR"
 """Environment variable for vLLM on a CPU: "1" makes it multiply by the parameters themselves.
 
-By default it multiplies by copies in a layout of its own.  They cannot be updated in place, and the copy of
+By default it multiplies by copies in its own layout.  They cannot be updated in place, and the copy of
 an output layer that is tied to the embeddings is forgotten: it keeps the old weights.
 """
 
@@ -32,7 +32,7 @@ SERVER = "GRPO_CORE_VLLM_SERVER"
 
 
 def as_table(weights: Weights) -> dict[str, Any]:
-    """What the backend is sent: plain values, for msgpack or JSON."""
+    """Return the weights' description for the backend: plain values, for msgpack or JSON."""
     return {
         "version": weights.version,
         "location": weights.location,
@@ -47,7 +47,7 @@ def from_table(version: int, location: str, nbytes: int, tensors: Iterable[dict[
 
 
 def difference(given: Weights, held: Weights) -> str:
-    """What another model's weights are told by; "" if names and shapes are the same."""
+    """Say how new weights differ from the present ones; "" if names and shapes are the same."""
     new = {info.name: tuple(info.shape) for info in given.tensors}
     old = {info.name: tuple(info.shape) for info in held.tensors}
     told = [f"missing: {name}" for name in old if name not in new]

@@ -1,6 +1,6 @@
 """The worker's part of ``grpo_plugin_vllm.transfer``; imported by vLLM alone.
 
-Weights are fetched and verified beside decoding, and then loaded between two steps: once a parameter is
+Weights are fetched and verified during decoding, and then loaded between two steps: once a parameter is
 written there is no way back.
 """
 
@@ -26,7 +26,7 @@ from grpo_plugin_vllm.transfer import PLAIN_LINEAR, from_table
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """There is nothing to agree on."""
+    """Do nothing: there is nothing to agree on."""
 
 
 @dataclass
@@ -40,16 +40,16 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Fetching:
-    """What vLLM's workers are asked beside its own sequence; mixed into their class."""
+    """Methods of vLLM's workers that fetch weights; vLLM mixes this class into theirs."""
 
     device: torch.device
 
     def fetch_weights(self, table: dict[str, Any]) -> None:
-        """Begin to fetch and verify what ``transfer.as_table`` tells of, in a thread."""
+        """Begin to fetch and verify the weights that ``transfer.as_table`` describes, in a thread."""
         self._fetching: Future[str] = _fetcher.submit(_fetch, table, self.device)
 
     def fetched_weights(self, wait: bool) -> str | None:
-        """What is wrong with them, "" if nothing is; None while that is not known."""
+        """Return the fault of the fetched weights, "" without one, or None while it is unknown."""
         return self._fetching.result() if wait or self._fetching.done() else None
 
 
@@ -67,7 +67,7 @@ def _fetch(table: dict[str, Any], device: torch.device) -> str:
 
 
 class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Copies what was fetched into the parameters: in place on a CPU, layer by layer on a GPU."""
+    """Copies the fetched weights into the parameters: in place on a CPU, layer by layer on a GPU."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
