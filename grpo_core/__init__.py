@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         SampleRequest,
         Weights,
     )
-    from grpo_core.tokens import Tokens
+    from grpo_core.tokens import Tokens as Tokens
 
     __version__: str
 
@@ -56,7 +56,6 @@ __all__ = [
     "Rollout",
     "SampleRequest",
     "Sampler",
-    "Tokens",
     "ValidationContext",
     "ValidationStrategy",
     "Weights",
@@ -89,7 +88,7 @@ _HOMES = {
         "Feedback",
         "Weights",
     ),
-    "grpo_core.tokens": ("Tokens",),
+    "grpo_core.tokens": ("Tokens",),  # not in __all__: importing * would load numpy
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
