@@ -46,7 +46,7 @@ from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 
 Prompts = Mapping[str, Sequence[Prompt]]
-"""By task."""
+"""Prompts by task."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -130,7 +130,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
 
 
 def _import_what_is_needed_soon() -> None:
-    """Takes a second, which is free while the trainer starts."""
+    """Import modules that take a second, while the trainer starts."""
     for module in ("transformers.tokenization_utils_tokenizers", "torchdata.stateful_dataloader"):
         importlib.import_module(module)
 
@@ -143,7 +143,7 @@ class Assembly:
     run: RunContext
 
     async def start_model(self, prompts: Prompts) -> StartModel:
-        """The model that the run starts from; it may have to be made yet."""
+        """Return the model that the run starts from, which may have to be made first."""
 
         async def given() -> Prompts:
             return prompts
@@ -191,7 +191,7 @@ class Assembly:
 
     @property
     def colocated(self) -> bool:
-        """Engines generate on this machine while the trainer trains."""
+        """Whether engines generate on this machine while the trainer trains."""
         return self.config.pipeline.max_staleness > 0
 
     def engine(self, model: str, buffer: Buffer[Prompt, Group]) -> Engine:
@@ -205,7 +205,7 @@ class Assembly:
         )
 
     def validation_engine(self, model: str) -> Engine | None:
-        """The engine that only validation uses, if one is configured."""
+        """Make the engine that only validation uses, if one is configured."""
         engine = self.config.validation.engine
         if engine is None or not self.config.validation.every:
             return None
@@ -257,7 +257,7 @@ class Assembly:
     def validation(
         self, engine: Engine, own: Engine | None, renderer: Renderer, held_out: Prompts
     ) -> tuple[Engine, Validate]:
-        """The engine that training uses, and what validates."""
+        """Return the engine for training, and the function that validates."""
         config, run = self.config, self.run
         context = validation_context(
             config.validation,

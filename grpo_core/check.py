@@ -31,14 +31,15 @@ CHECKED: Mapping[Kind, str] = {
     "loss": "inputs",
     "advantage": "groups",
 }
-"""What can be checked, and what tells it: the method of a class, or the first parameter of a function."""
+"""Kinds that can be checked, with the method or first parameter by which a class or function is
+recognised."""
 STYLES = {"passed": ("ok    ", "green"), "failed": ("FAILED", "bold red"), "noted": ("note  ", "yellow")}
 
 
 def main(
     name: str, *, kind: str | None, settings: Sequence[str], tasks: Sequence[str], block: Sequence[str]
 ) -> int:
-    """Print each finding; returns the exit status: 1 if a check failed."""
+    """Print each finding; return the exit status, which is 1 if a check failed."""
     options: dict[str, Any] = {}
     for setting in settings:
         options = merge(options, parse_setting(setting))
@@ -59,9 +60,9 @@ def main(
 
 
 def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
-    """What is offered as ``name``, of whatever kind.
+    """Find the offer with this name, of any kind.
 
-    Raises PluginError if there is nothing, ConfigError if it could be several things.
+    Raises PluginError if there is no such offer, ConfigError if it could be of several kinds.
     """
     if kind is not None and kind not in CHECKED:
         known = f"one of {', '.join(CHECKED)}" if kind in get_args(Kind) else f"expected {', '.join(CHECKED)}"
@@ -85,7 +86,7 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
 
 
 def _is_a(kind: Kind, offer: Offer) -> bool:
-    """It was offered as such by a hook, or looks like one (see ``CHECKED``)."""
+    """Return whether a hook offers it as this kind, or it looks like one (see ``CHECKED``)."""
     factory = offer.load()
     if offer.given in offer.plugin.offers.get(kind, {}).values():
         return True
@@ -98,7 +99,7 @@ def _is_a(kind: Kind, offer: Offer) -> bool:
 def findings(
     host: PluginHost, offer: Offer, options: Mapping[str, Any], tasks: Sequence[str] = ()
 ) -> Iterator[Finding]:
-    """What the checks of its kind find."""
+    """Run the checks of the offer's kind."""
     match offer.kind:
         case "environment":
             yield from _environment(offer.name, options, host.selection)
@@ -116,7 +117,7 @@ def findings(
 
 
 def _environment(name: str, options: Mapping[str, Any], plugins: PluginSelection) -> Iterator[Finding]:
-    """In its own process, as in a run: it may hang, crash, or end."""
+    """Check an environment in its own process, where it may hang, crash, or exit."""
     with asyncio.Runner() as runner:
         make = functools.partial(
             EnvironmentProcess, "check", name, options, config=EnvironmentConfig(), plugins=plugins
@@ -213,7 +214,7 @@ def _function(
 
 
 def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """With a small random model: the story of the contract, and what it computes."""
+    """Check an engine with a small random model: its contract, and its results."""
     from grpo_core.testing import decoding
     from grpo_core.testing.engines import check_engine
 

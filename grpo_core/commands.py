@@ -1,4 +1,4 @@
-"""What the commands do, once their arguments are known."""
+"""The commands, called with parsed arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(
     ray: str | None,
     block: Sequence[str],
 ) -> int:
-    """``grpo-core train``; returns the exit status."""
+    """Run ``grpo-core train``; return the exit status."""
     changes = _changes(envs, chosen, settings)
     if ray is not None:
         changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
@@ -77,7 +77,7 @@ def validate(
     as_json: bool,
     block: Sequence[str],
 ) -> int:
-    """``grpo-core validate``; returns the exit status."""
+    """Run ``grpo-core validate``; return the exit status."""
     changes = _changes(envs, chosen, settings)
 
     def offered(name: str) -> bool:
@@ -109,7 +109,7 @@ def validate(
 
 
 def verify(*, directory: Path) -> int:
-    """``grpo-core verify``; returns the exit status."""
+    """Run ``grpo-core verify``; return the exit status."""
     laws = Laws()
     for event in RunDirectory.open(directory)[0].events():
         laws.observe(event)
@@ -118,7 +118,7 @@ def verify(*, directory: Path) -> int:
 
 
 def report(*, directory: Path) -> int:
-    """``grpo-core report``; returns the exit status."""
+    """Run ``grpo-core report``; return the exit status."""
     RunDirectory.open(directory)
     print(write_report(directory))
     return 0
@@ -127,7 +127,7 @@ def report(*, directory: Path) -> int:
 def configure(
     layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], block: Sequence[str] = ()
 ) -> tuple[Config, PluginHost]:
-    """The configuration from tables and the command line, over what its model brings; and the plugins."""
+    """Build the configuration from the preset, the tables and the command line; return it and the plugins."""
     given: dict[str, Any] = {}
     for layer in (*layers, changes):
         given = merge(given, layer)
@@ -138,7 +138,7 @@ def configure(
 
 
 def _beneath(preset: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset without the options of what the user replaces by something else."""
+    """Return the preset without the options of parts that the user replaces."""
     kept = {section: dict(below) for section, below in preset.items()}
     for section, below in kept.items():
         above = table.get(section)
@@ -157,7 +157,7 @@ def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[
 
 
 def _tasks(envs: Sequence[str]) -> dict[str, Any]:
-    """A task for each environment, called by the last part of its name."""
+    """Make a task for each environment, named after the last part of its name."""
     tasks: dict[str, Any] = {}
     for env in envs:
         name = env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py").lower()
@@ -184,7 +184,7 @@ def _resumed(resume: str, changes: Mapping[str, Any]) -> tuple[RunDirectory, Con
 
 
 def _new_name(config: Config) -> Path:
-    """runs/TASKS-DATE, with a number if it is taken."""
+    """Return runs/TASKS-DATE, with a number if it exists."""
     name = "+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")
     candidates = [RUNS / name, *(RUNS / f"{name}-{i}" for i in range(2, 1000))]
     return next(path for path in candidates if not path.exists())
@@ -198,7 +198,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _summary(outcome: run.Outcome, config: Config) -> str:
-    """One line: what was learnt, and where the run lies."""
+    """Summarise a run in one line: its scores, steps, seconds and directory."""
     learnt = ", ".join(
         f"{task}: validation {outcome.first[task]:.1%} -> {value:.1%}" for task, value in outcome.last.items()
     )

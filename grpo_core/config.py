@@ -459,7 +459,7 @@ def as_toml(config: Config) -> str:
 
 
 def _problems(kind: Any, value: Any, where: str) -> Iterable[str]:
-    """What is wrong with the shape of a value: unknown and missing keys, and values of other types."""
+    """Describe what is wrong with a value: unknown or missing keys, and wrong types."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and attrs.has(kind):
         yield from _table_problems(kind, value, where)
@@ -504,7 +504,7 @@ def _table_problems(kind: type, value: Any, where: str) -> Iterable[str]:
 
 
 def _scalar_problem(kind: type, value: Any) -> str:
-    """What was expected instead, or nothing."""
+    """Describe the expected type, or return an empty string."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool:
         return "" if isinstance(value, bool) else "true or false"

@@ -1,4 +1,4 @@
-"""Which model a run starts from: one that a plugin makes, a directory, or a hub id."""
+"""Sources of the model that a run starts from: a plugin, a directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_core.records import Prompt
 
 
 class SolvingEnvironment(EnvironmentClient, Protocol):
-    """An environment that may know replies worth full marks."""
+    """An environment that may know replies with a full reward."""
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]: ...
 
@@ -28,20 +28,20 @@ class StartModel:
     """The model that a run starts from."""
 
     path: str
-    """Its directory."""
+    """Directory of the model."""
     prepare: Callable[[], None] | None = None
-    """Makes the directory unless it is there; called once, in a process that has torch.  Plain data, so that
-    it can be sent there.  None: the directory is there already."""
+    """Makes the directory unless it exists; called once, in a process that has torch.  It is plain data, so
+    that it can be sent to that process.  None means that the directory exists."""
     doing: str = "loading the model"
-    """What the user reads meanwhile."""
+    """Status message for the time in which the model is loaded or made."""
 
 
 @frozen(kw_only=True, eq=False)
 class ModelRequest:
-    """What a source may use to make a model."""
+    """The resources that a source may use to make a model."""
 
     directory: Path
-    """Where the model may be made; nothing is there, or what an earlier start of the run has made."""
+    """Directory for the model; it is empty, or an earlier start of the run has made the model there."""
     prompts: Callable[[], Awaitable[Mapping[str, Sequence[Prompt]]]]
     """The training prompts by task."""
     environments: Mapping[str, SolvingEnvironment]
@@ -49,24 +49,24 @@ class ModelRequest:
 
 
 class ModelSource(Protocol):
-    """Says which model a run starts from, and makes it if need be.
+    """A source of models, which finds a model or makes it.
 
-    A plugin offers one by the hook ``grpo_models``; ``model.path`` chooses it by its name.
+    A plugin offers sources by the hook ``grpo_models``, and ``model.path`` selects one by name.
     """
 
     @property
     def preset(self) -> Mapping[str, Any]:
-        """Tables of the configuration that lie beneath the user's."""
+        """Default tables of the configuration for this model."""
 
     def check(self) -> None:
-        """Raises ModelError if the model cannot be there; loads nothing."""
+        """Raise ModelError if the model cannot exist; load nothing."""
 
     async def start_model(self, request: ModelRequest) -> StartModel:
-        """Raises ModelError if there is no such model."""
+        """Return the model.  Raises ModelError if there is no such model."""
 
 
 class Pretrained:
-    """A directory, or a hub id.  Satisfies ``ModelSource``."""
+    """A ``ModelSource`` for a directory or a hub id."""
 
     preset: Mapping[str, Any] = {}
 
@@ -81,9 +81,9 @@ class Pretrained:
 
 
 def model_source(config: ModelConfig, plugins: PluginHost) -> ModelSource:
-    """The source that a plugin offers as ``model.path``; else that path, or hub id.
+    """Return the source that a plugin offers as ``model.path``, or the source of that path or hub id.
 
-    Raises ConfigError for options of a path, PluginError for options that the source does not have.
+    Raises ConfigError for options of a path, PluginError for unknown options of a source.
     """
     if plugins.offers("model", config.path):
         source: ModelSource = plugins.make("model", config.path, **config.options)

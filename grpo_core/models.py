@@ -21,7 +21,7 @@ def local_directory(path: str) -> str:
 
 
 def check_path(path: str) -> None:
-    """Raises ModelError if ``path`` is neither a model's directory nor could be a hub id; asks no hub."""
+    """Raise ModelError if ``path`` is neither a model's directory nor a possible hub id; ask no hub."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         missing = [

@@ -1,4 +1,4 @@
-"""Makes one part of a run from its sections of the configuration."""
+"""Functions that make one part of a run from its sections of the configuration."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from grpo_core.training.process import thread_count
 from grpo_core.validation.runner import Context, Results, run_strategy
 
 SYNC_GRACE = 5.0
-"""Seconds after which an engine that has not kept its own deadline is given up."""
+"""Extra seconds for an engine to keep its own deadline."""
 
 EXTRA_GROUPS = 20
-"""Filtered for each group of a step, at most, unless the configuration says how many."""
+"""Default limit of filtered groups for each group of a step."""
 
 CANARY = 4
-"""Prompts that the engine is asked after each weight sync."""
+"""Number of canary prompts."""
 CANARY_TOKENS = 64
-"""Of each at most: enough for a prefix cache to notice them."""
+"""Largest number of tokens of a canary prompt: enough to be found in a prefix cache."""
 
 
 def make_placement(config: PlacementConfig, plugins: PluginHost) -> Placement:
-    """Where engines and environments run; connects to nothing yet."""
+    """Make the placement of engines and environments, which is not connected yet."""
     placement: Placement = plugins.make("placement", config.name, plugins, **config.options)
     return placement
 
@@ -58,7 +58,7 @@ def make_placement(config: PlacementConfig, plugins: PluginHost) -> Placement:
 def make_sampler(
     config: SamplerConfig, host: PluginHost, *, seed: int, weights: Mapping[str, float]
 ) -> Sampler:
-    """The sampler; ``seed`` and the tasks' ``weights`` are given to factories that take them."""
+    """Make the sampler; factories that take them get ``seed`` and the tasks' ``weights``."""
     takes = inspect.signature(host.factory("sampler", config.name)).parameters
     known: dict[str, Any] = {"seed": seed, "weights": weights}
     options = {key: value for key, value in known.items() if key in takes} | config.options
@@ -81,11 +81,11 @@ def make_buffer(
 def engine_setup(
     path: str, model: ModelConfig, engine: EngineConfig, *, seed: int, logs: Path | None, colocated: bool
 ) -> EngineSetup:
-    """What an engine is made from.
+    """Make the setup of an engine.
 
     Args:
-        path: directory of the model; made absolute, since a worker may have another working directory.
-        colocated: training runs on this machine meanwhile.
+        path: directory of the model; it is made absolute, since a worker may have another working directory.
+        colocated: whether training runs on this machine at the same time.
     """
     return EngineSetup(
         model=str(Path(path).absolute()),
@@ -98,13 +98,13 @@ def engine_setup(
 
 
 def canary_tolerance(health: HealthConfig, model: ModelConfig, engine: EngineConfig) -> float:
-    """What rounding explains: in float32, or in bfloat16 where the trainer or the engine computes in it."""
+    """Return the tolerance that rounding explains, for float32 or for bfloat16 on either side."""
     coarse = "bfloat16" in (model.dtype, engine.options.get("dtype"))
     return health.canary_tolerance or (0.1 if coarse else 1e-3)
 
 
 def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
-    """The beginnings of some prompts of all tasks, in tokens."""
+    """Encode the beginnings of some prompts of all tasks."""
     some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]
     return [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
 
@@ -128,7 +128,7 @@ def dynamic_sampling(config: DynamicSamplingConfig, *, prompts_per_step: int) ->
 
 
 def health_limits(config: HealthConfig) -> dict[str, Limits]:
-    """By metric."""
+    """Return the health limits by metric."""
     return {
         "logprob_diff_mean": Limits(*config.logprob_diff),
         "mismatch_kl": Limits(*config.mismatch_kl),
@@ -141,10 +141,10 @@ def health_limits(config: HealthConfig) -> dict[str, Limits]:
 def error_budgets(
     environments: Mapping[str, EnvironmentPool], *, max_error_rate: float, max_lost: int
 ) -> Callable[[str, Rollout], None]:
-    """Observes rollouts; raises when too many of a task are unscored, or too many of all are lost.
+    """Make an observer of rollouts that raises when too many are unscored or lost.
 
     Args:
-        max_lost: rollouts that may be lost in a row.
+        max_lost: number of rollouts that may be lost in a row.
     """
     budgets = {task: ErrorBudget(task, max_error_rate) for task in environments}
     lost = LostBudget(max_lost)
@@ -168,7 +168,7 @@ def make_schedule(
     validation: ValidationConfig,
     checkpoint: CheckpointConfig,
 ) -> Schedule:
-    """When things are due.  ``stall`` is longer than all that may happen within it."""
+    """Make the schedule; its ``stall`` is longer than everything that may happen within it."""
     attempts = rollout.max_retries + 2
     return Schedule(
         validate_every=validation.every,
@@ -194,7 +194,7 @@ def validation_context(
     renderer: Renderer,
     held_out: Mapping[str, Sequence[Prompt]],
 ) -> Context:
-    """What a strategy works with; of each version a copy."""
+    """Make the context of a validation strategy, of which each version gets a copy."""
     return Context(
         version=0,
         prompts={task: part[: config.prompts] for task, part in held_out.items() if part},
@@ -211,7 +211,7 @@ def validation_context(
 def make_validation(
     config: ValidationConfig, plugins: PluginHost, context: Context
 ) -> Callable[[int], Awaitable[Results]]:
-    """What measures a version on an engine that holds it, with the section's strategy."""
+    """Make the function that validates a version with the section's strategy."""
     strategy = plugins.make("validation_strategy", config.name, **config.options)
 
     async def validate(version: int) -> Results:

@@ -1,4 +1,4 @@
-"""Where engines and environments run, and the default: child processes of this machine."""
+"""Placements of engines and environments, and the default: child processes of this machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from grpo_core.records import EngineSetup, Weights
 from grpo_core.weights.copies import Copies, WeightsLease
 
 Retain = Callable[[Weights], Awaitable[WeightsLease]]
-"""Makes published weights last while the trainer publishes others."""
+"""Takes a lease of published weights, which outlives the trainer's next publication."""
 
 
 @frozen(kw_only=True)
 class EnvironmentSpec:
-    """What one worker of a task's environment is made from."""
+    """The specification of one worker of a task's environment."""
 
     task: str
     env: str
@@ -32,35 +32,35 @@ class EnvironmentSpec:
     options: Mapping[str, Any] = field(factory=dict)
     config: EnvironmentConfig = field(factory=EnvironmentConfig)
     log: Path | None = None
-    """File that receives what the environment prints."""
+    """File for the environment's output."""
 
 
 class Placement(Protocol):
-    """Makes engines and environments somewhere.  The core decides how many, and who gets which work."""
+    """A place where engines and environments run; the core decides their number and their work."""
 
     pooled: bool
-    """Engines can be lost with their machine: even a single one is kept in a pool, which replaces it."""
+    """Whether engines can be lost with their machine, so that even a single one needs a pool."""
     remote: bool
-    """Workers may run on other machines than the trainer's."""
+    """Whether workers may run on other machines than the trainer."""
 
     def check(self, engine: EngineConfig) -> None:
-        """Raises ConfigError if a key of an engine's section has no meaning here."""
+        """Raise ConfigError if a key of an engine's section has no meaning here."""
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
-        """Lasts as long as a run, which wants so many workers.  Raises ConfigError if that cannot be."""
+        """Connect for a run with this many workers.  Raises ConfigError if that is impossible."""
 
     def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
-        """Start the engine with this number; does not wait for it."""
+        """Start the engine with this number, without waiting for it."""
 
     def retain(self) -> Retain:
-        """What keeps weights for one pool of these engines."""
+        """Make the function that keeps weights for one pool of these engines."""
 
     def environment(self, number: int, spec: EnvironmentSpec) -> EnvironmentWorker:
-        """The worker of an environment with this number; not started yet."""
+        """Make the environment worker with this number, which is not started yet."""
 
 
 class LocalPlacement:
-    """Child processes of this machine.  Satisfies ``Placement``.
+    """A ``Placement`` in child processes of this machine.
 
     Args:
         plugins: makes the engines; environments load the same plugins in their own processes.

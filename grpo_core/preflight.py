@@ -12,10 +12,10 @@ from grpo_core.workers import transport
 
 
 def check(config: Config, host: PluginHost, *, purpose: str = "train on") -> None:
-    """Raises ConfigError, PluginError or ModelError with the first choice that cannot be made.
+    """Raise ConfigError, PluginError or ModelError for the first choice that cannot work.
 
-    Imports the modules of the chosen plugins, but no environment that is offered as a string: it may only
-    be loadable in a process of its own.
+    The modules of the selected plugins are imported, except environments that are offered as a string: these
+    may be loadable only in their own process.
     """
     if not config.tasks:
         raise _no_task(purpose, host)

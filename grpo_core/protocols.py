@@ -63,7 +63,7 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} does not define evaluate(episodes)")
 
     def solve(self, prompt: Prompt) -> str | None:
-        """Return a reply worth full marks, or None; by default the answer, if it is a string."""
+        """Return a reply with a full reward, or None; by default the answer, if it is a string."""
         return prompt.answer if isinstance(prompt.answer, str) else None
 
     def open(self, prompt: Prompt) -> Any:
@@ -189,7 +189,8 @@ class Trainer(Protocol):
     async def started(self) -> None:
         """Return when the trainer can train; awaited once, before all other calls.
 
-        It calls ``setup.prepare``, if there is one, before it loads ``setup.model.path``.  Raises ModelError, PluginError or CheckpointError.
+        It calls ``setup.prepare``, if there is one, before it loads ``setup.model.path``.  Raises ModelError,
+        PluginError or CheckpointError.
         """
         return None
 
@@ -232,7 +233,7 @@ class Trainer(Protocol):
 
 
 class AdvantageFunction(Protocol):
-    """Says what each rollout of a step is worth.  Its keyword-only parameters are its options."""
+    """Computes the advantages of a step's rollouts.  Its keyword-only parameters are its options."""
 
     def __call__(self, groups: Sequence[Group], /) -> Sequence[Sequence[float | None]]:
         """Return for each group a list with one finite float for each rollout; None masks the rollout."""
@@ -240,7 +241,7 @@ class AdvantageFunction(Protocol):
 
 
 class LossFunction(Protocol):
-    """Turns the logprobs of sampled tokens into one loss for each; see ``grpo_core.loss``.
+    """Computes a loss for each sampled token; see ``grpo_core.loss``.
 
     Its keyword-only parameters are its options.
     """

@@ -1,4 +1,4 @@
-"""Trains, or measures, what a configuration says, and sees it through to its end."""
+"""Trains or validates by a configuration, from start to end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from grpo_core.training.process import thread_count
 
 @frozen(kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run."""
 
     reason: str
     step: int
@@ -182,7 +182,7 @@ async def _start_model(
     stack: contextlib.AsyncExitStack,
     status: Callable[[str], None],
 ) -> Path:
-    """Directory of the model that training would start from; made if need be, and removed with the stack."""
+    """Return the directory of the model that training starts from; a made one is removed with the stack."""
     scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-"))
     request = ModelRequest(
         directory=Path(scratch) / "model",
@@ -207,7 +207,7 @@ def _prepare(prepare: Callable[[], None], threads: int) -> None:
 
 @contextlib.asynccontextmanager
 async def _tasks(config: Config, placement: Placement, *, logs: Path | None) -> AsyncIterator[Tasks]:
-    """The environments of a run, while its placement is connected."""
+    """Start the environments of a run while its placement is connected."""
     wanted = config.engine.workers + config.environment.workers * len(config.tasks)
     with placement.connected(wanted):
         async with Tasks.start(config.tasks, config.environment, placement, logs=logs) as tasks:
@@ -241,7 +241,7 @@ class Scores(Tracker):
 
 @contextlib.contextmanager
 def _signals(pipeline: Pipeline, status: Callable[[str], None]) -> Any:
-    """The first SIGINT or SIGTERM asks the pipeline to stop, the second ends the process' work at once."""
+    """Stop the pipeline after its step on the first SIGINT or SIGTERM, and at once on the second."""
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None

@@ -1,4 +1,4 @@
-"""The tasks of a run: each one's environment, and where its prompts come from."""
+"""The tasks of a run, with their environments and prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tasks:
         *,
         logs: Path | None,
     ) -> AsyncIterator[Tasks]:
-        """Starts all environments at once, and ends them with the block."""
+        """Start all environments together, and end them with the block."""
         environments = {
             name: workers.make_environment(
                 name, task, config, placement, log=logs / f"environment-{name}.log" if logs else None
@@ -50,7 +50,7 @@ class Tasks:
             await asyncio.gather(*(environment.aclose() for environment in environments.values()))
 
     async def prompts(self, split: str) -> dict[str, Sequence[Prompt]]:
-        """By task, of its source or else of its environment.  Raises PluginError, ConfigError."""
+        """Return each task's prompts, from its source or environment.  Raises PluginError, ConfigError."""
 
         async def of(name: str, environment: EnvironmentPool) -> Sequence[Prompt]:
             source = find_source(name, self.sources[name], split)

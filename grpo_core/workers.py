@@ -30,12 +30,12 @@ def make_engine(
     tolerance: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Engine:
-    """The engine of a section, or a pool of them.
+    """Make the engine of a section, or a pool of engines.
 
     Args:
-        setup: what one engine is made from that has all of this machine's share for itself.
-        tolerance: of the pool's canaries.
-        tell: receives a message for each engine that is replaced.
+        setup: setup of a single engine; a pool divides its threads.
+        tolerance: tolerance of the pool's canaries.
+        tell: called with a message for each engine that is replaced.
     """
     if config.workers == 1 and not placement.pooled:
         return placement.engine(0, config, setup)
@@ -50,7 +50,7 @@ def make_engine(
 
 
 def _share(config: EngineConfig, setup: EngineSetup, number: int) -> EngineSetup:
-    """One engine's share of the cores, and a directory of its own for its logs."""
+    """Give an engine its share of the cores, and its own directory for logs."""
     return evolve(
         setup,
         threads=config.threads or max(1, setup.threads // config.workers),
@@ -61,7 +61,7 @@ def _share(config: EngineConfig, setup: EngineSetup, number: int) -> EngineSetup
 def make_environment(
     name: str, task: TaskConfig, config: EnvironmentConfig, placement: Placement, *, log: Path | None
 ) -> EnvironmentPool:
-    """The workers of a task's environment; not started yet."""
+    """Make the workers of a task's environment, which are not started yet."""
     count = config.workers
     logs = [log if count == 1 or log is None else log.with_stem(f"{log.stem}-{i}") for i in range(count)]
     spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
@@ -72,12 +72,12 @@ def make_environment(
 def transport(
     engine: EngineConfig, validation: EngineConfig | None, placement: Placement, plugins: PluginHost
 ) -> Transport:
-    """How the trainer's weights come to the engines.
+    """Choose the transport of weights from the trainer to the engines.
 
     Args:
         validation: the engine that only validation uses, if there is one.
 
-    Raises ConfigError if an engine cannot take them so, PluginError if there is no such engine.
+    Raises ConfigError if an engine does not support it, PluginError for an unknown engine.
     """
     engines = [engine] if validation is None else [engine, validation]
     if validation is not None and validation.transport != "auto":
@@ -97,7 +97,7 @@ def transport(
 
 
 def _impossible(engine: EngineConfig, placement: Placement, *, shared: bool) -> Iterator[str]:
-    """Why the chosen transport cannot reach the engines."""
+    """Yield reasons why the chosen transport cannot reach the engines."""
     if engine.transport == "collective" and placement.remote and engine.collective_host in LOOPBACK:
         yield (
             f": workers on other machines cannot reach engine.collective_host = {engine.collective_host!r}; "

@@ -31,7 +31,7 @@ NO_SUBJECT = re.compile(
 """How no explanation of a key begins, either: the reader sees it in a table, with nothing before it."""
 FEWEST_WORDS = 3
 
-ALLOWED = {"docstrings": 38, "configuration": 15, "command line": 1}
+ALLOWED = {"docstrings": 0, "configuration": 0, "command line": 0}
 """Offenders that are left; only ever lowered."""
 
 

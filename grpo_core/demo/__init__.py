@@ -1,1 +1,1 @@
-"""The model of the demonstration, made on the spot: the core reaches it by its name in ``grpo_models()``."""
+"""The tiny model of the demo, which the core reaches only through the hook ``grpo_models()``."""

@@ -1,4 +1,4 @@
-"""What a tiny model is warmed up with: prompts, played with the replies that their environment knows."""
+"""Demonstrations for the warm start: prompts played with the replies that their environment knows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from grpo_core.records import Episode, Message, Prompt
 from grpo_core.tool_calls import assistant_message
 
 MOST = 5000
-"""Prompts, of all tasks together."""
+"""Largest number of prompts of all tasks together."""
 AT_ONCE = 256
-"""Rollouts, and sessions, of one environment."""
+"""Number of rollouts that one environment plays at once."""
 
 Demonstration = tuple[str, ...]
-"""What is said in turn: the prompt, a reply, the environment's answer, a reply, ..."""
+"""A conversation: the prompt, a reply, the environment's answer, a reply, ..."""
 
 
 async def demonstrations(
@@ -38,7 +38,7 @@ async def demonstrations(
 
 
 async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) -> list[Demonstration]:
-    """Turn by turn; in each, ``solve`` is asked with the conversation so far as the prompt's messages."""
+    """Play turn by turn; ``solve`` gets the conversation so far as the prompt's messages."""
     starts = {f"solution {i}": prompt for i, prompt in enumerate(prompts)}
     said = {name: [_text(prompt.messages)] for name, prompt in starts.items()}
     talks = dict(starts)

@@ -17,12 +17,13 @@ from grpo_core.model_sources import ModelRequest, StartModel
 
 
 class TinyModel:
-    """Satisfies ``grpo_core.model_sources.ModelSource``.
+    """The ``ModelSource`` of the tiny model.
 
     Args:
-        width: of the hidden states.
+        width: width of the hidden states.
         layers: number of layers.
-        warm_start_steps: supervised steps on the environments' solutions before the reinforcement learning.
+        warm_start_steps: number of supervised steps on the environments' solutions before reinforcement
+            learning.
     """
 
     def __init__(self, *, width: int = 64, layers: int = 2, warm_start_steps: int = 40) -> None:
@@ -40,10 +41,10 @@ class TinyModel:
         return tomllib.loads((files(__package__) / "tiny.toml").read_text(encoding="utf-8"))
 
     def check(self) -> None:
-        """There is nothing that could be missing."""
+        """Accept: nothing can be missing."""
 
     async def start_model(self, request: ModelRequest) -> StartModel:
-        """A model in the run's directory; the one that is there if the run was begun before."""
+        """Return a model in the run's directory, or the one that an earlier start made there."""
         path = str(request.directory)
         if _complete(request.directory):
             return StartModel(path=path)
@@ -62,7 +63,7 @@ class TinyModel:
 
 @frozen(kw_only=True)
 class TinyRecipe:
-    """Makes the model where it is called, which may be another process: plain data."""
+    """A recipe that makes the model; it is plain data, so that another process can call it."""
 
     path: str
     demonstrations: tuple[Demonstration, ...]

@@ -31,26 +31,26 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GIVE_UP_AFTER = 20
-"""Failures in a row after which the environment, not an episode, is to blame."""
+"""Number of failures in a row after which the environment, not an episode, is considered at fault."""
 
 MAX_DEATHS = 3
-"""Deaths in a row, while the process starts or offers its prompts, after which it is not started again."""
+"""Number of deaths in a row, during start or while offering prompts, after which it is not restarted."""
 
 CLOSING = 5.0
-"""Seconds that open sessions have to be closed when the process is to end."""
+"""Seconds for closing open sessions when the process ends."""
 
 
 class EnvironmentProcess:
     """An ``EnvironmentClient`` whose environment lives in a killable child process without CUDA.
 
-    One call at a time.  Everything but ``aclose`` starts the process if it does not run.
+    It makes one call at a time.  Every method but ``aclose`` starts the process if it does not run.
 
     Args:
-        task: name of the task; what its prompts are marked with.
+        task: name of the task, which is set on its prompts.
         spec: the environment's name, as in ``math:sort``.
-        options: of the environment's factory.
-        plugins: which plugins its process loads.
-        log: file that receives what the environment prints.
+        options: options of the environment's factory.
+        plugins: selection of the plugins that its process loads.
+        log: file for the environment's output.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EnvironmentProcess:
         self.needs_group = Environment.needs_group
         self.starts = 0
         self.first_traceback = ""
-        """Of the first evaluation that failed."""
+        """Traceback of the first evaluation that failed."""
         self._config = config or EnvironmentConfig()
         self._made_with = {
             "task": task,
@@ -88,12 +88,12 @@ class EnvironmentProcess:
         self._who = f"task {task!r}"
 
     async def start(self) -> None:
-        """Make the environment, or find out why that cannot be done: PluginError, ConfigError."""
+        """Make the environment.  Raises PluginError or ConfigError if that is impossible."""
         async with self._turn:
             await self._started()
 
     async def prompts(self, split: str) -> list[Prompt]:
-        """The prompts of ``"train"`` or ``"validation"``; each has an id and the task's name."""
+        """Return the prompts of ``"train"`` or ``"validation"``, each with an id and the task's name."""
         pickled = await self._call("prompts", split)
         try:
             prompts: list[Prompt] = pickle.loads(pickled)
@@ -102,12 +102,12 @@ class EnvironmentProcess:
         return prompts
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """For each prompt a reply worth full marks, if the environment knows one."""
+        """Return a reply with a full reward for each prompt, or None where the environment knows none."""
         replies: list[str | None] = await self._call("solve", list(prompts))
         return replies
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
-        """A session for each prompt; where there is none, why.  Without sessions: the tools alone."""
+        """Open a session for each prompt, or report why not; without sessions, return only the tools."""
         if self._child is None:
             await self.start()
         if not self._has_sessions:
@@ -116,19 +116,19 @@ class EnvironmentProcess:
         return await self._in_parts("open", parts, lambda error: SessionStart(error=error))
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """A feedback for each episode, in order; without a reward and with an error where there is none."""
+        """Return feedback for each episode, in order; a failed one has an error and no reward."""
         parts = units(episodes, whole_groups=self.needs_group)
         return await self._in_parts("evaluate", parts, lambda error: Feedback(error=error))
 
     async def close(self, sessions: Sequence[str]) -> None:
-        """The process closes them as soon as it is free, ``aclose`` at the latest."""
+        """Let the process close sessions as soon as it is free, at the latest in ``aclose``."""
         if self._has_sessions:
             self._closing += sessions
             if self._closer is None:
                 self._closer = asyncio.create_task(self._close_soon(), name=f"closing of {self._who}")
 
     async def aclose(self) -> None:
-        """Close the sessions that are open and end the process; what waits for it gets ChildDied."""
+        """Close the open sessions and end the process; waiting calls raise ChildDied."""
         self._closed = True
         await self._end()
         if self._closer is not None:
@@ -152,7 +152,7 @@ class EnvironmentProcess:
             self._closer = None
 
     async def _in_parts(self, method: str, parts: list[list[T]], failed: Callable[[str], R]) -> list[R]:
-        """One result for each item, by one call; if that fails, by a call for each part."""
+        """Return one result for each item, from one call or, if it fails, from a call for each part."""
         if not parts:
             return []
         attempt: list[R] | Exception = await self._attempt(method, [item for part in parts for item in part])
@@ -173,7 +173,7 @@ class EnvironmentProcess:
         return results
 
     async def _attempt(self, method: str, items: Sequence[Any]) -> list[Any] | Exception:
-        """The results, or why there are none.  Raises only if the environment cannot be made."""
+        """Return the results or the error.  Raises only if the environment cannot be made."""
         async with self._turn:
             child = await self._started()
             try:
@@ -200,7 +200,7 @@ class EnvironmentProcess:
             raise
 
     async def _started(self) -> Child:
-        """The running child, or a new one.  Raises PluginError if the environment cannot be made."""
+        """Return the running child, or a new one.  Raises PluginError if the environment cannot be made."""
         if self._child is not None and self._child.alive:
             return self._child
         if self._closed:
@@ -215,7 +215,7 @@ class EnvironmentProcess:
         return PluginError(f"task {self.task!r}: the environment cannot be started: {error}")
 
     async def _start(self) -> Child:
-        """Raises ChildDied, PluginError."""
+        """Start a child.  Raises ChildDied, PluginError."""
         self.starts += 1
         child = Child(
             "grpo_core.environments.host:EnvironmentHost",
@@ -241,19 +241,19 @@ class EnvironmentProcess:
 
 
 def _traceback(error: BaseException) -> str:
-    """Of the child if the error comes from there."""
+    """Return the child's traceback if the error comes from there, otherwise the error as text."""
     cause = error.__cause__
     return str(cause) if isinstance(cause, RemoteTraceback) else describe(error)
 
 
 class ErrorBudget:
-    """Tells when so many episodes of a task are unscored that its environment must be at fault.
+    """Raises when too many episodes of a task end without a reward.
 
     Args:
-        task: named in the message.
+        task: name of the task in the message.
         max_error_rate: share of the last ``window`` episodes that may be unscored; it is not
             judged before ``in_a_row`` episodes have been seen.
-        in_a_row: so many unscored, one after the other, are too many at any rate below 1.
+        in_a_row: abort after this many consecutive failures, unless ``max_error_rate`` is 1.
     """
 
     def __init__(
@@ -267,11 +267,11 @@ class ErrorBudget:
         self._first = ""
 
     def observe(self, feedback: Feedback, traceback: str = "") -> None:
-        """Count feedback that ends an episode; one that only continues it is not counted.
+        """Count feedback that ends an episode; feedback that only continues it is not counted.
 
         Args:
-            feedback: what the environment said.
-            traceback: shown instead of the first error, if given.
+            feedback: feedback of the environment.
+            traceback: text that is shown instead of the first error.
 
         Raises:
             PluginError: too many episodes were unscored.

@@ -198,7 +198,7 @@ class PluginHost:
         check_options(offer, factory, options, given=given, filled=filled)
 
     def find(self, kind: Kind, name: str) -> Offer:
-        """What is offered as ``name``, not yet imported if it is offered as a string."""
+        """Find the offer with this name; an offer that is a string is not imported yet."""
         if (spelled := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is not None:
             return self._find_in_file(kind, name, Path(spelled[1]), spelled[2] or "")
         for plugin in self.plugins:
@@ -263,7 +263,7 @@ class PluginHost:
                 yield implementation.function
 
     def _check_hooks(self, module: Any) -> None:
-        """What pluggy accepts silently: misspelt, unmarked, asynchronous and wrapping hooks."""
+        """Refuse hooks that pluggy accepts silently: misspelt, unmarked, asynchronous and wrapping ones."""
         known = set(HOOKS.values())
         for attribute in dir(module):
             function = inspect.getattr_static(module, attribute)

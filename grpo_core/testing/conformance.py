@@ -1,4 +1,4 @@
-"""What an environment must be for training on it to mean something, as checks with a result each.
+"""Checks of an environment: the properties without which training on it means nothing.
 
 grpo-core check shout                                  # in its own process, as in a run
 grpo_core.testing.check_environment(Shout)           # in a test, in this process
@@ -22,7 +22,7 @@ from grpo_core.tool_calls import assistant_message
 Outcome = Literal["passed", "failed", "noted"]
 
 PROMPTS = 32
-"""That are tried, of each environment."""
+"""Number of prompts that are tried for each environment."""
 FEW = 8
 """Prompts that are tried with replies that no prompt asks for."""
 ESSENTIAL = ("prompts to train on", "a reply is scored")
@@ -57,7 +57,7 @@ class Finding:
     check: str
     outcome: Outcome
     told: str
-    """What was found; if it failed, what to do as well."""
+    """The result in words, with advice if the check failed."""
 
 
 class Broken(Exception):  # noqa: N818
@@ -85,7 +85,7 @@ class Conformance:
     wait: Callable[[Coroutine[Any, Any, Any]], Any]
     environment: EnvironmentWorker = field(init=False)
     some: list[Prompt] = field(factory=list)
-    """Of the prompts to train on."""
+    """Some of the prompts to train on."""
     solved: list[Reply] = field(factory=list)
     steady: bool = True
     """The same replies get the same rewards."""
@@ -156,7 +156,7 @@ class Conformance:
         return f"{len(held_out):,}, none of which is trained on"
 
     def _task_of(self, prompt: Prompt) -> str:
-        """What is to be learnt: of several turns the first message is not all; the answer may tell more."""
+        """Return what identifies a prompt's task: with several turns, the first message is not enough."""
         return repr((prompt.messages, prompt.answer if self.environment.max_turns > 1 else None))
 
     def _same_prompts(self) -> str:
@@ -320,7 +320,7 @@ class Conformance:
         return feedback[::members]
 
     def _next_turn(self, episodes: list[Episode], feedback: list[Feedback], tools: bool) -> None:
-        """Those that go on say what ``solve`` says of the conversation so far; rewards add up."""
+        """Play the next turn of unfinished episodes with the replies of ``solve``; rewards add up."""
         going = [place for place, v in enumerate(feedback) if not v.done and v.error is None]
         talks = [(*episodes[place].messages, *feedback[place].messages) for place in going]
         replies = self._solved(

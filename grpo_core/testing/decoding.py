@@ -1,4 +1,4 @@
-"""What any engine has to compute, as laws that are tried one after the other on one running engine.
+"""The laws of decoding: results that every engine must compute, tested on one running engine.
 
     @pytest.fixture(scope="module")
     def engine(tmp_path_factory):
@@ -65,7 +65,7 @@ class EngineUnderTest:
     engine: Engine
     model: Path
     tolerance: float = 1e-4
-    """Of logprobs."""
+    """Tolerance of logprobs."""
     recomputes: bool = False
     """After an update, running requests see all their tokens through the new weights."""
     crowd: int = 3000

@@ -16,7 +16,7 @@ from grpo_core.training.setup import TrainerSetup
 
 
 def thread_count(configured: int, colocated: bool) -> int:
-    """Of torch on the CPU: as configured, or (0) half of the cores if something generates beside it."""
+    """Return the number of torch threads: as configured, or for 0 half of the cores if engines share them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return configured or max(1, cores // 2 if colocated else cores)
 

@@ -65,7 +65,7 @@ def create(setup: TrainerSetup) -> TorchTrainer:
 
 
 def learning_rate(config: TrainerConfig, update: int) -> float:
-    """Of the update with this number, counted from 0 over all steps: linear warm-up, then the schedule."""
+    """Return the learning rate of an update, counted from 0 over all steps: warm-up, then the schedule."""
     total = config.steps * config.updates_per_step
     done = min(1.0, max(0, update - config.warmup_updates) / max(1, total - config.warmup_updates))
     shape = {
@@ -135,7 +135,7 @@ class TorchTrainer:
             self._resume(resume)
 
     def description(self) -> dict[str, Any]:
-        """What the parent is told when the trainer is ready."""
+        """Describe the trainer to its parent process."""
         return {
             "version": self.version,
             "parameters": self.model.parameters,
@@ -353,14 +353,14 @@ def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
 
 
 def _os_error(error: SafetensorError) -> OSError:
-    """What the operating system said, which safetensors tells only in its text."""
+    """Return the operating system's error, which safetensors reports only as text."""
     said = re.search(r"\(os error (\d+)\)", str(error))
     number = int(said[1]) if said else errno.EIO
     return OSError(number, os.strerror(number))
 
 
 def _overhead(parameters: int, device: torch.device) -> int:
-    """What the fixed cost of a micro-batch (some milliseconds of dispatch) is worth, in tokens.
+    """Return the fixed cost of a micro-batch (some milliseconds of dispatch) in tokens.
 
     In that time a CPU core does about 4e8 floating point operations and an accelerator 1e12; a token takes
     6 for each parameter (arXiv 2001.08361).  Small models are bound by dispatch themselves, hence the bound.

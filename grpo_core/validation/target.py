@@ -1,4 +1,4 @@
-"""What ``grpo-core validate`` measures: a run's newest checkpoint, or a model directory."""
+"""The target of ``grpo-core validate``: a run's newest checkpoint, or a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EvalTarget:
     table: Mapping[str, Any]
     """Configuration that lies beneath the command line."""
     notes: tuple[str, ...] = ()
-    """What the user should know of the choice."""
+    """Messages to the user about the choice."""
 
 
 def find(target: str, offered: Callable[[str], bool]) -> EvalTarget:

@@ -19,13 +19,13 @@ from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginErro
 from grpo_core.engine_kit import Offer, RemoteTraceback
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""What Ray is about to do by itself, and warns of."""
+"""Environment variables that choose Ray's coming defaults, about which it warns."""
 ENVIRON_ALONE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # the name is Ray's: without clusters it listens on the loopback address only, on Linux too
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""Of a cluster of this machine alone; read when Ray is imported."""
+"""Environment variables of a local cluster; Ray reads them when it is imported."""
 REACH = 10.0
 """Seconds for a cluster to answer at all."""
 
@@ -87,7 +87,7 @@ class PluginRequirement:
     """The driver's side of a plugin, for comparison with the worker's."""
 
     name: str
-    """Of the offer, as a worker finds it."""
+    """Name of the offer, as a worker finds it."""
     allow: tuple[str, ...] | None
     """Plugins that the worker loads: the one that is needed."""
     versions: Mapping[str, str] = field(factory=dict)

@@ -50,7 +50,7 @@ LINGER = 0.005
 """Seconds that a finished completion waits for others to share its way."""
 
 START_SHARE = 0.9
-"""Of the deadline: a worker that has not started by then is told of before others lose patience."""
+"""Fraction of ``engine.deadline`` for the start, so that this error is raised before the pool's timeout."""
 
 
 @frozen(kw_only=True)
@@ -113,7 +113,7 @@ class EngineWorker:
                 task.cancel()
 
     async def collect(self) -> list[tuple[int, Packed | None, str]]:
-        """What has finished, as soon as something has: tickets, each with a completion or with an error."""
+        """Wait for finished requests; return their tickets, each with a completion or an error."""
         while not self._finished:
             self._some.clear()
             await self._some.wait()

@@ -54,7 +54,7 @@ class RemoteEnvironment:
         }
 
     async def ask(self, method: str, *args: Any) -> tuple[Any, str]:
-        """What the method of ``EnvironmentProcess`` returns, and the first traceback so far."""
+        """Call a method of ``EnvironmentProcess``; return its result and the first traceback so far."""
         return await getattr(self._process, method)(*args), self._process.first_traceback
 
 
