@@ -49,7 +49,7 @@ def test_equal_rewards_teach_nothing_exactly(value: float, leave_one_out: bool) 
     assert group([[value] * 8, [value]], leave_one_out=leave_one_out) == [[0.0] * 8, [0.0]]
 
 
-def test_noise_in_the_last_digits_is_no_signal() -> None:
+def test_noise_in_the_last_digits_counts_as_equal_rewards() -> None:
     noisy = [math.fsum([0.1] * 3), 0.1 + 0.1 + 0.1, 0.3, 0.3 + 1e-8]
     assert group([noisy]) == [[0.0] * 4]
 

@@ -55,7 +55,7 @@ async def after(seconds, awaitable):
     return await awaitable
 
 
-def test_what_arrives_within_the_wait_shares_a_call():
+def test_episodes_that_arrive_within_the_wait_share_a_call():
     async def story(batcher, calls):
         results = await asyncio.gather(batcher.submit([1, 2]), after(0.4, batcher.submit([3])))
         assert results == [[1, 4], [9]]
@@ -65,7 +65,7 @@ def test_what_arrives_within_the_wait_shares_a_call():
     tell(story)
 
 
-def test_a_broken_contract_that_nobody_waited_for_is_told_to_the_next_caller():
+def test_a_broken_contract_without_waiting_callers_is_raised_to_the_next_caller():
     """All who waited have passed their deadlines; yet no later call can be trusted."""
 
     class TooMany(Calls):
@@ -114,7 +114,7 @@ def test_the_next_batch_gathers_while_a_call_is_running():
     tell(story)
 
 
-def test_a_long_submission_is_split_and_comes_back_whole():
+def test_a_long_submission_is_split_and_its_results_are_joined():
     async def story(batcher, calls):
         results = await asyncio.gather(batcher.submit([1]), batcher.submit(list(range(9))))
         assert results == [[1], [n * n for n in range(9)]]
@@ -123,7 +123,7 @@ def test_a_long_submission_is_split_and_comes_back_whole():
     tell(story)
 
 
-def test_what_belongs_together_is_never_split():
+def test_a_group_that_belongs_together_is_never_split():
     async def story(batcher, calls):
         await asyncio.gather(
             batcher.submit([1, 1, 1]), batcher.submit([2, 2, 2]), batcher.submit([3]), batcher.submit([4] * 6)
@@ -133,7 +133,7 @@ def test_what_belongs_together_is_never_split():
     tell(story, together=True)
 
 
-def test_an_exception_reaches_those_in_the_call_and_nobody_else():
+def test_an_exception_reaches_only_the_callers_in_that_call():
     async def story(batcher, calls):
         results = await asyncio.gather(
             batcher.submit([1, -2]),
@@ -151,7 +151,7 @@ def test_an_exception_reaches_those_in_the_call_and_nobody_else():
     tell(story)
 
 
-def test_what_is_left_of_a_failed_submission_is_in_no_later_call():
+def test_the_rest_of_a_failed_submission_is_never_sent():
     async def story(batcher, calls):
         await asyncio.gather(batcher.submit([-1] * 6), batcher.submit([7] * 4), return_exceptions=True)
         assert calls.batches == [[-1] * 4, [7] * 4]
@@ -170,7 +170,7 @@ def test_a_wrong_number_of_results_is_an_error():
     tell(story, one)
 
 
-def test_a_caller_that_is_cancelled_disturbs_nobody():
+def test_a_cancelled_caller_does_not_disturb_others():
     async def story(batcher, calls):
         running = asyncio.create_task(batcher.submit([1, 2, 3, 4]))
         await asyncio.sleep(0.1)
@@ -187,7 +187,7 @@ def test_a_caller_that_is_cancelled_disturbs_nobody():
     tell(story)
 
 
-def test_who_was_cancelled_at_that_very_moment_is_not_in_the_call():
+def test_a_caller_cancelled_at_the_last_moment_is_not_in_the_call():
     async def story(batcher, calls):
         caller = asyncio.create_task(batcher.submit([1, 2, 3]))
         await asyncio.sleep(0.1)
@@ -198,7 +198,7 @@ def test_who_was_cancelled_at_that_very_moment_is_not_in_the_call():
     tell(story)
 
 
-def test_who_was_cancelled_makes_no_batch_full():
+def test_cancelled_callers_do_not_fill_a_batch():
     async def story(batcher, calls):
         caller = asyncio.create_task(batcher.submit([1, 2, 3]))
         await asyncio.sleep(0.1)
@@ -210,7 +210,7 @@ def test_who_was_cancelled_makes_no_batch_full():
     tell(story)
 
 
-def test_if_all_who_wait_are_cancelled_there_is_no_call():
+def test_there_is_no_call_if_all_callers_are_cancelled():
     async def story(batcher, calls):
         caller = asyncio.create_task(batcher.submit([1]))
         await asyncio.sleep(0.1)
@@ -221,7 +221,7 @@ def test_if_all_who_wait_are_cancelled_there_is_no_call():
     tell(story)
 
 
-def test_nothing_is_no_call():
+def test_an_empty_submission_makes_no_call():
     async def story(batcher, calls):
         assert await batcher.submit([]) == []
         assert calls.batches == []
@@ -229,7 +229,7 @@ def test_nothing_is_no_call():
     tell(story)
 
 
-def test_closing_tells_everybody_and_leaves_no_task():
+def test_closing_fails_all_callers_and_leaves_no_task():
     async def story(batcher, calls):
         callers = [asyncio.create_task(batcher.submit([n] * 4)) for n in range(3)]
         await asyncio.sleep(0.1)

@@ -83,7 +83,7 @@ def test_permits_are_free_only_when_the_engine_holds_the_weights():
     assert len(buffer.reserve()) == 2
 
 
-def test_a_failed_prompt_comes_again_with_fresh_stamps_and_is_skipped_in_the_end():
+def test_a_failed_prompt_is_retried_with_new_stamps_and_finally_skipped():
     buffer = a_buffer(max_retries=1)
     first, *others = fill(buffer)
     for slot in others:
@@ -159,7 +159,7 @@ def test_kept_rollouts_hold_the_last_step_that_may_train_them():
     assert buffer.take() is None
 
 
-def test_a_late_answer_of_an_attempt_that_was_given_up_is_refused():
+def test_a_late_answer_of_an_abandoned_attempt_is_refused():
     buffer = a_buffer()
     slot = fill(buffer)[0]
     buffer.fail(slot)
@@ -178,7 +178,7 @@ def test_no_prompt_is_drawn_that_no_step_would_train():
     assert len(buffer.reserve()) == 4
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_transitions_are_refused():
     with pytest.raises(SlotError, match="no step was taken after it"):
         a_buffer().advance()
     buffer = a_buffer()

@@ -80,7 +80,7 @@ def verify(engine, *, tolerance=1e-3, deadline=60.0, version=4):
     return run(story())
 
 
-def test_what_the_engine_and_the_trainer_differ_by_is_told():
+def test_the_error_names_the_difference_between_engine_and_trainer():
     assert verify(Listener(used=lambda version: version + 0.005)) == pytest.approx(5e-4, abs=1e-6)
     assert verify(Listener(used=lambda version: version + 0.5), tolerance=0.1) == pytest.approx(
         0.05, abs=1e-6

@@ -17,17 +17,17 @@ The ids are those of a list of cases for this kind of program.  What is not here
 | id | test |
 |---|---|
 | A1, A2, A3 | test_the_steps_that_may_train_follow_from_the_version_and_the_staleness |
-| A6 | test_no_prompt_is_drawn_for_a_slot_that_is_not_free |
+| A6 | test_no_prompt_is_drawn_without_a_free_slot |
 | A8 | test_a_failure_is_counted_by_prompt_and_success_ends_its_account |
 | A11, A12 | test_a_target_that_was_delayed_or_failed_is_generated_before_the_next |
 | B2, B3 | test_half_a_step_is_not_taken_and_stays |
 | B4, C1, C4 | test_the_oldest_deadline_is_trained_first_and_nothing_is_evicted |
 | B5 | test_the_groups_that_are_missing_of_a_step_are_reserved_and_no_more |
-| B8, B9, B11, B12, B16, C12 | test_a_restored_step_is_filled_up_with_what_it_lacks |
+| B8, B9, B11, B12, B16, C12 | test_a_restored_step_is_completed_with_new_prompts |
 | C6 | test_in_order_a_group_waits_for_its_step |
 | C8 | test_admission_goes_on_with_the_version_and_not_before |
 | H2 | test_chosen_tasks_fill_each_draw |
-| H3 | test_a_sampler_that_returns_too_few_is_told_both_numbers |
+| H3 | test_a_sampler_that_returns_too_few_gets_an_error_with_both_numbers |
 | H5 | test_the_sampler_is_asked_once_a_reservation_with_all_three_versions |
 | H6 | test_dynamic_sampling, test_pipeline: cut anywhere and resumed |
 | H8 | test_an_empty_task_is_an_error_and_no_endless_loop |
@@ -82,7 +82,7 @@ def test_the_steps_that_may_train_follow_from_the_version_and_the_staleness(vers
     assert targets(fill(buffer)) == [expected[-1] + 1]
 
 
-def test_no_prompt_is_drawn_for_a_slot_that_is_not_free():
+def test_no_prompt_is_drawn_without_a_free_slot():
     buffer = a_buffer(prompts_per_step=2, policy="deadline")
     slots = fill(buffer)
     buffer.complete(slots[0], "group")
@@ -159,7 +159,7 @@ def test_the_groups_that_are_missing_of_a_step_are_reserved_and_no_more():
 
 
 @pytest.mark.parametrize(("finished", "missing"), [(0, 2), (1, 1), (2, 0)])
-def test_a_restored_step_is_filled_up_with_what_it_lacks(finished, missing):
+def test_a_restored_step_is_completed_with_new_prompts(finished, missing):
     buffer = a_buffer(prompts_per_step=2, max_staleness=1)
     slots = fill(buffer)
     for slot in slots[:finished]:
@@ -215,7 +215,7 @@ def test_chosen_tasks_fill_each_draw():
     assert [task for task, _ in drawn[2]] == ["two"] * 4
 
 
-def test_a_sampler_that_returns_too_few_is_told_both_numbers():
+def test_a_sampler_that_returns_too_few_gets_an_error_with_both_numbers():
     class Short(RoundRobin):
         def sample(self, loaders, request):
             return super().sample(loaders, request)[:3]

@@ -180,7 +180,7 @@ def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
         (Relative, "the place in the batch makes no difference", "judge each episode by itself"),
     ],
 )
-def test_an_environment_that_breaks_it_is_told_where_and_what_to_do(broken, where, told):
+def test_a_broken_environment_is_reported_with_place_and_advice(broken, where, told):
     found = failed(broken)
     assert told in found.pop(where)
     assert not found or broken is Fragile
@@ -188,7 +188,7 @@ def test_an_environment_that_breaks_it_is_told_where_and_what_to_do(broken, wher
         check_environment(broken)
 
 
-def test_unscored_there_is_nothing_more_to_find():
+def test_checks_stop_when_a_reply_is_unscored():
     assert list(findings(Mute)) == [
         "prompts to train on",
         "held-out prompts",
@@ -228,7 +228,7 @@ def checked(capsys, *arguments):
     return status, capsys.readouterr().out
 
 
-def test_a_sampler_whose_options_name_tasks_has_to_be_told_of_them(capsys):
+def test_a_sampler_with_tasks_in_its_options_needs_their_names(capsys):
     status, told = checked(capsys, "chosen", "--set", 'order=["hard", "easy"]')
     assert status == 1
     assert "there is no task 'hard' to choose" in told
@@ -260,13 +260,13 @@ def test_a_validation_strategy_is_checked(capsys):
     assert status == 1
 
 
-def test_a_name_that_is_not_offered_names_the_nearest_of_any_kind():
+def test_an_unknown_name_suggests_the_nearest_of_any_kind():
     host = PluginHost.discover(allow=[])
     with pytest.raises(PluginError, match=r"no sampler 'curiculum'\. Did you mean 'curriculum'"):
         check.find(host, "curiculum")
 
 
-def test_what_a_file_holds_is_told_by_its_methods_or_by_the_user(tmp_path):
+def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):
     file = tmp_path / "parts.py"
     file.write_text(
         "class A:\n    def evaluate(self): ...\n\nclass B:\n    def sample(self): ...\n\n"
@@ -500,7 +500,7 @@ class Constant:
 
 
 @pytest.mark.slow
-def test_an_engine_is_held_to_its_contract_and_to_what_it_must_compute():
+def test_an_engine_is_checked_for_its_contract_and_its_results():
     host = PluginHost.discover()
     found = list(check.findings(host, check.find(host, "local"), {"max_rows": 64}))
     assert [(f.check, f.told) for f in found if f.outcome != "passed"] == []
@@ -508,7 +508,7 @@ def test_an_engine_is_held_to_its_contract_and_to_what_it_must_compute():
 
 
 @pytest.mark.slow
-def test_an_engine_that_breaks_it_is_told_where():
+def test_a_broken_engine_is_reported_with_the_place():
     host = PluginHost.discover()
     offer = check.find(host, f"{__file__}:Constant")
     assert offer.kind == "engine"

@@ -38,7 +38,7 @@ def write(parent, step=1, keep=2, save=save_trainer, disk=None, **loaders):
     return asyncio.run(story())
 
 
-def test_what_was_written_is_found_and_read(tmp_path):
+def test_a_written_checkpoint_is_found_and_read(tmp_path):
     path = write(tmp_path, step=20, **{"a/b c": {"position": 3}})
     found = checkpoint.newest(tmp_path)
     assert (found.directory, found.step, found.passed_over) == (path, 20, ())
@@ -69,7 +69,7 @@ def test_one_that_was_passed_over_does_not_outlive_the_next(tmp_path):
     assert [step for step, _ in checkpoint.complete_names(tmp_path)] == [4]
 
 
-def test_what_a_sampler_changes_after_the_cut_is_not_in_it(tmp_path):
+def test_changes_of_a_sampler_after_the_cut_are_not_saved(tmp_path):
     class Sampler:
         state = {"drawn": [1]}  # noqa: RUF012
 
@@ -89,7 +89,7 @@ def test_what_a_sampler_changes_after_the_cut_is_not_in_it(tmp_path):
     assert checkpoint.read_pipeline(asyncio.run(story()))["sampler"] == {"drawn": [1]}
 
 
-def test_there_is_none_yet(tmp_path):
+def test_a_new_run_has_no_checkpoint(tmp_path):
     assert checkpoint.newest(tmp_path / "nowhere") is None
 
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_with_one_byte_changed_is_passed_over_with_the_reason(tmp_p
     )
 
 
-def test_if_none_holds_all_are_named(tmp_path):
+def test_if_all_checkpoints_are_damaged_all_are_named(tmp_path):
     write(tmp_path, 1).joinpath("pipeline.json").unlink()
     write(tmp_path, 2).joinpath("manifest.json").write_text("{")
     (tmp_path / "step-000003.partial").mkdir()

@@ -178,7 +178,7 @@ def test_the_version(here):
 
 
 @pytest.mark.slow
-def test_a_model_directory_that_is_none(here):
+def test_a_directory_without_a_model_is_refused(here):
     (here / "empty").mkdir()
     text = refused(here, "train", *SORT, "--set", "model.path=empty")
     assert "model" in text
@@ -205,7 +205,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_trains_validates_saves_and_says_what_it_did(trained):
+def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     run, done = trained
     assert "finished: sort: validation" in done.stdout.splitlines()[-1]
     assert "4 of 4 steps" in done.stdout.splitlines()[-1]

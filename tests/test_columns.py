@@ -7,7 +7,7 @@ from grpo_core.engines.local import columns
 from grpo_core.engines.local.columns import Columns
 
 
-def test_memory_beyond_what_is_kept_is_given_back_with_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_above_the_limit_is_returned_with_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "KEPT_BYTES", 4 * 32 * 8)
     for rows, stays in ((8, True), (9, False)):
         content = Columns([((), torch.float32)], torch.device("cpu"))

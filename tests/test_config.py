@@ -43,7 +43,7 @@ def test_mistakes_are_named_with_their_key(table, message):
     assert str(caught.value) == message
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         build([{"trainer": {"lr": "x", "steps": "y"}, "rollout": {"group_size": "z"}}])
     assert len(str(caught.value).splitlines()) == 3
@@ -77,7 +77,7 @@ def test_later_layers_win_key_by_key():
     }
 
 
-def test_a_file_that_is_none_or_no_toml(tmp_path):
+def test_a_missing_or_invalid_file_is_one_clear_error(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere.toml: there is no such file"):
         read_toml(tmp_path / "nowhere.toml")
     (tmp_path / "bad.toml").write_text("steps = = 3")

@@ -32,7 +32,7 @@ def test_products_that_were_rounded_to_bfloat16_are_noticed(monkeypatch: pytest.
     assert not cpu.products_are_float32()
 
 
-def test_what_would_round_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_would_round_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision
     monkeypatch.setattr(cpu, "products_are_float32", lambda: False)
     cpu.prepare(1)
@@ -47,6 +47,6 @@ def test_matrix_tiles_are_never_asked_to_compute_float32(monkeypatch: pytest.Mon
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
-def test_the_number_of_threads_is_what_was_asked_for() -> None:
+def test_the_number_of_threads_is_the_configured_one() -> None:
     cpu.prepare(2)
     assert torch.get_num_threads() == 2

@@ -70,7 +70,7 @@ def test_a_schedule_goes_through_its_points_and_stays_between_them(points):
         ([[0, -1]], "the weight of task 'easy' is -1, expected a finite number >= 0"),
     ],
 )
-def test_points_that_are_none_are_refused(points, message):
+def test_invalid_points_are_refused(points, message):
     with pytest.raises(ConfigError) as caught:
         Schedule({"easy": points})
     assert message in str(caught.value)
@@ -116,7 +116,7 @@ def test_a_rate_is_not_known_before_enough_groups_were_seen():
     assert sampler.rate("hard") == pytest.approx(1 / 6)
 
 
-def test_a_task_comes_back_when_its_newest_groups_say_so():
+def test_a_task_returns_when_its_newest_groups_are_in_the_band():
     sampler = Curriculum(window=4, known_after=2)
     sampler.observe([group("hard", 0, 0) for _ in range(9)])
     assert sampler.rate("hard") == 0.0

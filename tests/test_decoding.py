@@ -26,6 +26,6 @@ def tried(tmp_path_factory):
 
 
 @pytest.mark.parametrize("law", ENGINE_LAWS)
-def test_local_computes_what_it_should(tried, law):
+def test_local_keeps_the_laws_of_decoding(tried, law):
     runner, engine = tried
     runner.run(ENGINE_LAWS[law](engine))

@@ -269,7 +269,7 @@ def test_a_run_that_is_cut_anywhere_loses_nothing(make, policy, max_staleness):
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(make):
+def test_a_resumed_run_draws_the_same_prompts(make):
     """With one group at a time nothing depends on which rollout is first: also what a curriculum learnt."""
     whole = Run(make(), policy="in_order", max_staleness=0)
     whole.pipeline.engine.latency = lambda rng: 1.0

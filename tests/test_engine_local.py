@@ -174,9 +174,7 @@ def test_logprobs_are_those_of_transformers_while_rows_join_and_leave(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
-def test_tokens_do_not_depend_on_what_else_is_in_the_batch(
-    kind: str, references: Any, tmp_path: Path
-) -> None:
+def test_tokens_do_not_depend_on_other_rows_of_the_batch(kind: str, references: Any, tmp_path: Path) -> None:
     requests = mixed_requests(24)
     crowd = run(decoder_of(kind, references(kind), tmp_path), requests)
     late = run(decoder_of(kind, references(kind), tmp_path, max_rows=5), requests, at_once=3)
@@ -261,9 +259,7 @@ def test_a_gpu_decodes_what_a_cpu_does(dtype: torch.dtype, references: Any) -> N
         {"layer_types": ["full_attention", "sliding_attention"]},
     ],
 )
-def test_what_the_fast_path_does_not_compute_goes_the_other_way(
-    change: dict[str, Any], references: Any
-) -> None:
+def test_other_architectures_use_transformers(change: dict[str, Any], references: Any) -> None:
     config = json.loads(references("llama").config.to_json_string())
     assert Shape.of(config) is not None
     assert Shape.of(config | change) is None
@@ -346,7 +342,7 @@ def test_a_stop_string_ends_a_completion_and_stays_in_it(references: Any, tmp_pa
     assert other.token_ids.tolist() == free.token_ids.tolist()
 
 
-def test_stop_strings_without_a_tokenizer_say_what_is_missing(tmp_path: Path) -> None:
+def test_stop_strings_without_a_tokenizer_name_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"tokenizer\.json"):
         StopStrings(str(tmp_path)).may_end(("x",), 1)
 

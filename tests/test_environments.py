@@ -175,7 +175,7 @@ def test_results_become_feedback():
 @pytest.mark.parametrize(
     "wrap", [float, lambda reward: Feedback(reward=reward, done=False, messages="go on")]
 )
-def test_a_reward_that_is_no_number_is_unscored(reward, wrap):
+def test_a_non_finite_reward_is_unscored(reward, wrap):
     if reward == 10**400:
         wrap = int
     (feedback,) = as_feedback([wrap(reward)], 1, "who")
@@ -186,7 +186,7 @@ def test_a_reward_that_is_no_number_is_unscored(reward, wrap):
     assert as_feedback([9e299], 1, "who") == [Feedback(reward=9e299)]
 
 
-def test_an_error_beside_a_reward_is_unscored():
+def test_an_error_with_a_reward_is_unscored():
     assert as_feedback([Feedback(reward=1.0, error="judge away")], 1, "who") == [Feedback(error="judge away")]
 
 
@@ -206,7 +206,7 @@ def test_an_error_beside_a_reward_is_unscored():
         ),
     ],
 )
-def test_what_is_no_result_is_an_error_that_says_what_came(results, message):
+def test_an_invalid_result_is_an_error_that_shows_it(results, message):
     with pytest.raises(PluginError) as caught:
         as_feedback(results, 2, "who")
     assert str(caught.value).startswith(message)
@@ -313,7 +313,7 @@ def test_an_environment_that_hangs_is_killed_at_its_deadline(scenes):
 
 
 @pytest.mark.slow
-def test_a_wrong_count_is_told_with_both_numbers(scenes):
+def test_a_wrong_count_is_an_error_with_both_numbers(scenes):
     async def story(process):
         for feedback in await process.evaluate(episodes("a", "b")):
             assert feedback.reward is None
@@ -458,7 +458,7 @@ def test_many_in_a_row_stop_the_run_at_any_rate_below_one():
     assert observed(ErrorBudget("play", 1.0), story * 3) is None
 
 
-def test_none_is_unscored_but_a_turn_in_between_is_not_counted():
+def test_none_counts_as_unscored_but_an_intermediate_turn_does_not():
     assert observed(ErrorBudget("play", 0.2), [Feedback()] * 20)[0] == 20
     assert observed(ErrorBudget("play", 0.2), [Feedback(done=False, messages="go on")] * 100) is None
 

@@ -47,20 +47,20 @@ def test_a_soft_limit_warns_and_a_hard_one_is_fatal(name):
 
 
 @given(names, st.lists(numbers, min_size=WINDOW, max_size=12), st.integers(0, (WINDOW - 1) // 2))
-def test_a_minority_of_extreme_steps_is_no_finding(name, before, extreme):
+def test_a_minority_of_extreme_steps_is_ignored(name, before, extreme):
     steps = [{name: fine(name)} for _ in before] + [{name: fatal(name)}] * extreme
     assert check_limits(steps, {name: between(name)}) == []
 
 
 @given(names, st.lists(numbers, max_size=12))
-def test_what_lasts_is_found_whatever_was_before(name, before):
+def test_a_lasting_fault_is_found_whatever_came_before(name, before):
     steps = [{name: value} for value in before] + [{name: fatal(name)}] * WINDOW
     (finding,) = check_limits(steps, {name: between(name)})
     assert finding.fatal
 
 
 @given(names, st.lists(numbers, min_size=1, max_size=6), st.sampled_from([math.nan, math.inf, -math.inf]))
-def test_a_number_that_is_none_is_beyond_every_limit(name, before, bad):
+def test_a_non_finite_number_is_beyond_every_limit(name, before, bad):
     steps = [*({name: value} for value in before), {name: bad}]
     (finding,) = check_limits(steps, {name: between(name)})
     assert finding.fatal

@@ -142,7 +142,7 @@ def test_every_law_has_a_case():
     assert {law for law, _ in BROKEN} == set(LAWS)
 
 
-def test_after_a_resume_only_what_was_unfinished_comes_again():
+def test_after_a_resume_only_unfinished_prompts_are_repeated():
     cut = started(1, dispatched=4, trained=2, skipped=0, filtered=0, ready=0)
     rest = [
         cut,
@@ -185,7 +185,7 @@ def changed_copy(event, **buffer):
     return {**event, "buffer": {**event["buffer"], **buffer}}
 
 
-def test_the_command_says_what_holds_and_what_does_not(tmp_path, capsys):
+def test_the_command_lists_laws_that_hold_and_violations(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("")
 
     def verify(events):

@@ -106,7 +106,7 @@ def test_a_changed_source_is_not_resumed(changed, seed, message):
         TaskLoader("a", changed, seed=seed).load_state_dict(state)
 
 
-def test_a_corrected_answer_is_no_reason_not_to_resume():
+def test_a_run_resumes_after_an_answer_was_corrected():
     state = TaskLoader("a", [Prompt(messages="1+1=", answer="3", id="0")], seed=0).state_dict()
     TaskLoader("a", [Prompt(messages="1+1=", answer="2", id="0")], seed=0).load_state_dict(state)
 

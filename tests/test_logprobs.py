@@ -138,7 +138,7 @@ def test_bfloat16_products_change_the_gradient_a_little_and_the_logprobs_not_at_
         assert (wanted - found).norm() < 0.02 * wanted.norm()
 
 
-def test_no_position_to_score_is_no_error() -> None:
+def test_scoring_no_position_is_allowed() -> None:
     hidden, weight, targets, _ = make(0, 4, 6, torch.float32)
     found, _ = token_logprobs(hidden, weight, targets)
     found.sum().backward()

@@ -70,7 +70,7 @@ def test_listing_it_imports_nothing_heavy():
     assert told.stdout == "[]\n"
 
 
-def test_a_misspelt_name_or_option_is_told():
+def test_a_misspelt_name_or_option_is_reported():
     host = PluginHost.discover(allow=["math"])
     with pytest.raises(
         PluginError, match=r"there is no environment 'math:adition'. Did you mean 'math:addition'"

@@ -18,14 +18,14 @@ def test_a_directory_with_a_model_is_taken_as_it_is(tmp_path):
     assert local_directory(str(tmp_path)) == str(tmp_path)
 
 
-def test_a_directory_without_one_says_what_is_missing(tmp_path):
+def test_a_directory_without_a_model_names_the_missing_file(tmp_path):
     (tmp_path / "config.json").touch()
     with pytest.raises(ModelError, match=r"there is no tokenizer_config\.json, no \*\.safetensors"):
         local_directory(str(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/where", "nowhere", "a/b/c"])
-def test_a_path_that_is_none(path):
+def test_a_missing_path_is_one_clear_error(path):
     with pytest.raises(
         ModelError, match="there is no such directory; expected a transformers model directory"
     ):

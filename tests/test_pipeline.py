@@ -161,7 +161,7 @@ def test_with_in_order_the_same_seed_gives_the_same_weights_whatever_finishes_fi
 # ---------------------------------------------------------------------------------- what goes wrong
 
 
-def test_a_rollout_unscored_is_played_again_and_its_siblings_are_kept():
+def test_an_unscored_rollout_is_played_again_and_its_siblings_are_kept():
     failures = Counter()
 
     def feedback(episode):
@@ -177,7 +177,7 @@ def test_a_rollout_unscored_is_played_again_and_its_siblings_are_kept():
     assert all(None not in group.rewards for event in done.of(GroupsReady) for group in event.groups)
 
 
-def test_of_a_group_that_is_compared_all_rollouts_are_played_again():
+def test_a_compared_group_is_retried_as_a_whole():
     failures = Counter()
 
     def feedback(episode):
@@ -275,7 +275,7 @@ def test_an_error_anywhere_ends_the_run_with_its_cause(who):
     assert run_.engine.running == 0, "nobody is left generating"
 
 
-def test_an_engine_that_lies_about_its_version_stops_the_run():
+def test_an_engine_that_reports_a_wrong_version_stops_the_run():
     class Stuck(FakeEngine):
         async def update_weights(self, weights):
             self.version = 0

@@ -59,7 +59,7 @@ def plugin(host, name):
 # ---------------------------------------------------------------------------------- finding
 
 
-def test_an_installed_plugin_is_listed_with_what_it_offers(install):
+def test_an_installed_plugin_is_listed_with_its_offers(install):
     install("grpo-plugin-words", WORDS, entry="words")
     host = PluginHost.discover(allow=["words"])
     core, words = listing(host)
@@ -226,7 +226,7 @@ def test_a_bare_name_that_is_offered_twice_is_an_error_with_both_spellings(insta
     assert host.factory("environment", "two:words").__module__ == "second_module"
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_and_with_what_there_is(install):
+def test_an_unknown_name_suggests_the_nearest_and_lists_the_known(install):
     install("grpo-plugin-words", WORDS, entry="words")
     install("grpo-plugin-odd", "1 / 0", entry="odd")
     host = PluginHost.discover(allow=["odd", "words"])
@@ -265,7 +265,7 @@ def test_a_prefix_receives_the_rest_of_the_name(install):
         host.make("environment", "gym:chain_sum", rest="x")
 
 
-def test_a_file_finds_the_modules_beside_it_and_hides_no_installed_one(install, tmp_path, monkeypatch):
+def test_a_file_finds_modules_of_its_directory_and_hides_no_installed_one(install, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "beside_module.py").write_text("LENGTH = 7\n")
     install("grpo-plugin-words", WORDS)
@@ -277,7 +277,7 @@ def test_a_file_finds_the_modules_beside_it_and_hides_no_installed_one(install, 
     assert host.make("environment", f"{file}:seven").length == 7
 
 
-def test_a_host_remembers_what_was_left_out_for_those_that_load_plugins_elsewhere(install):
+def test_a_host_remembers_left_out_plugins_for_other_processes(install):
     install("grpo-plugin-words", WORDS, entry="words")
     assert PluginHost.discover(block=["words"]).selection.block == ("words",)
 

@@ -128,7 +128,7 @@ def now():
 # ---------------------------------------------------------------------------------- who gets what
 
 
-def test_a_group_stays_together_and_groups_are_spread_by_what_is_outstanding():
+def test_a_group_stays_together_and_groups_go_to_the_least_loaded_member():
     async def story():
         world = World()
         pool = world.pool(3)
@@ -200,7 +200,7 @@ def test_later_turns_of_a_group_go_where_the_first_went_unless_that_has_far_more
 # ---------------------------------------------------------------------------------- death
 
 
-def test_what_a_dead_member_has_finished_is_kept_and_the_rest_goes_elsewhere():
+def test_completions_of_a_dead_member_are_kept_and_the_rest_goes_elsewhere():
     async def story():
         world = World()
         pool = world.pool(2)
@@ -223,7 +223,7 @@ def test_what_a_dead_member_has_finished_is_kept_and_the_rest_goes_elsewhere():
     run(story())
 
 
-def test_a_member_that_never_works_is_given_up_and_the_others_go_on():
+def test_a_member_that_never_works_is_given_up_and_the_others_continue():
     async def story():
         world = World()
 
@@ -248,7 +248,7 @@ def test_a_member_that_never_works_is_given_up_and_the_others_go_on():
     run(story())
 
 
-def test_when_no_member_is_left_the_reasons_are_told():
+def test_when_no_member_is_left_the_error_gives_the_reasons():
     async def story():
         world = World()
 
@@ -299,7 +299,7 @@ def test_an_engine_that_breaks_its_contract_ends_the_run():
     run(story())
 
 
-def test_what_waits_for_a_pool_that_is_closed_is_told():
+def test_calls_that_wait_for_a_closed_pool_raise():
     async def story():
         world = World()
         pool = world.pool(1)
@@ -366,7 +366,7 @@ def weights_without_canary(version):
     return Weights(version=version, location="", nbytes=0, tensors=())
 
 
-def test_a_slow_member_holds_up_nobody_and_gets_nothing_before_it_holds_the_new_weights():
+def test_a_slow_member_delays_no_other_and_gets_no_request_before_it_holds_the_new_weights():
     async def story():
         world = World()
         pool = world.pool(2, lag=1.0)
@@ -493,7 +493,7 @@ def test_weights_that_all_refuse_are_an_error_and_all_go_on_as_they_were():
     run(story())
 
 
-def test_a_member_that_refuses_what_another_takes_is_replaced():
+def test_a_member_that_refuses_weights_that_another_takes_is_replaced():
     async def story():
         made = []
 
@@ -565,7 +565,7 @@ def test_weights_last_until_the_last_member_has_them():
 # ---------------------------------------------------------------------------------- joining and leaving
 
 
-def test_a_member_that_leaves_finishes_what_it_has():
+def test_a_leaving_member_finishes_its_requests():
     async def story():
         world = World()
         pool = world.pool(1)
@@ -587,7 +587,7 @@ def test_a_member_that_leaves_finishes_what_it_has():
     run(story())
 
 
-def test_a_request_waits_while_nobody_serves():
+def test_a_request_waits_while_no_member_serves():
     async def story():
         world = World()
         pool = world.pool(1)

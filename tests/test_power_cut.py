@@ -93,7 +93,7 @@ def test_a_power_cut_at_any_operation_loses_nothing_that_was_saved(tmp_path, kee
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_death_leaves_is_no_obstacle_to_the_lives_after_it(tmp_path, seed):
+def test_leftovers_of_a_crash_do_not_hinder_later_lives(tmp_path, seed):
     chance, done, disk, keep = random.Random(seed), 0, None, 1 + seed % 2
     while done < 12:
         disk, saved = live(tmp_path, range(done + 1, 13), keep, before=disk, dies_at=chance.randrange(1, 60))
@@ -106,7 +106,7 @@ def test_what_a_death_leaves_is_no_obstacle_to_the_lives_after_it(tmp_path, seed
     assert len(names) == keep
 
 
-def test_what_was_removed_when_a_save_returned_does_not_come_back(tmp_path):
+def test_a_removed_checkpoint_does_not_return_after_a_power_cut(tmp_path):
     """Another life may have gone on from an older checkpoint since."""
     for seed in range(20):
         disk, _ = live(tmp_path / str(seed), STEPS, keep=2)
@@ -115,7 +115,7 @@ def test_what_was_removed_when_a_save_returned_does_not_come_back(tmp_path):
         assert names == ["step-000003", "step-000004"]
 
 
-def test_a_disk_that_is_full_at_any_byte_costs_only_what_was_being_written(tmp_path):
+def test_a_disk_that_is_full_at_any_byte_costs_only_the_current_save(tmp_path):
     live(tmp_path, [1], 2)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     for room in range(size):

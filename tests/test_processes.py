@@ -134,7 +134,7 @@ def test_a_target_that_cannot_be_made_says_why():
     story(closing(child(greeting="refuse"), use))
 
 
-def test_a_call_that_overruns_its_deadline_kills_the_child_and_those_who_wait_know():
+def test_a_call_past_its_deadline_kills_the_child_and_fails_all_waiting_calls():
     async def use(c):
         await c.started(seconds=20)
         hanging = asyncio.create_task(c.call("hang", seconds=0.2))

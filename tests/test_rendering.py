@@ -59,7 +59,7 @@ def test_without_a_template_contents_stand_as_they_are(directory):
     assert renderer.prompt_ids([user("ab"), user("cd")]) == renderer.prompt_ids([user("abcd")])
 
 
-def test_the_end_of_sequence_token_ends_a_completion_and_is_not_part_of_what_was_said(directory):
+def test_the_end_of_sequence_token_ends_a_completion_and_is_not_in_its_text(directory):
     renderer = Renderer.load(str(directory))
     (eos,) = renderer.stop_token_ids
     assert renderer.texts([(*renderer.prompt_ids([user("12")]), eos), ()]) == ["12", ""]
@@ -135,7 +135,7 @@ TURNS = st.lists(
 
 
 @given(turns=TURNS)
-def test_a_row_is_what_the_template_writes_for_the_whole_conversation(merging, turns):
+def test_a_row_equals_the_templates_rendering_of_the_whole_conversation(merging, turns):
     """If the model writes its tokens as the tokenizer would."""
     renderer = chat(merging, CHATML)
     (end,) = renderer.stop_token_ids
@@ -163,7 +163,7 @@ def test_tokens_that_the_tokenizer_would_write_otherwise_stay_as_they_were_sampl
     ), "what is new does not depend on what was said, and one token ends it"
 
 
-def test_what_tools_answer_follows_their_call(merging):
+def test_tool_answers_follow_their_call(merging):
     renderer = chat(merging, CHATML)
     renderer.check_turns(tools=True)
     garbled = said("", {"name": "", "arguments": "not JSON"})
@@ -181,7 +181,7 @@ def test_tools_are_shown_by_the_template_and_no_tools_are_not_announced(merging)
     )
 
 
-def test_without_a_template_what_is_answered_follows_as_it_is(directory):
+def test_without_a_template_answers_follow_unchanged(directory):
     renderer = Renderer.load(str(directory))
     renderer.check_turns(tools=True)
     new = renderer.continuation_ids([user("no"), user("!")], said=said("x"), ended=True)
@@ -197,7 +197,7 @@ def test_without_a_template_what_is_answered_follows_as_it_is(directory):
         (SILENT, True, "cannot render messages of user, assistant, tool: no tools here"),
     ],
 )
-def test_a_template_that_cannot_keep_what_was_sampled_is_refused_before_anything_is(
+def test_a_template_that_cannot_keep_sampled_tokens_is_refused_before_generation(
     merging, template, tools, message
 ):
     with pytest.raises(ModelError, match=message):
@@ -231,7 +231,7 @@ def test_calls_stand_between_tags_if_the_tokenizer_does_not_say_otherwise(direct
 
 
 @pytest.mark.parametrize("text", ["", "no call", "<tool_call>{", "</tool_call><tool_call>"])
-def test_what_is_no_call_stays_text(directory, text):
+def test_text_without_a_call_stays_text(directory, text):
     assert parsed(Renderer.load(str(directory)), text) == {"role": "assistant", "content": text}
 
 
@@ -254,6 +254,6 @@ def test_a_tokenizer_that_says_how_calls_are_written_is_followed(tokenizer):
         assert call["function"] == {"name": "", "arguments": garbled}
 
 
-def test_a_directory_that_is_no_model(tmp_path):
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ModelError, match="its tokenizer cannot be loaded"):
         Renderer.load(str(tmp_path))

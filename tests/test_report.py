@@ -111,7 +111,7 @@ def run_of(*tasks, steps=4):
 # ---------------------------------------------------------------------------------- what is told
 
 
-def test_a_run_that_ends_leaves_a_report_of_what_was_learnt(tmp_path):
+def test_a_finished_run_leaves_a_report_of_its_learning(tmp_path):
     page = Page(record(tmp_path / "a-run", run_of("sort")))
     for told in ("a-run", "finished", "sort: validation accuracy", "12.5% →", "97.0%", "75%",
                  "the busier side works", "max_staleness is 1", "52341=", "54321",
@@ -141,7 +141,7 @@ def test_each_task_has_its_curve_and_its_numbers(tmp_path):
     assert cells == {"easy": learnt, "hard": learnt, "never": [*"--------", "0", "0"]}
 
 
-def test_what_went_wrong_is_told_once_for_each_cause(tmp_path):
+def test_problems_are_reported_once_per_cause(tmp_path):
     events = [
         *(
             WarningRaised(step=step, cause="mismatch_kl", message=f"mismatch_kl is {step}")
@@ -203,7 +203,7 @@ def test_a_run_without_a_step_has_a_report(tmp_path):
     assert "unfinished" in text
 
 
-def test_a_run_that_was_killed_has_a_report_of_what_is_there(tmp_path):
+def test_a_killed_run_has_a_report_of_its_steps(tmp_path):
     run = tmp_path / "run"
     record(run, [event for event in run_of("sort") if not isinstance(event, RunEnded)])
     for name in ("metrics.jsonl", "events.jsonl", "rollouts/step-000004.jsonl"):
@@ -218,7 +218,7 @@ def test_a_run_that_was_killed_has_a_report_of_what_is_there(tmp_path):
     assert "could not be read: a process was killed while it wrote" in text
 
 
-def test_files_of_any_other_kind_are_no_reason_to_fail(tmp_path):
+def test_other_files_do_not_break_the_report(tmp_path):
     (tmp_path / "config.toml").write_text("half = [")
     (tmp_path / "metrics.jsonl").write_bytes(b'[1]\nnull\n{"step": "x", "time/step": {}}\n\xff\xfe{}\n')
     (tmp_path / "events.jsonl").write_text('{"event": "RunEnded"}\n{"event": "WarningRaised"}\n')
@@ -262,7 +262,7 @@ NUMBERS = st.floats(-charts.LARGEST, charts.LARGEST)
 
 
 @given(NUMBERS, NUMBERS, st.integers(2, 8))
-def test_ticks_are_few_and_enclose_what_is_shown(one, other, about):
+def test_ticks_are_few_and_enclose_the_data(one, other, about):
     low, high = sorted((one, other))
     found = ticks(low, high, about)
     assert 2 <= len(found) <= about + 3
@@ -273,7 +273,7 @@ def test_ticks_are_few_and_enclose_what_is_shown(one, other, about):
 
 
 @given(st.lists(st.floats(), max_size=40))
-def test_every_point_lies_in_the_view(values):
+def test_every_point_is_inside_the_view(values):
     drawn = chart("c", [Series(name="s", points=list(enumerate(values)))])
     finite = [value for value in values if abs(value) <= charts.LARGEST]
     assert (drawn is None) == (not finite)

@@ -109,14 +109,14 @@ def test_no_verdict_is_not_a_reward_of_zero(feedback, error):
     assert (rollout.reward, rollout.error) == (None, error)
 
 
-def test_what_is_not_finished_at_the_deadline_is_unscored():
+def test_unfinished_rollouts_are_unscored_at_the_deadline():
     engine = FakeEngine(latency=lambda rng: 100.0)
     (rollout,) = played(requests(1), {"task": FakeEnvironment()}, engine, deadline=5.0)
     assert (rollout.reward, rollout.error) == (None, "not finished within its deadline of 5 s")
     assert engine.running == 0, "the request was given up"
 
 
-def test_what_the_engine_loses_is_no_fault_of_the_environment():
+def test_rollouts_lost_by_the_engine_do_not_count_against_the_environment():
     lose = FakeEngine(fault=lambda request: EngineError("died"))
     (lost,) = played(requests(1), {"task": FakeEnvironment()}, lose)
     (late,) = played(requests(1), {"task": FakeEnvironment()}, FakeEngine(latency=lambda rng: 99), deadline=9)
@@ -138,7 +138,7 @@ def test_an_engine_that_loses_everything_in_flight_with_all_retries_ends_the_run
         budget.observe(lost)
 
 
-def test_what_the_engine_gives_up_is_unscored_and_bugs_are_not_hidden():
+def test_rollouts_lost_by_the_engine_are_unscored_and_bugs_are_not_hidden():
     (rollout,) = played(
         requests(1), {"task": FakeEnvironment()}, FakeEngine(fault=lambda request: EngineError("died"))
     )
@@ -170,7 +170,7 @@ def test_what_the_engine_gives_up_is_unscored_and_bugs_are_not_hidden():
         (None, "returned 0 completions for 1 requests"),
     ],
 )
-def test_an_engine_that_breaks_its_contract_is_told_how(changes, message):
+def test_an_engine_that_breaks_its_contract_is_one_clear_error(changes, message):
     class Broken(FakeEngine):
         async def generate(self, requests):
             completions = await super().generate(requests)

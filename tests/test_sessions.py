@@ -188,7 +188,7 @@ def test_sessions_are_opened_played_and_closed_in_the_process(file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last_words", ["nothing", "handed over", "busy"])
-def test_what_is_open_at_the_end_is_closed(file, last_words):
+def test_open_sessions_are_closed_at_the_end(file, last_words):
     async def story(process):
         await process.open(asked("a", "b", "c"))
         if last_words == "handed over":
@@ -290,7 +290,7 @@ def test_a_rollout_whose_session_died_is_played_again_in_a_new_process(file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_closes_what_is_open(file, stop):
+def test_ctrl_c_closes_open_sessions(file, stop):
     """Of a program that plays while its engine never answers."""
     program = f"""
         import asyncio, signal, sys
@@ -334,7 +334,7 @@ def test_ctrl_c_closes_what_is_open(file, stop):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("concurrency", "most", "size"), [(0, 1, 8), (3, 3, 1), (99, 8, 1)])
-def test_async_judges_are_called_beside_each_other_up_to_a_bound(file, concurrency, most, size):
+def test_async_evaluate_runs_concurrently_up_to_a_bound(file, concurrency, most, size):
     async def story(process):
         episodes = [saying(None) for _ in range(8)]
         (*_, last) = await process.evaluate(episodes)
@@ -344,7 +344,7 @@ def test_async_judges_are_called_beside_each_other_up_to_a_bound(file, concurren
 
 
 @pytest.mark.slow
-def test_of_calls_beside_each_other_only_the_culprit_is_unscored(file):
+def test_only_the_failing_one_of_concurrent_calls_is_unscored(file):
     async def story(process):
         feedback = await process.evaluate([saying(None), saying(None, reply="raise"), saying(None)])
         assert [v.error for v in feedback] == [None, "KeyError: 'gold'", None]
@@ -445,7 +445,7 @@ def test_a_session_whose_methods_cannot_be_tools_is_closed_again():
     assert len(closed) == 1
 
 
-def test_whatever_a_tool_raises_is_told_to_the_model():
+def test_errors_of_tools_are_reported_to_the_model():
     host = EnvironmentHost.around(environment(open=lambda self, prompt: Exits(), max_turns=2))
     host.open([("0", Prompt(messages="x"))])
     for name, told in (("leave", "error: SystemExit: 3"), ("fail", "error: ValueError: later")):

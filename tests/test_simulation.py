@@ -32,7 +32,7 @@ def test_whatever_fails_and_dies_every_prompt_is_trained_once_or_recorded_as_ski
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "max_staleness"), CASES)
-def test_the_same_over_many_more_seeds(policy, max_staleness):
+def test_all_laws_hold_over_many_more_seeds(policy, max_staleness):
     for seed in range(1000, 1100):
         holds(seed, policy, max_staleness)
 
@@ -56,7 +56,7 @@ def test_without_faults_nothing_is_repeated(policy, max_staleness):
         ("disk_full", "CheckpointError"),
     ],
 )
-def test_what_a_run_cannot_survive_ends_it_with_a_name_and_the_next_life_goes_on(fault, error):
+def test_a_fatal_fault_ends_a_run_with_its_name_and_the_next_life_continues(fault, error):
     outcome = holds(1, "deadline", 2, faults=evolve(NONE, **{fault: 0.5}))
     first, *_, last = outcome.lives
     assert first.startswith(f"failed: {error}")
@@ -67,7 +67,7 @@ def test_what_a_run_cannot_survive_ends_it_with_a_name_and_the_next_life_goes_on
     "fault",
     ["straggle", "silent", "engine_error", "engine_death", "slow_feedback", "unscored", "nan_reward"],
 )
-def test_what_a_run_can_survive_it_survives_in_one_life(fault):
+def test_survivable_faults_are_survived_in_one_life(fault):
     outcome = holds(2, "deadline", 1, faults=evolve(NONE, **{fault: 0.1}))
     assert outcome.lives == ("finished",)
 
@@ -95,12 +95,12 @@ def test_a_checkpoint_that_has_rotted_is_passed_over_and_the_one_before_it_is_ta
         pytest.param(44655, "in_order", 2, id="a broken contract that nobody waits for is heard of"),
     ],
 )
-def test_a_story_that_broke_a_law_once(seed, policy, max_staleness):
+def test_a_seed_that_once_broke_a_law(seed, policy, max_staleness):
     holds(seed, policy, max_staleness)
 
 
 @pytest.mark.slow
-def test_a_seed_tells_the_same_story_in_every_process():
+def test_a_seed_gives_the_same_trace_in_every_process():
     """Whatever the hash seed: no order of a set has a part in it."""
 
     def tell(hash_seed):
@@ -127,7 +127,7 @@ def test_a_seed_tells_the_same_story_in_every_process():
     assert tell("4242") == story
 
 
-def test_other_faults_are_another_story():
+def test_other_faults_give_another_trace():
     traces = {
         holds(seed, "deadline", 1, faults=faults).trace for seed in range(2) for faults in (NONE, Faults())
     }

@@ -73,7 +73,7 @@ def test_blank_lines_and_other_line_ends_do_not_count(file):
         ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "row 2: has the id '1', as row 1; ids are"),
     ],
 )
-def test_a_row_that_is_no_prompt_is_found_before_the_run_begins(file, rows, message):
+def test_an_invalid_row_is_found_before_the_run_begins(file, rows, message):
     path = file(rows)
     with pytest.raises(ConfigError) as caught:
         source(path).open()
@@ -81,7 +81,7 @@ def test_a_row_that_is_no_prompt_is_found_before_the_run_begins(file, rows, mess
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_not_there_and_one_of_another_kind(tmp_path):
+def test_a_missing_file_and_an_unknown_file_type_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file"):
         source(str(tmp_path / "none.jsonl")).open()
     with pytest.raises(ConfigError, match=r"expected \.jsonl, \.parquet, or a data set, got \.csv"):
@@ -129,7 +129,7 @@ def test_workers_read_a_file(file):
 # ---------------------------------------------------------------------------------- other kinds
 
 
-def test_without_the_packages_the_message_says_what_to_install(tmp_path):
+def test_without_the_packages_the_message_names_them(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"")
     for package, path in [("pyarrow", str(tmp_path / "rows.parquet")), ("datasets", "someone/data")]:
         try:

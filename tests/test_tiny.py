@@ -98,7 +98,7 @@ def test_the_directory_replaces_an_unfinished_one(tmp_path: Path) -> None:
     assert not (tmp_path / "m" / "rest").exists()
 
 
-def test_of_a_demonstration_the_replies_are_learnt_and_not_what_they_are_answered() -> None:
+def test_only_the_replies_of_a_demonstration_are_learnt() -> None:
     row = tiny._row("7:", "7", "3:", "37")
     assert tuple(row.prompt_ids) == tiny.encode("7:")
     assert tuple(row.tokens.ids) == (*tiny.encode("7"), 1, *tiny.encode("3:37"), 1)

@@ -89,7 +89,7 @@ def test_everything_that_happens_is_on_disk(tmp_path):
     ]
 
 
-def test_what_came_after_the_step_that_a_run_continues_from_is_forgotten(tmp_path):
+def test_records_after_the_resumed_step_are_removed(tmp_path):
     run = recorded(tmp_path)
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "half a li')
@@ -177,7 +177,7 @@ def test_a_sparkline_shows_the_last_values_between_its_bounds():
     assert sparkline([]) == ""
 
 
-def test_half_a_line_is_what_a_killed_process_leaves_and_anything_else_is_a_fault(tmp_path):
+def test_half_a_last_line_is_tolerated_and_any_other_damage_is_an_error(tmp_path):
     run = recorded(tmp_path)
     with open(run.path / "events.jsonl", "a") as file:
         file.write('{"event": "StepEn')

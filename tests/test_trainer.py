@@ -138,7 +138,7 @@ def test_the_trainer_scores_exactly_the_sampled_tokens_as_the_engine_did(
     assert result.metrics["tokens/trained"] == sum(map(policy.length, rows))
 
 
-def test_what_the_environment_wrote_is_read_but_not_trained(model: str) -> None:
+def test_tokens_of_the_environment_are_read_but_not_trained(model: str) -> None:
     given = with_tokens(row("12", "a<5>bc"), sampled=(True, False, False, False, True, True))
     told = with_tokens(given, logprobs=(-4.0, -9.0, 9.0, 1.0, -4.0, -4.0))
     other_text = with_tokens(given, ids=tiny.encode("a<7>bc"))
@@ -149,7 +149,7 @@ def test_what_the_environment_wrote_is_read_but_not_trained(model: str) -> None:
     assert not same(trainers[0], trainers[2])
 
 
-def test_what_follows_the_last_sampled_token_costs_nothing(model: str) -> None:
+def test_tokens_after_the_last_sampled_one_cost_nothing(model: str) -> None:
     short = row("12", "abc")
     longer = attrs.evolve(short, tokens=Tokens.concatenate([short.tokens, Tokens.context(tiny.encode("??"))]))
     a, b = TorchTrainer(setup(model)), TorchTrainer(setup(model))
@@ -227,7 +227,7 @@ def test_the_clip_is_relative_to_the_start_of_the_step_and_the_weight_to_the_gen
         assert metrics["mismatch_kl"] == pytest.approx(math.exp(0.3) - 1 - 0.3, abs=1e-4)
 
 
-def test_the_reference_stays_what_the_run_started_from(model: str) -> None:
+def test_the_reference_stays_at_the_start_weights(model: str) -> None:
     trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl_coefficient": 0.01}))
     divergences = [trainer.step(batch(ragged(), step)).metrics["kl"] for step in range(3)]
     assert divergences[0] == pytest.approx(0, abs=1e-9)
@@ -508,7 +508,7 @@ def test_a_first_token_without_a_prompt_is_refused(model: str) -> None:
         TorchTrainer(setup(model)).step(batch([row("", "ab")]))
 
 
-def test_what_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_broken_model_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
         ModelError, match="expected a directory or hub id of a transformers causal language model"
@@ -595,7 +595,7 @@ def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, up
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_is_saved_is_the_moment_of_the_cut_though_training_goes_on(
+def test_a_save_holds_the_moment_of_the_cut_while_training_goes_on(
     model: str, tmp_path: Path, again: bool
 ) -> None:
     """Also the second time, in memory that holds another copy already."""
@@ -627,7 +627,7 @@ def test_without_a_copy_training_waits_until_all_is_written(model: str, tmp_path
     assert same(trainer, TorchTrainer(setup(model, resume_from=tmp_path)))
 
 
-def test_what_cannot_be_written_is_told_and_the_next_save_is_tried(model: str, tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_and_the_next_one_is_tried(model: str, tmp_path: Path) -> None:
     trainer = TorchTrainer(setup(model))
     (tmp_path / "file").write_text("in the way")
     trainer.save(tmp_path / "file")
@@ -637,7 +637,7 @@ def test_what_cannot_be_written_is_told_and_the_next_save_is_tried(model: str, t
     assert same(trainer, TorchTrainer(setup(model, resume_from=tmp_path / "saved")))
 
 
-def test_what_is_saved_is_an_ordinary_model_without_pickles(model: str, tmp_path: Path) -> None:
+def test_a_saved_model_is_an_ordinary_one_without_pickles(model: str, tmp_path: Path) -> None:
     trainer = TorchTrainer(setup(model))
     trainer.step(batch(ragged()))
     save(trainer, tmp_path)
@@ -697,7 +697,7 @@ def test_on_a_cpu_a_microbatch_is_small_enough_for_the_head_to_keep_its_probabil
     assert token_budget(config, 32_000, torch.device("cuda")) == config.tokens_per_microbatch
 
 
-def test_beside_a_generator_the_trainer_takes_half_of_the_cores() -> None:
+def test_a_colocated_trainer_uses_half_of_the_cores() -> None:
     alone = thread_count(0, colocated=False)
     assert thread_count(0, colocated=True) == max(1, alone // 2)
     assert thread_count(3, colocated=True) == 3
@@ -751,7 +751,7 @@ def test_a_trainer_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_the_child_makes_what_the_setup_says(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_makes_the_trainer_of_its_setup(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", (asked := []).append)
     monkeypatch.setattr(sys, "setswitchinterval", (switches := []).append)
     made = create(setup(model, threads=1))

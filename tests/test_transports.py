@@ -42,7 +42,7 @@ def writer():
 # ---------------------------------------------------------------------------------- relay
 
 
-def test_what_is_sent_is_what_was_written(writer):
+def test_sent_weights_equal_the_written_ones(writer):
     for version in range(3):
         tensors = read_weights(writer.write(version, named(version + 0.5)))
         assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
@@ -73,7 +73,7 @@ def test_a_tensor_that_changed_on_its_way_is_named(writer):
         read_weights(evolve(weights, tensors=(weights.tensors[0], wrong)))
 
 
-def test_nothing_is_told_without_the_secret_and_the_sockets_are_of_the_loopback(writer):
+def test_the_trainer_answers_nothing_without_the_secret_and_listens_on_loopback(writer):
     host, port, secret, _ = json.loads(writer.write(1, named(1.0)).location.removeprefix("collective:"))
     assert host == "127.0.0.1"
     wrong = b'{"secret": "%s", "cuda": false}\n' % (b"0" * len(secret))
@@ -152,7 +152,7 @@ def test_a_handle_is_plain_text_and_names_its_gpu_by_identity():
         cuda_ipc.handle_of(location, ["GPU-a"])
 
 
-def test_a_handle_that_cannot_be_opened_is_an_error_that_says_what_to_do(writer):
+def test_a_handle_that_cannot_be_opened_is_an_error_with_advice(writer):
     location = cuda_ipc.described("GPU-a", [0, b"", 0, 0, b"", 0, b"", True])
     weights = evolve(writer.write(1, named(1.0)), location=location)
     with pytest.raises(WeightSyncError, match=r'GPU-a is none of.*engine\.transport = "shm"'):

@@ -93,7 +93,7 @@ class WeightsTrackingEngine(FakeEngine):
     turns=st.integers(1, 4),
     total=st.sampled_from([0, 12, 20, 30]),
 )
-def test_a_row_is_what_the_engine_said_with_the_answers_between(lengths, answers, cut, n, turns, total):
+def test_a_row_is_the_engines_tokens_with_the_answers_in_between(lengths, answers, cut, n, turns, total):
     """Whatever is said, answered, cut off or limited, while the weights are updated."""
     engine = WeightsTrackingEngine(lengths, cut)
     told = []
@@ -236,7 +236,7 @@ def test_several_calls_of_one_message_are_answered_in_order():
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", None),
     ],
 )
-def test_what_goes_wrong_with_a_call_is_told_to_the_model(said, told):
+def test_failures_of_a_call_are_reported_to_the_model(said, told):
     (message,) = answered(said)
     assert message["content"].startswith("error: not a call" if told is None else told)
 
@@ -304,7 +304,7 @@ def test_each_limit_ends_a_rollout_with_its_own_reason(environment, limits, reas
     assert rollout.error is None
 
 
-def test_calls_that_nobody_could_answer_are_not_run_and_the_environment_judges():
+def test_calls_in_a_last_turn_are_not_run_and_the_environment_evaluates():
     shop = Shop()
     asked = []
     original, shop.evaluate = shop.evaluate, lambda e: asked.extend(e) or original(e)
@@ -320,7 +320,7 @@ def test_time_that_is_over_is_a_reason_of_its_own_and_no_feedback():
     assert rollout.turns == 3
 
 
-def test_a_prompt_that_is_longer_than_a_rollout_may_be_is_told():
+def test_a_prompt_longer_than_the_rollout_limit_is_reported():
     (rollout,) = played(FakeEnvironment(), FakeEngine(), sampling=evolve(SAMPLING, max_total_tokens=8))
     assert rollout.error == (
         "the prompt has 8 tokens, as many as a whole rollout may have (rollout.max_total_tokens is 8) or more"
@@ -469,7 +469,7 @@ class Ranking(Shop):
         return [float(lengths.index(len(e.reply))) for e in episodes]
 
 
-def test_a_group_that_is_compared_is_judged_when_none_of_it_calls_a_tool_any_more():
+def test_a_compared_group_is_evaluated_when_no_member_calls_a_tool():
     environment = Ranking()
 
     calls_of = {derive_seed(i, turn) if turn else i: i for i in range(3) for turn in range(4)}

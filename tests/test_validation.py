@@ -122,7 +122,7 @@ def test_an_environment_that_compares_rollouts_sees_whole_groups_in_every_mode()
 # ---------------------------------------------------------------------------------- unscored
 
 
-def test_what_is_unscored_is_counted_and_is_no_wrong_answer():
+def test_unscored_rollouts_are_counted_and_are_not_wrong_answers():
     environment = FakeEnvironment(
         lambda e: Feedback() if e.prompt.id in "36" else Feedback(reward=float(e.prompt.id in "12"))
     )
@@ -152,7 +152,7 @@ class FailingEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("mode", ["batched", "pipelined"])
-def test_what_the_engine_loses_is_played_again(mode):
+def test_rollouts_lost_by_the_engine_are_played_again(mode):
     fine = validated(Greedy(mode=mode), FakeEnvironment(right))
     again = validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(2), retries=2)
     assert again == fine
@@ -173,7 +173,7 @@ def test_a_group_that_is_compared_is_played_again_whole():
     assert sorted(environment.calls) == [4, 4, 4]
 
 
-def test_what_is_not_finished_within_the_deadline_counts_as_lost():
+def test_unfinished_rollouts_count_as_lost():
     slow_one = FakeEngine(reply=echo, latency=lambda rng: 1.0 if rng.random() < 0.9 else 1e4)
     metrics = validated(Pipelined(), FakeEnvironment(right), n=50, engine=slow_one, deadline=60.0, retries=3)[
         "task"
@@ -253,7 +253,7 @@ def test_errors_are_counted_for_every_strategy():
     assert validated(Own(), environment) == {"task": {"said": 7.0, "errors": 3.0}}
 
 
-def test_what_goes_wrong_in_one_rollout_ends_the_validation_as_it_is():
+def test_an_error_in_one_rollout_ends_the_validation_unchanged():
     class Broken(FakeEnvironment):
         async def evaluate(self, episodes):
             raise PluginError("environment 'task': wrong number of results")

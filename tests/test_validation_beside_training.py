@@ -151,7 +151,7 @@ def test_training_goes_on_meanwhile_on_one_fixed_version():
 @pytest.mark.parametrize("policy", ["deadline", "in_order"])
 @pytest.mark.parametrize("in_flight_updates", [True, False])
 @pytest.mark.parametrize("step_seconds", [1.0, 60.0])
-def test_training_waits_meanwhile_if_it_is_told_to(policy, in_flight_updates, step_seconds):
+def test_training_pauses_during_validation_if_configured(policy, in_flight_updates, step_seconds):
     done = Training(
         Batched(),
         pause_to_validate=True,
@@ -212,13 +212,13 @@ def test_its_versions_are_measured_one_after_the_other_and_all_of_them():
     assert done.result == "finished"
 
 
-def test_training_waits_for_its_own_engine_if_it_is_told_to():
+def test_training_pauses_for_a_dedicated_engine_if_configured():
     done = Training(Batched(), own=FakeEngine(latency=slowly), pause_to_validate=True)()
     assert [event.version for event in done.of(Validated)] == [0, 4, 8, 12]
     assert done.seen == [(0, False, set())] * 4
 
 
-def test_what_goes_wrong_there_ends_the_run():
+def test_an_error_of_the_dedicated_engine_ends_the_run():
     class Wrong:
         async def validate(self, context):
             return {"task": {"accuracy": "high"}} if context.version == 4 else {"task": {"accuracy": 1.0}}

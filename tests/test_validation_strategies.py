@@ -71,7 +71,7 @@ values = st.lists(st.floats(-1, 1), min_size=1, max_size=30)
 
 
 @given(values, st.integers(0, 9))
-def test_an_interval_lies_within_the_values_and_does_not_depend_on_their_order(given_values, seed):
+def test_an_interval_is_within_the_values_and_independent_of_their_order(given_values, seed):
     found = interval(given_values, seed=seed)
     assert min(given_values) - 1e-9 <= found.low <= found.high <= max(given_values) + 1e-9
     assert interval(sorted(given_values), seed=seed) == found
@@ -137,7 +137,7 @@ def test_each_prompt_weighs_the_same_however_many_of_its_rollouts_have_a_reward(
     assert metrics["truncated"] == pytest.approx(2 / 5)
 
 
-def test_partial_rewards_are_no_full_marks():
+def test_partial_rewards_are_not_full_rewards():
     metrics = measured(Greedy(), [[0.5], [1.0], [1.5], [-1.0]])
     assert (metrics["accuracy"], metrics["reward"]) == (0.5, 0.5)
 
@@ -178,7 +178,7 @@ def test_intervals_are_the_same_every_time():
     assert wide["accuracy"] < narrow["accuracy_high"] < wide["accuracy_high"]
 
 
-def test_strategies_ask_for_what_their_options_say():
+def test_strategies_request_rollouts_by_their_options():
     for strategy, asked in [
         (Greedy(max_tokens=7), (1, 0.0, 7, "pipelined")),
         (Batched(n=2, temperature=0.5), (2, 0.5, None, "batched")),
@@ -308,7 +308,7 @@ def test_a_strategy_of_ones_own_keeps_the_contract():
         (Meddles, "training with validation is not training without it"),
     ],
 )
-def test_the_contract_finds_what_is_wrong(make, fault):
+def test_the_contract_finds_faults(make, fault):
     with pytest.raises(AssertionError, match=fault):
         check_validation_strategy(make)
 

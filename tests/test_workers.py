@@ -28,7 +28,7 @@ def published(path, data: bytes, version: int = 0) -> Weights:
     return Weights(version=version, location=str(path), nbytes=len(data), tensors=())
 
 
-def test_a_copy_stays_what_it_was_when_the_trainer_publishes_again(tmp_path):
+def test_a_copy_is_unchanged_when_the_trainer_publishes_again(tmp_path):
     copies = Copies()
     first = asyncio.run(copies.hold(published(tmp_path / "memory", b"first")))
     second = asyncio.run(copies.hold(published(tmp_path / "memory", b"other", 1)))
@@ -37,7 +37,7 @@ def test_a_copy_stays_what_it_was_when_the_trainer_publishes_again(tmp_path):
     assert (first.weights.version, second.weights.version) == (0, 1)
 
 
-def test_memory_that_nobody_has_any_more_is_used_again(tmp_path):
+def test_memory_of_released_copies_is_reused(tmp_path):
     copies = Copies()
     location = copies.copy(
         weights := published(tmp_path / "memory", b"a" * 9), mapped(weights)
@@ -49,7 +49,7 @@ def test_memory_that_nobody_has_any_more_is_used_again(tmp_path):
     assert mapped(copies.copy(larger, mapped(larger)).weights)[:] == b"b" * 5000
 
 
-def test_weights_that_are_sent_to_whoever_asks_need_no_copy():
+def test_weights_of_a_collective_transport_need_no_copy():
     """Whatever a pool's own configuration says: the trainer decides how its weights come."""
     weights = Weights(version=3, location="collective:[]", nbytes=9, tensors=())
     assert asyncio.run(Copies().hold(weights)).weights is weights
@@ -192,7 +192,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 @pytest.mark.parametrize(
     "config", [EngineConfig(gpus_per_worker=1), EngineConfig(env_vars={"A": "1"})], ids=str
 )
-def test_what_is_for_a_cluster_is_an_error_on_this_machine(config):
+def test_cluster_options_are_errors_on_this_machine(config):
     with pytest.raises(ConfigError, match="is for workers in a cluster; add --ray"):
         LocalPlacement(PluginHost.discover([])).check(config)
 

@@ -26,8 +26,7 @@ class Exercises(grpo.Environment):
         exercise: returns prompt and answer of a number below ``size``.
         train: number of training prompts.
         validation: number of held-out prompts; if there are too few exercises for both splits, a tenth of
-            them
-            is held out.
+            them is held out.
         seed: decides which exercises belong to which split.
     """
 

@@ -118,7 +118,7 @@ def test_the_order_of_the_alphabet_counts():
         (lambda: exercises.addition(train=0), "train is 0, expected a whole number of at least 1"),
     ],
 )
-def test_bad_options_are_told(make, message):
+def test_bad_options_are_reported(make, message):
     with pytest.raises(grpo.ConfigError) as caught:
         make()
     assert str(caught.value).startswith(message)

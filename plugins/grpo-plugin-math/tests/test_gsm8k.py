@@ -119,7 +119,7 @@ def test_a_second_file_is_the_validation_set(file, tmp_path):
         ({"path": "nowhere.jsonl"}, "nowhere.jsonl: there is no such file; expected JSON lines"),
     ],
 )
-def test_options_that_name_no_source_are_told(options, message):
+def test_options_without_a_source_are_reported(options, message):
     with pytest.raises(grpo.ConfigError, match=message):
         GSM8K(**options)
 
@@ -135,7 +135,7 @@ def test_options_that_name_no_source_are_told(options, message):
         ('{"question": "?", "answer": "#### 4"}', "a single row cannot be split"),
     ],
 )
-def test_rows_that_are_not_as_described_are_told(tmp_path, text, message):
+def test_rows_with_missing_fields_are_reported(tmp_path, text, message):
     path = tmp_path / "odd.jsonl"
     path.write_text(text)
     with pytest.raises(grpo.ConfigError, match=message):

@@ -61,7 +61,7 @@ def test_digits_arrive_while_they_are_put_in_order():
     assert len(solved.ends) == 300, "the fourth turn ends it, without another digit"
 
 
-def test_a_mistake_ends_what_arrives():
+def test_a_mistake_ends_the_rollout():
     environment = Arrivals()
     prompt = grpo.Prompt(messages="7:", answer="7315")
     right, wrong = environment.evaluate([said(prompt, "7", "37"), said(prompt, "7", "73")])
@@ -107,7 +107,7 @@ def test_no_prompt_is_in_both_splits(make):
         (Calculator, {"digits": 0}),
     ],
 )
-def test_options_that_make_no_task_are_told(make, options):
+def test_impossible_options_are_reported(make, options):
     with pytest.raises(grpo.ConfigError, match="expected"):
         make(**options)
 

@@ -280,7 +280,7 @@ def test_a_worker_with_other_versions_is_refused_by_name(ray, publisher):
     asyncio.run(story())
 
 
-def test_a_model_that_is_not_on_the_workers_machine_is_named(ray, publisher):
+def test_a_model_that_is_missing_on_the_workers_machine_is_named(ray, publisher):
     async def story():
         away = Publisher.__new__(Publisher)
         away.directory = Path("/nowhere/model")
@@ -292,7 +292,7 @@ def test_a_model_that_is_not_on_the_workers_machine_is_named(ray, publisher):
     asyncio.run(story())
 
 
-def test_a_cluster_without_room_is_told_with_what_was_asked_for(ray, publisher):
+def test_a_cluster_without_room_is_an_error_with_the_requested_resources(ray, publisher):
     async def story():
         store = Store()
         made_from = WorkerSetup(
@@ -314,7 +314,7 @@ def test_weights_that_were_not_put_are_refused(ray, publisher):
         Store().reference(publisher(0))
 
 
-def test_a_cluster_that_is_not_there_is_a_configuration_error():
+def test_a_missing_cluster_is_a_configuration_error():
     """In a process of its own: here is one already."""
     train = [GRPO, "train", "--env", "math:sort", "--ray", "127.0.0.1:1"]
     done = subprocess.run(train, capture_output=True, text=True)

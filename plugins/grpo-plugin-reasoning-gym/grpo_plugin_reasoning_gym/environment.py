@@ -30,8 +30,7 @@ class ReasoningGym(grpo.Environment):
             prompts offers all of them, a tenth for validation.
         seed: seed of the prompts.
         tags: expect the answer in the reply's last pair of ``<answer>`` and ``</answer>``, and end prompts
-            with
-            ``instruction``; if false, the whole reply is the answer.
+            with ``instruction``; if false, the whole reply is the answer.
         instruction: text that follows each question if there are tags.
         options: options of the task itself, the fields of its configuration.
 

@@ -186,7 +186,7 @@ def test_prompts_of_another_source_are_not_judged():
         ("chain_sum", {"validation_size": 2.5}, "validation_size is 2.5, expected a whole number"),
     ],
 )
-def test_what_is_wrong_is_told(task, options, message):
+def test_wrong_options_are_reported(task, options, message):
     with pytest.raises(grpo.ConfigError, match=message):
         ReasoningGym(task, **options)
 
@@ -292,7 +292,7 @@ def entries(task, n):
         ("propositional_logic", "(P ∧ ¬P)", 0.1),
     ],
 )
-def test_refused_tasks_still_pay_for_an_answer_that_is_none(task, answer, earns):
+def test_refused_tasks_still_reward_a_meaningless_answer(task, answer, earns):
     scorer, some = entries(task, 12)
     assert fmean(scorer(answer, entry) for entry in some) >= earns
     assert task in REFUSED

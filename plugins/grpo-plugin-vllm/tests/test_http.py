@@ -141,7 +141,7 @@ def played(story, *, deadline=5.0, **options):
 # ---------------------------------------------------------------------------------- what is said to whom
 
 
-def test_a_url_that_is_none_or_of_another_machine_is_refused():
+def test_an_invalid_url_or_one_of_another_machine_is_refused():
     for url in ("127.0.0.1:8000", "ftp://127.0.0.1", "http://"):
         with pytest.raises(ConfigError, match="expected something like"):
             checked_url(url, remote=False)
@@ -241,7 +241,7 @@ def test_a_retry_after_a_minute_says_how_many_were_not_said(caplog, monkeypatch)
     ]
 
 
-def test_what_stays_busy_ends_in_an_error_that_says_how_often_it_was_asked():
+def test_a_server_that_stays_busy_ends_in_an_error_with_the_number_of_attempts():
     async def story(engine, server):
         server.faults["/inference/v1/generate"] = [(503, "loading")] * 9
         with pytest.raises(EngineError, match=r"/inference/v1/generate: status 503: loading \(3 attempts\)"):
@@ -279,7 +279,7 @@ def test_steps_of_an_update_are_not_done_twice_but_a_dropped_completion_is_asked
     played(story)
 
 
-def test_an_update_that_is_not_answered_ends_with_its_deadline():
+def test_an_unanswered_update_ends_at_its_deadline():
     async def story(engine, server):
         server.faults["/update_weights"] = ["hang"]
         engine._setup = evolve(engine._setup, deadline=0.2)
@@ -289,7 +289,7 @@ def test_an_update_that_is_not_answered_ends_with_its_deadline():
     played(story)
 
 
-def test_a_completion_that_is_not_answered_ends_with_its_deadline():
+def test_an_unanswered_completion_ends_at_its_deadline():
     async def story(engine, server):
         server.faults["/inference/v1/generate"] = ["hang"]
         with pytest.raises(EngineError, match=r"no answer within 1 s"):
@@ -298,7 +298,7 @@ def test_a_completion_that_is_not_answered_ends_with_its_deadline():
     played(story, request_deadline=1.0)
 
 
-def test_a_server_that_is_not_there_is_named():
+def test_a_missing_server_is_named_in_the_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -312,7 +312,7 @@ def test_a_server_that_is_not_there_is_named():
         asyncio.run(story())
 
 
-def test_something_else_that_answers_is_no_vllm_server():
+def test_a_server_that_is_not_vllm_is_refused():
     async def story(engine, server):
         server.faults["/inference/v1/generate"] = [(200, "<html>hello"), (200, "{}")]
         with pytest.raises(EngineError, match=r"expected JSON, got '<html>hello'; is this a vLLM server"):

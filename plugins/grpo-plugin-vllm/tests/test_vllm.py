@@ -48,7 +48,7 @@ def tried(tmp_path_factory):
 
 
 @pytest.mark.parametrize("law", ENGINE_LAWS)
-def test_vllm_computes_what_it_should(tried, law):
+def test_vllm_keeps_the_laws_of_decoding(tried, law):
     runner, engine = tried
     runner.run(ENGINE_LAWS[law](engine))
 

@@ -100,7 +100,7 @@ def test_a_server_keeps_the_contract_of_engines(server):
     asyncio.run(story())
 
 
-def test_a_server_computes_what_an_engine_should_from_a_file_as_well(server, tmp_path):
+def test_a_server_keeps_the_laws_of_decoding_with_weights_from_a_file(server, tmp_path):
     url, model = server
 
     async def story():
