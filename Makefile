@@ -54,7 +54,7 @@ test: $(READY) $(RAY) $(VLLM)
 test-fast: $(READY)
 	@$(BIN)/python -m pytest -n auto -m "not slow"
 
-lint: $(READY)
+lint: $(READY) $(RAY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
