@@ -39,13 +39,13 @@ def hooks() -> str:
 
 def laws() -> str:
     """Every law that ``grpo-core verify`` checks."""
-    tree = ast.parse((PACKAGE / "laws.py").read_text(encoding="utf-8"))
+    tree = ast.parse((PACKAGE / "loop" / "laws.py").read_text(encoding="utf-8"))
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == "LAWS":
             known: Mapping[str, str] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
             return _table(("law", "what it says"), [(f"`{name}`", text) for name, text in known.items()])
-    raise LookupError("grpo_core/laws.py defines no LAWS")
+    raise LookupError("grpo_core/loop/laws.py defines no LAWS")
 
 
 def distributions() -> str:

@@ -1,10 +1,10 @@
-"""Writes docs/metrics.md from grpo_core/metrics.py."""
+"""Writes docs/metrics.md from grpo_core/loop/metrics.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_core.metrics import METRICS
+from grpo_core.loop.metrics import METRICS
 
 HERE = Path(__file__).parent
 

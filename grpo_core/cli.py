@@ -63,7 +63,7 @@ def train(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core import commands
+    from grpo_core.app import commands
 
     chosen = {"sampler": sampler, "validation": validation, "engine": engine}
     return commands.train(
@@ -108,7 +108,7 @@ def validate(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core import commands
+    from grpo_core.app import commands
 
     chosen = {"validation": validation, "engine": engine}
     return commands.validate(
@@ -130,7 +130,7 @@ def verify(run: Path) -> int:
     run
         Directory of the run.
     """
-    from grpo_core import commands
+    from grpo_core.app import commands
 
     return commands.verify(directory=run)
 
@@ -144,7 +144,7 @@ def report(run: Path) -> int:
     run
         Directory of the run.
     """
-    from grpo_core import commands
+    from grpo_core.app import commands
 
     return commands.report(directory=run)
 
@@ -174,7 +174,7 @@ def check(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core import check
+    from grpo_core.app import check
 
     return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
 

@@ -27,6 +27,9 @@ from typing import TYPE_CHECKING
 from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
+    from grpo_core.app.placement import EnvironmentSpec as EnvironmentSpec
+    from grpo_core.app.placement import Placement as Placement
+    from grpo_core.app.placement import Retain as Retain
     from grpo_core.config import EngineConfig as EngineConfig
     from grpo_core.config import EnvironmentConfig as EnvironmentConfig
     from grpo_core.engines.child import ChildEngine as ChildEngine
@@ -41,9 +44,6 @@ if TYPE_CHECKING:
     from grpo_core.engines.wire import unpack_requests as unpack_requests
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
-    from grpo_core.placement import EnvironmentSpec as EnvironmentSpec
-    from grpo_core.placement import Placement as Placement
-    from grpo_core.placement import Retain as Retain
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.offers import Offer as Offer
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
@@ -73,7 +73,7 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "grpo_core.environments.pool": ["EnvironmentWorker"],
         "grpo_core.environments.process": ["EnvironmentProcess"],
-        "grpo_core.placement": ["EnvironmentSpec", "Placement", "Retain"],
+        "grpo_core.app.placement": ["EnvironmentSpec", "Placement", "Retain"],
         "grpo_core.plugins.host": ["PluginHost"],
         "grpo_core.plugins.offers": ["Offer"],
         "grpo_core.plugins.selection": ["PluginSelection"],

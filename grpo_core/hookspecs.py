@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from grpo_core.app.placement import Placement
     from grpo_core.model_sources import ModelSource
-    from grpo_core.placement import Placement
     from grpo_core.protocols import (
         AdvantageFunction,
         Engine,
@@ -92,7 +92,7 @@ def grpo_trackers() -> Mapping[str, Callable[..., Tracker] | str]:  # type: igno
 def grpo_placements() -> Mapping[str, Callable[..., Placement] | str]:  # type: ignore[empty-body]
     """Offer places where engines and environments run: ``{name: factory(plugins: PluginHost, **options)}``.
 
-    See ``grpo_core.placement``.
+    See ``grpo_core.app.placement``.
     """
 
 

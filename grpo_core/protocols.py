@@ -205,7 +205,7 @@ class Trainer(Protocol):
         """Put the current weights where engines read them, by the transport that the setup names.
 
         ``Weights.canary`` has what they say after each of the prompts in ``canary`` (see
-        ``grpo_core.engines.canary``); without it the engine is not compared.  The weights that were published
+        ``grpo_core.loop.canary``); without it the engine is not compared.  The weights that were published
         before may be overwritten.
         """
         ...
@@ -255,7 +255,7 @@ class LossFunction(Protocol):
 
 
 class Renderer(Protocol):
-    """Converts messages to tokens and back; ``grpo_core.rendering.Renderer`` has a tokenizer."""
+    """Converts messages to tokens and back; ``grpo_core.loop.rendering.Renderer`` has a tokenizer."""
 
     stop_token_ids: tuple[int, ...]
     context: int

@@ -270,7 +270,7 @@ class Weights:
     nbytes: int
     tensors: tuple[TensorInfo, ...]
     canary: tuple[Canary, ...] = ()
-    """Predictions that an engine with these weights must reproduce; see ``grpo_core.engines.canary``."""
+    """Predictions that an engine with these weights must reproduce; see ``grpo_core.loop.canary``."""
 
 
 @frozen(kw_only=True)

@@ -7,7 +7,7 @@ runs/NAME/
     events.jsonl                   everything that happened, append-only
     report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
-    checkpoints/                   see grpo_core.checkpoint
+    checkpoints/                   see grpo_core.loop.checkpoint
 """
 
 from __future__ import annotations

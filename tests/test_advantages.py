@@ -8,10 +8,10 @@ from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_core import advantages
-from grpo_core.advantages import normalize
-from grpo_core.dynamic import DynamicSampling
-from grpo_core.metrics import task_metrics
+from grpo_core.loop import advantages
+from grpo_core.loop.advantages import normalize
+from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.metrics import task_metrics
 from grpo_core.testing.objectives import a_group, check_advantage
 
 rewards = st.integers(-40, 40).map(lambda eighths: eighths / 8)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.batching import microbatches, split_updates
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
+from grpo_core.training.batching import microbatches, split_updates
 
 lengths_ = st.lists(st.integers(1, 60), max_size=60)
 budgets = st.integers(1, 400)

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from grpo_core.buffer import Buffer, Slot
 from grpo_core.errors import SlotError
+from grpo_core.loop.buffer import Buffer, Slot
 
 # ---------------------------------------------------------------------------------- stories
 

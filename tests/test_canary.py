@@ -8,9 +8,9 @@ import attrs
 import pytest
 from test_pipeline import Run
 
-from grpo_core.engines import canary
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.events import Dispatched, GroupsReady
+from grpo_core.loop import canary
 from grpo_core.records import Canary, Completion, Weights
 from grpo_core.testing import FakeEngine, FakeTrainer, run
 

@@ -38,10 +38,10 @@ from __future__ import annotations
 import pytest
 from test_buffer import fill
 
-from grpo_core.buffer import Buffer
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import RoundRobin, TaskOrder, checked_sample
 from grpo_core.errors import PluginError
+from grpo_core.loop.buffer import Buffer
 from grpo_core.records import SampleRequest
 from grpo_core.testing import prompts
 from grpo_core.testing.contracts import MemoryLoader

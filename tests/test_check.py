@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import grpo_core as grpo
-from grpo_core import check
+from grpo_core.app import check
 from grpo_core.cli import app
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core import checkpoint
-from grpo_core.buffer import Buffer
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import RoundRobin
 from grpo_core.errors import CheckpointError
+from grpo_core.loop import checkpoint
+from grpo_core.loop.buffer import Buffer
 from grpo_core.records import Group, Rollout
 from grpo_core.testing import prompts
 from grpo_core.tokens import Tokens

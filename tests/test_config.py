@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core import commands
+from grpo_core.app import commands
 from grpo_core.config import Config, as_table, as_toml, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from documents import PAGES, name_of
 
-from grpo_core import commands, events, hookspecs
+from grpo_core import events, hookspecs
+from grpo_core.app import commands
 from grpo_core.config import read_toml
 from grpo_core.plugins.host import PluginHost
 

@@ -16,7 +16,8 @@ import documents
 import pytest
 from documents import PAGES, ROOT, blocks, name_of
 
-from grpo_core import cli, commands
+from grpo_core import cli
+from grpo_core.app import commands
 from grpo_core.errors import GrpoError
 from grpo_core.plugins.host import PluginHost
 

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo_core import checkpoint
-from grpo_core.advantages import group as group_advantages
-from grpo_core.buffer import Buffer
 from grpo_core.data.curriculum import Curriculum, Schedule
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import Mix, RoundRobin, checked_sample
-from grpo_core.dynamic import DynamicSampling
 from grpo_core.errors import SamplingError
 from grpo_core.events import Dispatched, GroupFiltered, GroupsReady, StepEnded
-from grpo_core.pipeline import Pipeline
-from grpo_core.pipeline import Schedule as When
+from grpo_core.loop import checkpoint
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.pipeline import Pipeline
+from grpo_core.loop.pipeline import Schedule as When
+from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback, Group, Prompt, Rollout
-from grpo_core.rollout import SamplingParams
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 
 # ---------------------------------------------------------------------------------- which groups

@@ -26,13 +26,13 @@ from recording import record
 from test_pipeline import Run, cut, resumed
 
 import grpo_core
+from grpo_core.app.parts import make_schedule
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.demo import tiny
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
-from grpo_core.parts import make_schedule
 from grpo_core.processes import Child
 from grpo_core.records import EngineSetup, Feedback, GenerationRequest
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts

@@ -11,7 +11,7 @@ from test_pipeline import Run
 
 from grpo_core.errors import TrainerError
 from grpo_core.events import WarningRaised
-from grpo_core.health import CAUSES, WINDOW, Limits, check_limits
+from grpo_core.loop.health import CAUSES, WINDOW, Limits, check_limits
 from grpo_core.records import StepResult
 from grpo_core.testing import FakeTrainer
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from grpo_core import cli
-from grpo_core.laws import LAWS, Laws, summary
+from grpo_core.loop.laws import LAWS, Laws, summary
 
 
 def started(step=0, sampler="mix", **buffer):

@@ -12,8 +12,8 @@ from test_docs import ROOT, generator
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
-from grpo_core.dynamic import DynamicSampling
-from grpo_core.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
+from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
 from grpo_core.records import EndReason, Group, Prompt, Rollout
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer

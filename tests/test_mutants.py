@@ -90,8 +90,14 @@ def test_an_edit_that_does_not_apply_exactly_once_is_an_error(function, old, mes
 
 
 def test_a_mutant_whose_code_is_gone_says_so():
-    mutant = {"name": "x", "file": "buffer.py", "function": "Buffer.take", "old": "no_such_name", "new": "1"}
-    with pytest.raises(SystemExit, match=r"mutant 'x' in grpo_core/buffer\.py: it occurs 0 times in Buffer"):
+    mutant = {
+        "name": "x",
+        "file": "loop/buffer.py",
+        "function": "Buffer.take",
+        "old": "no_such_name",
+        "new": "1",
+    }
+    with pytest.raises(SystemExit, match=r"mutant 'x' in grpo_core/loop/buffer\.py: it occurs 0 times in Buffer"):
         mutants.mutated(mutant)
 
 

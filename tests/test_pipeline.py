@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.advantages import group as group_advantages
-from grpo_core.buffer import Buffer
 from grpo_core.errors import CheckpointError, DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.events import (
     Dispatched,
@@ -22,9 +20,11 @@ from grpo_core.events import (
     Synced,
     Validated,
 )
-from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback
-from grpo_core.rollout import SamplingParams
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 
 

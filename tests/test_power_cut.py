@@ -9,8 +9,8 @@ import random
 import pytest
 from simulation.disk import Dead, FaultyDisk
 
-from grpo_core import checkpoint
 from grpo_core.errors import CheckpointError
+from grpo_core.loop import checkpoint
 
 STEPS = (1, 2, 3, 3, 4)
 """A run that is stopped twice within a step saves it twice."""

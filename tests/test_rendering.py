@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.errors import ModelError
-from grpo_core.rendering import Renderer
+from grpo_core.loop.rendering import Renderer
 from grpo_core.tool_calls import parse_calls
 
 TEMPLATE = (

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
 
-from grpo_core.advantages import group as group_advantages
 from grpo_core.engines import wire
 from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.events import Dispatched
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
+from grpo_core.loop.rows import check_staleness, make_batch
 from grpo_core.records import Completion, Feedback, GenerationRequest, Group, Prompt, Rollout, Weights
-from grpo_core.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
-from grpo_core.rows import check_staleness, make_batch
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.tokens import Tokens
 from grpo_core.validation.runner import Context

@@ -16,10 +16,10 @@ from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.protocols import Environment, EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart, Weights
-from grpo_core.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import FakeEngine, FakeRenderer
 
 PLAYGROUND = """

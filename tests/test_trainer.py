@@ -18,19 +18,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from grpo_core import cpu
-from grpo_core.assembly import Assembly, RunContext
+from grpo_core.app.assembly import Assembly, RunContext
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.loop.rows import make_batch
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import StartModel
-from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Group, Prompt, Rollout, Row
 from grpo_core.reporting.trackers import Trackers
-from grpo_core.rows import make_batch
 from grpo_core.run_directory import RunDirectory
-from grpo_core.tasks import Tasks
 from grpo_core.tokens import Tokens
 from grpo_core.training import policy
 from grpo_core.training.logprobs import KEEP_BYTES

@@ -15,16 +15,16 @@ import pytest
 import torch
 from attrs import evolve
 
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.workers import transport
 from grpo_core.config import EngineConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ConfigError, WeightSyncError
-from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_core.weights import collective, cuda_ipc
 from grpo_core.weights.collective import CollectiveWriter, pulled
 from grpo_core.weights.reading import read_weights
-from grpo_core.workers import transport
 
 CPU = torch.device("cpu")
 

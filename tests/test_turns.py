@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import grpo_core as grpo
 from grpo_core.errors import EngineError
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.records import Completion, Feedback, Weights
-from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.testing.hosted import HostedEnvironment
 from grpo_core.tokens import Tokens

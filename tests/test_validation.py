@@ -11,8 +11,8 @@ import pytest
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
+from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback, Prompt, Weights
-from grpo_core.rollout import SamplingParams
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import Batched, Greedy, Pipelined

@@ -10,15 +10,15 @@ import pytest
 from simulation.faults import NONE, Faults
 from simulation.runs import Simulation
 
-from grpo_core.advantages import group as group_advantages
-from grpo_core.buffer import Buffer
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.events import Dispatched, GroupFinished, GroupsReady, StepEnded, Synced, Validated
-from grpo_core.laws import Laws
-from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.laws import Laws
+from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Prompt, SampleRequest
 from grpo_core.reporting.files import plain
-from grpo_core.rollout import SamplingParams
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, run
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.runner import Context, run_strategy

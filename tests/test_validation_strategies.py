@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.errors import ConfigError
-from grpo_core.metrics import headline
+from grpo_core.loop.metrics import headline
 from grpo_core.records import Rollout
 from grpo_core.testing.strategies import check_validation_strategy
 from grpo_core.tokens import Tokens

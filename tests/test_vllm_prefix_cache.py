@@ -8,9 +8,9 @@ import importlib.util
 import pytest
 
 from grpo_core.engines.pool import EnginePool
+from grpo_core.loop.rendering import Renderer
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import Feedback, Prompt
-from grpo_core.rendering import Renderer
-from grpo_core.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import EngineUnderTest, FakeEnvironment, make_test_model, start_engine
 
 pytestmark = [

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core.app.parts import engine_setup
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.workers import make_engine
 from grpo_core.cli import _with_values
 from grpo_core.config import EngineConfig, EnvironmentConfig, ModelConfig
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, WeightSyncError
-from grpo_core.parts import engine_setup
-from grpo_core.placement import LocalPlacement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineSetup, Episode, Feedback, SessionStart, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
 from grpo_core.weights.copies import Copies, mapped
-from grpo_core.workers import make_engine
 
 # ---------------------------------------------------------------------------------- copies of weights
 

@@ -8,9 +8,9 @@ from recording import record
 from test_pipeline import Run
 
 from grpo_core.config import Config, TaskConfig, TrackingConfig
+from grpo_core.loop.rollout import SamplingParams
 from grpo_core.protocols import ValidationStrategy
 from grpo_core.records import Episode, Feedback, Prompt
-from grpo_core.rollout import SamplingParams
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer
 from grpo_core.validation.runner import Context, run_strategy

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field
 
-from grpo_core.engines import canary
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
+from grpo_core.loop import canary
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest
 from grpo_core.restarts import RestartBudget

@@ -76,7 +76,7 @@ class EnginePool:
     Args:
         make: makes an engine for the member with this number; called again to replace one.
         workers: number of members at the start, numbered from 0.
-        tolerance: tolerance of each member's canary; see ``grpo_core.engines.canary``.
+        tolerance: tolerance of each member's canary; see ``grpo_core.loop.canary``.
         deadline: seconds for a member to start, take weights and answer its canary.
         lag: extra seconds for slower members; see the module's docstring.
         hold: takes a lease of published weights.  The pool gives them to members that start, are replaced or

@@ -55,12 +55,12 @@ def grpo_losses() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_advantages() -> Mapping[str, str]:
-    return {"group": "grpo_core.advantages:group"}
+    return {"group": "grpo_core.loop.advantages:group"}
 
 
 @hookimpl
 def grpo_placements() -> Mapping[str, str]:
-    return {"local": "grpo_core.placement:LocalPlacement"}
+    return {"local": "grpo_core.app.placement:LocalPlacement"}
 
 
 @hookimpl

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.metrics import headline
+from grpo_core.loop.metrics import headline
 from grpo_core.reporting.charts import Chart, Point, Series, chart, smoothed
 
 Row = Mapping[str, Any]

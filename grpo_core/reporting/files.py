@@ -12,8 +12,8 @@ from typing import Any, TextIO
 import numpy as np
 from attrs import asdict
 
-from grpo_core.buffer import Slot
 from grpo_core.events import Dispatched, Event, GroupsReady
+from grpo_core.loop.buffer import Slot
 from grpo_core.protocols import Tracker
 from grpo_core.records import Group, Prompt, Rollout, RunInfo
 

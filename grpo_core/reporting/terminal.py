@@ -25,7 +25,7 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
-from grpo_core.metrics import headline
+from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 from grpo_core.validation.results import interval, measured, shown

@@ -15,7 +15,7 @@ from attrs import evolve
 
 from grpo_core.errors import GrpoError, TrackingError
 from grpo_core.events import Event, GroupsReady, StatusChanged, StepEnded, Validated, WarningRaised
-from grpo_core.metrics import validation_metrics
+from grpo_core.loop.metrics import validation_metrics
 from grpo_core.protocols import Tracker
 
 BACKLOG = 10_000

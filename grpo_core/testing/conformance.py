@@ -15,7 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.errors import GrpoError
-from grpo_core.metrics import FULL_REWARD
+from grpo_core.loop.metrics import FULL_REWARD
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.tool_calls import assistant_message
 

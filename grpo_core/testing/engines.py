@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from attrs import evolve
 
 from grpo_core.completions import check_completions
-from grpo_core.engines import canary
 from grpo_core.errors import EngineError, WeightSyncError
+from grpo_core.loop import canary
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
 

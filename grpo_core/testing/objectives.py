@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
+from grpo_core.loop.rows import checked_scores
 from grpo_core.loss import LossInputs, Need, needs_of
 from grpo_core.records import Group, Prompt, Rollout
-from grpo_core.rows import checked_scores
 from grpo_core.tokens import Tokens
 
 if TYPE_CHECKING:

@@ -21,16 +21,16 @@ from typing import Any
 
 from attrs import define, field
 
-from grpo_core.advantages import group as group_advantages
-from grpo_core.buffer import Buffer
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices
 from grpo_core.environments.batcher import BatchedEnvironment
-from grpo_core.metrics import headline
-from grpo_core.pipeline import Pipeline, Schedule
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.metrics import headline
+from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.rollout import SamplingParams
 from grpo_core.protocols import ValidationStrategy
 from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Prompt, SampleRequest, Weights
-from grpo_core.rollout import SamplingParams
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer
 from grpo_core.validation.runner import Context, Results, run_strategy

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from grpo_core import cpu
 from grpo_core import loss as losses
-from grpo_core.batching import microbatches, split_updates
 from grpo_core.config import TrainerConfig
 from grpo_core.errors import CheckpointError, PluginError, TrainerError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.training import policy
+from grpo_core.training.batching import microbatches, split_updates
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import BuildModel, FullModel, ModelSource
 from grpo_core.training.policy import MicroBatch

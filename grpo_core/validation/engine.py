@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from attrs import define, field
 
-from grpo_core.engines import canary
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Event, Validated
+from grpo_core.loop import canary
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
 from grpo_core.validation.runner import Results

@@ -13,10 +13,10 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from grpo_core.errors import ConfigError
-from grpo_core.metrics import FULL_REWARD, completion_tokens, feedback_means, truncated
+from grpo_core.loop.metrics import FULL_REWARD, completion_tokens, feedback_means, truncated
+from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
-from grpo_core.turns import derive_seed
 from grpo_core.validation.estimates import majority_score, mean_with_interval, pass_at_k
 
 Mode = Literal["batched", "pipelined"]

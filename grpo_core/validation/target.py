@@ -8,9 +8,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core import checkpoint
 from grpo_core.config import as_table
 from grpo_core.errors import ConfigError
+from grpo_core.loop import checkpoint
 from grpo_core.models import local_directory
 from grpo_core.run_directory import CONFIG, RunDirectory
 

@@ -17,9 +17,9 @@ from statistics import median
 
 import torch
 
-from grpo_core import checkpoint
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.demo import tiny
+from grpo_core.loop import checkpoint
 from grpo_core.records import Batch, Row
 from grpo_core.tokens import Tokens
 from grpo_core.training.setup import TrainerSetup

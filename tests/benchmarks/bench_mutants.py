@@ -42,7 +42,7 @@ TESTS = [
 ]
 PATIENCE = 5.0
 """Times as long as without a mutant, or it hangs."""
-NOTHING: dict[str, Any] = {"name": "nothing", "file": "buffer.py"}
+NOTHING: dict[str, Any] = {"name": "nothing", "file": "loop/buffer.py"}
 """No fault: if this is killed, so would be any mutant."""
 
 

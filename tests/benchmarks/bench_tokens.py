@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from grpo_core.advantages import group as group_advantages
 from grpo_core.completions import check_completions
 from grpo_core.engines import wire
-from grpo_core.metrics import Meter, task_metrics
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.metrics import Meter, task_metrics
+from grpo_core.loop.rows import check_staleness, make_batch
 from grpo_core.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout
-from grpo_core.rows import check_staleness, make_batch
 from grpo_core.tokens import Tokens, as_ids
 
 TOKENS, GROUP = 8192, 8

@@ -6,7 +6,7 @@
 Pipeline, buffer, rollouts, sampler, loaders, batchers and checkpoints are the real ones; the engine, the
 environments, the trainer and the disk are of ``simulation.world``.  A simulation is the whole story of
 a run: it is started, dies or fails of what the dice decide, is resumed from its newest checkpoint, and in the
-end a life without faults has to finish.  The laws of ``grpo_core.laws`` are checked at every step of the
+end a life without faults has to finish.  The laws of ``grpo_core.loop.laws`` are checked at every step of the
 event loop.  The same arguments give the same story, in every process.
 """
 
@@ -27,22 +27,22 @@ from typing import Any, Literal
 
 from attrs import asdict, define, field, frozen
 
-from grpo_core import checkpoint
-from grpo_core.advantages import group as group_advantages
-from grpo_core.buffer import Buffer, Slot
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
 from grpo_core.data.samplers import Mix, checked_sample
-from grpo_core.dynamic import DynamicSampling
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import GrpoError
 from grpo_core.events import Event, GroupsReady, RunEnded, RunStarted, Saving, Synced
-from grpo_core.laws import Laws, Violation
-from grpo_core.pipeline import Pipeline, Schedule, Written
+from grpo_core.loop import checkpoint
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.buffer import Buffer, Slot
+from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.laws import Laws, Violation
+from grpo_core.loop.pipeline import Pipeline, Schedule, Written
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Group, Prompt
 from grpo_core.reporting.files import plain
-from grpo_core.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeRenderer
 from simulation.faults import NONE, Dice, Faults

@@ -16,10 +16,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_core.advantages import normalize
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.errors import EngineError, TrainerError, WeightSyncError
-from grpo_core.laws import Violation
+from grpo_core.loop.advantages import normalize
+from grpo_core.loop.laws import Violation
 from grpo_core.protocols import Trainer
 from grpo_core.records import (
     Batch,

@@ -27,7 +27,7 @@ def test_the_placement_is_chosen_by_name_and_loads_no_ray():
     program = (
         "import sys\n"
         "from grpo_core.config import PlacementConfig, EngineConfig\n"
-        "from grpo_core.parts import make_placement\n"
+        "from grpo_core.app.parts import make_placement\n"
         "from grpo_core.plugins.host import PluginHost\n"
         "chosen = PlacementConfig(name='ray', options={'address': 'auto'})\n"
         "made = make_placement(chosen, PluginHost.discover())\n"

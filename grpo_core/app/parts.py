@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.buffer import Buffer
+from grpo_core.app.placement import Placement
 from grpo_core.config import (
     CheckpointConfig,
     DynamicSamplingConfig,
@@ -23,17 +23,17 @@ from grpo_core.config import (
     TrainerConfig,
     ValidationConfig,
 )
-from grpo_core.dynamic import DynamicSampling
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import ErrorBudget
-from grpo_core.health import Limits
-from grpo_core.pipeline import Schedule
-from grpo_core.placement import Placement
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.health import Limits
+from grpo_core.loop.pipeline import Schedule
+from grpo_core.loop.rendering import Renderer
+from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, EnvironmentClient, Sampler
 from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
-from grpo_core.rendering import Renderer
-from grpo_core.rollout import LostBudget, SamplingParams
 from grpo_core.training.process import thread_count
 from grpo_core.validation.runner import Context, Results, run_strategy
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from attrs import frozen
 
-from grpo_core import workers
 from grpo_core.aio import gather
+from grpo_core.app import workers
+from grpo_core.app.placement import Placement
 from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig
 from grpo_core.data.sources import find_source
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.placement import Placement
 from grpo_core.records import Prompt
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core import versions
-from grpo_core.buffer import BufferStatistics
+from grpo_core.loop.buffer import BufferStatistics
 
 LAWS = {
     "staleness": "no trained token is older than max_staleness steps, or than its slot",

@@ -15,29 +15,30 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from grpo_core import checkpoint, workers
-from grpo_core.assembly import RunContext, assemble
-from grpo_core.config import Config, as_table
-from grpo_core.errors import ConfigError, describe
-from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
-from grpo_core.metrics import headline
-from grpo_core.model_sources import ModelRequest, model_source
-from grpo_core.parts import (
+from grpo_core.app import workers
+from grpo_core.app.assembly import RunContext, assemble
+from grpo_core.app.parts import (
     canary_tolerance,
     engine_setup,
     make_placement,
     make_validation,
     validation_context,
 )
-from grpo_core.pipeline import Pipeline
-from grpo_core.placement import Placement
+from grpo_core.app.placement import Placement
+from grpo_core.app.tasks import Tasks
+from grpo_core.config import Config, as_table
+from grpo_core.errors import ConfigError, describe
+from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
+from grpo_core.loop import checkpoint
+from grpo_core.loop.metrics import headline
+from grpo_core.loop.pipeline import Pipeline
+from grpo_core.loop.rendering import Renderer
+from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Tracker
-from grpo_core.rendering import Renderer
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
-from grpo_core.tasks import Tasks
 from grpo_core.training.process import thread_count
 
 

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 
 from attrs import define, field
 
-from grpo_core.advantages import equal
 from grpo_core.errors import SamplingError
+from grpo_core.loop.advantages import equal
 from grpo_core.records import Group
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from grpo_core.app.parts import make_placement, make_sampler
+from grpo_core.app.workers import transport
 from grpo_core.config import Config, TaskConfig
 from grpo_core.errors import ConfigError
 from grpo_core.model_sources import model_source
-from grpo_core.parts import make_placement, make_sampler
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.selection import check_trackers
-from grpo_core.workers import transport
 
 
 def check(config: Config, host: PluginHost, *, purpose: str = "train on") -> None:

@@ -29,11 +29,7 @@ from typing import Any, TypeVar
 
 from attrs import define, field, frozen
 
-from grpo_core import health
 from grpo_core.aio import Changes, raising_root_cause
-from grpo_core.buffer import Buffer, Slot
-from grpo_core.dynamic import DynamicSampling
-from grpo_core.engines import canary
 from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
 from grpo_core.events import (
     Dispatched,
@@ -49,8 +45,13 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
-from grpo_core.meter import Meter
-from grpo_core.metrics import task_metrics
+from grpo_core.loop import canary, health
+from grpo_core.loop.buffer import Buffer, Slot
+from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.meter import Meter
+from grpo_core.loop.metrics import task_metrics
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
+from grpo_core.loop.rows import check_staleness, make_batch
 from grpo_core.protocols import (
     AdvantageFunction,
     Engine,
@@ -61,8 +62,6 @@ from grpo_core.protocols import (
     Trainer,
 )
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
-from grpo_core.rollout import RolloutRequest, SamplingParams, derive_seed, play
-from grpo_core.rows import check_staleness, make_batch
 
 T = TypeVar("T")
 
@@ -126,7 +125,7 @@ class Pipeline:
     validate: Validate | None = None
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
-    """Prompts (token ids) that check the engine after each sync; see ``grpo_core.engines.canary``."""
+    """Prompts (token ids) that check the engine after each sync; see ``grpo_core.loop.canary``."""
     canary_tolerance: float = 1e-3
     """Largest difference of logprobs between engine and trainer after a weight sync."""
     limits: Mapping[str, health.Limits] = field(factory=dict)

@@ -28,10 +28,10 @@ from urllib.parse import quote, unquote
 import attrs
 from attrs import define, field, frozen
 
-from grpo_core.buffer import Buffer, Slot
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError
+from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from grpo_core.buffer import BufferStatistics
+from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.records import Rollout
 
 

@@ -24,10 +24,10 @@ from typing import Any
 from grpo_core.aio import gather
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
+from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer
 from grpo_core.records import EndReason, Message, Rollout
 from grpo_core.tokens import Ids, as_ids
-from grpo_core.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "derive_seed", "play"]
 

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core import checkpoint, preflight, run
+from grpo_core.app import preflight, run
 from grpo_core.config import Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
-from grpo_core.laws import Laws, summary
+from grpo_core.loop import checkpoint
+from grpo_core.loop.laws import Laws, summary
 from grpo_core.model_sources import model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.report import write as write_report

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from attrs import evolve
 
+from grpo_core.app.placement import EnvironmentSpec, Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
 from grpo_core.engines.pool import EnginePool
 from grpo_core.engines.transports import Transport, transports_of
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError
-from grpo_core.placement import EnvironmentSpec, Placement
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.records import EngineSetup

@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 from rich.text import Text
 
+from grpo_core.app.parts import make_sampler
 from grpo_core.config import EnvironmentConfig, SamplerConfig, merge, parse_setting
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.loss import needs_of
-from grpo_core.parts import make_sampler
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import FROM_THE_CORE, Offer, signature_of
 from grpo_core.plugins.selection import PluginSelection

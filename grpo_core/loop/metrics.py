@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 from attrs import frozen
 
-from grpo_core.advantages import equal
+from grpo_core.loop.advantages import equal
 from grpo_core.records import Group, Rollout
 from grpo_core.tokens import sampled_versions
 

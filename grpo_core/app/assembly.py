@@ -10,15 +10,8 @@ from pathlib import Path
 
 from attrs import define, evolve, frozen
 
-from grpo_core import checkpoint, workers
-from grpo_core.buffer import Buffer
-from grpo_core.config import Config, EngineConfig
-from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import checked_sample
-from grpo_core.events import Event, WarningRaised
-from grpo_core.loss import needs_of
-from grpo_core.model_sources import ModelRequest, StartModel, model_source
-from grpo_core.parts import (
+from grpo_core.app import workers
+from grpo_core.app.parts import (
     SYNC_GRACE,
     canary_prompts,
     canary_tolerance,
@@ -33,15 +26,23 @@ from grpo_core.parts import (
     sampling_params,
     validation_context,
 )
-from grpo_core.pipeline import Pipeline, Save, Validate, Written
-from grpo_core.placement import Placement
+from grpo_core.app.placement import Placement
+from grpo_core.app.tasks import Tasks
+from grpo_core.config import Config, EngineConfig
+from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.samplers import checked_sample
+from grpo_core.events import Event, WarningRaised
+from grpo_core.loop import checkpoint
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.pipeline import Pipeline, Save, Validate, Written
+from grpo_core.loop.rendering import Renderer
+from grpo_core.loss import needs_of
+from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, Sampler, Trainer
 from grpo_core.records import Group, Prompt, Rollout
-from grpo_core.rendering import Renderer
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
-from grpo_core.tasks import Tasks
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 

@@ -1,0 +1,1 @@
+"""The application: commands, and the parts of a run that a configuration names."""
