@@ -426,7 +426,7 @@ def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(h
         ("Raises", "KeyError: 'gold'"),
         ("Nan", "nan"),
         ("Huge", "1e+308"),
-        ("NoVerdict", "unscored"),
+        ("NoVerdict", "returned no feedback"),
         ("WrongCount", "returned"),
         ("Dies", "exit status 11"),
     ],

@@ -168,7 +168,7 @@ async def run_strategy(
     """Run a strategy and check what it returns; ``errors`` of each task are counted for it.
 
     Raises PluginError that names the strategy, the task and the metric, or says that no rollout of a task
-    came to feedback: there is nothing to report then, least of all an accuracy of 0.
+    received feedback: there is nothing to report then, least of all an accuracy of 0.
     """
     with raising_root_cause():
         results = await strategy.validate(context)
@@ -177,7 +177,7 @@ async def run_strategy(
         if tally.errors == tally.rollouts:
             raise PluginError(
                 f"task {task!r}: none of the {tally.rollouts} rollouts of the validation strategy {name!r} "
-                f"came to feedback; the first one: {tally.first}"
+                f"received feedback; the first one: {tally.first}"
             )
     errors = {task: {"errors": float(tally.errors)} for task, tally in context.tallies.items()}
     return {
