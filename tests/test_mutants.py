@@ -97,7 +97,7 @@ def test_a_mutant_whose_code_is_gone_says_so():
         "old": "no_such_name",
         "new": "1",
     }
-    with pytest.raises(SystemExit, match=r"mutant 'x' in grpo_core/loop/buffer\.py: it occurs 0 times in Buffer"):
+    with pytest.raises(SystemExit, match=r"mutant 'x' in grpo_core/loop/buffer\.py: it occurs 0 times"):
         mutants.mutated(mutant)
 
 

@@ -172,7 +172,7 @@ def described_class(name: str, value: type) -> Iterator[str]:
     plain = protocol or issubclass(value, Exception)
     bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
     yield f"{name}: class{f'({bases})' if bases else ''}{'' if plain else ' ' + signature(value)}"
-    fields = {field.name: field.type for field in attrs.fields(value)} if attrs.has(value) else {}
+    fields = [field.name for field in attrs.fields(value)] if attrs.has(value) else []
     notes = {key: note for base in reversed(value.__mro__) for key, note in notes_of(base).items()}
     for member in sorted({*dir(value), *fields, *notes}):
         if member.startswith("_"):
@@ -190,7 +190,7 @@ def described_class(name: str, value: type) -> Iterator[str]:
         elif inspect.isfunction(found):
             yield f"    {'async ' if inspect.iscoroutinefunction(found) else ''}{member}{signature(found)}"
         else:
-            yield f"    {member}: {fields.get(member) or notes.get(member) or type(found).__name__}"
+            yield f"    {member}: {notes.get(member) or type(found).__name__}"
 
 
 def notes_of(value: type) -> dict[str, Any]:

@@ -136,6 +136,8 @@ HOSTILE = [
 
 
 @pytest.mark.timeout(30, method="thread")  # math-verify takes the alarm for itself
+# The alarm can go off while Hypothesis's callback of the garbage collector runs, which drops the exception
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_neither_crash_nor_earn_nor_take_long(text, monkeypatch):
     monkeypatch.setattr("grpo_plugin_math.answers.SECONDS", 1)
