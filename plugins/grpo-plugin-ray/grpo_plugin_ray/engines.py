@@ -154,7 +154,7 @@ def _prepare_files(who: str, setup: EngineSetup) -> None:
 
 
 class RayEngine:
-    """Satisfies ``grpo_core.protocols.Engine``; its worker starts at once.
+    """An ``Engine`` in a Ray worker, which starts at once.
 
     Takes weights that ``Store.hold`` made.  Once its worker has died, everything raises EngineError: a pool
     puts another one in its place.

@@ -64,7 +64,7 @@ def _make_parent(log: str | None) -> None:
 
 
 class RayEnvironment:
-    """Satisfies ``EnvironmentWorker``.  A worker that dies is replaced, and asked again.
+    """An ``EnvironmentWorker`` in a Ray worker.  A worker that dies is replaced, and asked again.
 
     Args:
         name: how messages call it ("environment sort 0").

@@ -17,7 +17,7 @@ STRATEGIES = {"pack": "DEFAULT", "spread": "SPREAD"}
 
 
 class RayPlacement:
-    """Satisfies ``grpo_core.app.placement.Placement``.
+    """A ``Placement`` of engines and environments in Ray workers.
 
     Args:
         address: of a running cluster ("auto", "host:6379"); empty: one of this machine alone, for the run.
