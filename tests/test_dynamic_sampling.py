@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_core.data.curriculum import Curriculum, Schedule
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import Mix, RoundRobin, checked_sample
+from grpo_core.data.samplers import Mix, PromptStream, RoundRobin
 from grpo_core.errors import SamplingError
 from grpo_core.events import Dispatched, GroupFiltered, GroupsReady, StepEnded
 from grpo_core.loop import checkpoint
@@ -112,11 +112,11 @@ class Run:
         self.sampler = sampler
         self.buffer = Buffer(prompts_per_step=4, max_staleness=max_staleness, num_steps=steps, policy=policy)
         self.trainer = FakeTrainer()
+        stream = PromptStream(sampler=sampler, loaders=self.loaders, name="tested")
         self.pipeline = Pipeline(
             buffer=self.buffer,
-            loaders=self.loaders,
-            sampler=sampler,
-            sample=lambda sampler, loaders, request: checked_sample(sampler, "tested", loaders, request),
+            draw=stream.draw,
+            observe=stream.observe,
             engine=FakeEngine(),
             trainer=self.trainer,
             environments=dict.fromkeys(TASKS, environment or FakeEnvironment(self.feedback)),

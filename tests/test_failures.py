@@ -105,7 +105,7 @@ def test_22_slow_prompts_are_trained_like_all_others_and_nothing_finished_is_thr
 def test_24_a_small_dataset_begins_anew_and_never_ends_a_run(size):
     loader = TaskLoader("task", prompts(size), seed=0)
     small = Run(steps=6)
-    small.pipeline.loaders = {"task": loader}
+    small.pipeline.draw = lambda request: loader.take(request.expected_prompts)
     small()
     counts = Counter(small.trained)
     assert counts.total() == 24
@@ -169,11 +169,9 @@ def test_28_a_long_run_needs_no_more_memory_than_a_short_one():
             gc.collect()
             used.append(tracemalloc.get_traced_memory()[0])
 
-    class Memory:  # the requests that the sampler of these stories would keep
-        append = staticmethod(lambda request: None)
-
     long = Run(steps=510, trainer=Forgetful(), environment=ForgetfulEnvironment())
-    long.pipeline.emit, long.pipeline.sampler = measure, Memory()
+    long.pipeline.emit = measure
+    long.pipeline.draw = lambda request: long.stream.take(request.expected_prompts)  # keeps no request
     tracemalloc.start()
     try:
         long()

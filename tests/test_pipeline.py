@@ -42,11 +42,6 @@ class Stream:
         return len(self.prompts)
 
 
-def sample(sampler, loaders, request):
-    sampler.append(request)
-    return loaders["task"].take(request.expected_prompts)
-
-
 class Run:
     """A pipeline of fakes and what happened in it."""
 
@@ -66,9 +61,7 @@ class Run:
         )
         self.pipeline = Pipeline(
             buffer=self.buffer,
-            loaders={"task": self.stream},
-            sampler=self.requests,
-            sample=changes.pop("sample", sample),
+            draw=self.draw,
             engine=self.engine,
             trainer=self.trainer,
             environments={"task": self.environment},
@@ -80,6 +73,10 @@ class Run:
             schedule=Schedule(**{"rollout_deadline": 60.0, "stall": 3600.0, **changes.pop("schedule", {})}),
             **changes,
         )
+
+    def draw(self, request):
+        self.requests.append(request)
+        return self.stream.take(request.expected_prompts)
 
     def __call__(self, seed=None):
         self.result = run(self.pipeline.run(), seed=seed)
@@ -263,7 +260,7 @@ def test_an_error_anywhere_ends_the_run_with_its_cause(who):
         case "trainer":
             run_.trainer.step = boom
         case "sampler":
-            run_.pipeline.sample = boom_now
+            run_.pipeline.draw = boom_now
         case "update":
             run_.engine.update_weights = boom
         case "publish":

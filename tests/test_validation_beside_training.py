@@ -83,9 +83,7 @@ class Training:
         buffer = Buffer(prompts_per_step=4, max_staleness=2, num_steps=STEPS, policy=policy, max_retries=3)
         self.pipeline = Pipeline(
             buffer=buffer,
-            loaders={},
-            sampler=None,
-            sample=lambda sampler, loaders, request: self.draw(request, numbers),
+            draw=lambda request: self.draw(request, numbers),
             engine=engine,
             trainer=self.trainer,
             environments={"task": self.environment},

@@ -30,7 +30,7 @@ from grpo_core.app.placement import Placement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import checked_sample
+from grpo_core.data.samplers import PromptStream
 from grpo_core.events import Event, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
@@ -84,6 +84,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
     renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
     loaders, sampler = assembly.loaders(prompts), assembly.sampler()
+    stream = PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name)
     if run.resume:
         for told in checkpoint.restore(run.resume.directory, buffer, loaders, sampler):
             run.trackers.status(f"resuming: {told}")
@@ -91,11 +92,8 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     engine, validate = assembly.validation(engine, own, renderer, held_out)
     return Pipeline(
         buffer=buffer,
-        loaders=loaders,
-        sampler=sampler,
-        sample=lambda sampler, loaders, request: checked_sample(
-            sampler, config.sampler.name, loaders, request
-        ),
+        draw=stream.draw,
+        observe=stream.observe,
         engine=engine,
         trainer=trainer,
         environments=run.tasks.environments,

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from attrs import frozen
+
 from grpo_core.errors import ConfigError, GrpoError, PluginError, did_you_mean
 from grpo_core.protocols import Loader, Sampler
-from grpo_core.records import Prompt, SampleRequest
+from grpo_core.records import Group, Prompt, SampleRequest
 
 
 class TaskSampler:
@@ -163,6 +165,25 @@ def take_prompts(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[P
     chosen = list(chosen)
     taken = {task: iter(loaders[task].take(count)) for task, count in Counter(chosen).items()}
     return [next(taken[task]) for task in chosen]
+
+
+@frozen(kw_only=True)
+class PromptStream:
+    """The prompts of a run: a sampler that draws from the loaders of all tasks."""
+
+    sampler: Sampler
+    loaders: Mapping[str, Loader]
+    name: str
+    """Name of the sampler in the configuration, for messages."""
+
+    def draw(self, request: SampleRequest) -> list[Prompt]:
+        """Return exactly the expected number of prompts.  Raises PluginError; see ``checked_sample``."""
+        return checked_sample(self.sampler, self.name, self.loaders, request)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Pass finished groups to the sampler, if it observes them."""
+        if hasattr(self.sampler, "observe"):
+            self.sampler.observe(groups)
 
 
 def checked_sample(

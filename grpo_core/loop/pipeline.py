@@ -56,9 +56,7 @@ from grpo_core.protocols import (
     AdvantageFunction,
     Engine,
     EnvironmentClient,
-    Loader,
     Renderer,
-    Sampler,
     Trainer,
 )
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
@@ -100,10 +98,8 @@ class Pipeline:
     """Runs the four tasks of the module's docstring.  ``run`` may be called once."""
 
     buffer: Buffer[Prompt, Group]
-    loaders: Mapping[str, Loader]
-    sampler: Sampler
-    sample: Callable[[Sampler, Mapping[str, Loader], SampleRequest], list[Prompt]]
-    """Calls the sampler and checks what it returns."""
+    draw: Callable[[SampleRequest], list[Prompt]]
+    """Draws exactly the expected number of prompts."""
     engine: Engine
     trainer: Trainer
     environments: Mapping[str, EnvironmentClient]
@@ -120,6 +116,8 @@ class Pipeline:
     emit: Callable[[Event], None] = lambda event: None
     flush: Callable[[], Awaitable[None]] = _nothing_to_flush
     """Returns when all events until now are on disk: a checkpoint must not be newer than its events."""
+    observe: Callable[[Sequence[Group]], None] = lambda groups: None
+    """Receives the groups of each step, and the groups that were filtered; a curriculum learns from them."""
     observe_rollout: Callable[[str, Rollout], None] = lambda task, rollout: None
     """Counts unscored rollouts, and raises when there are too many."""
     validate: Validate | None = None
@@ -196,7 +194,7 @@ class Pipeline:
                 current_version=self._trained,
                 expected_prompts=len(slots),
             )
-            slots = self.buffer.assign(slots, self.sample(self.sampler, self.loaders, request))
+            slots = self.buffer.assign(slots, self.draw(request))
         self.emit(Dispatched(step=self._trained, slots=tuple(slots)))
         return slots
 
@@ -252,13 +250,9 @@ class Pipeline:
             self.emit(GroupFinished(step=step, slot=slot.id, task=task, prompt=prompt))
             return
         self.buffer.filter(slot)
-        self._observe([group])
+        self.observe([group])
         reward = fmean(reward or 0.0 for reward in group.rewards)
         self.emit(GroupFiltered(step=step, slot=slot.id, task=task, prompt=prompt, reward=reward))
-
-    def _observe(self, groups: Sequence[Group]) -> None:
-        if hasattr(self.sampler, "observe"):
-            self.sampler.observe(groups)
 
     # ------------------------------------------------------------------------------ train
 
@@ -301,7 +295,7 @@ class Pipeline:
             raise GrpoError(f"the trainer published version {weights.version} after step {step}")
         self._published = weights
         self._changes.notify()
-        self._observe(groups)
+        self.observe(groups)
         metrics = task_metrics(groups, step=step)
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
         metrics |= self.dynamic.read() if self.dynamic is not None else {}

@@ -251,7 +251,7 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
     loaders = {task: _Loader(prompts) for task, prompts in world.prompts.items()}
     tasks = itertools.cycle(loaders)
 
-    def sample(sampler: Any, loaders: Any, request: SampleRequest) -> list[Prompt]:
+    def draw(request: SampleRequest) -> list[Prompt]:
         return [loaders[next(tasks)].take(1)[0] for _ in range(request.expected_prompts)]
 
     async def validate(version: int) -> Results:
@@ -264,9 +264,7 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
         )
         await Pipeline(
             buffer=buffer,
-            loaders=loaders,
-            sampler=None,  # type: ignore[arg-type]
-            sample=sample,
+            draw=draw,
             engine=world.engine,
             trainer=trainer,
             environments=world.environments,

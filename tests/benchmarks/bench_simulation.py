@@ -69,11 +69,10 @@ class Endless:
 
 
 def pipeline(*, prompts_per_step: int, steps: int, environment: FakeEnvironment) -> Pipeline:
+    stream = Endless()
     return Pipeline(
         buffer=Buffer(prompts_per_step=prompts_per_step, max_staleness=1, num_steps=steps),
-        loaders={"task": Endless()},
-        sampler=None,
-        sample=lambda sampler, loaders, request: loaders["task"].take(request.expected_prompts),
+        draw=lambda request: stream.take(request.expected_prompts),
         engine=Engine(),
         trainer=Trainer(),
         environments={"task": environment},

@@ -29,7 +29,7 @@ from attrs import asdict, define, field, frozen
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
-from grpo_core.data.samplers import Mix, checked_sample
+from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import GrpoError
 from grpo_core.events import Event, GroupsReady, RunEnded, RunStarted, Saving, Synced
@@ -206,7 +206,7 @@ class Simulation:
         """From the start, or from the newest checkpoint, to whatever end."""
         self._dead = False
         try:
-            pipeline, found = self._assemble()
+            pipeline, sampler, found = self._assemble()
         except GrpoError as error:
             self._broken(f"cannot be resumed: {error}")
             return "failed"
@@ -214,7 +214,7 @@ class Simulation:
         for reason in found.passed_over if found else ():
             self._tell(f"passed over {reason}")
         self.truth.resumed(step)
-        drawn, dispatched = pipeline.sampler.state_dict()["drawn"], pipeline.buffer.statistics().dispatched  # type: ignore[attr-defined]
+        drawn, dispatched = sampler.drawn, pipeline.buffer.statistics().dispatched
         if drawn != dispatched:
             self._broken(f"the sampler goes on after {drawn} prompts, the buffer after {dispatched}")
         self._emit(
@@ -326,7 +326,7 @@ class Simulation:
 
     # ------------------------------------------------------------------------------ the parts
 
-    def _assemble(self) -> tuple[Pipeline, checkpoint.Found | None]:
+    def _assemble(self) -> tuple[Pipeline, Mix, checkpoint.Found | None]:
         found = checkpoint.newest(self._checkpoints)
         memory = Memory()
         self._disk = disk = SimulatedDisk(self.root, self._disk, self._dice, self._tell, self._die)
@@ -336,6 +336,7 @@ class Simulation:
         self._engine = engine
         loaders = {task: Loader(task, self._prompts[task], seed=self.seed) for task in TASKS}
         sampler = Mix({"short": 2.0}, seed=self.seed)
+        stream = PromptStream(sampler=sampler, loaders=loaders, name="mix")
         buffer = _Watched(
             prompts_per_step=self.prompts_per_step,
             max_staleness=self.max_staleness,
@@ -360,9 +361,8 @@ class Simulation:
         environments = self._environments()
         pipeline = Pipeline(
             buffer=buffer,
-            loaders=loaders,
-            sampler=sampler,
-            sample=lambda sampler, loaders, request: checked_sample(sampler, "mix", loaders, request),
+            draw=stream.draw,
+            observe=stream.observe,
             engine=engine,
             trainer=trainer,
             environments=environments,
@@ -377,7 +377,7 @@ class Simulation:
             validate=lambda version: self._validate(version, engine, environments, sampling),
             save=save,
         )
-        return pipeline, found
+        return pipeline, sampler, found
 
     def _environments(self) -> dict[str, EnvironmentClient]:
         config = EnvironmentConfig(max_batch=16, max_wait=0.01)
