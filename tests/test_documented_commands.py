@@ -30,7 +30,7 @@ RUN_HERE = [page for page in PAGES if page.name != "tutorial.md"]
 
 NOT_RUN = {
     r"--engine vllm|check vllm": "vLLM is large; the tests of grpo-plugin-vllm run it",
-    r"--ray": "needs a cluster; tests/test_ray.py starts one",
+    r"--ray": "needs a cluster; plugins/grpo-plugin-ray/tests/test_ray.py starts one",
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
     r"train puzzles\.toml": "its model has to be downloaded",
     r"check local": "tests/test_decoding.py tries the same laws",

@@ -140,7 +140,7 @@ def test_a_model_that_vllms_kernels_for_cpus_cannot_compute_is_refused_before_th
 
     async def story():
         engine = await start_engine(VllmEngine, model, device="cpu", cache_mib=64)
-        with pytest.raises(ModelError, match=r"heads are 16 wide.*--set model\.width=128"):
+        with pytest.raises(ModelError, match=r"heads are 16 wide.*--set model\.options\.width=128"):
             await engine.update_weights(EngineUnderTest(engine=engine, model=model).publish(0))
         await engine.aclose()
 
