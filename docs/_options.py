@@ -101,7 +101,7 @@ def _options(factory: Any) -> Iterator[inspect.Parameter]:
 
 
 def _meanings(factory: Any) -> dict[str, str]:
-    """What is written about each parameter; what the factory says wins over its base classes."""
+    """Collect the explanation of each parameter; the factory's own wins over those of its base classes."""
     found: dict[str, str] = {}
     for documented in reversed(inspect.getmro(factory) if inspect.isclass(factory) else (factory,)):
         if inspect.isclass(documented) and attrs.has(documented):

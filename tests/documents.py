@@ -35,7 +35,7 @@ PROGRAMS = (
     "mkdir",
     "twine",
 )
-"""What a line of an indented block begins with if it is a command."""
+"""The beginnings of lines of an indented block that are commands."""
 
 
 @frozen

@@ -95,7 +95,7 @@ class Run:
         return self.process.communicate(timeout=seconds)[0]
 
     def processes(self) -> Found:
-        """Those that are alive now; children are known by where their output goes."""
+        """The processes that are alive now; children are known by where their output goes."""
         main = self.process.pid
         found = {"main": main} if self.running else {}
         try:
@@ -131,7 +131,7 @@ def alive(pid: int) -> bool:
 
 
 def left_after(pids: list[int], seconds: float = 5.0) -> list[int]:
-    """Those of the processes that are still alive after so many seconds."""
+    """Return the processes that are still alive after ``seconds``."""
     end = time.monotonic() + seconds
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < end:
         time.sleep(0.01)

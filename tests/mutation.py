@@ -46,12 +46,12 @@ class _Place:
     field: str
     part: slice | None
     held: list[Any]
-    """What each ``...`` stands for, in the order of appearance."""
+    """The source that each ``...`` stands for, in the order of appearance."""
 
 
 @frozen
 class _Arguments:
-    """What ``...`` stands for in ``f(...)``."""
+    """The arguments that ``...`` stands for in ``f(...)``."""
 
     args: list[ast.expr]
     keywords: list[ast.keyword]

@@ -58,7 +58,7 @@ def test_every_version_is_asked_about_before_it_is_used():
 
 
 def test_an_engine_that_still_uses_older_weights_stops_the_run_before_the_next_rollout():
-    """What a prefix cache that survives an update does, or a wake-up that rolls weights back."""
+    """The effect of a prefix cache that survives an update, or of a wake-up that rolls weights back."""
     stuck = Run(engine=Listener(used=lambda version: min(version, 2)), trainer=Singer(), max_staleness=0)
     with pytest.raises(
         WeightSyncError,

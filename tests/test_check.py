@@ -104,7 +104,7 @@ class Moody(Words):
 
 
 class Sessions(Words):
-    """What an episode is judged by lies in its session, which is opened once and closed once."""
+    """The data that judges an episode is in its session, which is opened once and closed once."""
 
     live: dict = {}  # noqa: RUF012
 
@@ -137,7 +137,7 @@ class TwoTurns(Words):
 
 
 class SameBeginning(TwoTurns):
-    """What an episode is about comes in its later turns, and is in the answer."""
+    """The subject of an episode comes in its later turns, and is in the answer."""
 
     def prompts(self, split):
         return [grpo.Prompt(messages="Ready?", answer=p.answer, id=p.answer) for p in super().prompts(split)]

@@ -20,7 +20,7 @@ def request(n, target=0):
 
 
 def shares(sampler, target=0, n=2000):
-    """Of the tasks in a large draw."""
+    """The shares of the tasks in a large draw."""
     loaders = {task: MemoryLoader(task, 5) for task in ("easy", "hard", "new")}
     drawn = collections.Counter(p.environment for p in sampler.sample(loaders, request(n, target)))
     return {task: round(drawn[task] / n, 1) for task in loaders}

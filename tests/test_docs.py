@@ -1,4 +1,4 @@
-"""What the documents promise is what the code has."""
+"""The documents promise what the code has."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ SMALL = {
     "model.options.warm_start_steps": 1,
     "validation.prompts": 2,
 }
-"""What makes a run end soon."""
+"""Settings that make a run end soon."""
 
 
 def shown(command):

@@ -17,18 +17,17 @@ from grpo_core import cli, config
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
     path
-    for folder in ("grpo_core", "plugins", "examples")
+    for folder in ("grpo_core", "plugins", "examples", "docs", "tests")
     for path in (ROOT / folder).rglob("*.py")
-    if "tests" not in path.relative_to(ROOT).parts
 )
 
 FRAGMENT = re.compile(r"(Of|What|Those|Whoever|That|None of|So many)\b")
-"""How no docstring begins: what follows is part of a sentence whose subject the reader has to guess."""
+"""Beginnings that no docstring has: what follows is part of a sentence whose subject the reader has to guess."""
 NO_SUBJECT = re.compile(
     r"(After|Also|And|As|At|Because|Before|But|By|During|Else|For|From|How|If|In|Into|It|On|Only|Or|Since"
     r"|So|Than|Then|These|They|This|To|Until|Where|Which|While|Who|Whose|With|Within|Without)\b"
 )
-"""How no explanation of a key begins, either: the reader sees it in a table, with nothing before it."""
+"""Beginnings that no explanation of a key has, either: the reader sees it in a table, with nothing before it."""
 FEWEST_WORDS = 3
 
 ALLOWED = {"docstrings": 0, "configuration": 0, "command line": 0}

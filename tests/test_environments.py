@@ -421,7 +421,7 @@ BAD = Feedback(error="judge away")
 
 
 def observed(budget, told):
-    """How many feedback were counted before the budget was spent, and what it said."""
+    """Count the feedback before the budget was spent, and return it with the error."""
     for count, feedback in enumerate(told):
         try:
             budget.observe(feedback)

@@ -1,4 +1,4 @@
-"""Where a model lies, and what is said when there is none."""
+"""Models are found where they lie; the message says so when there is none."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def test_stop_ends_after_the_step_with_a_checkpoint_and_the_rest_can_be_trained_
 
 
 def test_an_update_that_waits_for_running_rollouts_admits_no_others():
-    """What failed meanwhile is played again after it."""
+    """Rollouts that failed meanwhile are played again after it."""
     chance = random.Random(0)
     environment = FakeEnvironment(
         lambda e: Feedback(error="again") if chance.random() < 0.1 else Feedback(reward=1.0)

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 class Target:
-    """What the child owns in these tests; made there by name."""
+    """The object that the child owns in these tests; it is made there by name."""
 
     def __init__(self, greeting="hello"):
         self.greeting = greeting

@@ -61,7 +61,7 @@ def used(code: str) -> Iterator[tuple[str, str]]:
 
 
 def not_public(code: str) -> set[str]:
-    """What the code takes from grpo_core that is not public."""
+    """List the names that the code takes from grpo_core and that are not public."""
     return {
         f"{module}.{name}".rstrip(".")
         for module, name in used(code)

@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
 
 def group(task, replies, *, prompt="52341="):
-    """Of a prompt; replies and their rewards."""
+    """Rollouts of a prompt: replies and their rewards."""
     question = {"role": "user", "content": prompt}
     rollouts = tuple(
         Rollout(

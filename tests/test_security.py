@@ -1,4 +1,4 @@
-"""What SECURITY.md claims and no other test shows."""
+"""The claims of SECURITY.md that no other test shows."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def tell(file, story, *, name="Playground", **config):
 
 
 def opened_and_closed(log):
-    """How many sessions were opened and closed; none was closed twice, or without being open."""
+    """The number of sessions that were opened and closed; none was closed twice, or without being open."""
     opened = Counter(line.split()[1] for line in log if line.startswith("open"))
     closed = Counter(line.split()[1] for line in log if line.startswith("close"))
     assert set(opened.values()) | set(closed.values()) <= {1}
@@ -291,7 +291,7 @@ def test_a_rollout_whose_session_died_is_played_again_in_a_new_process(file):
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_closes_open_sessions(file, stop):
-    """Of a program that plays while its engine never answers."""
+    """The program plays while its engine never answers."""
     program = f"""
         import asyncio, signal, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})

@@ -413,7 +413,7 @@ class OnlyTheHead(FullModel):
 
 
 def test_a_model_decides_what_is_trained_published_and_saved(model: str, tmp_path: Path) -> None:
-    """What adapters and shards need; the trainer knows nothing about it."""
+    """The model seam is enough for adapters and shards; the trainer knows nothing about them."""
     start = weights(TorchTrainer(setup(model)))
     trainer = TorchTrainer(setup(model, lr=1e-2), OnlyTheHead.build)
     for step in range(3):

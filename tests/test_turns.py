@@ -28,7 +28,7 @@ def weights(version):
 
 
 def scripted(*replies):
-    """What the model says in its turns: a turn is known by the number of answers that the row has."""
+    """The model's replies in its turns: a turn is known by the number of answers that the row has."""
 
     def reply(request, rng):
         text = FakeRenderer().text(request.prompt_ids)
@@ -155,7 +155,7 @@ class Shop(grpo.Environment):
 
     def __init__(self):
         def price(item: str, count: int = 1) -> int:
-            """What something costs.
+            """The price of something.
 
             Args:
                 item: its name
@@ -177,7 +177,7 @@ class Shop(grpo.Environment):
 
 
 def answered(*calls):
-    """What the tools of the shop answer to calls in one message."""
+    """The answers of the shop's tools to calls in one message."""
     shop = Shop()
     (rollout,) = played(HostedEnvironment(shop), scripted("".join(calls), "done 7"))
     assert shop.seen == ["done 7"], "the environment sees only what calls nothing"

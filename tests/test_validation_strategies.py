@@ -1,4 +1,4 @@
-"""What the built-in strategies compute, and the contract that they and others keep."""
+"""The built-in strategies compute what they say, and keep the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where engines and environments run: what does not need a cluster to be true."""
+"""Engines and environments run where the placement puts them; these tests need no cluster."""
 
 from __future__ import annotations
 

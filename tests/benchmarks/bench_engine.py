@@ -129,7 +129,7 @@ def matmul_rate(shape: Shape, rows: int) -> float:
 
 
 def flops(s: Shape) -> int:
-    """Of a token's matrix products."""
+    """Count the floating-point operations of a token's matrix products."""
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     return 2 * (s.layers * s.width * (2 * q + 2 * kv + 3 * s.mlp) + s.vocabulary * s.width)
 

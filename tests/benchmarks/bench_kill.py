@@ -89,7 +89,7 @@ def _kill_until_finished(run: Run, chance: random.Random, killed: Counter[str], 
 
 
 def recovery(run: Path) -> Iterator[float]:
-    """Of each resume that came to a step."""
+    """Seconds that each resume took, if it came to a step."""
     dispatched: dict[int, float] = {}
     latencies: list[float] = []
     waits: list[float] = []

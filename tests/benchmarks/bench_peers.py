@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 PEER = HERE.parent.parent / ".venv-peers" / "bin" / "python"
 
 Told = dict[str, list[float]]
-"""What a side says of its steps: seconds and tokens of each."""
+"""A side's report of its steps: seconds and tokens of each."""
 
 
 @frozen(kw_only=True)
@@ -141,7 +141,7 @@ async def ours(directory: Path, work: Work, *, dtype: str, threads: int, steps: 
 @frozen(kw_only=True)
 class Cost:
     seconds: float
-    """Of the best step after the first, which warms up (of the first if there is no other)."""
+    """Time of the best step after the first, which warms up (of the first if there is no other)."""
     tokens_per_second: float
     mebibytes: float
     """At the peak."""

@@ -75,7 +75,7 @@ def groups(n: int, tokens: int) -> list[list[GenerationRequest]]:
 
 
 async def seconds_for(engine: Engine, path: Path) -> float:
-    """Of 24 groups that are asked for at once."""
+    """Seconds for 24 groups that are asked for at once."""
     await engine.update_weights(nothing(0, path))
     began = time.perf_counter()
     await asyncio.gather(*map(engine.generate, groups(24, TOKENS)))
@@ -135,7 +135,7 @@ async def rollouts(engine: Engine) -> int:
 
 
 class Echo:
-    """What Ray's calls cost by themselves: a group's requests there, its completions back."""
+    """The cost of Ray's calls by themselves: a group's requests there, its completions back."""
 
     async def call(self, requests: Any) -> Any:
         return [((5,) * TOKENS, (-1.0,) * TOKENS, (0,) * TOKENS, "length") for _ in requests]
@@ -154,7 +154,7 @@ async def bare_calls() -> int:
 
 
 async def cpu_per_rollout(run: Callable[[], Awaitable[int]]) -> float:
-    """Of this process, with the threads that Ray has in it."""
+    """CPU seconds of this process, with the threads that Ray has in it."""
     await run()
     began, n = time.process_time(), 0
     while time.process_time() - began < 0.3:

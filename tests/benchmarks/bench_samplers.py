@@ -1,4 +1,4 @@
-"""What choosing prompts costs.  (What it gains: ``tests/benchmarks/curriculum.py``.)
+"""The cost of choosing prompts.  (The gain: ``tests/benchmarks/curriculum.py``.)
 
     python tests/benchmarks/bench_samplers.py
 

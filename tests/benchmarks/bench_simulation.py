@@ -167,7 +167,7 @@ def speed(seeds: int = 60) -> float:
 
 
 def search(seeds: range) -> Iterator[str]:
-    """Those that break a law, each with its seed."""
+    """The runs that break a law, each with its seed."""
     cores = os.cpu_count() or 1
     chunks = [seeds[i : i + 50] for i in range(0, len(seeds), 50)]
     began, done = time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""What a token costs the main process: memory, the way from an engine, and all that is done with it.
+"""The cost of a token in the main process: memory, the way from an engine, and all that is done with it.
 
     python tests/benchmarks/bench_tokens.py
 
@@ -36,7 +36,7 @@ STEP = 3
 
 
 def completions(n: int) -> list[Completion]:
-    """What an engine says to a group: sampled by two versions."""
+    """An engine's answer to a group, sampled by two versions."""
     chance = np.random.default_rng(0)
     return [
         Completion(
@@ -158,7 +158,7 @@ def memory(read: Callable[[bytes], Any], frame: bytes, n: int) -> float:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of CPU, for one call; repeated until the clock's resolution does not matter."""
+    """CPU seconds of one call; repeated until the clock's resolution does not matter."""
     best = math.inf
     for _ in range(REPEATS):
         began, calls = time.process_time(), 0

@@ -161,7 +161,7 @@ def compare_training(turns: int) -> None:
     limits = [trained(turns, seed, lambda environment: environment) for seed in SEEDS]
 
     def times_the_limit(**options: bool) -> float:
-        """Of a step: the mean over its groups; the worst of all seeds."""
+        """Seconds of a step: the mean over its groups; the worst of all seeds."""
         steps = [trained(turns, seed, merged, **options) for seed in SEEDS]
         return max(
             statistics.fmean(seconds / limit for seconds, limit in zip(step, alone, strict=True))

@@ -172,7 +172,7 @@ async def restart(tried: EngineUnderTest) -> None:
 
 
 async def updates(device: str) -> None:
-    """Of a model of 250 MB in float32."""
+    """Time the updates of a model of 250 MB in float32."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "m"
         make_tiny_model(model, (), width=1024, layers=6, warm_start_steps=0)

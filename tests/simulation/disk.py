@@ -30,7 +30,7 @@ class _File:
 
 @frozen
 class _Change:
-    """Of the names in one directory: ``name`` is another node or (None) gone, and so is ``old``."""
+    """A change of the names in one directory: ``name`` is another node or (None) gone, and so is ``old``."""
 
     name: str
     node: _File | _Directory | None
@@ -188,7 +188,7 @@ def _below(directory: _Directory, path: Path) -> Iterator[tuple[_Directory, Path
 
 
 def _read(directory: Path) -> _Directory:
-    """What is there is durable."""
+    """Read a directory; everything that is there is durable."""
     found: dict[str, _File | _Directory] = {}
     for path in sorted(directory.iterdir()):
         found[path.name] = _read(path) if path.is_dir() else _File(*[path.read_bytes()] * 2)

@@ -1,4 +1,4 @@
-"""What may go wrong in a simulated run, how often, and the dice that decide it."""
+"""The faults of a simulated run, how often they occur, and the dice that decide it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Outcome:
     """Hash of everything that happened, with its virtual time."""
     story: tuple[str, ...]
     seconds: float
-    """Of virtual time."""
+    """Seconds of virtual time."""
 
 
 class Killed(BaseException):
@@ -314,7 +314,7 @@ class Simulation:
             self._disk.cut_power(self._dice.random)
 
     def _rot(self) -> None:
-        """Of the newest checkpoint that holds, if there is another to go on from."""
+        """Damage the newest checkpoint that holds, if there is another to go on from."""
         named = [directory for _, directory in checkpoint.complete_names(self._checkpoints)]
         if len(named) < 2 or not self._dice.happens("rot"):
             return

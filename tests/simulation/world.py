@@ -57,7 +57,7 @@ def never() -> asyncio.Future[Any]:
 
 
 class Truth:
-    """What was really said and judged; what is trained is compared with it."""
+    """Record what was really said and judged; what is trained is compared with it."""
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
@@ -65,7 +65,7 @@ class Truth:
         self._trained: set[bytes] = set()
         self._due: list[tuple[bytes, float]] = []
         self._cuts: dict[int, set[bytes]] = {0: set()}
-        """What was trained before a step: the same for all cuts at this step."""
+        """List what was trained before a step: it is the same for all cuts at this step."""
 
     def says(self, completion: Completion) -> None:
         tokens = completion.tokens

@@ -1,4 +1,4 @@
-"""What is true of the placement `ray` without a cluster."""
+"""Tests of the placement `ray` that need no cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make install-vllm` brings agrees with the rest of the environment, and is for CPUs."""
+"""The packages of `make install-vllm` agree with the rest of the environment, and is for CPUs."""
 
 from __future__ import annotations
 
