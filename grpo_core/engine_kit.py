@@ -9,6 +9,7 @@ An engine:
     check_request          refuses requests that do not fit the model
     Connection, Call       the child's end of the pipe, for a server with its own loop
     die_with               ends this process when another one ends
+    report, reported_to    tell the run which faults were survived; a worker sends them on
 
 A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from grpo_core.engines.wire import unpack_requests as unpack_requests
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
+    from grpo_core.incidents import Incident as Incident
+    from grpo_core.incidents import report as report
+    from grpo_core.incidents import reported_to as reported_to
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.offers import Offer as Offer
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
@@ -74,6 +78,7 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.environments.pool": ["EnvironmentWorker"],
         "grpo_core.environments.process": ["EnvironmentProcess"],
         "grpo_core.app.placement": ["EnvironmentSpec", "Placement", "Retain"],
+        "grpo_core.incidents": ["Incident", "report", "reported_to"],
         "grpo_core.plugins.host": ["PluginHost"],
         "grpo_core.plugins.offers": ["Offer"],
         "grpo_core.plugins.selection": ["PluginSelection"],

@@ -119,6 +119,16 @@ class WarningRaised(Event):
 
 
 @frozen(kw_only=True)
+class IncidentReported(Event):
+    """Something went wrong, and the run survived it; see ``grpo_core.incidents``."""
+
+    kind: str
+    component: str
+    message: str
+    traceback: str = ""
+
+
+@frozen(kw_only=True)
 class ErrorRaised(Event):
     message: str
     traceback: str = ""

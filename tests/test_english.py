@@ -22,12 +22,12 @@ SOURCES = sorted(
 )
 
 FRAGMENT = re.compile(r"(Of|What|Those|Whoever|That|None of|So many)\b")
-"""Beginnings that no docstring has: what follows is part of a sentence whose subject the reader has to guess."""
+"""Beginnings that no docstring has: the reader would have to guess the subject."""
 NO_SUBJECT = re.compile(
     r"(After|Also|And|As|At|Because|Before|But|By|During|Else|For|From|How|If|In|Into|It|On|Only|Or|Since"
     r"|So|Than|Then|These|They|This|To|Until|Where|Which|While|Who|Whose|With|Within|Without)\b"
 )
-"""Beginnings that no explanation of a key has, either: the reader sees it in a table, with nothing before it."""
+"""Beginnings that no explanation of a key has, either: it stands alone in a table."""
 FEWEST_WORDS = 3
 
 ALLOWED = {"docstrings": 0, "configuration": 0, "command line": 0}

@@ -15,6 +15,7 @@ from grpo_core.engines.members import MAX_FAILURES
 from grpo_core.engines.pool import ATTEMPTS, EnginePool
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.events import StepEnded
+from grpo_core.incidents import Incident, reported_to
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, run
 from grpo_core.weights.copies import WeightsLease
@@ -30,14 +31,15 @@ class World:
         self.made: list[Worker] = []
         self.finished = Counter()
         self.asked = Counter()
-        self.told: list[str] = []
+        self.incidents: list[Incident] = []
 
     def make(self, number):
         self.made.append(Worker(self, number))
         return self.made[-1]
 
     def pool(self, workers, **options):
-        return EnginePool(self.make, workers, tell=self.told.append, **options)
+        with reported_to(self.incidents.append):
+            return EnginePool(self.make, workers, **options)
 
     def of(self, number):
         """The engine that is the member of this number now."""
@@ -217,7 +219,8 @@ def test_completions_of_a_dead_member_are_kept_and_the_rest_goes_elsewhere():
         assert pool.statistics().serving == 2
         assert world.of(0) is world.made[2]
         assert world.of(0).version == 0, "the new one has been given the last weights"
-        assert "engine 0 is replaced: worker 0 died" in world.told[0]
+        assert world.incidents[0].component == "engine 0"
+        assert world.incidents[0].message == "it is replaced: worker 0 died"
         await pool.aclose()
 
     run(story())
@@ -233,13 +236,14 @@ def test_a_member_that_never_works_is_given_up_and_the_others_continue():
                 worker.die()
             return worker
 
-        pool = EnginePool(make, 2, tell=world.told.append)
+        with reported_to(world.incidents.append):
+            pool = EnginePool(make, 2)
         await pool.update_weights(weights(0))
         await asyncio.sleep(1)
         statistics = pool.statistics()
         assert (statistics.members, statistics.given_up, statistics.serving) == (1, 1, 1)
         assert len([w for w in world.made if w.number == 1]) == MAX_FAILURES
-        assert "given up" in world.told[-1]
+        assert world.incidents[-1].kind == "given_up"
         assert len(await pool.generate(group(0))) == 4
         world.of(0).die()
         await pool.generate(group(1))
@@ -446,7 +450,8 @@ def test_a_member_that_does_not_take_weights_is_replaced_by_one_that_does():
         await asyncio.sleep(10)
         assert pool.statistics().serving == 2
         assert world.of(1) is world.made[2]
-        assert "engine 1 is replaced: no answer within 5 s" in world.told[0]
+        assert world.incidents[0].component == "engine 1"
+        assert world.incidents[0].message == "it is replaced: no answer within 5 s"
         await pool.aclose()
 
     run(story())

@@ -320,7 +320,7 @@ def test_the_laws_hold_with_validation_whatever_fails(tmp_path):
 
 
 def broken_laws(versions, *, engine):
-    """The complaints of ``grpo-core verify`` about a run of two steps that measured these versions after them."""
+    """The complaints of ``verify`` about a run of two steps that measured these versions after them."""
     config = {
         "trainer": {"prompts_per_step": 1, "steps": 2},
         "pipeline": {"max_staleness": 0, "policy": "deadline"},

@@ -175,7 +175,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 
         def of(**changes):
             config = EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes)
-            return make_engine(config, setup, LocalPlacement(host), tolerance=1e-3, tell=print)
+            return make_engine(config, setup, LocalPlacement(host), tolerance=1e-3)
 
         assert isinstance(of(), FakeEngine)
         pool = of(workers=2)

@@ -31,7 +31,7 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
-from grpo_core.events import Event, WarningRaised
+from grpo_core.events import Event
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import Pipeline, Save, Validate, Written
@@ -78,7 +78,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     model = start.path
     trainer = assembly.trainer(start)
     buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
-    engine = assembly.engine(model, buffer)
+    engine = assembly.engine(model)
     own = assembly.validation_engine(model)
     await asyncio.to_thread(_import_what_is_needed_soon)
     await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
@@ -193,15 +193,8 @@ class Assembly:
         """Whether engines generate on this machine while the trainer trains."""
         return self.config.pipeline.max_staleness > 0
 
-    def engine(self, model: str, buffer: Buffer[Prompt, Group]) -> Engine:
-        emit = self.run.emit
-        return self._engine(
-            self.config.engine,
-            model,
-            self.run.directory.logs,
-            colocated=self.colocated,
-            tell=lambda text: emit(WarningRaised(step=buffer.step, cause="engine", message=text)),
-        )
+    def engine(self, model: str) -> Engine:
+        return self._engine(self.config.engine, model, self.run.directory.logs, colocated=self.colocated)
 
     def validation_engine(self, model: str) -> Engine | None:
         """Make the engine that only validation uses, if one is configured."""
@@ -212,22 +205,13 @@ class Assembly:
         logs.mkdir(exist_ok=True)
         return self._engine(engine, model, logs, colocated=True)
 
-    def _engine(
-        self,
-        engine: EngineConfig,
-        model: str,
-        logs: Path,
-        *,
-        colocated: bool,
-        tell: Callable[[str], None] = lambda text: None,
-    ) -> Engine:
+    def _engine(self, engine: EngineConfig, model: str, logs: Path, *, colocated: bool) -> Engine:
         config = self.config
         made = workers.make_engine(
             engine,
             engine_setup(model, config.model, engine, seed=config.seed, logs=logs, colocated=colocated),
             self.run.placement,
             tolerance=canary_tolerance(config.health, config.model, engine),
-            tell=tell,
         )
         self.run.stack.push_async_callback(made.aclose)
         return made

@@ -29,6 +29,7 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
+from grpo_core.incidents import reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
@@ -75,6 +76,7 @@ async def train(
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(reported_to(trackers.report))
             trackers.status("starting the environments")
             placement = make_placement(config.placement, host)
             context = RunContext(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from attrs import evolve
@@ -19,8 +19,6 @@ from grpo_core.records import EngineSetup
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-Tell = Callable[[str], None]
-
 
 def make_engine(
     config: EngineConfig,
@@ -28,14 +26,12 @@ def make_engine(
     placement: Placement,
     *,
     tolerance: float,
-    tell: Callable[[str], None] = lambda text: None,
 ) -> Engine:
     """Make the engine of a section, or a pool of engines.
 
     Args:
         setup: setup of a single engine; a pool divides its threads.
         tolerance: tolerance of the pool's canaries.
-        tell: called with a message for each engine that is replaced.
     """
     if config.workers == 1 and not placement.pooled:
         return placement.engine(0, config, setup)
@@ -45,7 +41,6 @@ def make_engine(
         tolerance=tolerance,
         deadline=config.deadline,
         hold=placement.retain(),
-        tell=tell,
     )
 
 

@@ -34,6 +34,7 @@ from attrs import frozen
 from grpo_core.aio import cancel, gather
 from grpo_core.engines.members import RECOVERABLE_ERRORS, CanaryMismatch, Member, tokens_of
 from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
+from grpo_core.incidents import report
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
 from grpo_core.weights.copies import WeightsLease
@@ -81,7 +82,6 @@ class EnginePool:
         lag: extra seconds for slower members; see the module's docstring.
         hold: takes a lease of published weights.  The pool gives them to members that start, are replaced or
             catch up later, when the trainer may have published others.
-        tell: called with a message for each member that is replaced or given up.
     """
 
     def __init__(
@@ -93,9 +93,8 @@ class EnginePool:
         deadline: float = 600.0,
         lag: float = 1.0,
         hold: Callable[[Weights], Awaitable[WeightsLease]] = as_published,
-        tell: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._make, self._hold, self._tell = make, hold, tell
+        self._make, self._hold = make, hold
         self._tolerance, self._deadline, self._lag = tolerance, deadline, lag
         self._members: list[Member] = []
         self._given_up: set[int] = set()
@@ -305,10 +304,14 @@ class EnginePool:
             member.budget.failed()
         if member.budget.exhausted:
             self._given_up.add(member.number)
-            self._tell(f"engine {member.number} is given up, it failed {member.budget.failures} times: {why}")
+            report(
+                "given_up",
+                f"engine {member.number}",
+                f"it failed {member.budget.failures} times and is not replaced any more: {why}",
+            )
             raise error
         self._replaced += 1
-        self._tell(f"engine {member.number} is replaced: {why}")
+        report("replaced", f"engine {member.number}", f"it is replaced: {why}")
         member.engine = self._make(member.number)
 
     # ------------------------------------------------------------------------------ waiting

@@ -17,6 +17,7 @@ from grpo_core.events import (
     ErrorRaised,
     Event,
     GroupsReady,
+    IncidentReported,
     PromptSkipped,
     RunStarted,
     Saved,
@@ -58,6 +59,8 @@ class TerminalTracker(Tracker):
         """Name and value of the metric that represents each task, by task."""
         self._step = 0
         self._warned: set[str] = set()
+        self._incidents: set[tuple[str, str]] = set()
+        """Kind and component of the incidents that were shown: one line for each."""
         self._sample: tuple[str, str, float] | None = None
         self._live = (
             Live(get_renderable=self._draw, console=self.console, refresh_per_second=8, transient=False)
@@ -119,6 +122,9 @@ class TerminalTracker(Tracker):
             case WarningRaised() if event.cause not in self._warned:
                 self._warned.add(event.cause)
                 self.say(f"warning, step {event.step}: {event.message}")
+            case IncidentReported() if (event.kind, event.component) not in self._incidents:
+                self._incidents.add((event.kind, event.component))
+                self.say(f"survived, step {event.step}: {event.component}: {event.message}")
             case ErrorRaised():
                 self._status = "failed"
 

@@ -11,10 +11,19 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from attrs import evolve
+from attrs import asdict, evolve
 
 from grpo_core.errors import GrpoError, TrackingError
-from grpo_core.events import Event, GroupsReady, StatusChanged, StepEnded, Validated, WarningRaised
+from grpo_core.events import (
+    Event,
+    GroupsReady,
+    IncidentReported,
+    StatusChanged,
+    StepEnded,
+    Validated,
+    WarningRaised,
+)
+from grpo_core.incidents import Incident
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.protocols import Tracker
 
@@ -63,6 +72,10 @@ class Trackers:
     def status(self, message: str) -> None:
         """Say what the run does now."""
         self.emit(StatusChanged(step=self._step, message=message))
+
+    def report(self, incident: Incident) -> None:
+        """Send an incident to all trackers as an event."""
+        self.emit(IncidentReported(step=self._step, **asdict(incident)))
 
     async def flush(self) -> None:
         """Return when the required trackers have handled every event until now.

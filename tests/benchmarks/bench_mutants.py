@@ -64,7 +64,7 @@ def mutated(mutant: dict[str, Any]) -> str:
 def killer(
     mutant: dict[str, Any], seeds: range = SEEDS, tests: Sequence[str] = TESTS, seconds: float = 600.0
 ) -> str | None:
-    """Name what killed the mutant; None if it survives.  The simulation and the tests hang after ``seconds``."""
+    """Name what killed the mutant; None if it survives.  They hang after ``seconds``."""
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(PACKAGE, Path(scratch) / "grpo_core")
         (Path(scratch) / "grpo_core" / mutant["file"]).write_text(mutated(mutant))

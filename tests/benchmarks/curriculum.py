@@ -1,4 +1,4 @@
-"""The gain of a curriculum: steps until two tasks have reached a target, for four ways to choose between them.
+"""The gain of a curriculum: steps until two tasks have reached a target, for four ways to choose.
 
     python tests/benchmarks/curriculum.py [--seeds 5] [--output docs/samplers]
 

@@ -48,7 +48,7 @@ WRITERS: dict[str, Callable[[], Writer]] = {
 """Others than the host's memory.  The engine is on the first GPU; NCCL sends from another one."""
 NEEDED = {"float32, on two GPUs": 2, "float32, weights by relay": 2}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
-"""The tolerance of a logprob: GPUs add up in other orders than CPUs, and in fewer bits where TF32 is allowed."""
+"""The tolerance of a logprob: GPUs add up in another order, and in fewer bits where TF32 is allowed."""
 
 
 async def laws(options: dict[str, Any], writer: Writer, directory: Path) -> list[str]:

@@ -27,6 +27,7 @@ from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
+from grpo_core.incidents import reported_to
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
 from grpo_core.testing.engines import check_engine
@@ -193,8 +194,9 @@ def test_weights_are_sent_to_workers_that_come_and_go(ray, tmp_path):
 @pytest.mark.parametrize("victim", ["actor", "engine"])
 def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim, tmp_path):
     async def story():
-        told = []
-        pool = ray_pool(publisher, 2, logs=str(tmp_path), tell=told.append)
+        incidents = []
+        with reported_to(incidents.append):
+            pool = ray_pool(publisher, 2, logs=str(tmp_path))
         await pool.update_weights(publisher(0))
         calm = await pool.generate(groups(4))
         calls = [asyncio.create_task(pool.generate(groups(4))) for _ in range(3)]
@@ -207,7 +209,7 @@ def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim,
         assert {v for c in await pool.generate(groups(4)) for v in c.versions} == {1}
         if victim == "actor":
             await asyncio.wait_for(until(lambda: pool.statistics().serving == 2), 60)
-            assert "engine 0 is replaced: engine 0" in told[0]
+            assert (incidents[0].kind, incidents[0].component) == ("replaced", "engine 0")
             assert pool.statistics().replaced == 1
         everybody = [pid_of_worker(pool, i) for i in range(2)]
         everybody += [child for i in range(2) for child in children_of_worker(pool, i)]
