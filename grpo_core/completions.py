@@ -13,8 +13,14 @@ LOGPROB_SLACK = 1e-3
 """A logprob may exceed 0 by rounding."""
 
 
-def check_completions(completions: Sequence[Completion], requests: Sequence[GenerationRequest]) -> None:
-    """Raises PluginError if an engine's answer breaks its contract: nothing of it may reach the trainer."""
+def check_completions(
+    completions: Sequence[Completion], requests: Sequence[GenerationRequest], *, vocabulary: int = 2**31
+) -> None:
+    """Raises PluginError if an engine's answer breaks its contract: nothing of it may reach the trainer.
+
+    Args:
+        vocabulary: number of token ids that the model has.
+    """
     if len(completions) != len(requests):
         raise PluginError(
             f"engine: generate() returned {len(completions)} completions for {len(requests)} requests"
@@ -28,8 +34,12 @@ def check_completions(completions: Sequence[Completion], requests: Sequence[Gene
     if not completions:
         return
     ids = np.concatenate([completion.tokens.ids for completion in completions])
-    if (ids < 0).any():
-        raise PluginError(f"engine: generate() returned the token id {ids.min()}; expected 0 or more")
+    strange = ids[(ids < 0) | (ids >= vocabulary)]
+    if strange.size:
+        raise PluginError(
+            f"engine: generate() returned the token id {strange[0]}; expected 0 or more, and less than the "
+            f"{vocabulary} of the model's vocabulary"
+        )
     logprobs = np.concatenate([completion.tokens.logprobs for completion in completions])
     valid = (-np.inf < logprobs) & (logprobs <= LOGPROB_SLACK)
     if not valid.all():

@@ -260,6 +260,8 @@ class Renderer(Protocol):
     stop_token_ids: tuple[int, ...]
     context: int
     """Number of positions of the model."""
+    vocabulary: int
+    """Number of token ids of the model."""
 
     def check_turns(self, *, tools: bool) -> None: ...
     def prompt_ids(

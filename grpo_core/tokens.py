@@ -204,6 +204,8 @@ def _read_ids(values: ArrayLike) -> Ids:
 def _read_logprobs(values: ArrayLike) -> NDArray[np.float32]:
     if isinstance(values, list | tuple):
         return _read_list("f", values, lambda value: isinstance(value, float | int), "a number as logprob")
+    if (given := np.asarray(values)).size and given.dtype.kind not in "fiu":
+        raise ValueError(f"an array of {given.dtype}; expected numbers as logprobs")
     with np.errstate(over="ignore"):  # an infinite logprob is refused where completions are checked
         return _sealed(np.array(values, np.float32))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -252,6 +255,44 @@ def test_a_tokenizer_that_says_how_calls_are_written_is_followed(tokenizer):
     for garbled in ('[CALL]{"name": [/CALL]', "[CALL]7[/CALL]", '[CALL]{"name": 3}[/CALL]'):
         (call,) = parsed(Renderer(tokenizer), garbled)["tool_calls"]
         assert call["function"] == {"name": "", "arguments": garbled}
+
+
+def test_the_models_sizes_bound_prompts_and_token_ids(directory, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(directory, model)
+    unknown = Renderer.load(str(model))
+    assert (unknown.context, unknown.vocabulary) == (2**31, 2**31)
+    sizes = {"max_position_embeddings": 64, "vocab_size": 99}
+    for config in (sizes, {"text_config": sizes}):
+        (model / "config.json").write_text(json.dumps(config))
+        renderer = Renderer.load(str(model))
+        assert (renderer.context, renderer.vocabulary) == (64, 99)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}})),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", "7"),
+        ("config.json", "[" * 100_000),
+        ("config.json", "[]"),
+        ("config.json", '{"text_config": 3}'),
+        ("config.json", "\0"),
+        ("generation_config.json", '{"eos_token_id": ["x"]}'),
+        ("generation_config.json", '{"eos_token_id": -7}'),
+        ("generation_config.json", '"text"'),
+    ],
+)
+def test_a_malformed_file_of_a_model_is_one_clear_error(directory, tmp_path, file, content):
+    model = tmp_path / "model"
+    shutil.copytree(directory, model)
+    (model / file).write_text(content)
+    with pytest.raises(ModelError, match="its tokenizer cannot be loaded") as raised:
+        Renderer.load(str(model))
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):

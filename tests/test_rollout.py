@@ -163,6 +163,10 @@ def test_rollouts_lost_by_the_engine_are_unscored_and_bugs_are_not_hidden():
         ({"token_ids": [[1]]}, r"returned \[1\]; expected a whole number"),
         ({"token_ids": np.array([[1]])}, r"returned an array of shape \[1, 1\]; expected one dimension"),
         ({"token_ids": (-1,)}, "returned the token id -1; expected 0 or more"),
+        (
+            {"token_ids": (1000,)},
+            "returned the token id 1000; expected 0 or more, and less than the 1000 of the model's vocabulary",
+        ),
         ({"logprobs": ("x",)}, "returned 'x'; expected a number as logprob"),
         ({"logprobs": (-1e300,)}, "returned the logprob -inf for a sampled token"),
         ({"logprobs": (float("nan"),)}, "returned the logprob nan for a sampled token"),
@@ -170,7 +174,7 @@ def test_rollouts_lost_by_the_engine_are_unscored_and_bugs_are_not_hidden():
         (None, "returned 0 completions for 1 requests"),
     ],
 )
-def test_an_engine_that_breaks_its_contract_is_one_clear_error(changes, message):
+def test_an_engine_that_breaks_its_contract_is_one_clear_error(changes, message, monkeypatch):
     class Broken(FakeEngine):
         async def generate(self, requests):
             completions = await super().generate(requests)
@@ -181,6 +185,7 @@ def test_an_engine_that_breaks_its_contract_is_one_clear_error(changes, message)
             said = {"token_ids": tokens.ids, "logprobs": tokens.logprobs, "versions": tokens.versions}
             return Completion(**{**said, **changes}, finish_reason="stop")
 
+    monkeypatch.setattr(FakeRenderer, "vocabulary", 1000)
     with pytest.raises(PluginError, match=message):
         played(requests(1), {"task": FakeEnvironment()}, Broken())
 

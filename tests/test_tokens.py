@@ -107,6 +107,12 @@ def test_what_cannot_be_tokens_is_refused_where_the_completion_is_made(ids, mess
         Completion(token_ids=ids, logprobs=[-1.0], versions=[0], finish_reason="stop")
 
 
+@pytest.mark.parametrize("logprobs", [np.array([False]), np.array(["-0.5"]), np.array([-1j])])
+def test_arrays_of_anything_but_numbers_are_no_logprobs(logprobs):
+    with pytest.raises(PluginError, match=r"returned an array of .*; expected numbers as logprobs"):
+        Completion(token_ids=[1], logprobs=logprobs, versions=[0], finish_reason="stop")
+
+
 def test_flags_of_another_length_are_named():
     with pytest.raises(ValueError, match="2 flags of what was sampled; expected as many of each"):
         Tokens([1], [True, False], [-1.0], [0])

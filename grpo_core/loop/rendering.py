@@ -35,13 +35,22 @@ class Renderer:
     messages are concatenated: the prompt ``"52341="`` is these six characters.
     """
 
-    def __init__(self, tokenizer: Any, *, extra_stop: Sequence[int] = (), context: int = _FAR) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        extra_stop: Sequence[int] = (),
+        context: int = _FAR,
+        vocabulary: int = _FAR,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = bool(getattr(tokenizer, "chat_template", None))
         eos = tokenizer.eos_token_id
         self.stop_token_ids = tuple(sorted({*extra_stop, *([] if eos is None else [eos])}))
         self.context = context
         """Largest number of tokens of prompt and completions: the model's positions."""
+        self.vocabulary = vocabulary
+        """Number of token ids of the model."""
         self._checked: set[bool] = set()
 
     @classmethod
@@ -49,10 +58,15 @@ class Renderer:
         """Load the tokenizer of a model directory, and its stop tokens.  Raises ModelError."""
         try:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
+            return cls(
+                tokenizer,
+                extra_stop=_end_tokens(Path(directory)),
+                context=_size(Path(directory), "max_position_embeddings"),
+                vocabulary=_size(Path(directory), "vocab_size"),
+            )
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
             raise ModelError(f"model {directory!r}: its tokenizer cannot be loaded: {reason}") from error
-        return cls(tokenizer, extra_stop=_end_tokens(Path(directory)), context=_context(Path(directory)))
 
     def check_turns(self, *, tools: bool) -> None:
         """Check that the template supports several turns, with tools or without.
@@ -194,15 +208,18 @@ def _end_tokens(directory: Path) -> list[int]:
     """Return the tokens that end a completion besides the tokenizer's end-of-sequence token."""
     path = directory / "generation_config.json"
     given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
-    return given if isinstance(given, list) else [] if given is None else [given]
+    tokens = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(token, int) and 0 <= token < _FAR for token in tokens):
+        raise ValueError(f"{path.name}: eos_token_id is {repr(given)[:80]}; expected token ids")
+    return tokens
 
 
-def _context(directory: Path) -> int:
-    """Return the number of positions of a model, or a very large number if it is not given."""
+def _size(directory: Path, name: str) -> int:
+    """Return a size of the model by its name in config.json, or a very large number if it is not given."""
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    given = {**config, **config.get("text_config", {})}.get("max_position_embeddings")
-    return given if isinstance(given, int) else _FAR
+    given = {**config, **config.get("text_config", {})}.get(name)
+    return given if isinstance(given, int) and given > 0 else _FAR
 
 
 def _plain(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class _Player:
         """Add one completion to each."""
         requests = [state.generation_request(self._renderer.stop_token_ids) for state in states]
         completions = await self._engine.generate(requests)
-        check_completions(completions, requests)
+        check_completions(completions, requests, vocabulary=self._renderer.vocabulary)
         replies = self._renderer.texts([completion.token_ids.tolist() for completion in completions])
         for state, request, completion, text in zip(states, requests, completions, replies, strict=True):
             message: Message = {"role": "assistant", "content": text}

@@ -39,7 +39,7 @@ class FakeRenderer:
 
     stop_token_ids: tuple[int, ...] = ()
 
-    context = 2**31
+    context = vocabulary = 2**31
 
     def check_turns(self, *, tools: bool) -> None:
         return None

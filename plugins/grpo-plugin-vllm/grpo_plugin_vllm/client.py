@@ -21,10 +21,15 @@ BUSY = frozenset({429, 502, 503, 504})
 
 log = logging.getLogger(__name__)
 
+LARGEST = 1 << 20
+"""Bytes of an answer at most, unless the request says otherwise."""
+
 HINTS = {
     403: "; start it with --enable-scale-out",
     404: "; start it with VLLM_SERVER_DEV_MODE=1 in its environment",
 }
+
+REDIRECTED = "; redirects are not followed: set engine.options.url to the server's own address"
 
 
 class ServerError(EngineError):
@@ -100,17 +105,21 @@ class Client:
         query: Mapping[str, str] | None = None,
         repeatable: bool = False,
         seconds: float | None = None,
+        largest: int = LARGEST,
     ) -> Any:
         """The answer's JSON.
 
         Args:
             repeatable: a second one does no harm, so it is tried again also if it may have been begun.
             seconds: instead of the client's own.
+            largest: number of bytes after which the answer is given up.
 
         Raises ServerError: at once for a status that a repetition cannot change, else when the attempts are
         used up.
         """
-        return await self._call("POST", path, body, query, repeatable=repeatable, seconds=seconds)
+        return await self._call(
+            "POST", path, body, query, repeatable=repeatable, seconds=seconds, largest=largest
+        )
 
     async def aclose(self) -> None:
         if self._session is not None:
@@ -125,6 +134,7 @@ class Client:
         *,
         repeatable: bool,
         seconds: float | None = None,
+        largest: int = LARGEST,
     ) -> Any:
         again = (Unsent, aiohttp.ClientConnectionError) if repeatable else (Unsent,)
         what = f"{method} {self._url}{path}"
@@ -132,7 +142,7 @@ class Client:
             async for attempt in stamina.retry_context(on=again, attempts=self._attempts, timeout=None):
                 with attempt:
                     try:
-                        return await self._once(method, path, body, query, seconds)
+                        return await self._once(method, path, body, query, seconds, largest)
                     except again as error:
                         if attempt.num < self._attempts:
                             self._retries.note(what, error, attempt.num, self._attempts)
@@ -146,25 +156,34 @@ class Client:
         raise AssertionError("a retry that ends without a result raises")
 
     async def _once(
-        self, method: str, path: str, body: Any, query: Mapping[str, str] | None, seconds: float | None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        query: Mapping[str, str] | None,
+        seconds: float | None,
+        largest: int,
     ) -> Any:
         timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
-        request = self._open().request(method, self._url + path, json=body, params=query, timeout=timeout)
+        # a redirect could name another machine, which would get the prompts and could make up the answers
+        request = self._open().request(
+            method, self._url + path, json=body, params=query, timeout=timeout, allow_redirects=False
+        )
         try:
             async with request as response:
-                text = await response.text()
+                text = (await _body(response, largest)).decode(errors="replace")
                 if response.status in BUSY:
                     raise Unsent(f"status {response.status}: {text[:500]}")
                 if response.status != 200:
                     raise ServerError(
                         f"{method} {self._url}{path}: status {response.status}: {text[:2000]}"
-                        f"{HINTS.get(response.status, '')}"
+                        f"{HINTS.get(response.status, REDIRECTED if 300 <= response.status < 400 else '')}"
                     )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Unsent(f"no connection: {error}") from error
         try:
             return json.loads(text) if text else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerError(
                 f"{method} {self._url}{path}: expected JSON, got {text[:200]!r}; is this a vLLM server?"
             ) from None
@@ -172,8 +191,27 @@ class Client:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             # limit=0: as many connections as requests; the server's rows are the limit, not a pool's 100
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # Answers come as they are: a few compressed bytes can unfold to gigabytes.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                headers={"Accept-Encoding": "identity"},
+                auto_decompress=False,
+            )
         return self._session
+
+
+async def _body(response: aiohttp.ClientResponse, largest: int) -> bytes:
+    """Read the body.  Raises ServerError if it is compressed, or longer than ``largest`` bytes."""
+    what = f"{response.method} {response.url}"
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise ServerError(f"{what}: the answer is compressed ({encoding[:50]!r}); expected plain JSON")
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > largest:
+            raise ServerError(f"{what}: the answer is longer than {largest} bytes; is this a vLLM server?")
+    return bytes(body)
 
 
 def checked_url(url: str, *, remote: bool) -> str:

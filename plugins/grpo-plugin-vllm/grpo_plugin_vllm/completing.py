@@ -71,14 +71,18 @@ def checked(
     Args:
         spans: versions, each with the place of its first token and that after its last one.
     """
-    versions = np.repeat(
-        np.array([version for version, _, _ in spans], np.int32), [end - start for _, start, end in spans]
-    )
-    if not len(token_ids) == len(logprobs) == len(versions) or finish_reason not in ("stop", "length"):
+    # compared before any array is made of them: the length of a span is whatever a server says
+    lengths = [end - start for _, start, end in spans]
+    if (
+        not len(token_ids) == len(logprobs) == sum(lengths)
+        or min(lengths, default=0) < 0
+        or finish_reason not in ("stop", "length")
+    ):
         raise EngineError(
-            f"engine vllm: {len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions, "
+            f"engine vllm: {len(token_ids)} tokens, {len(logprobs)} logprobs, {sum(lengths)} versions, "
             f"finish reason {finish_reason!r}; expected one of each for each token, and stop or length"
         )
+    versions = np.repeat(np.array([version for version, _, _ in spans], np.int32), lengths)
     reason: FinishReason = finish_reason
     return Completion(
         token_ids=list(token_ids), logprobs=list(logprobs), versions=versions, finish_reason=reason

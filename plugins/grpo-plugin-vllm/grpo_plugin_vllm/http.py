@@ -10,9 +10,10 @@ weights: the trainer's shared memory on the same machine, or a file in ``directo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import evolve
 
@@ -21,6 +22,7 @@ from grpo_core import (
     EngineError,
     EngineSetup,
     GenerationRequest,
+    PluginError,
     Weights,
     WeightSyncError,
 )
@@ -28,6 +30,11 @@ from grpo_core.engine_kit import check_request, read_weights
 from grpo_plugin_vllm.client import Client, ServerError
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.transfer import as_table
+
+T = TypeVar("T")
+
+ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 1 << 10
+"""Largest answer, and for each token that was asked for: several times what vLLM needs."""
 
 TORN = "updating"
 """The server's version while its weights change: tokens that carry it are thrown away."""
@@ -73,6 +80,8 @@ class HttpEngine:
         """The last that the server held."""
         self._ready = False
         """The server holds ``_weights``, as far as is known."""
+        self._newest = -1
+        """Largest version that the server was ever sent."""
         self._positions = 0
         self._closed = False
         self._syncing = asyncio.Lock()
@@ -128,36 +137,45 @@ class HttpEngine:
             assert self._weights is not None
             body["cache_salt"] = str(self._weights.version)
         try:
-            answer = await self._client.post("/inference/v1/generate", body, repeatable=True)
+            answer = await self._client.post(
+                "/inference/v1/generate",
+                body,
+                repeatable=True,
+                largest=ANSWER_BYTES + TOKEN_BYTES * request.max_tokens,
+            )
             return self._read(answer)
         except ServerError:
             self._ready = False  # it may come back without its weights
             raise
 
-    def _read(self, answer: Mapping[str, Any]) -> Completion:
+    def _read(self, answer: Any) -> Completion:
+        """Raises EngineError for what is not a vLLM server's answer, ServerError for unknown weights."""
         try:
             (choice,) = answer["choices"]
-            token_ids = choice["token_ids"]
-            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            spans = [
-                (span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()
-            ]
-        except (KeyError, TypeError, ValueError) as error:
+            token_ids = _all(int, choice["token_ids"])
+            logprobs = _all(float, [entry["logprob"] for entry in choice["logprobs"]["content"]])
+            spans = choice["weight_versions"] or ()
+            versions = _all(str, [span["version"] for span in spans])
+            places = [_all(int, [span["start"], span["end"]]) for span in spans]
+            finish_reason = choice["finish_reason"]
+        except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
-                f"engine vllm:http: the server's answer lacks {error}; expected that of vLLM >= 0.32"
+                f"engine vllm:http: the server's answer lacks {str(error)[:200]}; expected that of vLLM >= 0.32"
             ) from None
-        if not all(version.isdecimal() for version, _, _ in spans):
-            versions = sorted({version for version, _, _ in spans})
+        if not all(_is_version(version, self._newest) for version in versions):
             raise ServerError(
-                f"engine vllm:http: the server sampled with weights {versions}, expected those "
-                "that it was sent; it was started again, or somebody else changes its weights. Ask again"
+                f"engine vllm:http: the server sampled with weights {str(sorted(set(versions)))[:200]}, expected "
+                "those that it was sent; it was started again, or somebody else changes its weights. Ask again"
             )
-        return checked(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            spans=[(int(version), start, end) for version, start, end in spans],
-            finish_reason=choice["finish_reason"],
-        )
+        try:
+            return checked(
+                token_ids=token_ids,
+                logprobs=logprobs,
+                spans=[(int(version), *place) for version, place in zip(versions, places, strict=True)],
+                finish_reason=finish_reason,
+            )
+        except PluginError as error:
+            raise EngineError(f"engine vllm:http: a false answer of the server: {error}") from None
 
     async def _make_ready(self) -> None:
         """Check that the server still holds the last weights; send them again if not."""
@@ -168,7 +186,7 @@ class HttpEngine:
                 raise EngineError("engine vllm:http: generate before the first update_weights")
             if self._ready:
                 return
-            held = (await self._client.get("/weight_info"))["weight_version"]
+            held = _found(await self._client.get("/weight_info"), str, "weight_version")
             if held != str(self._weights.version):
                 try:
                     await self._push(self._weights)
@@ -184,6 +202,7 @@ class HttpEngine:
     async def _push(self, weights: Weights) -> None:
         """Update the server's weights; after a failure its tokens are refused until an update succeeds."""
         where = await asyncio.to_thread(self._published, weights)
+        self._newest = max(self._newest, weights.version)
         if not self._ready:
             await self._meet()
         self._ready = False
@@ -202,7 +221,7 @@ class HttpEngine:
     async def _meet(self) -> None:
         """A server that is new to us, or that may have been started again."""
         models = await self._client.get("/v1/models")
-        self._positions = int(models["data"][0]["max_model_len"])
+        self._positions = _found(models, int, "data", 0, "max_model_len")
         await self._client.post("/init_weight_transfer_engine", {"init_info": {}}, repeatable=True)
 
     def _published(self, weights: Weights) -> Weights:
@@ -221,3 +240,28 @@ class HttpEngine:
             file.truncate(weights.nbytes)
         beside.replace(path)
         return evolve(weights, location=str(path.absolute()))
+
+
+def _all(kind: type, values: Any) -> list[Any]:
+    """Return a list whose values are all of one JSON type.  Raises TypeError for anything else."""
+    kinds = (int, float) if kind is float else (kind,)
+    if not isinstance(values, list) or any(type(value) not in kinds for value in values):
+        raise TypeError(f"a list of {kind.__name__}: {repr(values)[:80]}")
+    return values
+
+
+def _found(answer: Any, kind: type[T], *keys: str | int) -> T:
+    """Return a value inside an answer.  Raises ServerError if the answer has no such value."""
+    with contextlib.suppress(LookupError, TypeError):
+        for key in keys:
+            answer = answer[key]
+        if isinstance(answer, kind):
+            return answer
+    raise ServerError(
+        f"engine vllm:http: the server's answer has no {'.'.join(map(str, keys))}; is this a vLLM server?"
+    )
+
+
+def _is_version(label: str, newest: int) -> bool:
+    """Whether a label names weights that the server was sent."""
+    return label.isascii() and label.isdecimal() and len(label) < 10 and int(label) <= newest

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import logging
 import re
 import socket
+import tracemalloc
 
 import pytest
 import stamina
@@ -60,6 +63,8 @@ class Server:
                 return web.Response()
             if fault == "hang":
                 await asyncio.Event().wait()
+            if isinstance(fault, web.StreamResponse):
+                return fault
             if isinstance(fault, tuple):
                 return web.Response(status=fault[0], text=fault[1])
         return await getattr(self, request.path.strip("/").replace("/", "_"), self.ok)(body)
@@ -321,6 +326,163 @@ def test_a_server_that_is_not_vllm_is_refused():
             await engine.generate([REQUEST])
 
     played(story)
+
+
+def choice(**lies):
+    """An answer of two tokens; ``lies`` are what is wrong in it."""
+    truth = {
+        "token_ids": [1, 1],
+        "logprobs": {"content": [{"logprob": -0.5}] * 2},
+        "weight_versions": [{"version": "1", "start": 0, "end": 2}],
+        "finish_reason": "length",
+    }
+    return {"choices": [truth | lies]}
+
+
+def span(version, start, end):
+    return {"weight_versions": [{"version": version, "start": start, "end": end}]}
+
+
+def logprobs(*values):
+    return {"logprobs": {"content": [{"logprob": value} for value in values]}}
+
+
+LIES = {
+    "a span of 3e8 tokens": choice(**span("1", 0, 300_000_000)),
+    "a span of 1e30 tokens": choice(**span("1", 0, 10**30)),
+    "a span that runs backwards": choice(
+        weight_versions=[{"version": "1", "start": 0, "end": 3}, {"version": "1", "start": 3, "end": 2}]
+    ),
+    "a place that is a text": choice(**span("1", "0", 2)),
+    "a place that is a flag": choice(**span("1", False, 2)),
+    "no spans": choice(weight_versions=None),
+    "spans that are a number": choice(weight_versions=7),
+    "a version that is a number": choice(**span(1, 0, 2)),
+    "a version that was never sent": choice(**span("2", 0, 2)),
+    "a version of 4,000 digits": choice(**span("9" * 4000, 0, 2)),
+    "a version in other digits": choice(**span("\N{ARABIC-INDIC DIGIT ONE}", 0, 2)),
+    "ids that are texts": choice(token_ids=["1", "1"]),
+    "ids that are floats": choice(token_ids=[1.0, 1.0]),
+    "ids that are flags": choice(token_ids=[True, True]),
+    "ids of 40 bits": choice(token_ids=[1, 2**40]),
+    "ids that are one text": choice(token_ids="11"),
+    "a logprob that is a text": choice(**logprobs("-0.5", "x")),
+    "a logprob that is a flag": choice(**logprobs(False, -0.5)),
+    "a logprob that is missing": choice(**logprobs(None, -0.5)),
+    "logprobs that are no entries": choice(logprobs={"content": [-0.5, -0.5]}),
+    "too few logprobs": choice(**logprobs(-0.5)),
+    "another reason to finish": choice(finish_reason={"stop": 1}),
+    "two choices": {"choices": choice()["choices"] * 2},
+    "a choice that is a text": {"choices": ["stop"]},
+    "a list": [],
+    "a number": 3,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_is_not_vllms_is_an_error_of_the_engine(lie):
+    async def story(engine, server):
+        server.faults["/inference/v1/generate"] = [web.json_response(LIES[lie])]
+        with pytest.raises(EngineError, match="engine vllm"):
+            await engine.generate([REQUEST])
+        assert len(await engine.generate([REQUEST])) == 1, "the next answer counts again"
+
+    played(story)
+
+
+def test_a_true_answer_in_this_form_is_taken():
+    async def story(engine, server):
+        server.faults["/inference/v1/generate"] = [web.json_response(choice())]
+        (completion,) = await engine.generate([REQUEST])
+        assert completion.token_ids.tolist() == [1, 1]
+
+    played(story)
+
+
+BODIES = {
+    "deep": (b"[" * 200_000, "expected JSON"),
+    "latin": (b"\xff\xfe\xe9", "expected JSON"),
+    "long": (b'{"choices": "' + b"x" * 4_000_000 + b'"}', "longer than 10[0-9]{5} bytes"),
+    "digits": (b"9" * 100_000, "expected JSON"),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_body_that_is_no_answer_is_an_error_of_the_engine(body):
+    async def story(engine, server):
+        told, message = BODIES[body]
+        server.faults["/inference/v1/generate"] = [web.Response(body=told)]
+        with pytest.raises(EngineError, match=message):
+            await engine.generate([REQUEST])
+        assert len(await engine.generate([REQUEST])) == 1
+
+    played(story)
+
+
+def test_a_body_without_an_end_is_read_up_to_a_bound():
+    class Endless(web.StreamResponse):
+        sent = 0
+
+        async def prepare(self, request):
+            await super().prepare(request)
+            with contextlib.suppress(ConnectionError):
+                while self.sent < 1 << 30:
+                    await self.write(b" " * (1 << 16))
+                    self.sent += 1 << 16
+
+    async def story(engine, server):
+        endless = Endless()
+        server.faults["/inference/v1/generate"] = [endless]
+        with pytest.raises(EngineError, match="longer than"):
+            await engine.generate([REQUEST])
+        assert endless.sent < 1 << 27, "most of it is never sent"
+
+    played(story)
+
+
+def test_a_compressed_body_is_not_unfolded():
+    async def story(engine, server):
+        bomb = gzip.compress(b" " * (200 << 20))
+        assert len(bomb) < 1 << 20
+        server.faults["/inference/v1/generate"] = [
+            web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
+        ]
+        tracemalloc.start()
+        with pytest.raises(EngineError, match=r"the answer is compressed \('gzip'\)"):
+            await engine.generate([REQUEST])
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+        tracemalloc.stop()
+
+    played(story)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(status):
+    async def story(engine, server):
+        async with Server() as elsewhere:
+            away = web.Response(status=status, headers={"Location": f"{elsewhere.url}/inference/v1/generate"})
+            server.faults["/inference/v1/generate"] = [away]
+            with pytest.raises(ServerError, match=rf"status {status}: .*redirects are not followed"):
+                await engine.generate([REQUEST])
+            server.faults["/pause"] = [web.Response(status=status, headers={"Location": elsewhere.url})]
+            with pytest.raises(WeightSyncError, match="redirects are not followed"):
+                await engine.update_weights(weights(2))
+            assert elsewhere.calls == []
+
+    played(story)
+
+
+@pytest.mark.parametrize("answer", [[], {}, {"data": []}, {"data": [{"max_model_len": "x"}]}, 7, None])
+def test_a_server_that_tells_no_size_is_refused(answer):
+    async def main():
+        async with Server() as server:
+            server.faults["/v1/models"] = [web.json_response(answer)]
+            engine = HttpEngine(EngineSetup(model="m", deadline=5), url=server.url)
+            with pytest.raises(WeightSyncError, match=r"no data\.0\.max_model_len"):
+                await engine.update_weights(weights(1))
+            await engine.aclose()
+
+    asyncio.run(main())
 
 
 def test_damaged_weights_are_never_sent():
