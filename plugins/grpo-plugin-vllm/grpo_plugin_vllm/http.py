@@ -160,12 +160,14 @@ class HttpEngine:
             finish_reason = choice["finish_reason"]
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
-                f"engine vllm:http: the server's answer lacks {str(error)[:200]}; expected that of vLLM >= 0.32"
+                f"engine vllm:http: the server's answer lacks {str(error)[:200]}; "
+                "expected that of vLLM >= 0.32"
             ) from None
         if not all(_is_version(version, self._newest) for version in versions):
+            said = str(sorted(set(versions)))[:200]
             raise ServerError(
-                f"engine vllm:http: the server sampled with weights {str(sorted(set(versions)))[:200]}, expected "
-                "those that it was sent; it was started again, or somebody else changes its weights. Ask again"
+                f"engine vllm:http: the server sampled with weights {said}, expected those that it was sent; "
+                "it was started again, or somebody else changes its weights. Ask again"
             )
         try:
             return checked(
