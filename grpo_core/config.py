@@ -176,7 +176,10 @@ class EnvironmentConfig:
     one group, if the environment compares rollouts).  0 gives `evaluate` the whole batch and runs all tools
     at once."""
     max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
-    """The run stops when more than this share of the last 200 episodes of a task is unscored."""
+    """The run ends when more calls than this share of 200 have failed among the last 200 calls of a task, or
+    20 in a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares
+    rollouts.  A prompt's first failure is tried again and does not count, unless `rollout.max_retries` is
+    0."""
 
 
 @frozen(kw_only=True)

@@ -6,13 +6,12 @@ import os
 import pickle
 import textwrap
 
-import attrs
 import pytest
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.environments.host import EnvironmentHost
-from grpo_core.environments.process import EnvironmentProcess, ErrorBudget
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import PluginError
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.protocols import EnvironmentClient
@@ -412,59 +411,3 @@ def test_a_solution_that_raises_is_an_error(scenes):
             await process.solve((await process.prompts("train"))[1:])
 
     run(scenes, story, mode="cannot solve")
-
-
-# ---------------------------------------------------------------------------------- the budget of errors
-
-GOOD = Feedback(reward=0.0)
-BAD = Feedback(error="judge away")
-
-
-def observed(budget, told):
-    """Count the feedback before the budget was spent, and return it with the error."""
-    for count, feedback in enumerate(told):
-        try:
-            budget.observe(feedback)
-        except PluginError as error:
-            return count + 1, str(error)
-    return None
-
-
-def test_too_many_errors_stop_the_run_with_the_first_of_them():
-    budget = ErrorBudget("play", 0.2)
-    first = attrs.evolve(BAD, error="first")
-    count, message = observed(budget, [first, *[GOOD] * 99, *[BAD, GOOD] * 40])
-    assert count == 163
-    assert message == (
-        "task 'play': 33 of the last 163 episodes were unscored (1 in a row); "
-        "environment.max_error_rate is 0.2. The first of them:\nfirst"
-    )
-
-
-def test_a_rate_is_not_judged_by_the_first_few():
-    assert observed(ErrorBudget("play", 0.2), [BAD] * 4 + [GOOD] * 200) is None
-    assert observed(ErrorBudget("play", 0.2), [BAD] * 19) is None
-    assert observed(ErrorBudget("play", 0.2), [BAD] * 20)[0] == 20
-
-
-def test_only_the_last_episodes_count():
-    story = [*[GOOD] * 200, *[BAD] * 10, *[GOOD] * 190, *[BAD] * 10]
-    assert observed(ErrorBudget("play", 0.05, window=200), story * 3) is None
-
-
-def test_many_in_a_row_stop_the_run_at_any_rate_below_one():
-    story = [GOOD] * 1000 + [BAD] * 20
-    assert observed(ErrorBudget("play", 0.9), story)[0] == 1020
-    assert observed(ErrorBudget("play", 1.0), story * 3) is None
-
-
-def test_none_counts_as_unscored_but_an_intermediate_turn_does_not():
-    assert observed(ErrorBudget("play", 0.2), [Feedback()] * 20)[0] == 20
-    assert observed(ErrorBudget("play", 0.2), [Feedback(done=False, messages="go on")] * 100) is None
-
-
-def test_the_traceback_is_shown_if_it_is_known():
-    budget = ErrorBudget("play", 0.0, in_a_row=2)
-    budget.observe(BAD, "Traceback: line 3")
-    with pytest.raises(PluginError, match="Traceback: line 3"):
-        budget.observe(BAD)

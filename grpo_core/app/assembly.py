@@ -34,13 +34,13 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.events import Event
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.pipeline import Pipeline, Save, Validate, Written
+from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Validate, Written
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, Sampler, Trainer
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.records import Group, Prompt
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.setup import TrainerSetup
@@ -114,7 +114,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         ),
         emit=run.emit,
         flush=run.trackers.flush,
-        observe_rollout=assembly.budgets(),
+        observe_attempt=assembly.budgets(),
         validate=validate,
         save=assembly.save(trainer, buffer, loaders, sampler),
         canary=canary_prompts(prompts, renderer),
@@ -228,12 +228,13 @@ class Assembly:
         weights = {name: task.weight for name, task in config.tasks.items()}
         return make_sampler(config.sampler, self.run.plugins, seed=config.seed, weights=weights)
 
-    def budgets(self) -> Callable[[str, Rollout], None]:
+    def budgets(self) -> ObserveAttempt:
         config = self.config
         outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
         return error_budgets(
             self.run.tasks.environments,
             max_error_rate=config.environment.max_error_rate,
+            max_retries=config.rollout.max_retries,
             max_lost=outstanding * config.rollout.group_size * (config.rollout.max_retries + 1),
         )
 

@@ -23,17 +23,17 @@ from grpo_core.config import (
     TrainerConfig,
     ValidationConfig,
 )
+from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.environments.process import ErrorBudget
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.health import Limits
-from grpo_core.loop.pipeline import Schedule
+from grpo_core.loop.pipeline import ObserveAttempt, Schedule
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, EnvironmentClient, Sampler
-from grpo_core.records import EngineSetup, Feedback, Group, Prompt, Rollout
+from grpo_core.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.training.process import thread_count
 from grpo_core.validation.runner import Context, Results, run_strategy
 
@@ -139,22 +139,24 @@ def health_limits(config: HealthConfig) -> dict[str, Limits]:
 
 
 def error_budgets(
-    environments: Mapping[str, EnvironmentPool], *, max_error_rate: float, max_lost: int
-) -> Callable[[str, Rollout], None]:
-    """Make an observer of rollouts that raises when too many are unscored or lost.
+    environments: Mapping[str, EnvironmentPool], *, max_error_rate: float, max_retries: int, max_lost: int
+) -> ObserveAttempt:
+    """Make an observer of attempts that raises when too many calls fail, or too many rollouts are lost.
 
     Args:
+        max_retries: number of attempts after the first, for each prompt.
         max_lost: number of rollouts that may be lost in a row.
     """
     budgets = {task: ErrorBudget(task, max_error_rate) for task in environments}
     lost = LostBudget(max_lost)
 
-    def observe(task: str, rollout: Rollout) -> None:
-        lost.observe(rollout)
-        if rollout.lost:
-            return
-        feedback = Feedback(reward=rollout.reward, error=rollout.error)
-        budgets[task].observe(feedback, environments[task].first_traceback)
+    def observe(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
+        for rollout in rollouts:
+            lost.observe(rollout)
+        environment = environments[task]
+        for error in errors_of_calls(rollouts, needs_group=environment.needs_group):
+            again = attempts == 0 < max_retries
+            budgets[task].observe(error, last=not again, traceback=environment.first_traceback)
 
     return observe
 

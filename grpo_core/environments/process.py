@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -244,51 +243,3 @@ def _traceback(error: BaseException) -> str:
     """Return the child's traceback if the error comes from there, otherwise the error as text."""
     cause = error.__cause__
     return str(cause) if isinstance(cause, RemoteTraceback) else describe(error)
-
-
-class ErrorBudget:
-    """Raises when too many episodes of a task end without a reward.
-
-    Args:
-        task: name of the task in the message.
-        max_error_rate: share of the last ``window`` episodes that may be unscored; it is not
-            judged before ``in_a_row`` episodes have been seen.
-        in_a_row: abort after this many consecutive failures, unless ``max_error_rate`` is 1.
-    """
-
-    def __init__(
-        self, task: str, max_error_rate: float, *, window: int = 200, in_a_row: int = GIVE_UP_AFTER
-    ) -> None:
-        self._task = task
-        self._max_error_rate = max_error_rate
-        self._failed: deque[bool] = deque(maxlen=window)
-        self._in_a_row = in_a_row
-        self._streak = 0
-        self._first = ""
-
-    def observe(self, feedback: Feedback, traceback: str = "") -> None:
-        """Count feedback that ends an episode; feedback that only continues it is not counted.
-
-        Args:
-            feedback: feedback of the environment.
-            traceback: text that is shown instead of the first error.
-
-        Raises:
-            PluginError: too many episodes were unscored.
-        """
-        if not feedback.done and feedback.error is None:
-            return
-        failed = feedback.error is not None or feedback.reward is None
-        self._failed.append(failed)
-        self._streak = self._streak + 1 if failed else 0
-        if not failed:
-            return
-        self._first = self._first or traceback or feedback.error or "the environment returned None"
-        count, seen = sum(self._failed), len(self._failed)
-        too_many = seen >= self._in_a_row and count > self._max_error_rate * seen
-        if too_many or (self._streak >= self._in_a_row and self._max_error_rate < 1):
-            raise PluginError(
-                f"task {self._task!r}: {count} of the last {seen} episodes were unscored "
-                f"({self._streak} in a row); environment.max_error_rate is {self._max_error_rate:g}. "
-                f"The first of them:\n{self._first}"
-            )

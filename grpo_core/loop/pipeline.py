@@ -69,6 +69,9 @@ Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]] | None]]
 Written = Callable[[], Awaitable[Path]]
 """Wait until a checkpoint is complete, and return its directory."""
 
+ObserveAttempt = Callable[[str, Sequence[Rollout], int], None]
+"""Receives the task, the rollouts of an attempt at a group, and the number of attempts that failed before."""
+
 Save = Callable[[int], Awaitable[Written]]
 """Takes the cut at a version before its first await, and returns when training may go on."""
 
@@ -118,8 +121,8 @@ class Pipeline:
     """Returns when all events until now are on disk: a checkpoint must not be newer than its events."""
     observe: Callable[[Sequence[Group]], None] = lambda groups: None
     """Receives the groups of each step, and the groups that were filtered; a curriculum learns from them."""
-    observe_rollout: Callable[[str, Rollout], None] = lambda task, rollout: None
-    """Counts unscored rollouts, and raises when there are too many."""
+    observe_attempt: ObserveAttempt = lambda task, rollouts, attempts: None
+    """Counts what an attempt at a group lost or left unscored, and raises when it is too much."""
     validate: Validate | None = None
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
@@ -218,7 +221,7 @@ class Pipeline:
             )
         for rollout in rollouts:
             self._meter.count(prompt.environment, rollout)
-            self.observe_rollout(prompt.environment, rollout)
+        self.observe_attempt(prompt.environment, rollouts, slot.attempts)
         finished = (*slot.partial_rollouts, *(rollout for rollout in rollouts if rollout.reward is not None))
         if len(finished) == self.group_size:
             group = Group(

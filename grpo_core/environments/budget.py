@@ -1,0 +1,93 @@
+"""The error budget of a task: ends a run whose environment fails too often.
+
+It counts calls: the judgement of an episode is one, and so is that of a group where the environment compares
+its rollouts.  The first failure of a prompt is played again and is not counted: an outage that the next
+attempt survives does not end a run, however many calls it hits.  A failure of a later attempt counts, and so
+does every failure where nothing is played again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from grpo_core.errors import PluginError
+from grpo_core.records import Rollout
+
+WINDOW = 200
+"""Number of newest calls of which a share may fail."""
+
+IN_A_ROW = 20
+"""Number of failures in a row that end the run."""
+
+
+def errors_of_calls(rollouts: Sequence[Rollout], *, needs_group: bool) -> list[str | None]:
+    """Return the error of each call behind the rollouts of a prompt, None where it succeeded.
+
+    A lost rollout is not the fault of the environment and is left out.
+    """
+    errors = [
+        None if rollout.reward is not None else rollout.error or "the environment returned None"
+        for rollout in rollouts
+        if not rollout.lost
+    ]
+    if needs_group and errors:
+        return [next((error for error in errors if error is not None), None)]
+    return errors
+
+
+class ErrorBudget:
+    """Raises when too many calls of a task's environment fail.
+
+    Args:
+        task: name of the task in the message.
+        max_error_rate: share of ``window`` calls that may be failures among the newest ``window`` calls;
+            1 allows everything.
+        in_a_row: the run ends after this many consecutive failures, unless ``max_error_rate`` is 1.
+    """
+
+    def __init__(
+        self, task: str, max_error_rate: float, *, window: int = WINDOW, in_a_row: int = IN_A_ROW
+    ) -> None:
+        self._task = task
+        self._max_error_rate = max_error_rate
+        self._allowed = int(max_error_rate * window + 1e-9)
+        self._failed: deque[bool] = deque(maxlen=window)
+        self._in_a_row = in_a_row
+        self._streak = 0
+        self._first = ""
+
+    def observe(self, error: str | None, *, last: bool = True, traceback: str = "") -> None:
+        """Count a call.
+
+        Args:
+            error: its error; None if it succeeded.
+            last: whether a failure counts; it does not at a prompt's first attempt of several.
+            traceback: text that is shown instead of the first error.
+
+        Raises:
+            PluginError: too many calls failed.
+        """
+        if error is not None:
+            self._first = self._first or traceback or error
+            if not last:
+                return
+        self._failed.append(error is not None)
+        self._streak = 0 if error is None else self._streak + 1
+        if error is not None and (rule := self._broken_rule()):
+            raise PluginError(f"task {self._task!r}: {rule}. The first error:\n{self._first.rstrip()}")
+
+    def _broken_rule(self) -> str:
+        """Return the rule that the last failure broke, or an empty string."""
+        count, limit = sum(self._failed), f"environment.max_error_rate is {self._max_error_rate:g}"
+        if self._streak >= self._in_a_row and self._max_error_rate < 1:
+            return (
+                f"{self._streak} calls of its environment in a row failed, which ends a run at any "
+                f"max_error_rate below 1 ({limit})"
+            )
+        if count > self._allowed:
+            return (
+                f"{count} of the last {len(self._failed)} calls of its environment failed; {limit}, which "
+                f"allows {self._allowed} of {self._failed.maxlen}"
+            )
+        return ""
