@@ -35,6 +35,8 @@ class RunStarted(Event):
     resumed: bool = False
     buffer: Mapping[str, int] = field(factory=dict)
     """Statistics of the buffer, as a resumed run found them in its checkpoint."""
+    manifest: str = ""
+    """Digest of the manifest of the checkpoint that a resumed run continues from."""
 
 
 @frozen(kw_only=True)
@@ -91,6 +93,14 @@ class StepEnded(Event):
 @frozen(kw_only=True)
 class Synced(Event):
     """The engine holds the weights of version ``step``."""
+
+
+@frozen(kw_only=True)
+class ValidationPlayed(Event):
+    """The rollouts of a validation, grouped by prompt; its ``Validated`` follows."""
+
+    version: int
+    groups: tuple[Group, ...]
 
 
 @frozen(kw_only=True)

@@ -3,8 +3,9 @@
 runs/NAME/
     config.toml                    the resolved configuration
     metrics.jsonl                  one line for each step and each validation
-    rollouts/step-000120.jsonl     what that step was trained on
-    events.jsonl                   everything that happened, append-only
+    rollouts/step-000120.jsonl.gz  what that step was trained on
+    rollouts/validation-000120.jsonl.gz   what that version was validated by
+    events.jsonl                   everything that happened, append-only; see grpo_core.chain
     report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
     checkpoints/                   see grpo_core.loop.checkpoint
@@ -13,15 +14,19 @@ runs/NAME/
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo_core import chain
 from grpo_core.config import Config, as_table, as_toml, build, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.records import RunInfo
 
 CONFIG = "config.toml"
+PARTIAL = ".partial"
+"""Suffix of a file of rollouts while it is written."""
 
 
 class RunDirectory:
@@ -88,14 +93,10 @@ class RunDirectory:
         path = self.path / "events.jsonl"
         if not path.is_file():
             raise ConfigError(f"{self.path}: has no {path.name} yet")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-            try:
-                yield json.loads(line)
-            except ValueError:
-                if line.endswith("\n"):
-                    raise ConfigError(
-                        f"{path}, line {number}: is no event; somebody has changed this file"
-                    ) from None
+        for line in chain.read(path):
+            if not isinstance(line.value, dict):
+                raise ConfigError(f"{path}, line {line.number}: is no event; somebody has changed this file")
+            yield line.value
 
     def forget_after(self, step: int) -> None:
         """Remove the records after the step from which a run continues; events are kept."""
@@ -104,6 +105,13 @@ class RunDirectory:
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
             metrics.write_text("".join(kept), encoding="utf-8")
-        for rollouts in (self.path / "rollouts").glob("step-*.jsonl"):
-            if int(rollouts.stem.removeprefix("step-")) > step:
+        for rollouts in (self.path / "rollouts").glob("*"):
+            kind, at = rollouts_name(rollouts.name)
+            if kind and rollouts.is_file() and (at > step or rollouts.name.endswith(PARTIAL)):
                 rollouts.unlink()
+
+
+def rollouts_name(name: str) -> tuple[str, int]:
+    """Return the kind, "step" or "validation", and the step of a file of rollouts; "" for any other name."""
+    found = re.fullmatch(rf"(step|validation)-(\d{{1,12}})\.jsonl(?:\.gz)?(?:{re.escape(PARTIAL)})?", name)
+    return (found[1], int(found[2])) if found else ("", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import subprocess
@@ -102,6 +103,11 @@ def refused(cwd, *arguments):
 def events(run, kind):
     lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == kind]
+
+
+def rollouts(run, name):
+    packed = (run / "rollouts" / f"{name}.jsonl.gz").read_bytes()
+    return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
 
 
 def metrics(run):
@@ -217,7 +223,8 @@ def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     assert all(row["staleness_max"] <= 1 for row in steps)
     assert steps[0]["logprob_diff_mean"] < 1e-4, "the engine's logprobs are the trainer's"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
-    assert len((run / "rollouts" / "step-000001.jsonl").read_text().splitlines()) == 16
+    assert len(rollouts(run, "step-000001")) == 16
+    assert len(rollouts(run, "validation-000004")) > 0
 
 
 @pytest.mark.slow
@@ -277,8 +284,8 @@ def test_any_architecture_with_a_chat_template_is_trained(here):
     assert done.returncode == 0, done.stderr
     steps = [row for row in metrics(here / "run") if "loss" in row]
     assert steps[0]["logprob_diff_mean"] < 1e-4
-    (line, *_) = (here / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
-    assert [m["role"] for m in json.loads(line)["messages"]] == ["user", "assistant"]
+    (row, *_) = rollouts(here / "run", "step-000001")
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
 
 
 # ---------------------------------------------------------------------------------- ends of all kinds

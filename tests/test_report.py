@@ -206,7 +206,7 @@ def test_a_run_without_a_step_has_a_report(tmp_path):
 def test_a_killed_run_has_a_report_of_its_steps(tmp_path):
     run = tmp_path / "run"
     record(run, [event for event in run_of("sort") if not isinstance(event, RunEnded)])
-    for name in ("metrics.jsonl", "events.jsonl", "rollouts/step-000004.jsonl"):
+    for name in ("metrics.jsonl", "events.jsonl", "rollouts/step-000004.jsonl.gz"):
         whole = (run / name).read_bytes()
         (run / name).write_bytes(whole[: len(whole) - 20])
     (run / report.REPORT).unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import errno
+import gzip
 import logging
 import threading
 import time
@@ -122,11 +123,17 @@ def test_the_event_loop_never_writes_json_of_rollouts_nor_looks_at_their_tokens(
 
         return noted
 
-    monkeypatch.setattr(files, "_line", noting("json", files._line))
+    monkeypatch.setattr(files, "_json", noting("json", files._json))
     monkeypatch.setattr(files, "plain", noting("plain", files.plain))
     groups = tuple(group(rollouts=8, tokens=2000) for _ in range(32))
-    record(tmp_path / "run", [GroupsReady(step=0, groups=groups)], Config())
-    written = (tmp_path / "run" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+
+    async def story(trackers):
+        seen.clear()  # the first line is written before the run starts
+        trackers.emit(GroupsReady(step=0, groups=groups))
+
+    run = RunDirectory.create(tmp_path / "run", Config())
+    tracked({"files": files.FilesTracker(run.info(Config(), None))}, story)
+    written = gzip.decompress((run.path / "rollouts" / "step-000001.jsonl.gz").read_bytes()).splitlines()
     assert len(written) == 256
     assert set(seen) == {"json", "plain"}
     assert all(threading.get_ident() not in threads for threads in seen.values())
@@ -292,7 +299,7 @@ def test_a_tracker_that_the_run_needs_and_that_hangs_ends_the_run(monkeypatch):
 def test_a_directory_that_cannot_be_written_ends_a_run_with_its_name(tmp_path):
     run = RunDirectory.create(tmp_path / "run", Config())
     (run.path / "rollouts").mkdir()
-    (run.path / "rollouts" / "step-000001.jsonl").mkdir()  # root may write everywhere but here
+    (run.path / "rollouts" / "step-000001.jsonl.gz").mkdir()  # root may write everywhere but here
     with pytest.raises(TrackingError, match=r"tracker 'files' failed in GroupsReady: .*step-000001\.jsonl"):
         add(run, EVENTS, Config(tracking=TrackingConfig(trackers=["files"])))
 
@@ -319,7 +326,7 @@ def checked(*settings):
             r"no tracker 'file'\. Did you mean 'files'\? Installed: core:f",
         ),
         (['tracking.trackers=["files", "files"]'], "tracking.trackers: 'files' is there twice"),
-        (["tracking.files.compress=true"], "tracker 'files' .* has no option 'compress'"),
+        (["tracking.files.zip=true"], "tracker 'files' .* has no option 'zip'"),
         (["tracking.fils.compress=true"], r"tracking\.trackers does not select\. Did you mean 'files'\?"),
         (
             [f'tracking.trackers=["{EXAMPLE}:Csv"]', "tracking.x.columns=[]"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from recording import add, record
 from rich.console import Console
 
+from grpo_core import chain
 from grpo_core.config import Config, TrackingConfig, TrainerConfig, as_table
 from grpo_core.errors import ConfigError
 from grpo_core.events import GroupsReady, PromptSkipped, RunStarted, StepEnded, Validated
@@ -48,8 +50,16 @@ EVENTS = [
 ]
 
 
+WRITTEN = len(EVENTS) + 2
+"""Lines of events.jsonl: the events, Opened, and Recorded for the rollouts of a step."""
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rollouts(path):
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
 FILES = Config(tracking=TrackingConfig(trackers=["files"]))
@@ -70,12 +80,15 @@ def test_everything_that_happens_is_on_disk(tmp_path):
         (1, 0.9, None),
     ]
     assert metrics[1]["loss"] is None, "JSON has no NaN"
-    (first, second) = lines(run.path / "rollouts" / "step-000001.jsonl")
+    (first, second) = rollouts(run.path / "rollouts" / "step-000001.jsonl.gz")
     assert first == second
     assert first["messages"][-1]["content"] == "12345"
     assert first["reward"] == 1.0
-    events = lines(run.path / "events.jsonl")
-    assert [event["event"] for event in events] == [type(event).__name__ for event in EVENTS]
+    opened, *events = lines(run.path / "events.jsonl")
+    assert (opened["event"], opened["step"]) == ("Opened", -1)
+    assert [event["event"] for event in events if event["event"] != "Recorded"] == [
+        type(event).__name__ for event in EVENTS
+    ]
     assert events[2]["groups"] == [
         {
             "slot": 0,
@@ -96,7 +109,7 @@ def test_records_after_the_resumed_step_are_removed(tmp_path):
     run.forget_after(0)
     assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [0]
     assert list((run.path / "rollouts").iterdir()) == []
-    assert len(lines(run.path / "events.jsonl")) == len(EVENTS), "events are append-only"
+    assert len(lines(run.path / "events.jsonl")) == WRITTEN, "events are append-only"
 
 
 def test_a_directory_that_holds_another_run_is_refused(tmp_path):
@@ -181,15 +194,16 @@ def test_half_a_last_line_is_tolerated_and_any_other_damage_is_an_error(tmp_path
     run = recorded(tmp_path)
     with open(run.path / "events.jsonl", "a") as file:
         file.write('{"event": "StepEn')
-    assert len(list(run.events())) == len(EVENTS)
+    assert len(list(run.events())) == WRITTEN
     add(run, EVENTS[:1], FILES)
-    assert [event["event"] for event in run.events()][-1] == "RunStarted"
-    assert len(list(run.events())) == len(EVENTS) + 1
+    assert [event["event"] for event in run.events()][-2:] == ["Opened", "RunStarted"]
+    assert len(list(run.events())) == WRITTEN + 2
     path = run.path / "events.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole + b"x" * 200_000)
     add(run, [], FILES)
-    assert path.read_bytes() == whole, "half a line of any length"
+    assert path.read_bytes().startswith(whole), "half a line of any length is cut off"
+    assert [line.intact for line in chain.read(path)] == [True] * (WRITTEN + 3), "the chain goes on"
     path.write_text(path.read_text().replace('"event": "GroupsReady"', "GroupsReady"))
-    with pytest.raises(ConfigError, match=r"events\.jsonl, line 3: is no event"):
+    with pytest.raises(ConfigError, match=r"events\.jsonl, line 4: is no event"):
         list(run.events())

@@ -252,7 +252,7 @@ class Assembly:
             renderer=renderer,
             held_out=held_out,
         )
-        measure = make_validation(config.validation, run.plugins, context)
+        measure = make_validation(config.validation, run.plugins, context, run.emit)
         section = config.validation.engine
         if own is None or section is None:
             return engine, measure

@@ -16,9 +16,9 @@ from grpo_core.app import preflight, run
 from grpo_core.config import Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
-from grpo_core.loop.laws import Laws, summary
 from grpo_core.model_sources import model_source
 from grpo_core.plugins.host import PluginHost
+from grpo_core.reporting.audit import audit
 from grpo_core.reporting.report import write as write_report
 from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import table
@@ -53,7 +53,6 @@ def train(
         directory, config, found = _resumed(resume, changes)
         host = PluginHost.discover(config.plugins, block)
         preflight.check(config, host)
-        directory.forget_after(found.step if found else -1)
     else:
         config, host = configure([read_toml(config_file)] if config_file else [], changes, block)
         preflight.check(config, host)
@@ -111,11 +110,9 @@ def validate(
 
 def verify(*, directory: Path) -> int:
     """Run ``grpo-core verify``; return the exit status."""
-    laws = Laws()
-    for event in RunDirectory.open(directory)[0].events():
-        laws.observe(event)
-    print(summary(laws))
-    return 1 if laws.violations else 0
+    verdict = audit(directory)
+    print(verdict)
+    return 1 if verdict.findings else 0
 
 
 def report(*, directory: Path) -> int:

@@ -25,6 +25,7 @@ from grpo_core.config import (
 )
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.events import Event, ValidationPlayed
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.health import Limits
@@ -35,7 +36,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, EnvironmentClient, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.training.process import thread_count
-from grpo_core.validation.runner import Context, Results, run_strategy
+from grpo_core.validation.runner import Context, Results, played_groups, run_strategy
 
 SYNC_GRACE = 5.0
 """Extra seconds for an engine to keep its own deadline."""
@@ -211,12 +212,19 @@ def validation_context(
 
 
 def make_validation(
-    config: ValidationConfig, plugins: PluginHost, context: Context
+    config: ValidationConfig,
+    plugins: PluginHost,
+    context: Context,
+    emit: Callable[[Event], None] = lambda event: None,
 ) -> Callable[[int], Awaitable[Results]]:
-    """Make the function that validates a version with the section's strategy."""
+    """Make the function that validates a version with the section's strategy, and emits what it played."""
     strategy = plugins.make("validation_strategy", config.name, **config.options)
 
     async def validate(version: int) -> Results:
-        return await run_strategy(config.name, strategy, evolve(context, version=version))
+        measuring = evolve(context, version=version)
+        try:
+            return await run_strategy(config.name, strategy, measuring)
+        finally:
+            emit(ValidationPlayed(step=version, version=version, groups=played_groups(measuring)))
 
     return validate

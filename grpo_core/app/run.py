@@ -224,6 +224,7 @@ def _started(config: Config, context: RunContext, pipeline: Pipeline) -> RunStar
         config=as_table(config),
         resumed=context.resume is not None,
         buffer=asdict(pipeline.buffer.statistics()),
+        manifest=checkpoint.manifest_digest(context.resume.directory) if context.resume else "",
     )
 
 

@@ -276,6 +276,24 @@ def fault(directory: Path) -> str | None:
     return None
 
 
+def manifest_digest(directory: Path) -> str:
+    """Return the sha256 of a checkpoint's manifest, which names all its files; empty if there is none."""
+    path = directory / _MANIFEST
+    return str(fingerprint(path)["sha256"]) if path.is_file() else ""
+
+
+def read_step(directory: Path) -> object:
+    """Return the step that an intact checkpoint's manifest names."""
+    return json.loads((directory / _MANIFEST).read_text(encoding="utf-8")).get("step")
+
+
+def strays(directory: Path) -> list[str]:
+    """Return the files in an intact checkpoint that its manifest does not name."""
+    manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
+    names = {str(path.relative_to(directory)) for path in files(directory)}
+    return sorted(names - set(manifest["files"]) - {_MANIFEST})
+
+
 def read_pipeline(directory: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((directory / "pipeline.json").read_text(encoding="utf-8"))
     return state

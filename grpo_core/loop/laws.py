@@ -8,8 +8,11 @@ neither into the buffer nor into the pipeline.  The simulation feeds it while th
 from __future__ import annotations
 
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from statistics import fmean
 from typing import Any
 
 from attrs import define, evolve, field, frozen
@@ -18,11 +21,13 @@ from grpo_core import versions
 from grpo_core.loop.buffer import BufferStatistics
 
 LAWS = {
-    "staleness": "no trained token is older than max_staleness steps, or than its slot",
+    "staleness": "no trained token is older than max_staleness steps, older than its slot, or newer than the "
+    "weights that train on it",
     "batch": "a step trains exactly prompts_per_step groups of group_size rollouts, each with a reward",
     "once": "only finished groups are trained, and none twice",
     "deadline": "a group is trained at its target_version at the latest; in_order: exactly then",
-    "steps": "steps are consecutive",
+    "steps": "steps are consecutive, and each ends once before the next one begins",
+    "metrics": "the metrics of a step agree with the groups that it trained",
     "stamps": "a slot is stamped with the version that the engine holds and its farthest deadline",
     "stream": "the places of the stream are filled one after the other, and each keeps its prompt; a resumed "
     "run draws the same prompts of a task in the same order",
@@ -30,9 +35,12 @@ LAWS = {
     "conservation": "dispatched = trained + skipped + filtered + in flight + retrying + ready",
     "memory": "at most (max_staleness + 1) * prompts_per_step slots are outstanding",
     "sync": "the engine gets each version once, in order, after the step that made it",
-    "validation": "validation measures the version that its engine holds, one after the other",
+    "validation": "validation measures the version that its engine holds, one after the other, and leaves "
+    "out no version that is due",
+    "checkpoint": "a cut is taken when it is due, and is saved before the next one",
     "resume": "a run continues from a cut that was saved, and only what was unfinished comes again",
-    "end": "a run that is finished has trained every step and has nothing left over",
+    "end": "a run that is finished has trained every step and has nothing left over; nothing follows its end",
+    "record": "the events tell of at least one step, and each has the fields of its kind",
 }
 """The laws by name."""
 
@@ -61,6 +69,8 @@ class Terms:
     group_size: int
     validates_apart: bool = False
     """Whether validation has its own engine."""
+    validate_every: int = 0
+    save_every: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Terms:
@@ -73,6 +83,8 @@ class Terms:
             max_retries=config["rollout"]["max_retries"],
             group_size=config["rollout"]["group_size"],
             validates_apart="engine" in config.get("validation", {}),
+            validate_every=config.get("validation", {}).get("every", 0),
+            save_every=config.get("checkpoint", {}).get("every", 0),
         )
 
 
@@ -96,10 +108,18 @@ class _Account:
 
     step: int = 0
     """Number of steps that were taken."""
+    ended: int = 0
+    """Number of steps that ended."""
+    cut: int = 0
+    """Step of the newest cut."""
+    saving: int | None = None
+    """Step of the cut that is being written."""
     version: int = 0
     """Version that the engine holds."""
     measured: int = -1
     """Version that the newest validation measured."""
+    due: tuple[int, ...] = ()
+    """Versions whose validation is due, and was not seen yet."""
     dispatched: int = 0
     trained: int = 0
     skipped: int = 0
@@ -126,16 +146,45 @@ class Laws:
         self.steps = 0
         """Number of steps that were checked, including steps of lives that were cut off."""
         self.terms: Terms | None = None
+        self._over = False
+        """Whether the life that was seen last has ended."""
+        self._groups: Sequence[Mapping[str, Any]] = ()
+        """The groups of the newest step."""
+        self._manifests: dict[int, str] = {}
+        """Digest of each saved checkpoint's manifest, by step, where the events tell it."""
         self._now = _Account()
         self._cuts: dict[int, list[_Account]] = defaultdict(list)
         """Cuts by step; a step may be saved again, and a resumed run may find either cut."""
-        self._stream: dict[str, list[str]] = defaultdict(list)
+        self._stream: dict[str, array[int]] = defaultdict(lambda: array("Q"))
+        """Hashes of the prompts of each task, in the order in which they were drawn."""
 
     def observe(self, event: Mapping[str, Any]) -> None:
-        """Account for an event.  Events before the first RunStarted are not checked."""
-        watch = getattr(self, f"_on_{event['event']}", None)
-        if watch is not None and (self.terms is not None or event["event"] == "RunStarted"):
-            watch(event)
+        """Account for an event.  One that lacks what its kind must have breaks the law ``record``."""
+        try:
+            self._observe(event)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            name = event.get("event") if isinstance(event, Mapping) else None
+            self._broken("record", f"{name or 'a line'}: {type(error).__name__}: {error}")
+
+    def _observe(self, event: Mapping[str, Any]) -> None:
+        name = event["event"]
+        watch = getattr(self, f"_on_{name}", None)
+        if watch is None:
+            return
+        if name == "RunStarted":
+            self._over = False
+        elif name == "RunEnded" and self.terms is None:
+            return  # a start that failed
+        elif self.terms is None or self._over:
+            self._broken("end", f"{name} comes {'after RunEnded' if self._over else 'before RunStarted'}")
+            if self.terms is None:
+                return
+        watch(event)
+
+    def close(self) -> None:
+        """Say after the last event whether there was anything to check."""
+        if not self.steps:
+            self._broken("record", "there is no step, so nothing was checked")
 
     def check(self, now: BufferStatistics) -> None:
         """Compare the buffer's own account with this one."""
@@ -165,10 +214,17 @@ class Laws:
         if cut is None:
             saved = [{n: getattr(cut, n) for n in known} for cut in cuts]
             self._broken("resume", f"continues at step {step} with {found}; saved were {saved}")
-            cut = _Account(step=step, version=step)
+            cut = _Account(step=step, ended=step, cut=step, version=step)
         self._cuts = defaultdict(list, {at: cuts for at, cuts in self._cuts.items() if at < step})
         self._cuts[step] = [cut]
+        known_manifest, manifest = self._manifests.get(step), event.get("manifest")
+        same = not known_manifest or not manifest or known_manifest == manifest
+        self._law("resume", same, f"continues from a checkpoint of step {step} that the run did not save")
         self._now = cut.copy()
+        self._now.saving = None
+        if step == 0:  # version 0 is measured again
+            self._now.measured = -1
+        self._now.due = (0,) if not event["resumed"] and self.terms.validate_every else ()
         self._now.open = {
             id: slot if slot.ready else evolve(slot, resumed=True) for id, slot in cut.open.items()
         }
@@ -180,9 +236,33 @@ class Laws:
             event["step"] == now.step == now.version,
             f"a cut of step {event['step']} after {now.step} steps, with the engine at {now.version}",
         )
+        self._law(
+            "checkpoint",
+            now.saving is None and now.ended == now.step,
+            f"a cut of step {event['step']} after {now.ended} ends of steps; being written: {now.saving}",
+        )
+        now.cut = now.saving = event["step"]
+        self._manifests.pop(event["step"], None)
         self._cuts[event["step"]].append(now.copy())
 
+    def _on_Saved(self, event: Mapping[str, Any]) -> None:  # noqa: N802
+        now, step = self._now, event["step"]
+        self._law(
+            "checkpoint", step == now.saving, f"step {step} is saved, and {now.saving} was being written"
+        )
+        now.saving = None
+        if event.get("manifest"):
+            self._manifests[step] = event["manifest"]
+
     def _on_RunEnded(self, event: Mapping[str, Any]) -> None:  # noqa: N802
+        self._over = True
+        if event["reason"] not in ("finished", "interrupted"):
+            return
+        now = self._now
+        saved = now.cut == now.step and now.saving is None
+        self._law(
+            "checkpoint", saved, f"{event['reason']} after {now.step} steps; the newest cut is {now.cut}"
+        )
         if event["reason"] != "finished":
             return
         assert self.terms is not None
@@ -231,12 +311,12 @@ class Laws:
     def _draw(self, slot: _Open, who: str) -> None:
         """Check that the n-th prompt of a task is the same in each life, whatever the sampler."""
         place, drawn = self._now.drawn[slot.task], self._stream[slot.task]
+        prompt = int.from_bytes(blake2b(slot.prompt.encode(errors="replace"), digest_size=8).digest())
         self._now.drawn[slot.task] += 1
         if place == len(drawn):
-            drawn.append(slot.prompt)
+            drawn.append(prompt)
         else:
-            same = drawn[place] == slot.prompt
-            self._law("stream", same, f"{who}: the life before drew {drawn[place]!r} here")
+            self._law("stream", drawn[place] == prompt, f"{who}: the life before drew another prompt here")
 
     def _check_stamps(self, slot: _Open, kept: int, before: _Open | None, who: str) -> None:
         assert self.terms is not None
@@ -277,6 +357,9 @@ class Laws:
         assert self.terms is not None
         now, terms = self._now, self.terms
         self._law("steps", event["step"] == now.step, f"step {event['step']} comes after {now.step} steps")
+        self._law("steps", now.ended == now.step, f"step {now.step} begins, and {now.ended} steps have ended")
+        self._check_due(event["step"])
+        self._groups = event["groups"]
         count = len(event["groups"])
         self._law("batch", count == terms.prompts_per_step, f"it trains {count} groups")
         for group in event["groups"]:
@@ -298,20 +381,48 @@ class Laws:
         rewards: Sequence[float | None] = group["rewards"]
         whole = len(rewards) == terms.group_size and all(r is not None and math.isfinite(r) for r in rewards)
         self._law("batch", whole, f"{who} has the rewards {rewards}, expected {terms.group_size} numbers")
-        oldest = min([group["generation_version"], *group["token_versions"]])
+        tokens: Sequence[int] = group["token_versions"]
+        oldest = min([group["generation_version"], *tokens])
         stale = versions.staleness(trained_at=now.step, generated_by=oldest)
         fresh = stale <= terms.max_staleness and oldest >= group["generation_version"]
+        fresh = fresh and bool(tokens) and max(tokens) <= now.step
         self._law("staleness", fresh, f"{who} has staleness {stale}, stamps and tokens: {dict(group)}")
         target = group["target_version"]
         in_time = target == now.step if terms.policy == "in_order" else target >= now.step
         self._law("deadline", in_time, f"{who} has target_version {target}")
 
+    def _check_due(self, step: int) -> None:
+        """Check, when a step begins, that nothing was left out before it.
+
+        A version is measured before the step after the next begins, on its own engine one validation later.
+        """
+        assert self.terms is not None
+        now, every = self._now, self.terms.save_every
+        saved = not every or step % every or now.cut == step
+        self._law("checkpoint", bool(saved), f"step {step} was to be saved; the newest cut is {now.cut}")
+        late = [version for version in now.due if version < step or not version]
+        late = late[:-1] if self.terms.validates_apart else late
+        self._law("validation", not late, f"step {step} begins, and version {late} was not measured")
+
     def _on_StepEnded(self, event: Mapping[str, Any]) -> None:  # noqa: N802
-        now, step = self._now, event["step"]
+        now, step, metrics = self._now, event["step"], event["metrics"]
         self._law("steps", step == now.step, f"step {step} ended after {now.step} steps were taken")
-        counted = {name: event["metrics"].get(f"buffer/{name}") for name in _COUNTED}
-        if None not in counted.values():
+        self._law("steps", step == now.ended + 1, f"step {step} ended after {now.ended} steps had ended")
+        now.ended = step
+        counted = {name: metrics.get(f"buffer/{name}") for name in _COUNTED}
+        if None in counted.values():
+            self._broken("conservation", f"step {step} does not tell the buffer's account: {counted}")
+        else:
             self.check(BufferStatistics(reserved=0, trained=now.trained, **counted))
+        expected = _metrics(self._groups, step - 1)
+        told = {
+            name: value for name, value in metrics.items() if name.startswith("groups/") or name in expected
+        }
+        same = told.keys() == expected.keys() and all(
+            value is not None and math.isclose(value, expected[name], rel_tol=1e-9, abs_tol=1e-12)
+            for name, value in told.items()
+        )
+        self._law("metrics", same, f"the groups give {expected}, the metrics say {told}")
 
     def _on_Synced(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         now = self._now
@@ -321,13 +432,34 @@ class Laws:
             event["step"] == now.version <= now.step,
             f"the engine got version {event['step']} after {now.version - 1}; {now.step} steps were taken",
         )
+        assert self.terms is not None
+        every = self.terms.validate_every
+        if every and (now.version % every == 0 or now.version == self.terms.num_steps):
+            now.due = (*now.due, now.version)
 
     def _on_Validated(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         now, measured = self._now, event["version"]
-        later = now.measured < measured <= now.version
-        holds = later if self.terms and self.terms.validates_apart else measured == now.version
+        apart = self.terms is not None and self.terms.validates_apart
+        fits = measured <= now.version if apart else measured == now.version
+        holds = fits and now.measured < measured
         self._law("validation", holds, f"measured {measured} after {now.measured}, held was {now.version}")
         now.measured = measured
+        now.due = tuple(version for version in now.due if version > measured)
+
+
+def _metrics(groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
+    """Return the metrics of a step that follow from what GroupsReady tells of its groups."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    counts: dict[str, float] = defaultdict(float)
+    for group in groups:
+        rewards[group["task"]] += [reward for reward in group["rewards"] if reward is not None]
+        counts[group["task"]] += 1
+    versions = [version for group in groups for version in group["token_versions"]]
+    return {
+        **{f"groups/{task}": count for task, count in counts.items()},
+        **{f"reward/{task}": fmean(values) for task, values in rewards.items() if values},
+        "staleness_max": float(step - min(versions)) if versions else 0.0,
+    }
 
 
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")

@@ -63,6 +63,7 @@ class Meter:
             "buffer/dispatched": float(buffer.dispatched),
             "buffer/skipped": float(buffer.skipped),
             "buffer/filtered": float(buffer.filtered),
+            "buffer/attempts": float(buffer.attempts),
             **{f"errors/{task}": float(count) for task, count in sorted(self._errors.items())},
         }
         self._last, self._busy, self._tokens = now, 0.0, 0

@@ -92,6 +92,9 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "buffer/dispatched": Metric(_GROUPS, "Prompts that were sent to the engine since the run began."),
         "buffer/skipped": Metric(_GROUPS, "Prompts that were given up since the run began."),
         "buffer/filtered": Metric(_GROUPS, "Groups that were filtered since the run began."),
+        "buffer/attempts": Metric(
+            _GROUPS, "Prompts that were sent to the engine since the run began, each with its retries."
+        ),
     },
     "Training": {
         "loss": Metric("-", "The loss that was minimised; mean over tokens."),

@@ -7,11 +7,14 @@ text to it: the template escapes everything, and what cannot be read is left out
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import math
 import os
+import sys
 import tomllib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,6 +26,7 @@ from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 from grpo_core.reporting.charts import readings
 from grpo_core.reporting.curves import Task, charts, tasks_of
+from grpo_core.run_directory import PARTIAL, rollouts_name
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -71,12 +75,13 @@ class Files:
 
     def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
         """Yield the rollouts of the first step, the last step, and some steps between."""
-        found = sorted((self.path / "rollouts").glob("step-*.jsonl"))
+        named = [(rollouts_name(path.name), path) for path in (self.path / "rollouts").glob("step-*")]
+        whole = [(step, path) for (kind, step), path in named if kind and path.suffix != PARTIAL]
+        found = sorted(whole)
         places = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)} if found else set()
         for place in sorted(places):
-            number = found[place].stem.removeprefix("step-")
-            if number.isdecimal():
-                yield int(number), list(islice(self._rows(found[place]), MOST_ROLLOUTS))
+            step, path = found[place]
+            yield step, list(islice(self._rows(path), MOST_ROLLOUTS))
 
     def told(self, event: str) -> list[Row]:
         return [row for row in self.events if row.get("event") == event]
@@ -85,18 +90,31 @@ class Files:
         """Yield the JSON objects of a file; with ``wanted`` only lines that begin with one of these."""
         if not path.is_file():
             return
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if wanted and not any(mark in line[:120] for mark in wanted):
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if isinstance(row, dict):
-                    yield row
-                else:
-                    self.unreadable += 1
+        for line in self._lines(path):
+            if wanted and not any(mark in line[:120] for mark in wanted):
+                continue
+            try:
+                row = json.loads(line, object_pairs_hook=_interned)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                self.unreadable += 1
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        """Yield the lines of a file, which may be compressed, and may be damaged."""
+        opened: Any = gzip.open if path.suffix == ".gz" else open
+        try:
+            with opened(path, "rt", encoding="utf-8", errors="replace") as file:
+                yield from file
+        except (OSError, EOFError, zlib.error):
+            self.unreadable += 1
+
+
+def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON whose names are shared with all others: a run has as many rows as steps."""
+    return {sys.intern(name): value for name, value in pairs}
 
 
 @frozen(kw_only=True)

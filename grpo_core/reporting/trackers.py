@@ -21,6 +21,7 @@ from grpo_core.events import (
     StatusChanged,
     StepEnded,
     Validated,
+    ValidationPlayed,
     WarningRaised,
 )
 from grpo_core.incidents import Incident
@@ -249,7 +250,7 @@ def _join(threads: list[TrackerThread]) -> None:
 
 
 def _tokens(item: Item) -> int:
-    if not isinstance(item, GroupsReady):
+    if not isinstance(item, GroupsReady | ValidationPlayed):
         return 0
     return sum(len(rollout.tokens) for group in item.groups for rollout in group.rollouts)
 

@@ -17,7 +17,7 @@ from grpo_core.aio import raising_root_cause
 from grpo_core.errors import PluginError, WeightSyncError
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer, ValidationStrategy
-from grpo_core.records import Prompt, Rollout
+from grpo_core.records import Group, Prompt, Rollout
 
 Results = Mapping[str, Mapping[str, float]]
 """``{task: {metric: value}}``."""
@@ -50,6 +50,8 @@ class Context:
     """Number of times that a lost rollout is played again; a fault of its environment is final."""
     seed: int = 0
     tallies: dict[str, Tally] = field(init=False, factory=dict)
+    played: list[tuple[Prompt, Rollout]] = field(init=False, factory=list)
+    """All rollouts so far, each with its prompt."""
     _asked: Counter[tuple[str, str]] = field(init=False, factory=Counter)
     """Number of rollouts of each prompt so far."""
 
@@ -148,6 +150,7 @@ class Context:
         ]
 
     def _observe(self, request: RolloutRequest, rollout: Rollout) -> None:
+        self.played.append((request.prompt, rollout))
         tally = self.tallies.setdefault(request.prompt.environment, Tally())
         tally.rollouts += 1
         if rollout.reward is None:
@@ -160,6 +163,22 @@ class Context:
                 f"validation of version {self.version}: the engine sampled tokens with version "
                 f"{', '.join(map(str, sorted(others)))}; it must hold one version from start to end"
             )
+
+
+def played_groups(context: Context) -> tuple[Group, ...]:
+    """Return what a strategy has played, by prompt."""
+    found: dict[tuple[str, str], list[tuple[Prompt, Rollout]]] = {}
+    for prompt, rollout in context.played:
+        found.setdefault((prompt.environment, prompt.id), []).append((prompt, rollout))
+    return tuple(
+        Group(
+            prompt=played[0][0],
+            rollouts=tuple(rollout for _, rollout in played),
+            generation_version=context.version,
+            target_version=context.version,
+        )
+        for played in found.values()
+    )
 
 
 async def run_strategy(

@@ -419,6 +419,8 @@ class Simulation:
             "pipeline": {"max_staleness": self.max_staleness, "policy": self.policy},
             "rollout": {"max_retries": 3, "group_size": self.group_size},
             "sampler": {"name": "mix"},
+            "validation": {"every": self._options["validate_every"]},
+            "checkpoint": {"every": self._options["save_every"]},
         }
 
     # ------------------------------------------------------------------------------ what is seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import subprocess
 import sys
@@ -127,7 +128,8 @@ def trained(tmp_path, example, *settings):
         timeout=280,
     )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rollouts = [json.loads(line) for p in (run / "rollouts").iterdir() for line in p.read_text().splitlines()]
+    packed = [path.read_bytes() for path in (run / "rollouts").iterdir()]
+    rollouts = [json.loads(line) for data in packed for line in gzip.decompress(data).splitlines()]
     return [row for row in rows if f"reward/{example}" in row], rollouts
 
 

@@ -1,0 +1,229 @@
+"""Reads the files of a run and says what does not fit: its events with the laws, its files with its events.
+
+The events are read once, line by line.  Each other file of the run is then compared with what the events say
+of it: rollouts and checkpoints by their digests, the lines of metrics.jsonl one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field, frozen
+
+from grpo_core import chain
+from grpo_core.disk import REPLACED, fingerprint
+from grpo_core.errors import ConfigError
+from grpo_core.loop import checkpoint
+from grpo_core.loop.laws import Laws, summary
+from grpo_core.loop.metrics import validation_metrics
+from grpo_core.reporting.files import digest, metrics_line
+from grpo_core.run_directory import CONFIG, PARTIAL, rollouts_name
+
+EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
+MOST = 50
+"""Largest number of findings that are listed."""
+
+
+@frozen
+class Verdict:
+    """The result of an audit."""
+
+    findings: tuple[str, ...]
+    summary: str
+
+    def __str__(self) -> str:
+        if not self.findings:
+            return self.summary
+        more = len(self.findings) - MOST
+        return "\n".join([*self.findings[:MOST], *([f"... and {more:,} more"] if more > 0 else [])])
+
+
+def audit(path: Path) -> Verdict:
+    """Check everything that the run in a directory has written.  Raises ConfigError if it has no events."""
+    events = path / EVENTS
+    if not events.is_file():
+        raise ConfigError(f"{path}: holds no run (there is no {EVENTS} in it)")
+    size = events.stat().st_size
+    laws, files, broken = Laws(), Files(path), []
+    for line in chain.read(events):
+        where = f"{EVENTS}, line {line.number}"
+        if not line.intact:
+            broken.append(f"{where}: the hash chain breaks: a line was changed, dropped, doubled or moved")
+        if not isinstance(line.value, dict):
+            broken.append(f"{where}: is no event")
+            continue
+        laws.observe(line.value)
+        try:
+            files.observe(line.value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            broken.append(f"{where}: lacks what its kind must have: {type(error).__name__}: {error}")
+    laws.close()
+    found = [*broken, *map(str, laws.violations)]
+    if events.stat().st_size != size:
+        told = "the run goes on, so its files were not compared with its events"
+    else:
+        found += files.compare()
+        told = files.summary()
+    return Verdict(tuple(found), f"{summary(laws)}\n{told}")
+
+
+@define
+class _Expected:
+    """A file or a line that the events tell of."""
+
+    step: int
+    digest: str
+    optional: bool = False
+    """Whether it may be missing: a later life forgot it, or its process was killed before writing it."""
+
+
+@define
+class Files:
+    """Compares the other files of a run with what the events say of them."""
+
+    path: Path
+    _rollouts: dict[str, _Expected] = field(factory=dict)
+    _metrics: list[_Expected] = field(factory=list)
+    _checkpoints: dict[int, list[_Expected]] = field(factory=dict)
+    """By step; a step that was reached again is saved again."""
+    _saving: int | None = None
+    """Step of a checkpoint that may be complete although no event says so: its process was killed."""
+    _config: str | None = None
+    _written: bool = True
+    """Whether the newest line of metrics.jsonl is written: another event followed."""
+
+    def observe(self, event: Mapping[str, Any]) -> None:
+        """Account for an event."""
+        name = event["event"]
+        if not self._written:
+            self._written = name != "Opened"
+            self._metrics[-1].optional |= not self._written
+        match name:
+            case "Opened":
+                self._config = event["config"]
+                self._forget(event["step"])
+            case "RunStarted":
+                if event["manifest"]:  # saved by a process that was killed before it could say so
+                    self._saved(event["step"], event["manifest"])
+            case "Recorded":
+                if not rollouts_name(event["file"])[0]:
+                    raise ValueError(f"{event['file']!r} is no file of rollouts")
+                self._rollouts[event["file"]] = _Expected(event["step"], event["digest"])
+                for removed in event["removed"]:
+                    self._rollouts[removed].optional = True
+            case "StepEnded":
+                self._expect(event["step"], event, event["metrics"])
+            case "Validated":
+                self._expect(event["version"], event, validation_metrics(event["results"]))
+            case "Saving":
+                self._saving = event["step"]
+            case "Saved":
+                self._saved(event["step"], event["manifest"])
+                self._saving = None
+
+    def compare(self) -> list[str]:
+        """Return what does not fit."""
+        return [
+            *self._compare_config(),
+            *self._compare_metrics(),
+            *self._compare_rollouts(),
+            *self._compare_checkpoints(),
+        ]
+
+    def summary(self) -> str:
+        """Return what was compared, in one line."""
+        checkpoints = len(checkpoint.complete_names(self.path / "checkpoints"))
+        counts = [
+            (len(self._metrics), f"lines of {METRICS}"),
+            (len(self._rollouts), "files of rollouts"),
+            (checkpoints, "checkpoints"),
+        ]
+        return "as the run wrote them: " + ", ".join(f"{count:,} {what}" for count, what in counts)
+
+    def _forget(self, step: int) -> None:
+        """Expect nothing any more of what came after the step from which the run continues."""
+        saved = [each for found in self._checkpoints.values() for each in found]
+        for expected in (*self._rollouts.values(), *self._metrics, *saved):
+            expected.optional |= expected.step > step
+
+    def _saved(self, step: int, manifest: str) -> None:
+        self._checkpoints.setdefault(step, []).append(_Expected(step, manifest))
+
+    def _expect(self, step: int, event: Mapping[str, Any], values: Mapping[str, float]) -> None:
+        line = metrics_line(step, event["time"], values)
+        self._metrics.append(_Expected(step, digest(line.encode())))
+        self._written = False
+
+    def _compare_config(self) -> Iterator[str]:
+        path = self.path / CONFIG
+        if self._config is None:
+            yield f"{EVENTS} does not say with which configuration the run was started"
+        elif not path.is_file():
+            yield f"{CONFIG} is missing"
+        elif digest(path.read_bytes()) != self._config:
+            yield f"{CONFIG} is not the one with which the run was started"
+
+    def _compare_metrics(self) -> Iterator[str]:
+        if self._metrics and not self._written:
+            self._metrics[-1].optional = True
+        path = self.path / METRICS
+        if not path.is_file():
+            if any(not each.optional for each in self._metrics):
+                yield f"{METRICS} is missing"
+            return
+        expected = iter(self._metrics)
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                found = digest(line)
+                match = next((e for e in expected if e.digest == found or not e.optional), None)
+                if match is None or match.digest != found:
+                    wanted = "no line" if match is None else f"the line of step {match.step}"
+                    yield f"{METRICS}, line {number}: is not what the run wrote; the events say {wanted}"
+                    return
+        missing = [each for each in expected if not each.optional]
+        if missing:
+            yield f"{METRICS}: the line of step {missing[0].step} is missing"
+
+    def _compare_rollouts(self) -> Iterator[str]:
+        folder = self.path / "rollouts"
+        there = {path.name for path in folder.glob("*")}
+        for name, expected in self._rollouts.items():
+            partial = folder / (name + PARTIAL)  # killed between its record and its name
+            path = folder / name if name in there else partial
+            if not path.is_file():
+                if not expected.optional:
+                    yield f"rollouts/{name} is missing"
+            elif fingerprint(path)["sha256"] != expected.digest:
+                yield f"rollouts/{name} is not what the run wrote (its sha256 differs)"
+        for name in sorted(there - set(self._rollouts)):
+            if rollouts_name(name)[0] and not name.endswith(PARTIAL):
+                yield f"rollouts/{name} was not written by the run"
+
+    def _compare_checkpoints(self) -> Iterator[str]:
+        folder = self.path / "checkpoints"
+        found = checkpoint.complete_names(folder)
+        for step, directory in found:
+            name = f"checkpoints/{directory.name}"
+            expected = self._checkpoints.get(step, [])
+            if expected and all(each.optional for each in expected):
+                continue  # the run was continued from an earlier one, because this one was damaged
+            if (fault := checkpoint.fault(directory)) is not None:
+                yield f"{name}: {fault}"
+                continue
+            if strays := checkpoint.strays(directory):
+                yield f"{name}: {strays[0]} was not written by the run"
+            known = expected if directory.name.endswith(REPLACED) else expected[-1:]
+            fits = checkpoint.manifest_digest(directory) in {each.digest for each in known}
+            if not fits and (step != self._saving or checkpoint.read_step(directory) != step):
+                yield (
+                    f"{name} is not the one that the run saved"
+                    if expected
+                    else f"{name} was not saved by the run"
+                )
+        needed = [step for step, saved in self._checkpoints.items() if not saved[-1].optional]
+        if needed and not any(step >= max(needed) for step, _ in found):
+            yield f"checkpoints/step-{max(needed):06d}, the newest one, is missing"

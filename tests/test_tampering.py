@@ -1,0 +1,429 @@
+"""``grpo-core verify`` notices what was changed in the files of a run; the run was real, killed and resumed.
+
+``test_laws.py`` shows the laws awake without the files and their digests.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from grpo_core import chain, cli
+from grpo_core.config import read_toml
+from grpo_core.loop import checkpoint
+from grpo_core.loop.laws import LAWS, Laws
+from grpo_core.reporting.audit import audit
+
+pytestmark = pytest.mark.slow
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+STEPS = 8
+ENVIRONMENT = """
+import grpo_core as grpo
+
+class Words(grpo.Environment):
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"t{i}=", answer=str(i % 10)) for i in range(24)]
+    def evaluate(self, episodes):
+        return [float(e.reply == e.prompt.answer) for e in episodes]
+"""
+SETTINGS = {
+    "trainer.steps": STEPS, "trainer.prompts_per_step": 3, "trainer.updates_per_step": 1,
+    "rollout.group_size": 2, "rollout.max_tokens": 4, "validation.every": 2, "validation.prompts": 3,
+    "checkpoint.every": 2, "model.options.width": 32, "model.options.warm_start_steps": 0,
+}  # fmt: skip
+
+
+def grpo(cwd, *arguments):
+    return subprocess.Popen(
+        [GRPO, "train", *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of eight steps that was killed after its fifth and resumed."""
+    cwd = tmp_path_factory.mktemp("tampering")
+    (cwd / "words.py").write_text(ENVIRONMENT)
+    settings = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
+    process = grpo(cwd, "--env", "./words.py:Words", *settings, "--output", "run")
+    until = time.monotonic() + 120
+    while not (cwd / "run" / "rollouts" / "step-000005.jsonl.gz").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    killed = audit(cwd / "run")
+    assert not killed.findings, killed
+    process = grpo(cwd, "--resume", "run")
+    assert process.wait(120) == 0, process.communicate()[0]
+    process.communicate()
+    return cwd / "run"
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_nothing_is_found_in_what_the_run_wrote(finished):
+    verdict = audit(finished)
+    assert not verdict.findings
+    assert f"{len(LAWS)} laws hold over" in str(verdict)
+    assert "as the run wrote them:" in str(verdict)
+
+
+# ---------------------------------------------------------------------------------- changes
+
+
+def lines_of(path):
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def place(lines, event, nth=0):
+    """The number of the nth event of a kind in the last life."""
+    found = [i for i, line in enumerate(lines) if b'"event": "%s"' % event.encode() in line]
+    return found[nth]
+
+
+def on(name, change):
+    """A change of the lines of a file."""
+
+    def apply(run):
+        lines = lines_of(run / name)
+        change(lines)
+        (run / name).write_bytes(b"".join(lines))
+
+    return apply
+
+
+def dropped(event, nth=-1):
+    return on("events.jsonl", lambda lines: lines.pop(place(lines, event, nth)))
+
+
+def doubled(event, nth=-1):
+    def change(lines):
+        at = place(lines, event, nth)
+        lines.insert(at, lines[at])
+
+    return on("events.jsonl", change)
+
+
+def exchanged(event, nth=-1):
+    def change(lines):
+        at = place(lines, event, nth)
+        lines[at - 1], lines[at] = lines[at], lines[at - 1]
+
+    return on("events.jsonl", change)
+
+
+def edited(event, edit, nth=-1):
+    """A field has another value; the link of the line stays."""
+
+    def change(lines):
+        at = place(lines, event, nth)
+        value = json.loads(lines[at])
+        edit(value)
+        lines[at] = json.dumps(value).encode() + b"\n"
+
+    return on("events.jsonl", change)
+
+
+def setting(*path_and_value):
+    *path, last, value = path_and_value
+
+    def edit(record):
+        for key in path:
+            record = record[key]
+        record[last] = value
+
+    return edit
+
+
+def adding(*path_and_amount):
+    *path, last, amount = path_and_amount
+
+    def edit(record):
+        for key in path:
+            record = record[key]
+        record[last] += amount
+
+    return edit
+
+
+def replaced(old, new, nth=0):
+    def change(lines):
+        at = [i for i, line in enumerate(lines) if old in line][nth]
+        lines[at] = lines[at].replace(old, new, 1)
+
+    return on("events.jsonl", change)
+
+
+def rechained(change):
+    """As somebody does it who computes the hash chain anew: what is left are the laws and the other files."""
+
+    def apply(run):
+        change(run)
+        path, link, lines = run / "events.jsonl", chain.START, []
+        for line in lines_of(path):
+            value = json.loads(line)
+            value.pop("chain", None)
+            text, link = chain.chained(link, json.dumps(value))
+            lines.append(text)
+        path.write_text("".join(lines))
+
+    return apply
+
+
+def file(pattern, change, nth=-1):
+    def apply(run):
+        change(sorted(run.glob(pattern))[nth])
+
+    return apply
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def rewards_up(path):
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    rows[0]["reward"] = 1.0 - rows[0]["reward"]
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+
+
+def swap(first, second):
+    def apply(run):
+        a, b = run / first, run / second
+        a.rename(run / "aside")
+        b.rename(a)
+        (run / "aside").rename(b)
+
+    return apply
+
+
+def copied(source, target):
+    def apply(run):
+        (shutil.copytree if (run / source).is_dir() else shutil.copy)(run / source, run / target)
+
+    return apply
+
+
+def cut_tail(run):
+    """The last step is cut off, and the end is kept."""
+    lines = lines_of(run / "events.jsonl")
+    (run / "events.jsonl").write_bytes(b"".join([*lines[: place(lines, "GroupsReady", -1)], lines[-1]]))
+
+
+def emptied(name):
+    return lambda run: (run / name).write_bytes(b"")
+
+
+def deleted(name):
+    return lambda run: shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
+
+
+def resealed(run):
+    """A checkpoint with another weight, and a manifest that fits."""
+    directory = run / "checkpoints" / f"step-{STEPS:06d}"
+    flip(directory / "trainer" / "model.safetensors")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"]["trainer/model.safetensors"] = checkpoint.fingerprint(
+        directory / "trainer" / "model.safetensors"
+    )
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def config_changed(run):
+    table = read_toml(run / "config.toml")
+    table["trainer"]["lr"] = 0.5
+    (run / "config.toml").write_text(tomli_w.dumps(table))
+
+
+def metrics_line(edit, nth=-1):
+    def change(lines):
+        value = json.loads(lines[nth])
+        edit(value)
+        lines[nth] = json.dumps(value).encode() + b"\n"
+
+    return on("metrics.jsonl", change)
+
+
+KINDS = (
+    "Opened", "RunStarted", "Dispatched", "GroupFinished", "GroupsReady", "Recorded", "StepEnded", "Synced",
+    "Validated", "Saving", "Saved", "RunEnded", "StatusChanged",
+)  # fmt: skip
+GROUP = ("groups", 0)
+COUNTED = ("dispatched", "in_flight", "retrying", "ready", "skipped", "filtered", "attempts")
+TAMPERINGS = {
+    **{f"drop {kind}": dropped(kind) for kind in KINDS if kind != "RunEnded"},
+    **{f"double {kind}": doubled(kind) for kind in KINDS},
+    **{f"exchange {kind} with the line before": exchanged(kind) for kind in KINDS if kind != "Opened"},
+    "drop the first RunStarted": dropped("RunStarted", 0),
+    "older token version": edited("GroupsReady", adding(*GROUP, "token_versions", 0, -3)),
+    "newer token version": edited("GroupsReady", setting(*GROUP, "token_versions", 1, 999)),
+    "token versions of the next step": edited("GroupsReady", setting(*GROUP, "token_versions", [8, 8])),
+    "no token versions": edited("GroupsReady", setting(*GROUP, "token_versions", [])),
+    "generation version": edited("GroupsReady", adding(*GROUP, "generation_version", -1)),
+    "target version": edited("GroupsReady", adding(*GROUP, "target_version", 1)),
+    "another prompt is trained": edited("GroupsReady", setting(*GROUP, "prompt", "x")),
+    "another slot is trained": edited("GroupsReady", setting(*GROUP, "slot", 0)),
+    "another reward": edited("GroupsReady", setting(*GROUP, "rewards", [0.5, 0.5])),
+    "a reward is text": edited("GroupsReady", setting(*GROUP, "rewards", ["1.0", "0.0"])),
+    "no reward": edited("GroupsReady", setting(*GROUP, "rewards", 0, None)),
+    "a reward is missing": edited("GroupsReady", lambda e: e["groups"][0]["rewards"].pop()),
+    "a group is missing": edited("GroupsReady", lambda e: e["groups"].pop()),
+    "another attempt": edited("Dispatched", setting("slots", 0, "attempt", 1)),
+    "another prompt is dispatched": edited("Dispatched", setting("slots", 0, "prompt", "x")),
+    "another prompt is finished": edited("GroupFinished", setting("prompt", "x")),
+    "another slot is finished": edited("GroupFinished", setting("slot", 0)),
+    "another step ended": edited("StepEnded", adding("step", 1)),
+    "another version is synced": edited("Synced", adding("step", 1)),
+    "another version is validated": edited("Validated", adding("version", 1)),
+    "another result": edited("Validated", setting("results", "words", "accuracy", 1.0)),
+    "another time": edited("StepEnded", adding("time", -1000.0)),
+    "loss": edited("StepEnded", setting("metrics", "loss", None)),
+    "staleness": edited("StepEnded", setting("metrics", "staleness_max", 50.0)),
+    **{f"buffer/{name}": edited("StepEnded", adding("metrics", f"buffer/{name}", 1.0)) for name in COUNTED},
+    "max_staleness raised": edited("RunStarted", setting("config", "pipeline", "max_staleness", 9)),
+    "max_staleness lowered": edited("RunStarted", setting("config", "pipeline", "max_staleness", 0)),
+    "fewer steps": edited("RunStarted", setting("config", "trainer", "steps", 4)),
+    "learning rate": edited("RunStarted", setting("config", "trainer", "lr", 1.0)),
+    "interrupted instead of finished": edited("RunEnded", setting("reason", "interrupted")),
+    "an unknown event": on("events.jsonl", lambda lines: lines.insert(9, b'{"event": "Odd", "step": 1}\n')),
+    "a list": on("events.jsonl", lambda lines: lines.insert(9, b"[1, 2]\n")),
+    "a number": on("events.jsonl", lambda lines: lines.insert(9, b"7\n")),
+    "no JSON": on("events.jsonl", lambda lines: lines.insert(9, b"{\n")),
+    "an empty line": on("events.jsonl", lambda lines: lines.insert(9, b"\n")),
+    "bad UTF-8": replaced(b'"prompt": "', b'"prompt": "\xff'),
+    "a missing field": edited("GroupsReady", lambda e: e.pop("groups")),
+    "a missing name": edited("GroupsReady", lambda e: e.pop("event")),
+    "half a line in the middle": on("events.jsonl", lambda lines: lines.insert(9, lines.pop(9)[:40] + b"\n")),
+    "another link": replaced(b'"chain": "', b'"chain": "0', nth=9),
+    "a space": replaced(b'": ', b'":  ', nth=9),
+    "the last step is cut off and the end is kept": cut_tail,
+    "the first life is cut off": on("events.jsonl", lambda ls: ls.__delitem__(slice(place(ls, "Opened", 1)))),
+    "no events": emptied("events.jsonl"),
+    "rollouts: a bit": file("rollouts/step-*", flip),
+    "rollouts: a reward": file("rollouts/step-*", rewards_up),
+    "rollouts: emptied": file("rollouts/step-*", lambda path: path.write_bytes(b"")),
+    "rollouts: deleted": file("rollouts/step-*", Path.unlink),
+    "rollouts: all deleted": deleted("rollouts"),
+    "rollouts: of the first life": file("rollouts/step-*", rewards_up, 0),
+    "rollouts: exchanged": swap("rollouts/step-000001.jsonl.gz", "rollouts/step-000002.jsonl.gz"),
+    "rollouts: one more": copied("rollouts/step-000001.jsonl.gz", "rollouts/step-000099.jsonl.gz"),
+    "rollouts: one more, not compressed": copied(
+        "rollouts/step-000001.jsonl.gz", "rollouts/step-000001.jsonl"
+    ),
+    "validation: a reward": file("rollouts/validation-*", rewards_up),
+    "validation: deleted": file("rollouts/validation-*", Path.unlink),
+    "metrics: dropped": on("metrics.jsonl", lambda lines: lines.pop(3)),
+    "metrics: doubled": on("metrics.jsonl", lambda lines: lines.insert(3, lines[3])),
+    "metrics: exchanged": on("metrics.jsonl", lambda lines: lines.insert(3, lines.pop(4))),
+    "metrics: edited": metrics_line(setting("loss", 0.0), 2),
+    "metrics: a validation is edited": metrics_line(setting("validation/words/accuracy", 1.0), -1),
+    "metrics: the last line is dropped": on("metrics.jsonl", lambda lines: lines.pop()),
+    "metrics: one more": on("metrics.jsonl", lambda lines: lines.append(b'{"step": 9}\n')),
+    "metrics: emptied": emptied("metrics.jsonl"),
+    "metrics: deleted": deleted("metrics.jsonl"),
+    "checkpoint: a weight": file("checkpoints/*/trainer/model.safetensors", flip),
+    "checkpoint: the pipeline": file("checkpoints/*/pipeline.json", flip),
+    "checkpoint: a file is missing": file("checkpoints/*/pipeline.json", Path.unlink),
+    "checkpoint: a weight, with a manifest that fits": resealed,
+    "checkpoint: exchanged": swap("checkpoints/step-000006", "checkpoints/step-000008"),
+    "checkpoint: one more": copied("checkpoints/step-000008", "checkpoints/step-000010"),
+    "checkpoint: one more file": copied("config.toml", "checkpoints/step-000008/pipeline.safetensors"),
+    "checkpoint: the newest is deleted": deleted("checkpoints/step-000008"),
+    "checkpoint: the manifest is no JSON": file("checkpoints/*/manifest.json", lambda p: p.write_text("[")),
+    "configuration": config_changed,
+    "configuration: deleted": deleted("config.toml"),
+    "rechained: rollouts are not recorded": rechained(dropped("Recorded")),
+    "rechained: a step has no end": rechained(dropped("StepEnded")),
+    "rechained: a step ends twice": rechained(doubled("StepEnded")),
+    "rechained: a validation is dropped": rechained(dropped("Validated")),
+    "rechained: a cut is dropped": rechained(dropped("Saving")),
+    "rechained: a checkpoint was not saved": rechained(dropped("Saved")),
+    "rechained: a loss": rechained(edited("StepEnded", setting("metrics", "loss", 0.0))),
+    "rechained: a reward is text": rechained(edited("GroupsReady", setting(*GROUP, "rewards", ["1", "0"]))),
+    "rechained: a missing field": rechained(edited("StepEnded", lambda e: e.pop("metrics"))),
+    "rechained: rollouts of another place": rechained(edited("Recorded", setting("file", "../config.toml"))),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERINGS)
+def test_it_is_noticed(run, what, capsys):
+    TAMPERINGS[what](run)
+    assert cli.app(["verify", str(run)], exit_on_error=True, result_action="return_value") == 1
+    said = capsys.readouterr().out
+    assert said.strip()
+    assert "Traceback" not in said
+
+
+NOT_NOTICED = {
+    "a kill at the end of a line": (
+        on("events.jsonl", lambda lines: lines.pop()),
+        "RunEnded is the last line; without it the run looks killed, which it might have been",
+    ),
+    "half a line at the end": (
+        on("events.jsonl", lambda lines: lines.append(b'{"time": 17')),
+        "kill -9 leaves such a line, and the next process cuts it off",
+    ),
+    "a report": (
+        lambda run: (run / "report.html").write_text("made of other things"),
+        "it is made from the other files: grpo-core report writes it again",
+    ),
+    "a log": (
+        file("logs/*.log", lambda path: path.write_text("nothing")),
+        "logs hold what child processes print, and nothing reads them",
+    ),
+    "an older checkpoint is deleted": (
+        deleted("checkpoints/step-000006"),
+        "the run deletes older checkpoints, too, and continues from the newest",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NOT_NOTICED)
+def test_what_changes_nothing_that_happened_is_allowed(run, what):
+    change, _reason = NOT_NOTICED[what]
+    change(run)
+    assert not audit(run).findings
+
+
+def test_the_account_of_a_real_run_is_compared_number_by_number(finished):
+    """Each counted metric of each StepEnded; the chain is not asked."""
+    events = [line.value for line in chain.read(finished / "events.jsonl")]
+    places = [i for i, event in enumerate(events) if event["event"] == "StepEnded"]
+    for at in places:
+        for name in COUNTED:
+            changed = json.loads(json.dumps(events[at]))
+            changed["metrics"][f"buffer/{name}"] += 1
+            laws = Laws()
+            for event in [*events[:at], changed]:
+                laws.observe(event)
+            assert "conservation" in [violation.law for violation in laws.violations], (at, name)
+
+
+def test_a_run_that_goes_on_after_tampering_does_not_hide_it(run):
+    """The chain is continued from the last line, whatever was changed before it."""
+    doubled("Synced", 0)(run)
+    (run.parent / "words.py").write_text(ENVIRONMENT)
+    process = grpo(run.parent, "--resume", "run", "--set", f"trainer.steps={STEPS + 1}")
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    (first, *rest) = audit(run).findings
+    assert "the hash chain breaks" in first
+    assert not [finding for finding in rest if "hash chain" in finding], "the new lines are chained"
