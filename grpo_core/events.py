@@ -136,6 +136,8 @@ class IncidentReported(Event):
     component: str
     message: str
     traceback: str = ""
+    count: int = 1
+    """Number of incidents of this kind and component that the event stands for; ``message`` is the last's."""
 
 
 @frozen(kw_only=True)

@@ -7,12 +7,13 @@ starts inherits that, as all context variables are inherited.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
 
-from attrs import frozen
+from attrs import define, evolve, field, frozen
 
 Kind = Literal[
     "batch_failed",  # a batch failed while its parts, tried one by one, succeeded
@@ -23,7 +24,20 @@ Kind = Literal[
     "given_up",  # an engine of a pool is not replaced any more
     "retried",  # a request or a call was made again
     "session_lost",  # a session died with its process
+    "late",  # an engine of a pool did not take new weights in the time that the others needed
+    "rollouts_late",  # rollouts were not finished within rollout.deadline, and are played again
+    "rollouts_lost",  # an engine did not finish rollouts, and they are played again
+    "unscored",  # rollouts have no reward, and are played again
+    "skipped",  # the attempts of a prompt are used up
+    "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
 ]
+
+MESSAGE, TRACEBACK = 2_000, 20_000
+"""Largest number of characters of a message, and of a traceback, whose end is kept."""
+EVERY = 10.0
+"""Seconds between two events of one kind and component within a step."""
+LINE, LINE_EVERY = 300, 60.0
+"""Largest number of characters of a line for people, and seconds between two of one kind and component."""
 
 log = logging.getLogger("grpo_core")
 
@@ -57,7 +71,11 @@ _receive: ContextVar[Receive] = ContextVar("receiver of incidents", default=_to_
 
 def report(kind: Kind, component: str, message: str, *, traceback: str = "") -> None:
     """Report a fault that was survived; call it on the event loop of the run."""
-    _receive.get()(Incident(kind=kind, component=component, message=message, traceback=traceback))
+    if len(message) > MESSAGE:
+        message = message[: MESSAGE - 1] + "…"
+    _receive.get()(
+        Incident(kind=kind, component=component, message=message, traceback=traceback[-TRACEBACK:])
+    )
 
 
 @contextmanager
@@ -68,3 +86,103 @@ def reported_to(receive: Receive) -> Iterator[None]:
         yield
     finally:
         _receive.reset(token)
+
+
+@contextmanager
+def reported_as(component: str) -> Iterator[None]:
+    """Send the reports of this context under another name, such as that of the pool's member."""
+    receive = _receive.get()
+    with reported_to(lambda incident: receive(evolve(incident, component=component))):
+        yield
+
+
+@define
+class _Repeated:
+    """The incidents of one kind and component since an event told of the last."""
+
+    told: float
+    """Time of that event."""
+    last: Incident
+    count: int = 0
+
+
+@define(eq=False)
+class IncidentCounts:
+    """Counts the incidents of a run between two steps, and merges those that repeat into few events.
+
+    The first of a kind and component in a step is told at once.  Those that follow share an event, after
+    ``EVERY`` seconds or at the end of the step.
+    """
+
+    tell: Callable[[Incident, int], None]
+    """Receives an incident, the last of so many that are told together."""
+    clock: Callable[[], float]
+    """Returns the time in seconds."""
+    _counts: Counter[str] = field(init=False, factory=Counter)
+    """Number of incidents by kind since the last ``read``."""
+    _repeated: dict[tuple[str, str], _Repeated] = field(init=False, factory=dict)
+
+    def receive(self, incident: Incident) -> None:
+        """Count an incident, and tell of it now or later."""
+        self._counts[incident.kind] += 1
+        now, key = self.clock(), (incident.kind, incident.component)
+        if (repeated := self._repeated.get(key)) is None:
+            self._repeated[key] = _Repeated(now, incident)
+            self.tell(incident, 1)
+            return
+        repeated.last = incident
+        repeated.count += 1
+        if now - repeated.told >= EVERY:
+            self._tell(repeated, now)
+
+    def flush(self) -> None:
+        """Tell of everything that was not told yet."""
+        now = self.clock()
+        for repeated in self._repeated.values():
+            if repeated.count:
+                self._tell(repeated, now)
+
+    def read(self) -> dict[str, float]:
+        """Return the number of incidents since the last call by ``incidents/KIND``: a step has ended."""
+        self.flush()
+        self._repeated.clear()
+        counts = {f"incidents/{kind}": float(count) for kind, count in sorted(self._counts.items())}
+        self._counts.clear()
+        return counts
+
+    def _tell(self, repeated: _Repeated, now: float) -> None:
+        count, repeated.count, repeated.told = repeated.count, 0, now
+        self.tell(repeated.last, count)
+
+
+@define(eq=False)
+class Lines:
+    """Lines for people: the first incident of a kind and component at once, others at most once a minute."""
+
+    _said: dict[tuple[str, str], float] = field(init=False, factory=dict)
+    """Time of the last line."""
+    _since: Counter[tuple[str, str]] = field(init=False, factory=Counter)
+    """Number of incidents since then."""
+
+    def line(self, kind: str, component: str, message: str, *, count: int, now: float) -> str:
+        """Return the line to show now, or an empty string.
+
+        Args:
+            message: of the last of ``count`` incidents of this kind and component.
+            now: seconds on any clock.
+        """
+        key = kind, component
+        self._since[key] += count
+        said = self._said.get(key)
+        if said is not None and now - said < LINE_EVERY:
+            return ""
+        since, self._said[key] = self._since.pop(key), now
+        text = " ".join(message.split())
+        text = text if len(text) <= LINE else text[: LINE - 1] + "…"
+        return f"{component}: {text}" + (f" ({since} more times)" if said is not None else "")
+
+
+def by_kind(counts: Mapping[str, float]) -> str:
+    """Return numbers of incidents as text, the most frequent kind first: "12 retried, 1 died"."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:g} {kind}" for kind, count in ranked)

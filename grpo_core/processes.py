@@ -128,6 +128,11 @@ class Child:
     def alive(self) -> bool:
         return self._death is None and self._process.poll() is None
 
+    @property
+    def death(self) -> errors.GrpoError | None:
+        """Why it has ended, as far as is known; None while it runs."""
+        return self._death
+
     async def started(self, *, seconds: float) -> Any:
         """Wait until the target is made; return its ``description()`` if it has one.
 

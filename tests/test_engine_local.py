@@ -24,6 +24,7 @@ from grpo_core.engines.local.hf import TransformersModel
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError, WeightSyncError
+from grpo_core.incidents import Incident, reported_to
 from grpo_core.processes import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest
 from grpo_core.testing.engines import ids_of
@@ -423,7 +424,49 @@ def test_a_dead_child_is_replaced_and_holds_the_last_weights(setup: EngineSetup,
         assert set((await engine.generate([request]))[0].versions) == {2}
         await engine.aclose()
 
-    asyncio.run(story())
+    incidents: list[Incident] = []
+    with reported_to(incidents.append):
+        asyncio.run(story())
+    assert [(one.kind, one.component) for one in incidents] == [("died", "engine local")] * 2, (
+        "each told once"
+    )
+    for incident in incidents:
+        assert incident.message.startswith(
+            "its process is started again: engine local died (killed by SIGKILL)"
+        )
+
+
+@pytest.mark.slow
+def test_a_child_that_hangs_is_killed_at_its_deadline_and_that_is_reported(
+    setup: EngineSetup, references: Any
+) -> None:
+    request = GenerationRequest(prompt_ids=(1, 2), max_tokens=3)
+
+    async def story() -> None:
+        engine = LocalEngine(setup)
+        await engine.update_weights(SharedMemoryWriter().write(1, references("llama").named_parameters()))
+        before = await engine.generate([request])
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        engine._setup = attrs.evolve(setup, deadline=0.5)
+        call = asyncio.ensure_future(engine.generate([request]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        call.cancel()  # at the deadline of its rollout
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.gather(*engine._cancelling)
+        engine._setup = setup
+        assert await engine.generate([request]) == before
+        await engine.aclose()
+
+    incidents: list[Incident] = []
+    with reported_to(incidents.append):
+        asyncio.run(story())
+    ((kind, message),) = [(one.kind, one.message) for one in incidents]
+    assert kind == "deadline"
+    assert message == (
+        "its process is started again: engine local: no answer to 'cancel' within 0.5 s; killed"
+    )
 
 
 class Doomed(LocalEngine):

@@ -1,13 +1,25 @@
 """Components report faults that were survived, and their run receives the reports as events."""
 
 import asyncio
+import json
 import logging
+import re
+from collections import Counter
+from typing import get_args
 
-from grpo_core.events import IncidentReported
-from grpo_core.incidents import report, reported_to
+import pytest
+from recording import tracked
+from test_docs import ROOT
+from test_pipeline import Run
+
+from grpo_core.errors import EngineError
+from grpo_core.events import IncidentReported, PromptSkipped, RunEnded, StepEnded
+from grpo_core.incidents import EVERY, IncidentCounts, Kind, Lines, by_kind, report, reported_as, reported_to
 from grpo_core.protocols import Tracker
+from grpo_core.records import Feedback
+from grpo_core.reporting.files import plain
 from grpo_core.reporting.trackers import Trackers
-from grpo_core.testing import run
+from grpo_core.testing import FakeEngine, FakeEnvironment, run
 
 
 def test_without_a_run_a_report_is_logged(caplog):
@@ -35,13 +47,6 @@ def test_each_run_receives_the_reports_of_its_own_tasks():
 
 
 def test_trackers_receive_an_incident_as_an_event():
-    class Heard(Tracker):
-        def __init__(self):
-            self.events = []
-
-        def event(self, event):
-            self.events.append(event)
-
     heard = Heard()
 
     async def story():
@@ -55,3 +60,215 @@ def test_trackers_receive_an_incident_as_an_event():
     assert isinstance(event, IncidentReported)
     assert (event.kind, event.component) == ("batch_failed", "environment of task 'sort'")
     assert event.traceback == "Traceback"
+
+
+class Heard(Tracker):
+    """Remembers the events of a run."""
+
+    def __init__(self):
+        self.events = []
+
+    def event(self, event):
+        self.events.append(event)
+
+    @property
+    def incidents(self):
+        return [event for event in self.events if isinstance(event, IncidentReported)]
+
+
+# ---------------------------------------------------------------------------------- counting and merging
+
+
+def test_thousands_of_incidents_in_a_step_are_two_events_and_one_number():
+    heard, metrics = Heard(), []
+
+    def story(trackers):
+        with reported_to(trackers.report):
+            for step in (1, 2):
+                for i in range(3_000):
+                    report("retried", "engine 0", f"call {i}")
+                report("died", "engine 0", "x" * 5_000, traceback="y" * 50_000 + "end")
+                metrics.append(trackers.incidents.read())
+                trackers.emit(StepEnded(step=step, metrics={}))
+
+    tracked({"heard": heard}, story)
+    told = [(event.step, event.kind, event.count) for event in heard.incidents]
+    assert told == [
+        (step, kind, count)
+        for step in (0, 1)
+        for kind, count in (("retried", 1), ("died", 1), ("retried", 2_999))
+    ]
+    assert heard.incidents[2].message == "call 2999"
+    assert metrics == [{"incidents/died": 1.0, "incidents/retried": 3_000.0}] * 2
+    died = heard.incidents[1]
+    assert (len(died.message), died.message[-1]) == (2_000, "…")
+    assert len(died.traceback) == 20_000
+    assert died.traceback.endswith("end")
+    assert len(json.dumps([plain(event) for event in heard.incidents])) < 50_000
+
+
+def test_in_a_long_step_incidents_are_told_again_after_some_seconds():
+    now, told = [0.0], []
+    counts = IncidentCounts(
+        lambda incident, count: told.append((now[0], incident.message, count)), lambda: now[0]
+    )
+    with reported_to(counts.receive):
+        for i in range(3 * int(EVERY) + 1):
+            now[0] = float(i)
+            report("retried", "engine 0", f"at {i}")
+    assert told == [(0.0, "at 0", 1), (10.0, "at 10", 10), (20.0, "at 20", 10), (30.0, "at 30", 10)]
+    assert counts.read() == {"incidents/retried": 31.0}
+    assert counts.read() == {}
+
+
+def test_what_is_held_back_is_told_before_the_run_ends():
+    heard = Heard()
+
+    def story(trackers):
+        with reported_to(trackers.report):
+            for _ in range(5):
+                report("died", "engine 0", "it is started again")
+        trackers.emit(RunEnded(reason="failed"))
+
+    tracked({"heard": heard}, story)
+    assert [type(event) for event in heard.events] == [IncidentReported, IncidentReported, RunEnded]
+    assert [event.count for event in heard.incidents] == [1, 4]
+
+
+def test_a_member_reports_under_its_own_name():
+    incidents = []
+    with reported_to(incidents.append):
+        with reported_as("engine 3"):
+            report("died", "engine local", "it is started again")
+        report("died", "engine local", "it is started again")
+    assert [incident.component for incident in incidents] == ["engine 3", "engine local"]
+
+
+def test_the_page_about_reliability_explains_every_kind():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(get_args(Kind))
+
+
+# ---------------------------------------------------------------------------------- lines for people
+
+
+def test_a_cause_is_one_line_at_once_and_then_at_most_one_a_minute_with_the_number_since():
+    lines = Lines()
+
+    def line(now, *, kind="retried", count=1, message="busy"):
+        return lines.line(kind, "engine 0", message, count=count, now=now)
+
+    assert line(0.0) == "engine 0: busy"
+    assert line(1.0, count=4) == line(59.9, count=7) == ""
+    assert line(2.0, kind="died", message="gone") == "engine 0: gone", "another cause"
+    assert line(60.0) == "engine 0: busy (12 more times)"
+    assert line(119.0) == ""
+    assert line(120.0) == "engine 0: busy (2 more times)"
+
+
+def test_a_line_is_one_line_whatever_the_message_is():
+    text = Lines().line(
+        "died", "engine 0", "it died; the end of its log:\n    " + "word " * 1_000, count=1, now=0.0
+    )
+    assert "\n" not in text
+    assert text.startswith("engine 0: it died; the end of its log: word word")
+    assert len(text) < 320
+
+
+def test_numbers_of_incidents_are_told_the_most_frequent_first():
+    assert (
+        by_kind({"died": 1.0, "retried": 12.0, "batch_failed": 1.0}) == "12 retried, 1 batch_failed, 1 died"
+    )
+
+
+# ---------------------------------------------------------------------------------- what the pipeline reports
+
+
+def faulty(engine=None, feedback=None, **changes):
+    """A run of the real pipeline with faults; returns it with its incidents."""
+    events = []
+    counts = IncidentCounts(lambda incident, count: events.append((incident, count)), lambda: 0.0)
+    environment = FakeEnvironment(feedback) if feedback else None
+    done = Run(engine=engine, environment=environment, incidents=counts.read, **changes)
+    with reported_to(counts.receive):
+        done()
+    counts.flush()
+    return done, events
+
+
+def first_time(fault):
+    left = {"0"}
+
+    def of(number):
+        if number in left:
+            left.discard(number)
+            return fault
+        return None
+
+    return of
+
+
+def late():
+    fault = first_time(True)
+    return FakeEngine(latency=lambda rng: 1e6 if fault("0") else 0.5), None
+
+
+def lost_by_the_engine():
+    fault = first_time(EngineError("engine: its process died"))
+    return FakeEngine(fault=lambda request: fault(request.group)), None
+
+
+def without(**feedback):
+    fault = first_time(Feedback(**feedback))
+    return None, lambda episode: fault(episode.group) or Feedback(reward=float(episode.reply == "a"))
+
+
+CAUSES = {
+    "rollouts_late": (
+        late(),
+        "4 of 4 rollouts of prompt '0' are played again: not finished within its deadline",
+    ),
+    "rollouts_lost": (
+        lost_by_the_engine(),
+        "4 of 4 rollouts of prompt '0' are played again: engine: its process",
+    ),
+    "session_lost": (
+        without(error="its session ended", lost=True),
+        "1 of 4 rollouts of prompt '0' are played",
+    ),
+    "unscored": (
+        without(error="KeyError: 'gold'"),
+        "1 of 4 rollouts of prompt '0' are played again: KeyError",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_rollouts_that_are_played_again_are_one_incident_for_each_attempt_of_a_group(kind):
+    (engine, feedback), message = CAUSES[kind]
+    done, events = faulty(engine, feedback)
+    ((incident, count),) = events
+    assert (incident.kind, incident.component, count) == (kind, "rollouts of task 'task'", 1)
+    assert incident.message.startswith(message)
+    assert len(done.trained) == 48
+    metrics = [event.metrics for event in done.of(StepEnded)]
+    assert sum(step.get(f"incidents/{kind}", 0) for step in metrics) == 1
+    assert sum(name.startswith("incidents/") for step in metrics for name in step) == 1, (
+        "absent without incidents"
+    )
+
+
+def test_a_skipped_prompt_is_an_incident_after_those_of_its_attempts():
+    def feedback(episode):
+        if episode.prompt.id == "2":
+            return Feedback(error="ValueError: bad row")
+        return Feedback(reward=1.0 if episode.reply == "a" else 0.0)
+
+    done, events = faulty(None, feedback, max_retries=2)
+    assert len(done.of(PromptSkipped)) == 1
+    total = Counter()
+    for incident, count in events:
+        total[incident.kind] += count
+    assert total == {"unscored": 2, "skipped": 1}
+    (skip,) = [incident for incident, _ in events if incident.kind == "skipped"]
+    assert skip.message == "prompt '2' is skipped after 3 attempts: ValueError: bad row"

@@ -208,12 +208,16 @@ def test_completions_of_a_dead_member_are_kept_and_the_rest_goes_elsewhere():
         pool = world.pool(2)
         await pool.update_weights(weights(0))
         requests = [GenerationRequest(prompt_ids=(1,), max_tokens=n, seed=n, group="g") for n in range(1, 9)]
-        call = asyncio.create_task(pool.generate(requests))
+        told = []
+        with reported_to(told.append):
+            call = asyncio.create_task(pool.generate(requests))
         await asyncio.sleep(5.5)
         world.made[0].die()
         assert await call == [reply(request, [0] * request.max_tokens) for request in requests]
         assert world.made[0].finished == 5
         assert world.made[1].seeds == [6, 7, 8], "three are lost, five are kept"
+        assert [(one.kind, one.component) for one in told] == [("retried", "engine 0")]
+        assert told[0].message == "3 of its requests are generated again: worker 0 died"
         assert set(world.finished.values()) == {1}
         await asyncio.sleep(1)
         assert pool.statistics().serving == 2
@@ -445,11 +449,15 @@ def test_a_member_that_does_not_take_weights_is_replaced_by_one_that_does():
         pool = world.pool(2, deadline=5.0)
         await pool.update_weights(weights(0))
         world.made[1].update_seconds = 1e6
-        await pool.update_weights(weights(1))
+        told = []
+        with reported_to(told.append):
+            await pool.update_weights(weights(1))
         assert pool.statistics().serving == 1
         await asyncio.sleep(10)
         assert pool.statistics().serving == 2
         assert world.of(1) is world.made[2]
+        assert [(one.kind, one.component) for one in told] == [("late", "engine 1")]
+        assert told[0].message.startswith("it does not hold version 1, 1.11 s after another member did")
         assert world.incidents[0].component == "engine 1"
         assert world.incidents[0].message == "it is replaced: no answer within 5 s"
         await pool.aclose()

@@ -19,6 +19,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.events import (
     ErrorRaised,
     GroupsReady,
+    IncidentReported,
     PromptSkipped,
     RunEnded,
     RunStarted,
@@ -126,7 +127,8 @@ def test_the_tasks_of_the_report_are_those_of_the_run(tmp_path, strategy):
     """Across the seam: real pipeline, strategy, trackers and report, with an environment that names parts."""
     run = a_run(tmp_path / "run", strategy)
     html = (run.path / report.REPORT).read_text(encoding="utf-8")
-    table = html[html.index("<h2>Tasks") : html.index("</table>")]
+    begin = html.index("<h2>Tasks")
+    table = html[begin : html.index("</table>", begin)]
     assert re.findall(r"<tr><td[^>]*>([^<]*)</td>", table) == ["task"]
     assert re.findall(r'class="dim">([^<]+): validation', html) == ["task"]
 
@@ -156,6 +158,36 @@ def test_problems_are_reported_once_per_cause(tmp_path):
                  "seven: ValueError: bad row", "trainer: out of memory", "Traceback: here",
                  "failed"):  # fmt: skip
         assert told in text, told
+
+
+def test_incidents_are_a_row_for_each_kind_and_component(tmp_path):
+    def incident(step, message, count=1, kind="retried", component="engine 0"):
+        return IncidentReported(step=step, kind=kind, component=component, message=message, count=count)
+
+    events = [
+        incident(2, "first"),
+        incident(2, "second", 40),
+        incident(7, HOSTILE, 1, "died", "engine 1"),
+        incident(9, "status 503: full", 2),
+    ]
+    html = record(tmp_path / "run", [*run_of("sort"), *events])
+    table = html[html.index('<table class="incidents">') :]
+    rows = re.findall(r"<tr>(<td.*?)</tr>", table[: table.index("</table>")], re.S)
+    cells = [[Page(cell).text for cell in re.findall(r"<td.*?</td>", row, re.S)] for row in rows]
+    assert cells[1] == ["retried", "engine 0", "43", "2 to 9", "status 503: full"]
+    assert cells[0][:4] == ["died", "engine 1", "1", "7"]
+    assert "<script>alert(1)" not in html
+    assert 'class="incidents"' not in record(tmp_path / "calm", run_of("sort"))
+
+
+def test_the_report_of_a_run_counts_what_its_metrics_count(tmp_path):
+    """Across the seam: real pipeline, counts, trackers and report."""
+    run = a_run(tmp_path / "run", Greedy())
+    rows = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
+    counted = sum(row.get("incidents/unscored", 0) for row in rows)
+    ((key, incidents),) = Files.read(run.path).incidents.items()
+    assert key == ("unscored", "rollouts of task 'task'")
+    assert incidents.count == counted > 1
 
 
 def test_a_report_opens_without_a_network(tmp_path):

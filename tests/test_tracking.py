@@ -14,7 +14,15 @@ from rich.console import Console
 from grpo_core import chain
 from grpo_core.config import Config, TrackingConfig, TrainerConfig, as_table
 from grpo_core.errors import ConfigError
-from grpo_core.events import GroupsReady, PromptSkipped, RunStarted, StepEnded, Validated
+from grpo_core.events import (
+    GroupsReady,
+    IncidentReported,
+    PromptSkipped,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    Validated,
+)
 from grpo_core.records import Group, Rollout, RunInfo
 from grpo_core.reporting.terminal import TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
@@ -151,7 +159,6 @@ def test_without_a_terminal_there_is_a_line_for_each_thing_that_happens():
     text = shown(terminal=False)
     assert "validation of version 0: sort: accuracy 4.0% (1.0% to 9.0%), reward 0.04" in text
     assert "step 1/10  reward 0.250" in text
-    assert "skipped prompt '7' of task 'sort': ValueError: bad row" in text
 
 
 def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
@@ -167,6 +174,31 @@ def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
         "prompt 0 → 12345",
     ):
         assert part in text, part
+
+
+def incident(time, kind="retried", *, count=1, component="engine 0"):
+    return IncidentReported(
+        step=3, time=time, kind=kind, component=component, message="status 503: full\nretry", count=count
+    )
+
+
+INCIDENTS = [incident(100.0), incident(101.0, "died"), *(incident(110.0 + i, count=3) for i in range(4)),
+             incident(161.0), RunEnded(step=10, reason="finished")]  # fmt: skip
+
+
+def test_a_cause_is_one_line_a_minute_at_most_and_the_end_has_the_numbers():
+    assert shown(terminal=False, events=INCIDENTS).splitlines() == [
+        "survived, step 3: engine 0: status 503: full retry",
+        "survived, step 3: engine 0: status 503: full retry",
+        "survived, step 3: engine 0: status 503: full retry (13 more times)",
+        "survived in this run: 14 retried, 1 died (the report has each)",
+    ]
+
+
+def test_the_live_view_counts_incidents_by_kind_when_there_are_any():
+    assert "survived" not in shown(terminal=True)
+    text = " ".join(shown(terminal=True, events=INCIDENTS[:-1]).split())
+    assert "survived 15 14 retried, 1 died" in text
 
 
 def test_with_several_tasks_each_has_a_line_in_the_view():

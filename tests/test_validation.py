@@ -11,6 +11,7 @@ import pytest
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
+from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback, Prompt, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
@@ -154,8 +155,13 @@ class FailingEngine(FakeEngine):
 @pytest.mark.parametrize("mode", ["batched", "pipelined"])
 def test_rollouts_lost_by_the_engine_are_played_again(mode):
     fine = validated(Greedy(mode=mode), FakeEnvironment(right))
-    again = validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(2), retries=2)
+    incidents = []
+    with reported_to(incidents.append):
+        again = validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(2), retries=2)
     assert again == fine
+    assert {(one.kind, one.component) for one in incidents} == {("rollouts_lost", "validation")}
+    assert len(incidents) == {"batched": 2, "pipelined": 2 * 10}[mode], "one for each attempt that was lost"
+    assert "of its rollouts are played again; the first, of task 'task': its process" in incidents[0].message
     with pytest.raises(PluginError, match="its process died"):
         validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(3), retries=2)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attrs import asdict
 from recording import record
 from test_pipeline import Run
 
 from grpo_core.config import Config, TaskConfig, TrackingConfig
+from grpo_core.events import IncidentReported
+from grpo_core.incidents import Incident, IncidentCounts, reported_to
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.protocols import ValidationStrategy
 from grpo_core.records import Episode, Feedback, Prompt
@@ -44,8 +47,13 @@ def a_run(path: Path, strategy: ValidationStrategy, *, task: str = "task", **cha
         )
         return await run_strategy("tested", strategy, context)
 
-    run.pipeline.validate = validate
-    run(seed=1)
+    def tell(incident: Incident, count: int) -> None:
+        run.events.append(IncidentReported(count=count, **asdict(incident)))
+
+    incidents = IncidentCounts(tell, lambda: 0.0)
+    run.pipeline.validate, run.pipeline.incidents = validate, incidents.read
+    with reported_to(incidents.receive):
+        run(seed=1)
     tracking = TrackingConfig(trackers=["files", "report"])
     config = Config(tasks={task: TaskConfig(env="x")}, tracking=tracking)
     return record(path, run.events, config)

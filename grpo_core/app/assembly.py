@@ -115,6 +115,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         emit=run.emit,
         flush=run.trackers.flush,
         observe_attempt=assembly.budgets(),
+        incidents=run.trackers.incidents.read,
         validate=validate,
         save=assembly.save(trainer, buffer, loaders, sampler),
         canary=canary_prompts(prompts, renderer),

@@ -58,8 +58,6 @@ def train(
         preflight.check(config, host)
         directory, found = RunDirectory.create(output or _new_name(config), config), None
     if found is not None:
-        for reason in found.passed_over:
-            print(f"passed over {reason}", flush=True)
         print(f"continuing {directory.path} after step {found.step}", flush=True)
     elif resume is not None:
         print(f"{directory.path} has no checkpoint yet: starting from the beginning", flush=True)

@@ -29,7 +29,7 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
-from grpo_core.incidents import reported_to
+from grpo_core.incidents import Incident, Lines, report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
@@ -90,6 +90,8 @@ async def train(
             )
             pipeline = await assemble(config, context)
             emit(_started(config, context, pipeline))
+            for reason in resume.passed_over if resume else ():
+                report("passed_over", "checkpoints", f"passed over {reason}")
             with _signals(pipeline, trackers.status):
                 reason = await pipeline.run()
             step = pipeline.buffer.step
@@ -138,6 +140,7 @@ async def validate(
     engine_config = config.validation.engine or config.engine
     placement = make_placement(config.placement, host)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(reported_to(_said(status)))
         status("starting the environments")
         tasks = await stack.enter_async_context(_tasks(config, placement, logs=None))
         held_out = await tasks.prompts("validation")
@@ -176,6 +179,18 @@ async def validate(
 
 
 # ---------------------------------------------------------------------------------- around it
+
+
+def _said(status: Callable[[str], None]) -> Callable[[Incident], None]:
+    """Return a receiver of incidents that says them in lines, not too many."""
+    lines = Lines()
+
+    def receive(incident: Incident) -> None:
+        cause = incident.kind, incident.component
+        if line := lines.line(*cause, incident.message, count=1, now=time.monotonic()):
+            status(f"survived: {line}")
+
+    return receive
 
 
 async def _start_model(

@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_core.engines import wire
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, GrpoError, WeightSyncError
+from grpo_core.incidents import Kind, report
 from grpo_core.processes import Child
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.restarts import RestartBudget
@@ -166,7 +167,8 @@ class ChildEngine:
         if self._closed:
             raise EngineError(f"{self.name} is closed")
         if self._child is not None and not self._child.alive:
-            self._died(self._child, ChildDied("it died while nobody waited for it"))
+            why = self._child.death or ChildDied("it died while nobody waited for it")
+            self._died(self._child, why)
         if self._child is None:
             self._child = self._start()
         return self._child
@@ -177,6 +179,9 @@ class ChildEngine:
             child.kill()
             self._child, self._ready = None, False
             self._deaths.failed()
+            if not self._closed and not self._deaths.exhausted:
+                kind: Kind = "deadline" if isinstance(why, DeadlineExceeded) else "died"
+                report(kind, self.name, f"its process is started again: {why}")
         if self._deaths.exhausted:
             where = f"see {self._log}" if self._log else "its output is above"
             raise EngineError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from attrs import define, field
 
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
+from grpo_core.incidents import reported_as
 from grpo_core.loop import canary
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest
@@ -50,6 +51,11 @@ class Member:
     _doubts: int = 0
     _calls: set[asyncio.Task[Completion]] = field(factory=set)
 
+    @property
+    def name(self) -> str:
+        """Name of the member in messages."""
+        return f"engine {self.number}"
+
     async def ask(
         self, requests: Mapping[int, GenerationRequest], found: dict[int, Completion]
     ) -> Exception | None:
@@ -64,7 +70,7 @@ class Member:
             if not isinstance(answer, BaseException):
                 found[i] = answer
             elif isinstance(answer, EngineError | ChildDied | asyncio.CancelledError):
-                error = EngineError(str(answer) or f"engine {self.number} was replaced")
+                error = EngineError(str(answer) or f"{self.name} was replaced")
             else:
                 raise answer
         return error
@@ -87,16 +93,15 @@ class Member:
 
     async def _generate(self, request: GenerationRequest) -> Completion:
         try:
-            answer = await self.engine.generate([request])
+            with reported_as(self.name):
+                answer = await self.engine.generate([request])
         except (EngineError, ChildDied):
             self.holds = None  # the supervisor task finds out whether it lives and what it holds
             self._doubts += 1
             self.changed()
             raise
         if len(answer) != 1:
-            raise PluginError(
-                f"engine {self.number}: generate() returned {len(answer)} completions for one request"
-            )
+            raise PluginError(f"{self.name}: generate() returned {len(answer)} completions for one request")
         self.budget.succeeded()
         return answer[0]
 
@@ -107,11 +112,12 @@ class Member:
         """
         doubts = self._doubts
         async with asyncio.timeout(deadline):
-            await self.engine.update_weights(held.weights)
+            with reported_as(self.name):
+                await self.engine.update_weights(held.weights)
             try:
                 await canary.verify(self.engine, held.weights, tolerance=tolerance, deadline=None)
             except WeightSyncError as error:
-                raise CanaryMismatch(f"engine {self.number} of the pool: {error}") from error
+                raise CanaryMismatch(f"{self.name} of the pool: {error}") from error
         if doubts == self._doubts:
             self.holds = held
 

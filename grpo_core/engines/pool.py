@@ -162,6 +162,10 @@ class EnginePool:
         except BaseException:
             self._aim(before)
             raise
+        for member in self._holders(before):
+            if not member.leaving:
+                what = f"it does not hold version {weights.version}, {seconds:.3g} s after another member did"
+                report("late", member.name, f"{what}, and gets no requests until it does")
         self._current = held
         self._notify()
 
@@ -228,7 +232,7 @@ class EnginePool:
         found: dict[int, Completion],
     ) -> None:
         """Send a group's requests to one member, and unfinished ones to another."""
-        for _ in range(ATTEMPTS):
+        for attempt in range(1, ATTEMPTS + 1):
             missing = {i: requests[i] for i in places if i not in found}
             if not missing:
                 return
@@ -241,6 +245,9 @@ class EnginePool:
                 self._running[key] -= tokens
                 if not self._running[key]:
                     del self._running[key]
+            if error is not None and attempt < ATTEMPTS and self._fault is None:
+                lost = len(missing.keys() - found.keys())
+                report("retried", member.name, f"{lost} of its requests are generated again: {error}")
         if error is not None:
             raise EngineError(f"engine pool: a request failed {ATTEMPTS} times, the last time: {error}")
 
@@ -306,12 +313,12 @@ class EnginePool:
             self._given_up.add(member.number)
             report(
                 "given_up",
-                f"engine {member.number}",
+                member.name,
                 f"it failed {member.budget.failures} times and is not replaced any more: {why}",
             )
             raise error
         self._replaced += 1
-        report("replaced", f"engine {member.number}", f"it is replaced: {why}")
+        report("replaced", member.name, f"it is replaced: {why}")
         member.engine = self._make(member.number)
 
     # ------------------------------------------------------------------------------ waiting

@@ -121,6 +121,11 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Faults": {
+        "incidents/KIND": Metric(
+            "incidents",
+            "Faults of a kind that the run has survived since the last step; absent if there were none. "
+            "docs/reliability.md explains the kinds.",
+        ),
         "non_finite_rows": Metric("rows", "Rows left out because their loss is not finite; absent if none."),
         "non_finite_updates": Metric(
             "updates", "Updates left out because their gradient is not finite; absent if none."
@@ -157,7 +162,7 @@ def documented(name: str) -> str | None:
     return next((entry for entry in sorted(entries, key=_wildcards) if _pattern(entry).fullmatch(name)), None)
 
 
-_WILDCARD = re.compile("TASK|PART|NAME|[KN]$")
+_WILDCARD = re.compile("TASK|PART|NAME|KIND|[KN]$")
 
 
 def _wildcards(entry: str) -> int:

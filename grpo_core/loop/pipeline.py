@@ -45,12 +45,13 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
+from grpo_core.incidents import report
 from grpo_core.loop import canary, health
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import task_metrics
-from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch
 from grpo_core.protocols import (
     AdvantageFunction,
@@ -123,6 +124,8 @@ class Pipeline:
     """Receives the groups of each step, and the groups that were filtered; a curriculum learns from them."""
     observe_attempt: ObserveAttempt = lambda task, rollouts, attempts: None
     """Counts what an attempt at a group lost or left unscored, and raises when it is too much."""
+    incidents: Callable[[], Mapping[str, float]] = dict
+    """Returns the metrics of the incidents since its last call."""
     validate: Validate | None = None
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
@@ -235,15 +238,19 @@ class Pipeline:
             self._changes.notify()
             return
         kept = () if self.environments[prompt.environment].needs_group else finished  # compared: all or none
-        error = next(rollout.error for rollout in rollouts if rollout.error is not None)
-        self._fail(slot, kept, error)
+        self._fail(slot, prompt, kept, next(rollout for rollout in rollouts if rollout.error is not None))
         self._changes.notify()
 
-    def _fail(self, slot: Slot[Prompt], kept: Sequence[Rollout], error: str) -> None:
-        if not self.buffer.fail(slot, kept):
-            assert slot.prompt is not None
-            task, prompt = slot.prompt.environment, slot.prompt.id
-            self.emit(PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt, error=error))
+    def _fail(self, slot: Slot[Prompt], prompt: Prompt, kept: Sequence[Rollout], first: Rollout) -> None:
+        """Offer the prompt again, or skip it; ``first`` is the first of its unscored rollouts."""
+        task, error, who = prompt.environment, first.error or "", f"rollouts of task {prompt.environment!r}"
+        if self.buffer.fail(slot, kept):
+            left = f"{self.group_size - len(kept)} of {self.group_size} rollouts"
+            report(cause(first), who, f"{left} of prompt {prompt.id!r} are played again: {error}")
+            return
+        self.emit(PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt.id, error=error))
+        attempts = slot.attempts + 1
+        report("skipped", who, f"prompt {prompt.id!r} is skipped after {attempts} attempts: {error}")
 
     def _finish(self, slot: Slot[Prompt], group: Group) -> None:
         """Mark a group whose rollouts are all scored as ready, or filter it."""
@@ -304,6 +311,7 @@ class Pipeline:
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
+        metrics |= self.incidents()
         self.emit(StepEnded(step=self._trained, metrics=metrics))
         self._check_health(metrics)
         if self._save_is_due():

@@ -24,12 +24,13 @@ from typing import Any
 from grpo_core.aio import gather
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
+from grpo_core.incidents import Kind
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer
 from grpo_core.records import EndReason, Message, Rollout
 from grpo_core.tokens import Ids, as_ids
 
-__all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "derive_seed", "play"]
+__all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "cause", "derive_seed", "play"]
 
 
 async def play(
@@ -204,6 +205,16 @@ def _give_up(states: Sequence[RolloutState], error: str, reason: EndReason | Non
         if not state.done:
             state.finish_reason = reason or state.finish_reason
             state.give_up(error, lost=True)
+
+
+def cause(rollout: Rollout) -> Kind:
+    """Return why a rollout is unscored, as the kind of an incident."""
+    if rollout.finish_reason == "deadline":
+        return "rollouts_late"
+    if not rollout.lost:
+        return "unscored"
+    asked = rollout.turns and rollout.messages[-1]["role"] == "assistant"  # the environment, and no answer
+    return "session_lost" if asked else "rollouts_lost"
 
 
 class LostBudget:

@@ -31,6 +31,7 @@ from grpo_core.run_directory import PARTIAL, rollouts_name
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
 """Events that the report shows; the others, which are by far the most, are not parsed."""
+INCIDENT = "IncidentReported"
 SAMPLED_STEPS = 5
 """Number of steps whose rollouts are shown."""
 MOST_ROLLOUTS = 4096
@@ -41,6 +42,20 @@ MOST_TOLD = 50
 """Number of errors and skipped prompts that are shown."""
 
 Row = Mapping[str, Any]
+
+
+@define
+class Incidents:
+    """The incidents of one kind and component."""
+
+    kind: str
+    component: str
+    first: Any
+    """The first step in which there was one."""
+    last: Any
+    count: float = 0
+    message: str = ""
+    """Message of the last one."""
 
 
 @define
@@ -55,6 +70,8 @@ class Files:
     steps: list[Row] = field(factory=list)
     validations: list[Row] = field(factory=list)
     events: list[Row] = field(factory=list)
+    incidents: dict[tuple[str, str], Incidents] = field(factory=dict)
+    """By kind and component."""
     unreadable: int = 0
     """Number of lines that cannot be read; a killed process leaves half a line at the end of a file."""
 
@@ -70,7 +87,12 @@ class Files:
         for row in files._rows(path / "metrics.jsonl"):
             validated = any(name.startswith("validation/") for name in row)
             (files.validations if validated else files.steps).append(row)
-        files.events += files._rows(path / "events.jsonl", tuple(f'"event": "{name}"' for name in TOLD))
+        wanted = (*TOLD, INCIDENT)
+        for row in files._rows(path / "events.jsonl", tuple(f'"event": "{name}"' for name in wanted)):
+            if row.get("event") == INCIDENT:
+                files._add_incident(row)
+            else:
+                files.events.append(row)
         return files
 
     def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
@@ -85,6 +107,12 @@ class Files:
 
     def told(self, event: str) -> list[Row]:
         return [row for row in self.events if row.get("event") == event]
+
+    def _add_incident(self, row: Row) -> None:
+        kind, component, step = str(row.get("kind")), str(row.get("component")), row.get("step")
+        known = self.incidents.setdefault((kind, component), Incidents(kind, component, step, step))
+        known.last, known.message = step, _short(str(row.get("message")))
+        known.count += _plain(row.get("count", 1))
 
     def _rows(self, path: Path, wanted: Sequence[str] = ()) -> Iterator[Row]:
         """Yield the JSON objects of a file; with ``wanted`` only lines that begin with one of these."""
@@ -182,6 +210,7 @@ def render(files: Files) -> str:
         warnings=warnings(files.told("WarningRaised")),
         errors=files.told("ErrorRaised")[-MOST_TOLD:],
         skipped=files.told("PromptSkipped"),
+        incidents=sorted(files.incidents.values(), key=lambda each: (each.kind, each.component)),
         most_told=MOST_TOLD,
         resumed=[row.get("step") for row in files.told("RunStarted") if row.get("resumed")],
         unreadable=files.unreadable,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +18,7 @@ from grpo_core.events import (
     Event,
     GroupsReady,
     IncidentReported,
-    PromptSkipped,
+    RunEnded,
     RunStarted,
     Saved,
     StatusChanged,
@@ -26,6 +26,7 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
+from grpo_core.incidents import Lines, by_kind
 from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
@@ -59,8 +60,9 @@ class TerminalTracker(Tracker):
         """Name and value of the metric that represents each task, by task."""
         self._step = 0
         self._warned: set[str] = set()
-        self._incidents: set[tuple[str, str]] = set()
-        """Kind and component of the incidents that were shown: one line for each."""
+        self._survived: Counter[str] = Counter()
+        """Number of incidents by kind."""
+        self._lines = Lines()
         self._sample: tuple[str, str, float] | None = None
         self._live = (
             Live(get_renderable=self._draw, console=self.console, refresh_per_second=8, transient=False)
@@ -114,19 +116,25 @@ class TerminalTracker(Tracker):
                     if not self._live:
                         text = ", ".join(_with_interval(name, metrics) for name in measured(metrics))
                         self.say(f"validation of version {event.version}: {task}: {text}")
-            case PromptSkipped():
-                self.say(f"skipped prompt {event.prompt!r} of task {event.task!r}: {event.error}")
             case Saved():
                 if not self._live:
                     self.say(f"saved {event.directory}")
             case WarningRaised() if event.cause not in self._warned:
                 self._warned.add(event.cause)
                 self.say(f"warning, step {event.step}: {event.message}")
-            case IncidentReported() if (event.kind, event.component) not in self._incidents:
-                self._incidents.add((event.kind, event.component))
-                self.say(f"survived, step {event.step}: {event.component}: {event.message}")
+            case IncidentReported():
+                self._survive(event)
             case ErrorRaised():
                 self._status = "failed"
+            case RunEnded() if self._survived:
+                self.say(f"survived in this run: {by_kind(self._survived)} (the report has each)")
+
+    def _survive(self, event: IncidentReported) -> None:
+        """Count incidents, and say a line of them if it is due."""
+        self._survived[event.kind] += event.count
+        cause = event.kind, event.component
+        if line := self._lines.line(*cause, event.message, count=event.count, now=event.time):
+            self.say(f"survived, step {event.step}: {line}")
 
     # ------------------------------------------------------------------------------ drawing
 
@@ -191,6 +199,8 @@ class TerminalTracker(Tracker):
                     ),
                 )
             )
+        if self._survived:
+            rows.append(("survived", f"{self._survived.total()}", Text(by_kind(self._survived), style="dim")))
         if self._sample:
             prompt, reply, reward = self._sample
             rows.append(("sample", f"{reward:g}", Text(_short(f"{prompt} → {reply}"))))

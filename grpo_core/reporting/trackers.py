@@ -18,13 +18,14 @@ from grpo_core.events import (
     Event,
     GroupsReady,
     IncidentReported,
+    RunEnded,
     StatusChanged,
     StepEnded,
     Validated,
     ValidationPlayed,
     WarningRaised,
 )
-from grpo_core.incidents import Incident
+from grpo_core.incidents import Incident, IncidentCounts
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.protocols import Tracker
 
@@ -57,6 +58,8 @@ class Trackers:
         self._failed = asyncio.Event()
         self._error: TrackingError | None = None
         self._step = 0
+        self.incidents = IncidentCounts(self._tell, time.monotonic)
+        """Counts what is reported to ``report``, and makes it events."""
         self._threads = [TrackerThread(name, tracker, self._on_failure) for name, tracker in trackers.items()]
 
     def emit(self, event: Event) -> None:
@@ -65,6 +68,8 @@ class Trackers:
         Only a tracker that the run needs is waited for when it is far behind.  Raises TrackingError if that
         takes longer than ``REQUIRED_PATIENCE``.
         """
+        if isinstance(event, RunEnded):
+            self.incidents.flush()
         self._step = max(self._step, event.step)
         event = evolve(event, time=time.time())
         for thread in self._threads:
@@ -75,8 +80,8 @@ class Trackers:
         self.emit(StatusChanged(step=self._step, message=message))
 
     def report(self, incident: Incident) -> None:
-        """Send an incident to all trackers as an event."""
-        self.emit(IncidentReported(step=self._step, **asdict(incident)))
+        """Count an incident, and send it to all trackers as an event, alone or with others of its kind."""
+        self.incidents.receive(incident)
 
     async def flush(self) -> None:
         """Return when the required trackers have handled every event until now.
@@ -110,6 +115,9 @@ class Trackers:
             for thread in threads:
                 thread.put(None)
             await asyncio.to_thread(_join, threads)
+
+    def _tell(self, incident: Incident, count: int) -> None:
+        self.emit(IncidentReported(step=self._step, count=count, **asdict(incident)))
 
     def _required(self) -> list[TrackerThread]:
         return [thread for thread in self._threads if thread.required]

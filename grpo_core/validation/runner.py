@@ -15,7 +15,8 @@ from attrs import define, evolve, field
 
 from grpo_core.aio import raising_root_cause
 from grpo_core.errors import PluginError, WeightSyncError
-from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
+from grpo_core.incidents import report
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout
 
@@ -122,6 +123,7 @@ class Context:
             left = None if until is None else until - loop.time()
             if not wanted or (left is not None and left <= 0):
                 break
+            _report_again([(requests[i], played[i]) for i in wanted if i in played])
             rollouts = await play(
                 [requests[i] for i in wanted],
                 engine=self.engine,
@@ -179,6 +181,18 @@ def played_groups(context: Context) -> tuple[Group, ...]:
         )
         for played in found.values()
     )
+
+
+def _report_again(again: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
+    """Report rollouts that are played again."""
+    for request, rollout in again:
+        if rollout.lost:
+            task, number = request.prompt.environment, len(again)
+            message = (
+                f"{number} of its rollouts are played again; the first, of task {task!r}: {rollout.error}"
+            )
+            report(cause(rollout), "validation", message)
+            return
 
 
 async def run_strategy(

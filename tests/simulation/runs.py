@@ -33,6 +33,7 @@ from grpo_core.data.samplers import Mix, PromptStream
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import GrpoError
 from grpo_core.events import Event, GroupsReady, RunEnded, RunStarted, Saving, Synced
+from grpo_core.incidents import reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer, Slot
@@ -253,9 +254,10 @@ class Simulation:
 
     def _until_its_end(self, story: Any, seed: str, watch: Callable[[], None]) -> str:
         try:
-            ended: str = clock.run(
-                story, seed=random.Random(seed).getrandbits(32), horizon=HORIZON, watch=watch
-            )
+            with reported_to(lambda incident: self._tell(f"survived: {incident.kind}: {incident.message}")):
+                ended: str = clock.run(
+                    story, seed=random.Random(seed).getrandbits(32), horizon=HORIZON, watch=watch
+                )
             return ended
         except Killed:
             return "killed"

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from attrs import field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
-from grpo_core.engine_kit import Offer, RemoteTraceback
+from grpo_core.engine_kit import Incident, Offer, RemoteTraceback, report
 
 ENVIRON = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Environment variables that choose Ray's coming defaults, about which it warns."""
@@ -158,6 +158,17 @@ async def call(worker: Any, method: str, *args: Any, who: str) -> Any:
         raise told from RemoteTraceback(str(error))
     except ray.exceptions.RayError as error:
         raise ChildDied(f"{who} is gone: {brief(error)}") from error
+
+
+def report_again(incidents: Iterable[Incident], name: str, who: str) -> None:
+    """Report what happened in a worker to the run of the driver.
+
+    Args:
+        name: of the worker in the run: "engine 0".
+        who: the same with its machine and process.
+    """
+    for each in incidents:
+        report(each.kind, name, f"{who}: {each.message}", traceback=each.traceback)
 
 
 def brief(error: BaseException) -> str:

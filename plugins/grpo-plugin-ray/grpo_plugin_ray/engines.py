@@ -35,16 +35,18 @@ from grpo_core import (
 from grpo_core.engine_kit import (
     COLLECTIVE,
     Copies,
+    Incident,
     Packed,
     PluginHost,
     WeightsLease,
     mapped,
     pack_completions,
     pack_requests,
+    reported_to,
     unpack_completions,
     unpack_requests,
 )
-from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, where
+from grpo_plugin_ray.cluster import PluginRequirement, brief, call, load, report_again, where
 
 LINGER = 0.005
 """Seconds that a finished completion waits for others to share its way."""
@@ -79,6 +81,8 @@ class EngineWorker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._finished: list[tuple[int, Packed | None, str]] = []
         self._some = asyncio.Event()
+        self._incidents: list[Incident] = []
+        """Incidents since the last answer."""
 
     async def start(self) -> str:
         """Make the engine; returns who and where this is.  Raises PluginError, ConfigError, ModelError."""
@@ -90,40 +94,50 @@ class EngineWorker:
         self._engine = host.make("engine", made_from.origin.name, made_from.setup, **made_from.options)
         return self._who
 
-    async def update_weights(self, weights: Weights, data: Any) -> None:
-        """``data``: all bytes, uint8 [nbytes], in the memory that the workers of a machine share.
+    async def update_weights(self, weights: Weights, data: Any) -> list[Incident]:
+        """Give the engine weights; return the incidents since the last answer.
 
-        None: the engine fetches them itself, by ``relay``.
+        ``data``: all bytes, uint8 [nbytes], in the memory that the workers of a machine share.  None: the
+        engine fetches them itself, by ``relay``.
         """
         assert self._engine is not None
         self._held = None  # one copy will do, as one is what a trainer publishes in
-        if data is None:
+        if data is not None:
+            self._held = await asyncio.to_thread(self._copies.copy, weights, memoryview(data))
+            weights = self._held.weights
+        with reported_to(self._incidents.append):
             await self._engine.update_weights(weights)
-            return
-        self._held = held = await asyncio.to_thread(self._copies.copy, weights, memoryview(data))
-        await self._engine.update_weights(held.weights)
+        return self._new_incidents()
 
     async def submit(self, requests: Sequence[tuple[int, Any]], cancelled: Sequence[int]) -> None:
         """Begin requests, each under its ticket, and end others."""
         for ticket, packed in requests:
             (request,) = unpack_requests([packed])
-            self._running[ticket] = asyncio.create_task(self._generate(ticket, request))
+            with reported_to(self._incidents.append):
+                self._running[ticket] = asyncio.create_task(self._generate(ticket, request))
         for ticket in cancelled:
             if (task := self._running.pop(ticket, None)) is not None:
                 task.cancel()
 
-    async def collect(self) -> list[tuple[int, Packed | None, str]]:
-        """Wait for finished requests; return their tickets, each with a completion or an error."""
+    async def collect(self) -> tuple[list[tuple[int, Packed | None, str]], list[Incident]]:
+        """Wait for finished requests.
+
+        Returns their tickets, each with a completion or an error, and the incidents since the last answer.
+        """
         while not self._finished:
             self._some.clear()
             await self._some.wait()
         await asyncio.sleep(LINGER)
         finished, self._finished = self._finished, []
-        return finished
+        return finished, self._new_incidents()
 
     async def aclose(self) -> None:
         if self._engine is not None:
             await self._engine.aclose()
+
+    def _new_incidents(self) -> list[Incident]:
+        incidents, self._incidents[:] = [*self._incidents], []
+        return incidents
 
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
         assert self._engine is not None
@@ -169,7 +183,7 @@ class RayEngine:
     def __init__(
         self, name: str, made_from: WorkerSetup, *, store: Store, resources: Mapping[str, Any]
     ) -> None:
-        self.name = name
+        self.name = self._name = name
         self._store = store
         self._resources = resources
         self._deadline = made_from.setup.deadline
@@ -205,7 +219,7 @@ class RayEngine:
         self._alive()
         if not self._started:
             await self._start()
-        await self._call("update_weights", weights, self._store.reference(weights))
+        self._report(await self._call("update_weights", weights, self._store.reference(weights)))
 
     async def aclose(self) -> None:
         """End the worker, and its engine before it."""
@@ -267,11 +281,16 @@ class RayEngine:
         """Ends when nothing is open; a death reaches all that is."""
         try:
             while self._open:
-                for ticket, packed, problem in await self._worker.collect.remote():
+                finished, incidents = await self._worker.collect.remote()
+                self._report(incidents)
+                for ticket, packed, problem in finished:
                     self._answer(ticket, packed, problem)
         except load().exceptions.RayError as error:
             self._death = EngineError(f"{self.name} died: {brief(error)}")
             self._fail_all(self._death)
+
+    def _report(self, incidents: Sequence[Incident]) -> None:
+        report_again(incidents, self._name, self.name)
 
     def _answer(self, ticket: int, packed: Packed | None, problem: str) -> None:
         future = self._open.get(ticket)

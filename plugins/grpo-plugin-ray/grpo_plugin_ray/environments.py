@@ -10,8 +10,15 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core import ChildDied, Environment, Episode, Feedback, PluginError, Prompt, SessionStart
-from grpo_core.engine_kit import EnvironmentConfig, EnvironmentProcess, PluginSelection
-from grpo_plugin_ray.cluster import PluginRequirement, call, load, where
+from grpo_core.engine_kit import (
+    EnvironmentConfig,
+    EnvironmentProcess,
+    Incident,
+    PluginSelection,
+    report,
+    reported_to,
+)
+from grpo_plugin_ray.cluster import PluginRequirement, call, load, report_again, where
 
 MAX_DEATHS = 3
 """Workers that die in a row, with no answer in between, after which the environment is given up."""
@@ -34,6 +41,8 @@ class RemoteEnvironment:
     def __init__(self, name: str, made_from: EnvironmentSetup) -> None:
         self._who = f"{name} ({where()})"
         self._made_from = made_from
+        self._incidents: list[Incident] = []
+        """Incidents since the last answer."""
         self._process = EnvironmentProcess(
             made_from.task,
             made_from.origin.name,
@@ -46,16 +55,23 @@ class RemoteEnvironment:
     async def start(self) -> dict[str, Any]:
         self._made_from.origin.check(self._who)
         _make_parent(self._made_from.log)
-        await self._process.start()
+        with reported_to(self._incidents.append):
+            await self._process.start()
         return {
             "who": self._who,
             "max_turns": self._process.max_turns,
             "needs_group": self._process.needs_group,
         }
 
-    async def ask(self, method: str, *args: Any) -> tuple[Any, str]:
-        """Call a method of ``EnvironmentProcess``; return its result and the first traceback so far."""
-        return await getattr(self._process, method)(*args), self._process.first_traceback
+    async def ask(self, method: str, *args: Any) -> tuple[Any, str, list[Incident]]:
+        """Call a method of ``EnvironmentProcess``.
+
+        Returns its result, the first traceback so far, and the incidents since the last answer.
+        """
+        with reported_to(self._incidents.append):
+            answer = await getattr(self._process, method)(*args)
+        incidents, self._incidents[:] = [*self._incidents], []
+        return answer, self._process.first_traceback, incidents
 
 
 def _make_parent(log: str | None) -> None:
@@ -79,6 +95,8 @@ class RayEnvironment:
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name
         self._worker: Any = None
+        self._dead: Any = None
+        """The worker that died last."""
         self._starting = asyncio.Lock()
         self._deaths = 0
 
@@ -120,11 +138,12 @@ class RayEnvironment:
         while True:
             worker = await self._started()
             try:
-                answer, traceback = await call(worker, "ask", method, *args, who=self._who)
+                answer, traceback, incidents = await call(worker, "ask", method, *args, who=self._who)
             except ChildDied as error:
                 self._died(worker, error)
             else:
                 self._deaths = 0
+                report_again(incidents, self._name, self._who)
                 self.first_traceback = self.first_traceback or traceback
                 return answer
 
@@ -158,8 +177,11 @@ class RayEnvironment:
 
     def _died(self, worker: Any, error: ChildDied) -> None:
         """Note the death once, however many calls report it.  Raises PluginError if it was one too many."""
-        if self._worker is worker or self._worker is None:
+        first, self._dead = worker is not self._dead, worker
+        if first:
             self._worker = None
             self._deaths += 1
         if self._deaths >= MAX_DEATHS:
             raise PluginError(f"{self._name}: {self._deaths} workers died in a row; the last: {error}")
+        if first:
+            report("died", self._name, f"its worker is replaced: {error}")

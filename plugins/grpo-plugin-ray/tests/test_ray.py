@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -197,9 +198,9 @@ def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim,
         incidents = []
         with reported_to(incidents.append):
             pool = ray_pool(publisher, 2, logs=str(tmp_path))
-        await pool.update_weights(publisher(0))
-        calm = await pool.generate(groups(4))
-        calls = [asyncio.create_task(pool.generate(groups(4))) for _ in range(3)]
+            await pool.update_weights(publisher(0))
+            calm = await pool.generate(groups(4))
+            calls = [asyncio.create_task(pool.generate(groups(4))) for _ in range(3)]
         await pool.generate(groups(1, max_tokens=1))
         pid = children_of_worker(pool, 0)[0] if victim == "engine" else pid_of_worker(pool, 0)
         os.kill(pid, signal.SIGKILL)
@@ -209,8 +210,13 @@ def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim,
         assert {v for c in await pool.generate(groups(4)) for v in c.versions} == {1}
         if victim == "actor":
             await asyncio.wait_for(until(lambda: pool.statistics().serving == 2), 60)
-            assert (incidents[0].kind, incidents[0].component) == ("replaced", "engine 0")
             assert pool.statistics().replaced == 1
+        told = {one.kind: one for one in incidents}
+        ((kind, why),) = [(k, one.message) for k, one in told.items() if k in ("replaced", "died")]
+        assert {one.component for one in incidents} == {"engine 0"}, "it has the worker's name"
+        assert kind == {"actor": "replaced", "engine": "died"}[victim]
+        if victim == "engine":
+            assert re.match(r"engine 0 \(.+, process \d+\): its process is started again: .*SIGKILL", why)
         everybody = [pid_of_worker(pool, i) for i in range(2)]
         everybody += [child for i in range(2) for child in children_of_worker(pool, i)]
         await pool.aclose()
@@ -368,8 +374,14 @@ def test_environments_in_ray_workers_share_the_episodes(ray, tmp_path):
         feedback = await pool.evaluate([episode(prompt, "1") for prompt in prompts])
         assert [each.reward for each in feedback] == [0.0, 1.0, 0.0, 0.0]
         assert len({each.metrics["pid"] for each in feedback}) == 2
-        killed = await asyncio.wait_for(died_of(pool, prompts), 60)
+        incidents = []
+        with reported_to(incidents.append):
+            killed = await asyncio.wait_for(died_of(pool, prompts), 60)
         assert "workers died in a row" in str(killed)
+        assert [one.kind for one in incidents] == ["died"] * 2, "the third ends it"
+        assert re.match(
+            "its worker is replaced: environment sort . .*is gone: ActorDied", incidents[0].message
+        )
         feedback = await pool.evaluate([episode(prompt, "2") for prompt in prompts])
         assert [each.reward for each in feedback] == [0.0, 0.0, 1.0, 0.0]
         await pool.aclose()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import logging
-import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,11 +12,13 @@ import aiohttp
 import stamina
 
 from grpo_core import ConfigError, EngineError
+from grpo_core.engine_kit import report
+
+NAME = "engine vllm:http"
+"""Name of the engine in messages."""
 
 BUSY = frozenset({429, 502, 503, 504})
 """Statuses that say "later": the request has done nothing."""
-
-log = logging.getLogger(__name__)
 
 LARGEST = 1 << 20
 """Bytes of an answer at most, unless the request says otherwise."""
@@ -41,33 +40,7 @@ class Unsent(Exception):  # noqa: N818 - internal: the server has not begun
 
 
 stamina.instrumentation.set_on_retry_hooks(())
-"""Its own hooks print a line for each retry, without the cause and the address: ``RetryLog`` has both."""
-
-
-class RetryLog:
-    """Warns of requests that are tried again: for each cause at once, then once in ``EVERY`` seconds."""
-
-    EVERY = 60.0
-
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-        self._unsaid: Counter[str] = Counter()
-
-    def note(self, what: str, error: Exception, attempt: int, attempts: int) -> None:
-        """Take note of a failed attempt.
-
-        Args:
-            what: method and address of the request.
-            error: why it failed; its class and ``what`` are the cause.
-            attempt, attempts: which one failed, and how many there will be.
-        """
-        cause, now = f"{what} {type(error).__name__}", time.monotonic()
-        if now - self._last.get(cause, -self.EVERY) < self.EVERY:
-            self._unsaid[cause] += 1
-            return
-        more = f"; {self._unsaid[cause]} more since the last message" if self._unsaid[cause] else ""
-        log.warning("%s: %s; trying again (attempt %d of %d%s)", what, error, attempt, attempts, more)
-        self._last[cause], self._unsaid[cause] = now, 0
+"""Its own hooks print a line for each retry, without the cause and the address: an incident has both."""
 
 
 class Client:
@@ -90,7 +63,6 @@ class Client:
         if attempts < 1:
             raise ConfigError(f"engine vllm:http: attempts = {attempts}; expected at least 1")
         self._attempts = attempts
-        self._retries = RetryLog()
         self._timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=connect_seconds)
         self._session: aiohttp.ClientSession | None = None
 
@@ -145,7 +117,8 @@ class Client:
                         return await self._once(method, path, body, query, seconds, largest)
                     except again as error:
                         if attempt.num < self._attempts:
-                            self._retries.note(what, error, attempt.num, self._attempts)
+                            tried = f"attempt {attempt.num} of {self._attempts}"
+                            report("retried", NAME, f"{what}: {error}; trying again ({tried})")
                         raise
         except Unsent as error:
             raise ServerError(f"{what}: {error} ({self._attempts} attempts)") from error

@@ -26,8 +26,8 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.engine_kit import check_request, read_weights
-from grpo_plugin_vllm.client import Client, ServerError
+from grpo_core.engine_kit import check_request, read_weights, report
+from grpo_plugin_vllm.client import NAME, Client, ServerError
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.transfer import as_table
 
@@ -190,6 +190,12 @@ class HttpEngine:
                 return
             held = _found(await self._client.get("/weight_info"), str, "weight_version")
             if held != str(self._weights.version):
+                wanted = self._weights.version
+                report(
+                    "died",
+                    NAME,
+                    f"the server has lost version {wanted} (it holds {held!r}); it is sent again",
+                )
                 try:
                     await self._push(self._weights)
                 except (WeightSyncError, OSError) as error:

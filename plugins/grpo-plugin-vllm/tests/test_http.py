@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import logging
 import re
 import socket
 import tracemalloc
@@ -16,9 +15,8 @@ from aiohttp import web
 from attrs import evolve
 
 from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, WeightSyncError
-from grpo_core.engine_kit import read_weights
+from grpo_core.engine_kit import read_weights, reported_to
 from grpo_core.testing import SharedMemoryWriter
-from grpo_plugin_vllm import client
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
 from grpo_plugin_vllm.http import HttpEngine
 
@@ -216,34 +214,21 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_not(code):
     played(story)
 
 
-def test_requests_that_are_tried_again_are_one_line_for_each_cause(caplog, capfd):
+def test_requests_that_are_tried_again_are_incidents_and_nothing_is_printed(capfd):
     async def story(engine, server):
         server.faults["/inference/v1/generate"] = [(503, "full")] * 20
         assert len(await engine.generate([REQUEST] * 40)) == 40
 
-    with caplog.at_level(logging.WARNING):
+    incidents = []
+    with reported_to(incidents.append):
         played(story)
-    (said,) = [record.getMessage() for record in caplog.records]
+    assert [(one.kind, one.component) for one in incidents] == [("retried", "engine vllm:http")] * 20
     assert re.fullmatch(
         r"POST http://127\.0\.0\.1:\d+/inference/v1/generate: status 503: full; "
         r"trying again \(attempt 1 of \d\)",
-        said,
+        incidents[0].message,
     )
-    assert "retry_scheduled" not in "".join(capfd.readouterr())
-
-
-def test_a_retry_after_a_minute_says_how_many_were_not_said(caplog, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(client.time, "monotonic", lambda: now[0])
-    retries = client.RetryLog()
-    for now[0] in (0.0, 1.0, 59.0, 60.0):
-        retries.note("POST /x", client.Unsent("busy"), 1, 5)
-    retries.note("POST /x", OSError("gone"), 2, 5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "POST /x: busy; trying again (attempt 1 of 5)",
-        "POST /x: busy; trying again (attempt 1 of 5; 2 more since the last message)",
-        "POST /x: gone; trying again (attempt 2 of 5)",
-    ]
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_a_server_that_stays_busy_ends_in_an_error_with_the_number_of_attempts():
@@ -506,7 +491,11 @@ def test_a_server_that_was_started_again_is_given_the_weights_before_it_generate
             await engine.generate([REQUEST])
         assert (await engine.generate([REQUEST]))[0].versions.tolist() == [1, 1]
 
-    played(story)
+    incidents = []
+    with reported_to(incidents.append):
+        played(story)
+    assert [one.kind for one in incidents] == ["died"]
+    assert "the server has lost version 1 (it holds 'default')" in incidents[0].message
 
 
 def test_hundreds_of_requests_are_with_the_server_at_once_and_leave_it_when_they_are_cancelled():
