@@ -247,6 +247,28 @@ def test_closing_fails_all_callers_and_leaves_no_task():
     tell(story)
 
 
+def test_closing_waits_until_the_running_call_has_cleaned_up():
+    ended = []
+
+    class Careful(Calls):
+        async def __call__(self, items):
+            try:
+                return await super().__call__(items)
+            finally:
+                await asyncio.sleep(3.0)
+                ended.append(asyncio.get_running_loop().time())
+
+    async def story(batcher, calls):
+        caller = asyncio.create_task(batcher.submit([1] * 4))
+        await asyncio.sleep(0.5)
+        await batcher.aclose()
+        assert ended == [3.5]
+        assert asyncio.all_tasks() <= {asyncio.current_task(), caller}
+        await asyncio.gather(caller, return_exceptions=True)
+
+    tell(story, Careful())
+
+
 Arrival = st.tuples(
     st.floats(0, 3), st.lists(st.integers(-1, 9), min_size=1, max_size=9), st.none() | st.floats(0, 3)
 )

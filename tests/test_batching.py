@@ -103,6 +103,18 @@ def test_updates_are_whole_groups_dealt_evenly(groups: list[int], n: int) -> Non
     assert not dealt or max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
+def test_groups_are_dealt_in_turn_so_that_what_comes_in_blocks_is_mixed() -> None:
+    rows = [row(group) for group in range(7) for _ in range(2)]
+    updates = split_updates(rows, 3)
+    assert [sorted({r.group for r in update}) for update in updates] == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+@given(lengths_, budgets, overheads)
+def test_the_longest_microbatch_comes_first(lengths: list[int], budget: int, overhead: int) -> None:
+    longest = [max(lengths[i] for i in part) for part in microbatches(lengths, budget, overhead=overhead)]
+    assert longest == sorted(longest, reverse=True)
+
+
 def test_no_rows_make_no_updates_and_no_microbatches() -> None:
     assert split_updates([], 4) == []
     assert microbatches([], 100) == []

@@ -159,6 +159,23 @@ def test_kept_rollouts_hold_the_last_step_that_may_train_them():
     assert buffer.take() is None
 
 
+def test_what_failed_is_offered_again_in_the_order_of_its_deadlines():
+    """Slot 0 was stamped anew, so slot 1, which kept a rollout, has the earlier deadline."""
+    buffer = a_buffer(max_staleness=2)
+    slots = fill(buffer)
+    for slot in slots[2:4]:
+        buffer.complete(slot, slot.id)
+    buffer.take()
+    buffer.advance()
+    buffer.fail(slots[0])
+    (anew,) = buffer.reserve()
+    buffer.fail(anew)
+    buffer.fail(slots[1], partial_rollouts=["a finished rollout"])
+    again = [slot for _ in range(2) for slot in buffer.reserve()]
+    assert [slot.id for slot in again] == [1, 0]
+    assert [slot.target_version for slot in again] == [2, 3]
+
+
 def test_a_late_answer_of_an_abandoned_attempt_is_refused():
     buffer = a_buffer()
     slot = fill(buffer)[0]

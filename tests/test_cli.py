@@ -361,12 +361,16 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again(here):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_it_at_once(here):
-    process = start(here, *FORTY, *LONG, "--set", "trainer.steps=100000", "--output", "run")
-    wait_for(lambda: steps_done(here / "run") >= 1, process)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_it_at_once(here, how):
+    """The step never ends, so that the first signal alone would not end the run."""
+    (here / "losses.py").write_text("import time\n\ndef hangs(inputs):\n    time.sleep(3600)\n")
+    process = start(here, *FORTY, *LONG, "--set", "loss.name=./losses.py:hangs", "--output", "run")
+    wait_for(lambda: (here / "run" / "events.jsonl").exists() and events(here / "run", "GroupsReady"), process)
+    process.send_signal(how)
+    assert any(f"{how.name}: ending after this step" in line for line in process.stdout)
+    process.send_signal(how)
+    process.communicate(timeout=60)
     assert process.returncode == 130
     assert not descendants_of(process.pid)
 

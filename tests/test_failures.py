@@ -210,6 +210,23 @@ def test_03_a_single_wrong_byte_names_its_tensor(model):
         read_weights(weights)
 
 
+@pytest.mark.parametrize("size", [5, 8, 21])
+def test_03_the_checksum_counts_every_byte_also_those_beyond_the_last_whole_word(size):
+    weights = SharedMemoryWriter().write(7, [("a", torch.arange(size, dtype=torch.uint8))])
+    (info,) = weights.tensors
+    with open(weights.location, "r+b") as memory:
+        for place in range(size):
+            memory.seek(info.offset + place)
+            memory.write(bytes([place ^ 1]))
+            memory.flush()
+            with pytest.raises(WeightSyncError, match="tensor 'a' .* is not what"):
+                read_weights(weights)
+            memory.seek(info.offset + place)
+            memory.write(bytes([place]))
+            memory.flush()
+    assert read_weights(weights)["a"].tolist() == list(range(size))
+
+
 REQUEST = GenerationRequest(prompt_ids=tuple(range(5, 45)), max_tokens=4, temperature=0.0)
 
 

@@ -22,6 +22,7 @@ from grpo_core.events import (
 )
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Pipeline, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback
@@ -153,6 +154,39 @@ def test_with_in_order_the_same_seed_gives_the_same_weights_whatever_finishes_fi
         return done.trainer.state
 
     assert len({weights(seed) for seed in range(8)}) == 1
+
+
+def test_the_sampler_is_told_the_trainers_version_although_the_engine_holds_an_older_one():
+    """A filtered group frees its slot while the engine still takes the weights of the last step."""
+    equal = FakeEnvironment(lambda e: Feedback(reward=float(e.prompt.id not in "048" and e.reply == "a")))
+    dynamic = DynamicSampling(max_extra_groups=100)
+    done = Run(environment=equal, engine=FakeEngine(update_seconds=2.0), dynamic=dynamic, max_staleness=2)
+    versions = []
+
+    def draw(request, draw=done.pipeline.draw):
+        versions.append(done.trainer.version)
+        return draw(request)
+
+    done.pipeline.draw = draw
+    done()
+    assert [request.current_version for request in done.requests] == versions
+    assert any(request.generation_version < request.current_version for request in done.requests)
+
+
+def test_what_is_sampled_depends_on_the_seed_of_the_run_and_on_nothing_else():
+    def seeds(seed):
+        asked = []
+
+        def reply(request, rng):
+            asked.append(request.seed)
+            return rng.choice("ab")
+
+        Run(seed=seed, steps=3, policy="in_order", engine=FakeEngine(reply=reply))()
+        return sorted(asked)
+
+    assert len(set(seeds(0))) == len(seeds(0))
+    assert seeds(0) == seeds(0)
+    assert set(seeds(0)).isdisjoint(seeds(1))
 
 
 # ---------------------------------------------------------------------------------- what goes wrong
@@ -412,6 +446,27 @@ def test_stop_ends_after_the_step_with_a_checkpoint_and_the_rest_can_be_trained_
     assert 0 < version < 12
     again = resumed(saved[0])()
     assert sorted(map(int, first.trained + again.trained)) == list(range(48))
+
+
+def test_a_run_that_is_stopped_begins_no_validation():
+    begun = []
+    run_ = Run(schedule={"validate_every": 1})
+
+    async def validate(version):
+        begun.append(version)
+        return {"task": {"accuracy": 0.5}}
+
+    class Stopping(FakeTrainer):
+        async def step(self, batch):
+            result = await super().step(batch)
+            if batch.step == 3:
+                await run_.pipeline.stop()
+            return result
+
+    run_.pipeline.validate, run_.pipeline.trainer = validate, Stopping()
+    assert run_().result == "interrupted"
+    assert run_.buffer.version == 4
+    assert begun == [0, 1, 2, 3]
 
 
 # ---------------------------------------------------------------------------------- waiting

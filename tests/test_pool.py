@@ -199,6 +199,24 @@ def test_later_turns_of_a_group_go_where_the_first_went_unless_that_has_far_more
     run(story())
 
 
+def test_the_member_of_the_newest_group_is_remembered_when_too_many_are(monkeypatch):
+    monkeypatch.setattr("grpo_core.engines.pool.HOMES", 1)
+
+    async def story():
+        world = World()
+        pool = world.pool(2)
+        await pool.update_weights(weights(0))
+        await asyncio.gather(pool.generate(group(0)), pool.generate(group(1)))
+        running = asyncio.create_task(pool.generate(group(1, tokens=9)))
+        await asyncio.sleep(0.5)
+        await pool.generate(group(1, 1))
+        assert not any(seed >= 1000 for seed in world.made[0].seeds), "though it has nothing to do"
+        await running
+        await pool.aclose()
+
+    run(story())
+
+
 # ---------------------------------------------------------------------------------- death
 
 
@@ -402,6 +420,43 @@ def test_a_slow_member_delays_no_other_and_gets_no_request_before_it_holds_the_n
     run(story())
 
 
+def test_an_update_waits_twice_as_long_as_the_quickest_member_took():
+    async def story():
+        world = World()
+        pool = world.pool(2, lag=1.0)
+        await pool.update_weights(weights(0))
+        quick, slow = world.made
+        quick.update_seconds, slow.update_seconds = 3.0, 5.0
+        began = now()
+        await pool.update_weights(weights(1))
+        assert slow.version == 1, "it came within twice the time of the quickest"
+        assert now() - began == pytest.approx(5.0, abs=0.1)
+        await pool.aclose()
+
+    run(story())
+
+
+def test_after_a_cancelled_update_all_members_go_back_to_the_version_before():
+    async def story():
+        world = World()
+        pool = world.pool(2, lag=100.0)
+        await pool.update_weights(weights(0))
+        quick, slow = world.made
+        slow.update_seconds = 10.0
+        updating = asyncio.create_task(pool.update_weights(weights(1)))
+        await asyncio.sleep(1.0)
+        assert quick.version == 1
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+        await asyncio.sleep(60.0)
+        assert [quick.version, slow.version] == [0, 0]
+        answers = await pool.generate(group(0) + group(1))
+        assert {version for answer in answers for version in answer.versions} == {0}
+        await pool.aclose()
+
+    run(story())
+
+
 def test_a_member_that_is_behind_goes_straight_to_the_newest_and_delays_no_later_update():
     async def story():
         world = World()
@@ -595,6 +650,25 @@ def test_a_leaving_member_finishes_its_requests():
         assert {seed // 1000 for seed in world.made[1].seeds} == {1}
         with pytest.raises(EngineError, match=r"there is no member 0, only \[1\]"):
             await pool.leave(0)
+        await pool.aclose()
+
+    run(story())
+
+
+def test_a_leaving_member_gets_no_more_requests_although_it_has_the_least_to_do():
+    async def story():
+        world = World()
+        pool = world.pool(2)
+        await pool.update_weights(weights(0))
+        running = asyncio.create_task(pool.generate([*group(0, 1, tokens=5), *group(1, tokens=50)]))
+        await asyncio.sleep(0.5)
+        (leaver,) = (worker for worker in world.made if 0 in worker.seeds)
+        leaving = asyncio.create_task(pool.leave(leaver.number))
+        await asyncio.sleep(0.5)
+        await pool.generate(group(2))
+        assert leaver.seeds == [0]
+        await leaving
+        await running
         await pool.aclose()
 
     run(story())

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -56,6 +57,25 @@ def test_a_version_that_was_written_over_is_refused_and_the_next_is_sent(writer)
     with pytest.raises(WeightSyncError, match=r"version 1 did not arrive.*the trainer holds version 2 now"):
         read_weights(old)
     assert read_weights(new)["a"][0, 0] == 2.0
+
+
+def test_no_version_is_written_over_while_it_is_sent(writer):
+    size = 8 << 20
+    ones = writer.write(1, [("a", torch.ones(size, dtype=torch.uint8))])
+    *where, publication = json.loads(ones.location.removeprefix("collective:"))
+    line = collective._Line(*where)
+    assert line._ask({"publication": publication}) == {}, "it is being sent from now on"
+    twos = [("a", torch.full((size,), 2, dtype=torch.uint8))]
+    writing = threading.Thread(target=writer.write, args=(2, twos))
+    writing.start()
+    writing.join(0.3)
+    waits = writing.is_alive()
+    block = torch.empty(ones.nbytes, dtype=torch.uint8)
+    line._group.recv([block], collective._TRAINER, 0).wait()
+    writing.join()
+    line.close()
+    assert waits, "it is not written over before the engine has received all"
+    assert block.eq(1).all()
 
 
 def test_the_same_version_is_sent_once(writer):

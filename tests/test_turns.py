@@ -145,6 +145,61 @@ def test_a_row_is_the_engines_tokens_with_the_answers_in_between(lengths, answer
         assert not total or len(prompt) + len(tokens) <= total
 
 
+def test_metrics_of_all_turns_are_kept_and_the_last_value_of_each_counts():
+    def feedback(episode):
+        metrics = {f"turn {episode.turn}": 1.0, "last": float(episode.turn)}
+        return Feedback(reward=0.0, done=episode.turn == 2, messages="go on", metrics=metrics)
+
+    (rollout,) = played(FakeEnvironment(feedback, max_turns=3), FakeEngine())
+    assert rollout.metrics == {"turn 0": 1.0, "turn 1": 1.0, "turn 2": 1.0, "last": 2.0}
+
+
+@pytest.mark.parametrize(("said", "ended"), [("ab", False), ("a.", True), ("", False)])
+def test_the_renderer_is_told_whether_the_model_has_ended_its_turn_itself(said, ended):
+    """After a stop string the template's end of turn is missing in the row, and must be added."""
+    told = []
+
+    class Renderer(FakeRenderer):
+        stop_token_ids = (ord("."),)
+
+        def continuation_ids(self, messages, *, said=None, ended=True):
+            told.append(ended)
+            return super().continuation_ids(messages)
+
+    environment = FakeEnvironment(
+        lambda episode: Feedback(reward=0.0, done=episode.turn == 1, messages="go on"), max_turns=2
+    )
+    played(environment, FakeEngine(reply=lambda request, rng: said), renderer=Renderer())
+    assert told == [ended]
+
+
+def test_one_prompt_with_other_tools_is_rendered_anew():
+    tools = ({"type": "function", "function": {"name": "a"}}, {"type": "function", "function": {"name": "b"}})
+
+    class Environment(FakeEnvironment):
+        async def open(self, prompts):
+            return [grpo.SessionStart(tools=tools[i % 2 :][:1]) for i in range(len(prompts))]
+
+    class Renderer(FakeRenderer):
+        def prompt_ids(self, messages, tools=()):
+            return super().prompt_ids([*({"content": t["function"]["name"]} for t in tools), *messages])
+
+    prompt, engine = prompts(1)[0], FakeEngine()
+
+    async def story():
+        await engine.update_weights(weights(0))
+        return await play(
+            [RolloutRequest(prompt=prompt, seed=i) for i in range(4)],
+            engine=engine,
+            environments={"task": Environment()},
+            renderer=Renderer(),
+            sampling=SAMPLING,
+        )
+
+    shown = [FakeRenderer().text(rollout.prompt_ids) for rollout in run(story())]
+    assert shown == ["aprompt 0", "bprompt 0"] * 2
+
+
 # ---------------------------------------------------------------------------------- tools
 
 
