@@ -366,7 +366,9 @@ def test_a_second_ctrl_c_ends_it_at_once(here, how):
     """The step never ends, so that the first signal alone would not end the run."""
     (here / "losses.py").write_text("import time\n\ndef hangs(inputs):\n    time.sleep(3600)\n")
     process = start(here, *FORTY, *LONG, "--set", "loss.name=./losses.py:hangs", "--output", "run")
-    wait_for(lambda: (here / "run" / "events.jsonl").exists() and events(here / "run", "GroupsReady"), process)
+    wait_for(
+        lambda: (here / "run" / "events.jsonl").exists() and events(here / "run", "GroupsReady"), process
+    )
     process.send_signal(how)
     assert any(f"{how.name}: ending after this step" in line for line in process.stdout)
     process.send_signal(how)

@@ -219,7 +219,7 @@ def test_03_the_checksum_counts_every_byte_also_those_beyond_the_last_whole_word
             memory.seek(info.offset + place)
             memory.write(bytes([place ^ 1]))
             memory.flush()
-            with pytest.raises(WeightSyncError, match="tensor 'a' .* is not what"):
+            with pytest.raises(WeightSyncError, match=r"tensor 'a' .* is not what"):
                 read_weights(weights)
             memory.seek(info.offset + place)
             memory.write(bytes([place]))

@@ -1,4 +1,4 @@
-"""The trainer in a run computes what plain torch computes: each option that changes a weight is in this test."""
+"""The trainer in a run computes what plain torch computes, with every option that changes a weight."""
 
 from __future__ import annotations
 
