@@ -235,6 +235,12 @@ class Child:
                 code = await asyncio.to_thread(self._process.wait)
                 self._death = errors.ChildDied(f"{self.name} died ({_exit(code)}){self._last_words()}")
             self._fail_waiting()
+        except Exception as error:  # of unpickling; its callers must not wait for ever
+            self.kill(
+                errors.ChildDied(
+                    f"{self.name} was killed: its answer is unreadable: {errors.describe(error)}"
+                )
+            )
 
     def _fail_waiting(self) -> None:
         for future in self._waiting.values():
@@ -298,6 +304,11 @@ class Connection:
             frame = _frame(Answer(id, error=told, traceback=text))
         self._send(frame)
 
+    def close(self) -> None:
+        """Close this process's end of the socket."""
+        self._selector.close()
+        self._socket.close()
+
     def answer(self, call: Call, target: Any) -> None:
         """Call the method, and send its result or error."""
         try:
@@ -336,6 +347,7 @@ def main(fd: int, parent: int) -> None:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=fd))
+    os.register_at_fork(after_in_child=connection.close)  # or the parent would not see this process end
     try:
         hello = connection.receive()
         assert hello is not None

@@ -32,16 +32,21 @@ def make(n: int, d: int, v: int, dtype: torch.dtype, *, bias: bool = False, seed
     )
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 1 << 30], ids=["computed again", "kept"])
-@settings(max_examples=25)
-@given(
-    n=st.integers(1, 40),
-    v=st.integers(1, 30),
-    chunk=st.integers(1, 50),
-    bias=st.booleans(),
-    temperature=st.sampled_from([1.0, 0.7, 2.0]),
-    seed=st.integers(0, 99),
-)
+def cases(rows):
+    """Run a test on shapes of up to ``rows`` rows, with and without the memory that keeps probabilities."""
+    shapes = given(
+        n=st.integers(1, rows),
+        v=st.integers(1, 30),
+        chunk=st.integers(1, 50),
+        bias=st.booleans(),
+        temperature=st.sampled_from([1.0, 0.7, 2.0]),
+        seed=st.integers(0, 99),
+    )
+    kept = pytest.mark.parametrize("keep_bytes", [0, 1 << 30], ids=["computed again", "kept"])
+    return lambda test: kept(settings(max_examples=25)(shapes(test)))
+
+
+@cases(rows=40)
 def test_values_and_gradients_are_those_of_log_softmax(
     keep_bytes: int, n: int, v: int, chunk: int, bias: bool, temperature: float, seed: int
 ) -> None:
@@ -61,16 +66,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
     assert not entropy.requires_grad
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 1 << 30], ids=["computed again", "kept"])
-@settings(max_examples=25)
-@given(
-    n=st.integers(1, 20),
-    v=st.integers(1, 30),
-    chunk=st.integers(1, 50),
-    bias=st.booleans(),
-    temperature=st.sampled_from([1.0, 0.7, 2.0]),
-    seed=st.integers(0, 99),
-)
+@cases(rows=20)
 def test_the_gradient_of_the_entropy_is_that_of_log_softmax(
     keep_bytes: int, n: int, v: int, chunk: int, bias: bool, temperature: float, seed: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from grpo_core.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
 from grpo_core.processes import Child, RemoteTraceback
 
 HERE = Path(__file__).parent
+PYTHONPATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 
 class Target:
@@ -65,6 +67,29 @@ class Target:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return True
 
+    def poison(self):
+        return Poison()
+
+    def fork(self):
+        if (pid := os.fork()) == 0:
+            signal.pause()
+        return pid
+
+    def leave(self):
+        os._exit(1)
+
+
+class Poison:
+    """An object that only the process that made it can unpickle."""
+
+    def __reduce__(self):
+        return _only_in, (os.getpid(),)
+
+
+def _only_in(pid):
+    if os.getpid() != pid:
+        raise TypeError("not here")
+
 
 class Echo:
     """A target that runs its own loop and answers out of order."""
@@ -79,7 +104,7 @@ class Echo:
 
 
 def child(factory="Target", log=None, **kwargs):
-    environ = {"PYTHONPATH": str(HERE)}
+    environ = {"PYTHONPATH": PYTHONPATH}
     return Child(f"test_processes:{factory}", kwargs, name="child of a test", environ=environ, log=log)
 
 
@@ -162,6 +187,31 @@ def test_a_child_that_dies_is_named_with_its_last_words(tmp_path):
     story(closing(child(log=tmp_path / "log"), use))
 
 
+def test_an_answer_that_cannot_be_unpickled_ends_the_child_and_no_caller_waits_for_ever():
+    async def use(target):
+        poison = asyncio.create_task(target.call("poison", seconds=None))
+        hanging = asyncio.create_task(target.call("hang", seconds=None))
+        for call in (poison, hanging):
+            with pytest.raises(ChildDied, match="its answer is unreadable: TypeError: not here"):
+                await asyncio.wait_for(call, 60)
+        assert not target.alive
+
+    story(closing(child(), use))
+
+
+def test_a_process_that_the_child_forked_does_not_hide_its_death():
+    async def use(target):
+        forked = await target.call("fork", seconds=60)
+        try:
+            with pytest.raises(ChildDied, match="exit status 1"):
+                await asyncio.wait_for(target.call("leave", seconds=None), 60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(forked, signal.SIGKILL)
+
+    story(closing(child(), use))
+
+
 def test_a_future_is_answered_when_it_is_done_and_holds_no_other_call_up():
     async def use(c):
         first = asyncio.create_task(c.call("later", "you", seconds=20))
@@ -210,7 +260,7 @@ def test_no_child_outlives_its_parent(sent):
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         text=True,
     )
     with parent:

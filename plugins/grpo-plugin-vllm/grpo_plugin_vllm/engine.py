@@ -74,7 +74,11 @@ class VllmEngine(ChildEngine):
             server="grpo_plugin_vllm.server:Server",
             options={"options": options},
             # threads that spin while they wait would take the trainer's cores
-            env_vars={"VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive"},
+            env_vars={
+                "VLLM_NO_USAGE_STATS": "1",
+                "OMP_WAIT_POLICY": "passive",
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not start CUDA in this process
+            },
         )
 
     async def prefix_cache(self) -> dict[str, int]:

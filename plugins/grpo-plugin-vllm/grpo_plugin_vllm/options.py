@@ -13,6 +13,9 @@ from grpo_core import EngineSetup
 from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
 
 CPU_CACHE_MIB = 256
+BATCHED_TOKENS = 16384
+"""Number of tokens of a decoding step on a GPU, as vLLM's own offline class has it; its engine's default is
+2048, and prompts that are computed again after an update would take eight times as many steps."""
 
 
 @frozen(kw_only=True)
@@ -29,7 +32,16 @@ class Options:
     keep_cache: bool
     seeds: bool
     sleep_after: float = field(validator=validators.ge(0))
-    vllm: Mapping[str, Any]
+    vllm: Mapping[str, Any] = field()
+
+    @vllm.validator
+    def _check_vllm(self, attribute: Any, value: Mapping[str, Any]) -> None:
+        replicas = value.get("data_parallel_size", 1)
+        if replicas != 1:
+            raise ValueError(
+                f"'vllm' has data_parallel_size = {replicas!r}: only the first replica would get weights; "
+                "use engine.workers for several engines"
+            )
 
 
 def arguments(options: Options, setup: EngineSetup, *, device: str, dtype: str) -> dict[str, Any]:
@@ -60,9 +72,13 @@ def arguments(options: Options, setup: EngineSetup, *, device: str, dtype: str) 
         chosen["block_size"] = 32  # the default of 128 tokens shares no shorter prompt
         chosen["enable_chunked_prefill"] = False  # a seeded request whose prompt is split ends the engine
     else:
+        chosen["max_num_batched_tokens"] = BATCHED_TOKENS
         chosen["gpu_memory_utilization"] = options.memory_fraction
         chosen["enable_sleep_mode"] = options.sleep_after > 0
-    return chosen | dict(options.vllm)
+    given = dict(options.vllm)
+    if dtype != "float32":  # a rounded logit would be noise in the ratio of each token
+        given["hf_overrides"] = {"head_dtype": "float32", **given.get("hf_overrides", {})}
+    return chosen | given
 
 
 def has_tokenizer(model: str) -> bool:
@@ -72,6 +88,7 @@ def has_tokenizer(model: str) -> bool:
 def prepare(device: str) -> None:
     """Set what vLLM reads from the environment of its processes; before it is imported."""
     os.environ[SERVER] = str(os.getpid())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit our socket, and CUDA's state
     if device == "cpu":
         os.environ[PLAIN_LINEAR] = "1"
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: no core to spare

@@ -5,6 +5,9 @@ On a CPU vLLM decodes in this process; on GPUs in separate processes, while this
 
 from __future__ import annotations
 
+import multiprocessing.connection
+import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -92,7 +95,11 @@ class Server(DecodingServer):
             if output.finished:
                 self._prompt_tokens += len(output.prompt_token_ids)
                 self._cached_tokens += output.num_cached_tokens or 0
-                yield int(output.request_id), completing.completion(output)
+                try:
+                    result: Completion | EngineError = completing.completion(output)
+                except EngineError as error:  # of this request alone
+                    result = error
+                yield int(output.request_id), result
 
     def forget(self, keys: set[int]) -> None:
         self._engine.abort_request([str(key) for key in keys])
@@ -147,6 +154,7 @@ class Server(DecodingServer):
             raise WeightSyncError(
                 f"engine vllm: vLLM does not start: {type(error).__name__}: {error}"
             ) from error
+        _watch(engine)
         if self._device == "cpu":
             _check_heads(engine.model_config.get_head_size())
         self._engine = engine
@@ -170,6 +178,21 @@ class Server(DecodingServer):
         if self._asleep:
             self._engine.wake_up()
             self._asleep = False
+
+
+def _watch(engine: Any) -> None:
+    """End this process as soon as one of vLLM's own processes ends: vLLM would wait for it for ever."""
+    resources = getattr(engine.engine_core, "resources", None)
+    manager = getattr(resources, "engine_manager", None)
+    if manager is None:  # vLLM decodes in this process
+        return
+
+    def wait() -> None:
+        multiprocessing.connection.wait(manager.sentinels())
+        print("engine vllm: a process of vLLM has ended; this one ends with it", flush=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="watch over vLLM's processes", daemon=True).start()
 
 
 def _check_heads(width: int) -> None:

@@ -27,6 +27,9 @@ By default it multiplies by copies in its own layout.  They cannot be updated in
 an output layer that is tied to the embeddings is forgotten: it keeps the old weights.
 """
 
+LAYERWISE = "GRPO_CORE_VLLM_LAYERWISE"
+"""Environment variable for tests on a CPU: "1" makes it load weights layer by layer, as a GPU does."""
+
 SERVER = "GRPO_CORE_VLLM_SERVER"
 """Environment variable: the process that vLLM's processes must not outlive."""
 

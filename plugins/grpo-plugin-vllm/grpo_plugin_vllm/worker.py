@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 
 from grpo_core import WeightSyncError
 from grpo_core.engine_kit import read_weights
-from grpo_plugin_vllm.transfer import PLAIN_LINEAR, from_table
+from grpo_plugin_vllm.transfer import LAYERWISE, PLAIN_LINEAR, from_table
 
 
 @dataclass
@@ -74,8 +74,10 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._in_place = current_platform.is_cpu()
-        if self._in_place and os.environ.get(PLAIN_LINEAR) != "1":
+        self._in_place = current_platform.is_cpu() and os.environ.get(LAYERWISE) != "1"
+        self._names: set[str] = set()
+        """Parameters that an update must bring; a tied one is named once."""
+        if current_platform.is_cpu() and os.environ.get(PLAIN_LINEAR) != "1":
             raise RuntimeError(
                 f"vLLM on a CPU cannot take weights from grpo-core as it is: start it with {PLAIN_LINEAR}=1 "
                 "in its environment"
@@ -85,6 +87,10 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
+        # a quantised model has parameters that no checkpoint names; and the names are taken first, since a
+        # layerwise reload gives each of two tied modules a parameter of its own
+        quantised = self.model_config.quantization is not None
+        self._names = set() if quantised else {name for name, _ in self.model.named_parameters()}
         if not self._in_place:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -92,14 +98,13 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # the trainer may write there again once this returns
+        _synchronize()  # the trainer may write there again once this returns
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         tensors = read_weights(from_table(**vars(update_info)), verify=False)
         loaded = self.model.load_weights(iter(tensors.items()))
-        missing = {name for name, _ in self.model.named_parameters()} - (loaded or set())
-        if loaded is not None and missing:
+        missing = self._names - loaded if loaded is not None else set()
+        if missing:
             raise ValueError(f"version {update_info.version} has nothing for {sorted(missing)}")
 
     def finish_weight_update(self) -> None:
@@ -107,6 +112,12 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
+            _synchronize()  # padded layers are copied only now
 
     def shutdown(self) -> None:
         pass
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

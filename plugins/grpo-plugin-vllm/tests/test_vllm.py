@@ -15,7 +15,7 @@ import pytest
 import torch
 from killing import Run, left_after
 
-from grpo_core import ModelError
+from grpo_core import EngineError, GenerationRequest, ModelError
 from grpo_core.testing import (
     ENGINE_LAWS,
     CollectiveWriter,
@@ -25,6 +25,7 @@ from grpo_core.testing import (
     start_engine,
 )
 from grpo_plugin_vllm.engine import VllmEngine
+from grpo_plugin_vllm.transfer import LAYERWISE
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 
@@ -36,10 +37,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory):
+@pytest.fixture(scope="module", params=["0", "1"], ids=["in place", "layer by layer, as on a GPU"])
+def tried(tmp_path_factory, request):
     model = make_test_model(tmp_path_factory.mktemp("model"))
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LAYERWISE, request.param)
         engine = runner.run(start_engine(VllmEngine, model, max_rows=64, cache_mib=64))
         tried = EngineUnderTest(engine=engine, model=model, recomputes=True)
         runner.run(engine.update_weights(tried.publish(0)))
@@ -67,6 +69,16 @@ def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, mo
         pid = engine.pid
         decoding = children(pid)
         assert decoding
+        request = GenerationRequest(prompt_ids=(5, 8, 2), max_tokens=250)
+        generating = asyncio.create_task(tried.engine.generate([request] * 64))
+        await tried.engine.generate([GenerationRequest(prompt_ids=(5, 8, 2), max_tokens=1)])
+        os.kill(decoding[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match="died while it generated"):
+            await asyncio.wait_for(generating, 30)
+        assert len(await tried.engine.generate([request])) == 1, "another has been started"
+        assert not left_after([pid, *decoding])
+        pid = engine.pid
+        decoding = children(pid)
         os.kill(pid, signal.SIGKILL)
         assert not left_after([pid, *decoding])
         await engine.aclose()
@@ -93,7 +105,11 @@ def test_vllm_shares_a_gpu_with_the_trainer(sleep_after, tmp_path):
 
 
 def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The processes in which vLLM decodes."""
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        child for child in found if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def test_vllm_keeps_the_contract_of_engines(tmp_path):

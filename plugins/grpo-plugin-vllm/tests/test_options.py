@@ -1,0 +1,43 @@
+"""The options of the engine `vllm` become arguments of vLLM, for a CPU and for a GPU."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from grpo_core import EngineSetup
+from grpo_plugin_vllm.engine import VllmEngine
+from grpo_plugin_vllm.options import BATCHED_TOKENS, Options, arguments
+
+
+def options(**chosen):
+    parameters = inspect.signature(VllmEngine).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.name not in ("setup", "vllm")}
+    return Options(**{**defaults, "vllm": {}, **chosen})
+
+
+def given(*, device="cuda", dtype="bfloat16", **chosen):
+    return arguments(options(**chosen), EngineSetup(model="m"), device=device, dtype=dtype)
+
+
+def test_a_rounded_model_computes_its_logits_in_float32():
+    assert given()["hf_overrides"] == {"head_dtype": "float32"}
+    assert "hf_overrides" not in given(dtype="float32")
+
+
+def test_the_users_arguments_win():
+    chosen = given(vllm={"hf_overrides": {"head_dtype": "model"}, "max_num_batched_tokens": 4096})
+    assert chosen["hf_overrides"] == {"head_dtype": "model"}
+    assert chosen["max_num_batched_tokens"] == 4096
+
+
+def test_on_a_gpu_a_step_may_have_as_many_tokens_as_in_vllms_offline_class():
+    assert given()["max_num_batched_tokens"] == BATCHED_TOKENS
+    assert "max_num_batched_tokens" not in given(device="cpu", dtype="float32")
+
+
+def test_replicas_are_refused_since_only_the_first_would_get_weights():
+    with pytest.raises(ValueError, match=r"data_parallel_size = 2: only the first replica.*engine\.workers"):
+        options(vllm={"data_parallel_size": 2})
+    options(vllm={"data_parallel_size": 1})
