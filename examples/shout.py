@@ -11,6 +11,8 @@ import grpo_core as grpo
 class Shout(grpo.Environment):
     """Say a word in capitals: "hedge:" is answered by "HEDGE"."""
 
+    success = 1.0  # the reward from which a reply counts as right
+
     def prompts(self, split):
         words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=5)]
         chosen = words[1::2] if split == "train" else words[::100]

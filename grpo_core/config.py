@@ -76,6 +76,9 @@ class TaskConfig:
     """Options are passed to the environment's factory."""
     weight: float = field(default=1.0, validator=ge(0))
     """Relative share of the prompts, for samplers that weigh tasks."""
+    success: float | None = None
+    """Reward from which a rollout is a success, which `accuracy` counts; without it, the environment's own
+    threshold, if it declares one."""
     source: SourceConfig = field(factory=SourceConfig)
     """Prompts can come from a file or data set instead of the environment."""
 

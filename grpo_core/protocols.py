@@ -41,6 +41,9 @@ class Environment:
     needs_group: bool = False
     """Whether ``evaluate`` compares the rollouts of a group (relative rewards).  It then sees whole groups,
     once no rollout of the group calls a tool any more, including the rollouts that have ended."""
+    success: float | None = None
+    """Reward from which a rollout is a success; ``accuracy`` is the share of successes.  None: the run claims
+    no accuracy, and the mean reward stands for the task."""
     tools: Sequence[Callable[..., Any]] = ()
     """Functions that the model may call, sync or async, with type hints and a docstring in Google's format.
     The core runs them and sends their results back as messages of the role "tool"; ``evaluate`` sees an
@@ -286,6 +289,7 @@ class EnvironmentClient(Protocol):
 
     max_turns: int
     needs_group: bool
+    success: float | None
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Begin a session for each prompt, in order, under the name that is its key."""

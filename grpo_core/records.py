@@ -316,6 +316,8 @@ class Rollout:
     messages: tuple[Message, ...] = ()
     reward: float | None = None
     """Sum of the rewards of its turns; None is unscored."""
+    success: bool | None = None
+    """Whether the reward is a success; None if it is unscored, or its environment declares no ``success``."""
     metrics: Mapping[str, float] = field(factory=dict)
     answer: str | None = None
     """The answer in its last feedback."""

@@ -50,7 +50,9 @@ class Shuffled(Words):
 
 
 class Mean(Words):
-    """Its own solution gets half of the marks."""
+    """Its own solution gets half of what it declares as a success."""
+
+    success = 1.0
 
     def judge(self, reply, answer):
         return 0.5 * (reply == answer)
@@ -143,6 +145,64 @@ class SameBeginning(TwoTurns):
         return [grpo.Prompt(messages="Ready?", answer=p.answer, id=p.answer) for p in super().prompts(split)]
 
 
+class Ranked(Words):
+    """Orders the replies of a group, from 0 for the worst to 1 for the best."""
+
+    needs_group = True
+
+    def evaluate(self, episodes):
+        return [self.rank(e, [o for o in episodes if o.group == e.group]) for e in episodes]
+
+    def rank(self, episode, group):
+        mine = self.quality(episode)
+        return sum(self.quality(other) < mine for other in group) / (len(group) - 1)
+
+    def quality(self, episode):
+        return sum(one == other for one, other in zip(episode.reply, episode.prompt.answer, strict=False))
+
+
+class RankedBackwards(Ranked):
+    """Prefers whatever is wrong."""
+
+    def quality(self, episode):
+        return -super().quality(episode)
+
+
+class Points(Words):
+    """Pays up to ten points, and says nothing about success."""
+
+    def judge(self, reply, answer):
+        return 10.0 * (reply == answer)
+
+
+class Praise(Words):
+    """Pays the same for everything."""
+
+    def judge(self, reply, answer):
+        return 10.0
+
+
+class Shared(Words):
+    """Gives the results of its first 32 episodes, as does an array of a fixed size."""
+
+    def evaluate(self, episodes):
+        return super().evaluate(episodes)[:32]
+
+
+class TooFew(Words):
+    def evaluate(self, episodes):
+        return super().evaluate(episodes)[:1]
+
+
+class BatchBug(Words):
+    """Fails for every batch, and succeeds for single episodes."""
+
+    def evaluate(self, episodes):
+        if len(episodes) > 1:
+            raise RuntimeError("CUDA out of memory: the reward model cannot take this batch")
+        return super().evaluate(episodes)
+
+
 class Speechless(TwoTurns):
     """Knows how to begin."""
 
@@ -161,7 +221,7 @@ def failed(make):
 # ---------------------------------------------------------------------------------- environments
 
 
-@pytest.mark.parametrize("kept", [Words, RelativeInGroups, Sessions, TwoTurns, SameBeginning])
+@pytest.mark.parametrize("kept", [Words, RelativeInGroups, Sessions, TwoTurns, SameBeginning, Ranked, Points])
 def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
     assert {name: (f.outcome, f.told) for name, f in findings(kept).items() if f.outcome != "passed"} == {}
     assert set(Sessions.live.values()) <= {0}, "each session is closed, and once"
@@ -172,7 +232,16 @@ def test_an_environment_that_keeps_its_contract_passes_every_check(kept):
     [
         (Empty, "prompts to train on", 'prompts("train") is empty'),
         (Shuffled, "the same prompts each time", "9 prompts of which 9 differ"),
-        (Mean, "a solution gets full marks", "its own solution: reward 0.5, expected at least 1"),
+        (Mean, "a solution gets full marks", "its own solution: reward 0.5, expected at least 1.0, which"),
+        (
+            Praise,
+            "a solution gets full marks",
+            "reward 10, expected more than for 'I do not know.': reward 10",
+        ),
+        (RankedBackwards, "a solution gets full marks", "'I do not know.' in its group: reward 0.5"),
+        (Shared, "a full batch is evaluated at once", "evaluate returned 32 results for"),
+        (TooFew, "a full batch is evaluated at once", "evaluate returned 1 results for"),
+        (BatchBug, "a full batch is evaluated at once", "RuntimeError: CUDA out of memory"),
         (Gullible, "rubbish does not get full marks", "full marks, as for 8 of 8 prompts"),
         (Fragile, "every reply is scored", "IndexError"),
         (Silent, "every reply is scored", "reply '': unscored (None)"),

@@ -41,6 +41,9 @@ class Digits(Words):
     def judge(self, e):
         return sum(c.isdigit() for c in e.reply) / 8
 
+class Declared(Digits):
+    success = 0.5
+
 class Raises(Words):
     def judge(self, e):
         return {}["gold"]
@@ -225,6 +228,30 @@ def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
     assert len(rollouts(run, "step-000001")) == 16
     assert len(rollouts(run, "validation-000004")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "setting", "headline"),
+    [
+        ("Digits", "tasks.digits.weight=1", "reward"),
+        ("Declared", "tasks.declared.weight=1", "accuracy"),
+        ("Digits", "tasks.digits.success=0.5", "accuracy"),
+    ],
+)
+def test_accuracy_is_claimed_only_where_a_success_is_declared(here, name, setting, headline):
+    done = grpo(here, "train", "--env", f"./envs.py:{name}", *SMALL, "--set", setting, "--output", "run",
+                "--set", "trainer.steps=2")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    task, rows = name.lower(), metrics(here / "run")
+    names = {key for row in rows for key in row}
+    claimed = {f"accuracy/{task}", f"validation/{task}/accuracy", f"validation/{task}/accuracy_low"}
+    assert names & claimed == (claimed if headline == "accuracy" else set())
+    first, last = (row[f"validation/{task}/{headline}"] for row in (rows[0], rows[-1]))
+    shown = "{:.1%} -> {:.1%}" if headline == "accuracy" else "{:.4g} -> {:.4g}"
+    assert (
+        f"finished: {task}: validation {headline} {shown.format(first, last)}" in done.stdout.splitlines()[-1]
+    )
 
 
 @pytest.mark.slow

@@ -132,6 +132,14 @@ def test_what_an_environment_reports_becomes_a_metric_without_a_slash():
     }
 
 
+def test_accuracy_is_the_share_of_successes_and_is_not_claimed_without_a_threshold():
+    won, lost = attrs.evolve(rollout(3.4), success=True), attrs.evolve(rollout(0.9), success=False)
+    assert task_metrics([group(won, lost, lost, lost)], step=0)["accuracy/sort"] == 0.25
+    metrics = task_metrics([group(rollout(3.4), rollout(0.9))], step=0)
+    assert "accuracy/sort" not in metrics
+    assert metrics["reward/sort"] == 2.15
+
+
 def test_accuracy_stands_for_a_validation_or_else_its_first_metric():
     assert headline(["pass@4", "accuracy"]) == "accuracy"
     assert headline(["pass@4", "reward"]) == "pass@4"

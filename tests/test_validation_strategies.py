@@ -103,7 +103,8 @@ class Given:
 
     version = 0
 
-    def __init__(self, rewards, answers=None, replies=None):
+    def __init__(self, rewards, answers=None, replies=None, success=1.0):
+        self.success = success
         self.prompts = {"task": list(range(len(rewards)))}
         self.rewards, self.answers, self.replies = rewards, answers, replies
 
@@ -115,6 +116,7 @@ class Given:
                 prompt_ids=(1,),
                 tokens=Tokens.generated((2, 3), (-1.0, -1.0), (0, 0)),
                 reward=reward,
+                success=None if None in (reward, self.success) else reward >= self.success,
                 answer=self.answers[p][i] if self.answers else None,
                 messages=({"role": "assistant", "content": self.replies[p][i] if self.replies else ""},),
                 metrics={"fluent": 0.5},
@@ -125,8 +127,8 @@ class Given:
         ]
 
 
-def measured(strategy, *args):
-    return asyncio.run(strategy.validate(Given(*args)))["task"]
+def measured(strategy, *args, **options):
+    return asyncio.run(strategy.validate(Given(*args, **options)))["task"]
 
 
 def test_each_prompt_weighs_the_same_however_many_of_its_rollouts_have_a_reward():
@@ -140,6 +142,26 @@ def test_each_prompt_weighs_the_same_however_many_of_its_rollouts_have_a_reward(
 def test_partial_rewards_are_not_full_rewards():
     metrics = measured(Greedy(), [[0.5], [1.0], [1.5], [-1.0]])
     assert (metrics["accuracy"], metrics["reward"]) == (0.5, 0.5)
+
+
+def test_without_a_declared_success_there_is_no_accuracy_and_the_reward_is_the_headline():
+    metrics = measured(Greedy(), [[0.5], [7.5]], success=None)
+    assert "accuracy" not in metrics
+    assert "accuracy_low" not in metrics
+    assert (headline(metrics), metrics["reward"], metrics["prompts"]) == ("reward", 4.0, 2)
+    assert measured(Greedy(), [[0.5], [7.5]], success=5.0)["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("strategy", [PassAtK(k=2), Majority(n=2)])
+def test_a_strategy_that_counts_successes_asks_for_their_threshold(strategy):
+    with pytest.raises(ExceptionGroup) as raised:
+        measured(strategy, [[0.5, 1.0]], success=None)
+    (error,) = raised.value.exceptions
+    assert isinstance(error, ConfigError)
+    assert str(error) == (
+        f"task 'task': {type(strategy).__name__} has to know which reward is a success, and its environment "
+        "declares none; set tasks.task.success, or `success` in the environment"
+    )
 
 
 def test_pass_at_k_per_prompt_then_over_prompts():

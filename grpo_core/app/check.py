@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core.app.parts import make_sampler
-from grpo_core.config import EnvironmentConfig, SamplerConfig, merge, parse_setting
+from grpo_core.config import EnvironmentConfig, SamplerConfig, build, merge, parse_setting
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
+from grpo_core.incidents import Incident, reported_to
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import FROM_THE_CORE, Offer, signature_of
@@ -45,10 +46,11 @@ def main(
         options = merge(options, parse_setting(setting))
     host = PluginHost.discover(block=block)
     offer = find(host, name, kind)
+    config = environment_config(options) if offer.kind == "environment" else EnvironmentConfig()
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(str(offer), style="bold"))
     counts = {"passed": 0, "failed": 0, "noted": 0}
-    for finding in findings(host, offer, options, tasks):
+    for finding in findings(host, offer, options, tasks, config):
         mark, style = STYLES[finding.outcome]
         console.print(
             Text.assemble((mark, style), f"  {finding.check}", finding.told and f": {finding.told}")
@@ -85,6 +87,14 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
     raise next(near, missing["environment"])
 
 
+def environment_config(options: dict[str, Any]) -> EnvironmentConfig:
+    """Take the run's section ``environment`` out of an environment's options.
+
+    Raises ConfigError for an unknown key or a bad value.
+    """
+    return build([{"environment": options.pop("environment", {})}]).environment
+
+
 def _is_a(kind: Kind, offer: Offer) -> bool:
     """Return whether a hook offers it as this kind, or it looks like one (see ``CHECKED``)."""
     factory = offer.load()
@@ -97,12 +107,16 @@ def _is_a(kind: Kind, offer: Offer) -> bool:
 
 
 def findings(
-    host: PluginHost, offer: Offer, options: Mapping[str, Any], tasks: Sequence[str] = ()
+    host: PluginHost,
+    offer: Offer,
+    options: Mapping[str, Any],
+    tasks: Sequence[str] = (),
+    config: EnvironmentConfig | None = None,
 ) -> Iterator[Finding]:
-    """Run the checks of the offer's kind."""
+    """Run the checks of the offer's kind; ``config`` is the run's section for environments."""
     match offer.kind:
         case "environment":
-            yield from _environment(offer.name, options, host.selection)
+            yield from _environment(offer.name, options, host.selection, config or EnvironmentConfig())
         case "sampler":
             yield from _sampler(host, offer.name, options, tasks)
         case "engine":
@@ -116,13 +130,14 @@ def findings(
 # ---------------------------------------------------------------------------------- environments
 
 
-def _environment(name: str, options: Mapping[str, Any], plugins: PluginSelection) -> Iterator[Finding]:
+def _environment(
+    name: str, options: Mapping[str, Any], plugins: PluginSelection, config: EnvironmentConfig
+) -> Iterator[Finding]:
     """Check an environment in its own process, where it may hang, crash, or exit."""
-    with asyncio.Runner() as runner:
-        make = functools.partial(
-            EnvironmentProcess, "check", name, options, config=EnvironmentConfig(), plugins=plugins
-        )
-        conformance = Conformance(make, runner.run)
+    incidents: list[Incident] = []
+    with reported_to(incidents.append), asyncio.Runner() as runner:
+        make = functools.partial(EnvironmentProcess, "check", name, options, config=config, plugins=plugins)
+        conformance = Conformance(make, runner.run, max_batch=config.max_batch, incidents=incidents)
         try:
             conformance.start()
         except GrpoError as error:

@@ -21,7 +21,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.audit import audit
 from grpo_core.reporting.report import write as write_report
 from grpo_core.run_directory import RunDirectory
-from grpo_core.validation.results import table
+from grpo_core.validation.results import shown, table
 from grpo_core.validation.target import drop_overridden, find
 
 T = TypeVar("T")
@@ -196,7 +196,9 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 def _summary(outcome: run.Outcome, config: Config) -> str:
     """Summarise a run in one line: its scores, steps, seconds and directory."""
     learnt = ", ".join(
-        f"{task}: validation {outcome.first[task]:.1%} -> {value:.1%}" for task, value in outcome.last.items()
+        f"{task}: validation {metric} {shown(metric, outcome.first[task])} -> {shown(metric, value)}"
+        for task, value in outcome.last.items()
+        for metric in (outcome.measured[task],)
     )
     did = f"{outcome.step} of {config.trainer.steps} steps in {outcome.seconds:.0f} s"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"

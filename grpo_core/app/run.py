@@ -51,8 +51,10 @@ class Outcome:
     step: int
     directory: Path
     first: Mapping[str, float]
-    """Validation accuracy (or the first metric of the strategy) by task, as it was before the first step."""
+    """Validation accuracy, or else the strategy's first metric, by task, as it was before the first step."""
     last: Mapping[str, float]
+    measured: Mapping[str, str]
+    """Name of that metric, by task."""
     seconds: float
 
 
@@ -117,6 +119,7 @@ async def train(
         directory=run.path,
         first=scores.first,
         last=scores.last,
+        measured=scores.measured,
         seconds=time.monotonic() - began,
     )
 
@@ -249,13 +252,14 @@ class Scores(Tracker):
     def __init__(self) -> None:
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
+        self.measured: dict[str, str] = {}
 
     def event(self, event: Event) -> None:
         if isinstance(event, Validated):
             for task, metrics in event.results.items():
                 if (name := headline(metrics)) is not None:
                     self.first.setdefault(task, metrics[name])
-                    self.last[task] = metrics[name]
+                    self.last[task], self.measured[task] = metrics[name], name
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def make_environment(
     logs = [log if count == 1 or log is None else log.with_stem(f"{log.stem}-{i}") for i in range(count)]
     spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
     workers = [placement.environment(i, evolve(spec, log=logs[i])) for i in range(count)]
-    return EnvironmentPool(workers, config)
+    return EnvironmentPool(workers, config, success=task.success)
 
 
 def transport(

@@ -72,6 +72,16 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
+def successes(group: Group, success: float | None) -> list[bool]:
+    """Return whether each scored rollout succeeded: by ``success``, by what its task declares, or by 1."""
+    return [
+        rollout.success if success is None and rollout.success is not None
+        else rollout.reward >= (1.0 if success is None else success)
+        for rollout in group.rollouts
+        if rollout.reward is not None
+    ]  # fmt: skip
+
+
 class Curriculum(WeightedTaskSampler):
     """Draws mostly from tasks that are neither too hard nor too easy.
 
@@ -90,7 +100,8 @@ class Curriculum(WeightedTaskSampler):
         window: number of a task's newest groups whose mean is its success rate.
         known_after: number of groups of a task after which its success rate is known.
         rest: share of its weight that a task outside of the band keeps.
-        success: a rollout with this reward or more has succeeded.
+        success: a rollout with this reward or more has succeeded.  None: what the task declares as a success,
+            or a reward of 1 if it declares none.
         weights: weight of each task inside the band.  A task without one has weight 1.  Default: the tasks'
             weights in the configuration.
         seed: seed of the draws.  Default: the run's seed.
@@ -108,7 +119,7 @@ class Curriculum(WeightedTaskSampler):
         window: int = 32,
         known_after: int = 8,
         rest: float = 0.1,
-        success: float = 1.0,
+        success: float | None = None,
         weights: Mapping[str, float] | None = None,
         seed: int = 0,
     ) -> None:
@@ -128,11 +139,10 @@ class Curriculum(WeightedTaskSampler):
     def observe(self, groups: Sequence[Group]) -> None:
         """Record the groups' rewards."""
         for group in groups:
-            rewards = [reward for reward in group.rewards if reward is not None]
-            if not rewards:
+            if not (succeeded := successes(group, self._success)):
                 continue
             rates = self._rates.setdefault(group.prompt.environment, {})
-            rates[group.slot] = round(fmean(reward >= self._success for reward in rewards), 6)
+            rates[group.slot] = round(fmean(succeeded), 6)
             if len(rates) > self._window:
                 del rates[min(rates)]
 

@@ -188,6 +188,7 @@ class BatchedEnvironment:
         self._environment = environment
         self.max_turns = environment.max_turns
         self.needs_group = environment.needs_group
+        self.success = environment.success
         self.batcher = MicroBatcher[Episode, Feedback](
             environment.evaluate,
             max_batch=config.max_batch,

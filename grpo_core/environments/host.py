@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import inspect
 import itertools
+import math
 import pickle
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -78,6 +79,7 @@ class EnvironmentHost:
         self._max_turns = self._number_of_turns()
         self._tools = self._toolbox(list(getattr(environment, "tools", ())))
         self._needs_group = bool(getattr(environment, "needs_group", False))
+        self._success = self._threshold()
         self._sessions: dict[str, Session] = {}
         self._runner = asyncio.Runner()
         if self._has_sessions:  # takes half a second, which should not count for the first rollout
@@ -88,6 +90,7 @@ class EnvironmentHost:
             "who": self._who,
             "max_turns": self._max_turns,
             "needs_group": self._needs_group,
+            "success": self._success,
             "sessions": self._has_sessions,
             "tools": self._tools.schemas,
         }
@@ -261,6 +264,14 @@ class EnvironmentHost:
         if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
             raise PluginError(f"{self._who}: max_turns is {turns!r}, expected a whole number of at least 1")
         return turns
+
+    def _threshold(self) -> float | None:
+        success = getattr(self._environment, "success", Environment.success)
+        if success is None:
+            return None
+        if isinstance(success, bool) or not isinstance(success, int | float) or not math.isfinite(success):
+            raise PluginError(f"{self._who}: success is {success!r}, expected a finite number or None")
+        return float(success)
 
     def _complete(self, prompt: Any, index: int, where: str) -> Prompt:
         if not isinstance(prompt, Prompt):

@@ -35,9 +35,16 @@ class EnvironmentPool:
     Args:
         workers: at least one worker; all have the same environment.
         config: how calls are batched.
+        success: reward of a success, instead of what the environment declares.
     """
 
-    def __init__(self, workers: Sequence[EnvironmentWorker], config: EnvironmentConfig) -> None:
+    def __init__(
+        self,
+        workers: Sequence[EnvironmentWorker],
+        config: EnvironmentConfig,
+        *,
+        success: float | None = None,
+    ) -> None:
         self._workers = list(workers)
         self._config = config
         self._environments: list[BatchedEnvironment] = []
@@ -47,6 +54,7 @@ class EnvironmentPool:
         """The worker of each session."""
         self.max_turns = self._workers[0].max_turns
         self.needs_group = self._workers[0].needs_group
+        self.success = success
 
     @property
     def first_traceback(self) -> str:
@@ -56,6 +64,7 @@ class EnvironmentPool:
         """Start all workers together.  Raises the first error."""
         await asyncio.gather(*(worker.start() for worker in self._workers))
         self.max_turns, self.needs_group = self._workers[0].max_turns, self._workers[0].needs_group
+        self.success = self._workers[0].success if self.success is None else self.success
         self._environments = [BatchedEnvironment(worker, self._config) for worker in self._workers]
 
     async def prompts(self, split: str) -> list[Prompt]:

@@ -65,6 +65,7 @@ class EnvironmentProcess:
         self.task = task
         self.max_turns = Environment.max_turns
         self.needs_group = Environment.needs_group
+        self.success = Environment.success
         self.starts = 0
         self.first_traceback = ""
         """Traceback of the first evaluation that failed."""
@@ -234,6 +235,7 @@ class EnvironmentProcess:
         self._who = description["who"]
         self.max_turns = description["max_turns"]
         self.needs_group = description["needs_group"]
+        self.success = description["success"]
         self._has_sessions = description["sessions"]
         self._tools = description["tools"]
         return child

@@ -18,9 +18,6 @@ from grpo_core.loop.advantages import equal
 from grpo_core.records import Group, Rollout
 from grpo_core.tokens import sampled_versions
 
-FULL_REWARD = 1.0
-"""A rollout with this reward or more counts as accurate."""
-
 
 @frozen
 class Metric:
@@ -35,7 +32,11 @@ _SHARE, _TOKENS, _GROUPS, _STEPS, _SECONDS, _NATS = "share", "tokens", "groups",
 METRICS: Mapping[str, Mapping[str, Metric]] = {
     "Tasks": {
         "reward/TASK": Metric("reward", "Mean reward of the rollouts that the step trained."),
-        "accuracy/TASK": Metric(_SHARE, "Rollouts with a reward of 1 or more."),
+        "accuracy/TASK": Metric(
+            _SHARE,
+            "Rollouts with a reward of at least what the environment (or `tasks.TASK.success`) declares as "
+            "`success`; absent if neither does.",
+        ),
         "feedback_PART/TASK": Metric(
             "as the environment says", "Mean of what the environment returns as `Feedback.metrics[PART]`."
         ),
@@ -132,10 +133,14 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Validation": {
-        "validation/TASK/accuracy": Metric(_SHARE, "Rollouts with a reward of 1 or more; mean over prompts."),
+        "validation/TASK/accuracy": Metric(
+            _SHARE,
+            "Rollouts with a reward of at least `success`; mean over prompts. Absent if the task declares no "
+            "`success`: then the reward stands for the task.",
+        ),
         "validation/TASK/reward": Metric("reward", "Mean reward; mean over prompts."),
         "validation/TASK/pass@K": Metric(
-            _SHARE, "Chance that at least one of K rollouts has full marks. Strategy `pass_at_k`."
+            _SHARE, "Chance that at least one of K rollouts is a success. Strategy `pass_at_k`."
         ),
         "validation/TASK/maj@N": Metric(
             _SHARE, "Chance that the answer of most of N rollouts is right. Strategy `majority`."
@@ -183,6 +188,12 @@ def headline(metrics: Iterable[str]) -> str | None:
     return "accuracy" if "accuracy" in names else next(iter(names), None)
 
 
+def accuracy(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Return the share of successes among scored rollouts, as ``accuracy``; empty if none is declared."""
+    successes = [rollout.success for rollout in rollouts if rollout.success is not None]
+    return {"accuracy": fmean(successes)} if successes else {}
+
+
 def feedback_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the means of what the environment reports as ``Feedback.metrics``, by ``feedback_PART``."""
     parts: dict[str, list[float]] = defaultdict(list)
@@ -220,13 +231,15 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         rewards = [r.reward for r in rollouts if r.reward is not None]
         metrics |= {
             f"reward/{task}": fmean(rewards),
-            f"accuracy/{task}": fmean(float(reward >= FULL_REWARD) for reward in rewards),
             f"frac_reward_zero_std/{task}": fmean(float(_equal(group)) for group in members),
             f"groups/{task}": float(len(members)),
             f"staleness/{task}": _staleness(members, step)[0],
             f"completion_tokens/{task}": completion_tokens(rollouts),
             f"truncated/{task}": truncated(rollouts),
-            **{f"{name}/{task}": value for name, value in feedback_means(rollouts).items()},
+            **{
+                f"{name}/{task}": value
+                for name, value in (accuracy(rollouts) | feedback_means(rollouts)).items()
+            },
         }
     metrics["staleness_mean"], metrics["staleness_max"] = _staleness(groups, step)
     return metrics

@@ -180,12 +180,19 @@ class RolloutState:
     def give_up(self, error: str, *, lost: bool = False) -> None:
         self.done, self.reward, self.error, self.lost = True, None, error, lost
 
+    @property
+    def success(self) -> bool | None:
+        """Whether its reward is a success; None if that is not known."""
+        threshold = self.environment.success
+        return None if threshold is None or self.reward is None else self.reward >= threshold
+
     def rollout(self) -> Rollout:
         return Rollout(
             prompt_ids=self.prompt_ids,
             tokens=Tokens.concatenate(self.parts),
             messages=self.messages,
             reward=self.reward,
+            success=self.success,
             metrics=self.metrics,
             answer=self.answer,
             turns=self.turns,

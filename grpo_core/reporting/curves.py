@@ -10,6 +10,7 @@ from attrs import frozen
 
 from grpo_core.loop.metrics import headline
 from grpo_core.reporting.charts import Chart, Point, Series, chart, smoothed
+from grpo_core.validation.results import SHARES
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
@@ -30,6 +31,8 @@ class Task:
     colour: int
     metric: str
     """The metric that stands for its validation."""
+    in_percent: bool
+    """Whether that metric is a share."""
     validation: Sequence[Point]
     """Results of the validations, by version."""
     rewards: Sequence[Point]
@@ -72,7 +75,7 @@ def tasks_of(steps: Sequence[Row], validations: Sequence[Row], config: Row) -> l
 def _task(
     name: str, place: int, steps: Sequence[Row], validations: Sequence[Row], measured: Sequence[str]
 ) -> Task:
-    metric = headline(measured) or "accuracy"
+    metric = headline(measured) or "reward"
     means = {}
     for column, metric_name in NUMBERS.items():
         recent = [y for _, y in points(steps[-RECENT:], metric_name.format(name)) if math.isfinite(y)]
@@ -81,6 +84,7 @@ def _task(
         name=name,
         colour=place % GREY,
         metric=metric,
+        in_percent=metric.startswith(SHARES),
         validation=points(validations, f"validation/{name}/{metric}"),
         rewards=points(steps, f"reward/{name}"),
         numbers=means,
@@ -112,7 +116,7 @@ def _learning(task: Task) -> list[Chart | None]:
     )
     values = [y for _, y in (*task.rewards, *task.validation) if math.isfinite(y)]
     if all(0 <= y <= 1 for y in values):
-        return [chart(task.name, [*trained, held_out], low=0, high=1, percent=True)]
+        return [chart(task.name, [*trained, held_out], low=0, high=1, percent=task.in_percent)]
     return [chart(f"{task.name}: reward", trained), chart(f"{task.name}: validation", [held_out])]
 
 

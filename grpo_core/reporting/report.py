@@ -197,7 +197,7 @@ def render(files: Files) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "share": share, "readings": readings}
+    environment.filters |= {"number": number, "share": share, "readings": readings, "measure": measure}
     shown = samples(files)  # first of all, since it may find more that cannot be read
     tasks = tasks_of(files.steps, files.validations, files.table)
     return environment.get_template("report.html").render(
@@ -236,8 +236,7 @@ def headline(tasks: Sequence[Task]) -> list[tuple[str, str, str, str]]:
             (task.validation, f"validation {task.metric}") if task.validation else (task.rewards, "reward")
         )
         if curve:
-            shown = [share(y) if task.validation else number(y) for _, y in curve]
-            told.append((task.name, what, shown[0], shown[-1]))
+            told.append((task.name, what, measure(task, curve[0][1]), measure(task, curve[-1][1])))
     return told
 
 
@@ -356,6 +355,11 @@ def number(value: Any) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def measure(task: Task, value: Any) -> str:
+    """Format what stands for a task: a share in percent, any other number in a few digits."""
+    return share(value) if task.in_percent else number(value)
 
 
 def share(value: Any) -> str:

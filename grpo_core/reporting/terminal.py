@@ -212,8 +212,9 @@ class TerminalTracker(Tracker):
         rows: list[tuple[str, str, RenderableType]] = []
         for task in tasks if len(tasks) > 1 else ():
             last = next(metrics for metrics in reversed(self._recent) if f"groups/{task}" in metrics)
+            accuracy = last.get(f"accuracy/{task}")
             told = [
-                f"accuracy {last[f'accuracy/{task}']:.0%}",
+                *([] if accuracy is None else [f"accuracy {accuracy:.0%}"]),
                 f"{last[f'groups/{task}']:.0f} groups",
                 f"{last[f'completion_tokens/{task}']:.0f} tokens",
                 f"staleness {last[f'staleness/{task}']:.2f}",

@@ -7,15 +7,17 @@ grpo_core.testing.check_environment(Shout)           # in a test, in this proces
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.errors import GrpoError
-from grpo_core.loop.metrics import FULL_REWARD
+from grpo_core.incidents import Incident
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.tool_calls import assistant_message
 
@@ -27,8 +29,10 @@ FEW = 8
 """Prompts that are tried with replies that no prompt asks for."""
 ESSENTIAL = ("prompts to train on", "a reply is scored")
 """Checks without which there is nothing more to find."""
-TIMED = 64
-"""Episodes of the batch that is timed."""
+MAX_BATCH = EnvironmentConfig().max_batch
+"""Episodes of the largest batch."""
+NONSENSE = ("I do not know.", "No.")
+"""Replies next to which a solution is judged, in its group or by themselves."""
 RUBBISH = (
     "",
     " \n\t ",
@@ -79,14 +83,20 @@ class Conformance:
     Args:
         make: a new environment, the same each time, not started yet.
         wait: runs a coroutine of the environment to its end, for example ``asyncio.Runner().run``.
+        max_batch: number of episodes of the largest call.
+        incidents: receives the incidents that are reported (``grpo_core.incidents.reported_to``).
     """
 
     make: Callable[[], EnvironmentWorker]
     wait: Callable[[Coroutine[Any, Any, Any]], Any]
+    max_batch: int = MAX_BATCH
+    incidents: list[Incident] = field(factory=list)
     environment: EnvironmentWorker = field(init=False)
     some: list[Prompt] = field(factory=list)
     """Some of the prompts to train on."""
     solved: list[Reply] = field(factory=list)
+    worth: dict[str, float] = field(factory=dict)
+    """Reward of each prompt's solution, by the id of the prompt."""
     steady: bool = True
     """The same replies get the same rewards."""
     _train: list[Prompt] = field(factory=list)
@@ -131,7 +141,7 @@ class Conformance:
             "rubbish does not get full marks": self._rubbish,
             "the same reply gets the same reward": self._steadiness,
             "the place in the batch makes no difference": self._places,
-            "time": self._time,
+            "a full batch is evaluated at once": self._full_batch,
         }
 
     # ------------------------------------------------------------------------------ prompts
@@ -185,18 +195,34 @@ class Conformance:
     def _solutions(self) -> str:
         if not self.solved:
             raise Noted("solve(prompt) knows no reply; with one, a tiny model can be warmed up")
-        results = self._judged(self.solved, to_the_end=True)
-        ended = [(play, v) for play, v in zip(self.solved, results, strict=True) if v.done]
+        results = self._groups(self.solved, to_the_end=True)
+        ended = [(play, group) for play, group in zip(self.solved, results, strict=True) if group[0].done]
         if not ended:
             raise Noted("solve(prompt) knows how to begin, but not how to end")
-        for (prompt, reply), feedback in ended:
+        advice = "Correct evaluate, or solve (by default the prompt's answer)"
+        success = self.environment.success
+        for (prompt, reply), group in ended:
+            reward, said = group[0].reward, f"{_said(prompt, reply)}, its own solution: {_given(group[0])}"
             _expect(
-                feedback.reward is not None and feedback.reward >= FULL_REWARD,
-                f"{_said(prompt, reply)}, its own solution: {_given(feedback)}, expected at least "
-                f"{FULL_REWARD:g}, from where a rollout counts as accurate. Correct evaluate, or solve (by "
-                "default the prompt's answer), or scale the rewards",
+                reward is not None and (success is None or reward >= success),
+                f"{said}, expected at least {success}, which the environment declares as success. {advice}, "
+                "or success",
             )
-        return f"{len(ended)} of {len(ended)}"
+            for nonsense, feedback in zip(NONSENSE, self._beside(prompt, reply, group), strict=False):
+                _expect(
+                    (reward or 0.0) > (feedback.reward or 0.0),
+                    f"{said}, expected more than for {nonsense!r}{self._in_its_group}: {_given(feedback)}. "
+                    f"{advice}",
+                )
+            self.worth[prompt.id] = reward or 0.0
+        told = "" if success is None else f", each with a reward of at least {success:g}"
+        return f"{len(ended)} of {len(ended)}{told}, and more than nonsense{self._in_its_group}"
+
+    def _beside(self, prompt: Prompt, reply: str, group: Sequence[Feedback]) -> Sequence[Feedback]:
+        """Return the feedback on nonsense, with which a solution is compared."""
+        if self.environment.needs_group:
+            return group[1:]
+        return self._judged([(prompt, nonsense) for nonsense in NONSENSE if nonsense != reply])
 
     def _every_feedback(self) -> str:
         plays = [(prompt, reply) for reply in (*RUBBISH, None) for prompt in self.some[:FEW]]
@@ -214,12 +240,14 @@ class Conformance:
         few = len(self.some[:FEW])
         if few < 2:
             raise Noted("there is only one prompt")
+        if self.environment.success is None and not self.worth:
+            raise Noted("cannot be told: declare success, or solve(prompt)")
         right = {prompt.id: reply for prompt, reply in self.solved}
         for begin in range(0, len(self._judgements), few):
             full = [
                 (prompt, reply)
                 for (prompt, reply), feedback in self._judgements[begin : begin + few]
-                if (feedback.reward or 0.0) >= FULL_REWARD and right.get(prompt.id) != reply
+                if (feedback.reward or 0.0) >= self._full(prompt) and right.get(prompt.id) != reply
             ]
             _expect(
                 2 * len(full) <= few,
@@ -227,6 +255,11 @@ class Conformance:
                 "got this reply. A model will find it: compare with the prompt's answer",
             )
         return f"{len(RUBBISH) + 1} replies to each of {few} prompts"
+
+    def _full(self, prompt: Prompt) -> float:
+        """Return the reward of a right reply."""
+        success = self.environment.success
+        return self.worth.get(prompt.id, math.inf) if success is None else success
 
     def _steadiness(self) -> str:
         plays = self._mixed()
@@ -252,12 +285,17 @@ class Conformance:
                 )
         return f"{len(plays)} episodes: each {self._alone}, together, and backwards"
 
-    def _time(self) -> str:
-        plays = list(itertools.islice(itertools.cycle(self._mixed()), TIMED))
+    def _full_batch(self) -> str:
+        size = max(1, self.max_batch // self._members)
+        plays = list(itertools.islice(itertools.cycle(self._mixed()), size))
         begin = time.perf_counter()
-        self._judged(plays)
+        judged = self._judged(plays)
         seconds = time.perf_counter() - begin
-        return f"{seconds * 1000:,.0f} ms for {TIMED} episodes"
+        for (prompt, reply), feedback in zip(plays, judged, strict=True):
+            _expect(feedback.error is None, f"{_said(prompt, reply)}: {_given(feedback)}, among {len(plays)}")
+        for incident in self.incidents:
+            _expect(incident.kind != "batch_failed", incident.message)
+        return f"{size * self._members} episodes (environment.max_batch) in {seconds * 1000:,.0f} ms"
 
     # ------------------------------------------------------------------------------ playing
 
@@ -272,6 +310,15 @@ class Conformance:
     def _evaluated(self, episodes: Sequence[Episode]) -> list[Feedback]:
         feedback: list[Feedback] = self.wait(self.environment.evaluate(episodes))
         return feedback
+
+    @property
+    def _members(self) -> int:
+        """Number of episodes of a play: where the environment compares, each is one of a group of three."""
+        return 3 if self.environment.needs_group else 1
+
+    @property
+    def _in_its_group(self) -> str:
+        return " in its group" if self.environment.needs_group else ""
 
     @property
     def _alone(self) -> str:
@@ -289,14 +336,25 @@ class Conformance:
     def _rewards(self, plays: Sequence[Reply]) -> list[float | None]:
         return [feedback.reward for feedback in self._judged(plays)]
 
-    def _judged(self, plays: Sequence[Reply], *, to_the_end: bool = False) -> list[Feedback]:
-        """The feedback on the first turn of each; where groups are compared, each is a group of three.
+    def _judged(self, plays: Sequence[Reply]) -> list[Feedback]:
+        """Return the feedback on the first turn of each."""
+        return [group[0] for group in self._groups(plays)]
+
+    def _group_of(self, play: Reply) -> list[Reply]:
+        """Return a play with those beside it, where the environment compares: a solution, and nonsense."""
+        prompt, reply = play
+        beside = (*(solution for solved, solution in self.solved if solved.id == prompt.id), *NONSENSE)
+        others = [(prompt, other) for other in beside if other != reply]
+        return [play, *others[: self._members - 1]]
+
+    def _groups(self, plays: Sequence[Reply], *, to_the_end: bool = False) -> list[list[Feedback]]:
+        """Return the feedback on the first turn of each, and on those in its group.
 
         ``to_the_end``: on all turns, as far as ``solve`` knows what to say next.
         """
-        members = 3 if self.environment.needs_group else 1
+        members = self._members
         names = [f"check {next(self._names)}" for _ in range(members * len(plays))]
-        given = [plays[place // members] for place in range(len(names))]
+        given = [member for play in plays for member in self._group_of(play)]
         try:
             prompts = {name: prompt for name, (prompt, _) in zip(names, given, strict=True)}
             opened: list[SessionStart] = self.wait(self.environment.open(prompts))
@@ -317,15 +375,19 @@ class Conformance:
                 self._next_turn(episodes, feedback, tools)
         finally:
             self.wait(self.environment.close(names))
-        return feedback[::members]
+        return [feedback[begin : begin + members] for begin in range(0, len(feedback), members)]
 
     def _next_turn(self, episodes: list[Episode], feedback: list[Feedback], tools: bool) -> None:
         """Play the next turn of unfinished episodes with the replies of ``solve``; rewards add up."""
         going = [place for place, v in enumerate(feedback) if not v.done and v.error is None]
         talks = [(*episodes[place].messages, *feedback[place].messages) for place in going]
-        replies = self._solved(
+        solved = self._solved(
             [evolve(episodes[place].prompt, messages=talk) for place, talk in zip(going, talks, strict=True)]
         )
+        said_before = [episodes[place].reply for place in going]
+        replies = [
+            before if before in NONSENSE else reply for before, reply in zip(said_before, solved, strict=True)
+        ]
         going = [place for place, reply in zip(going, replies, strict=True) if reply is not None]
         said = [(talk, reply) for talk, reply in zip(talks, replies, strict=True) if reply is not None]
         for place, (talk, reply) in zip(going, said, strict=True):

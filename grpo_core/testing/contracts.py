@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from grpo_core.data.loaders import ShuffledIndices
 from grpo_core.data.samplers import checked_sample
+from grpo_core.incidents import Incident, reported_to
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
 from grpo_core.testing.conformance import Conformance, Finding
@@ -49,12 +50,14 @@ def check_environment(make: Callable[[], Any]) -> None:
 
 def environment_findings(make: Callable[[], Any]) -> list[Finding]:
     """Return the findings of ``grpo_core.testing.conformance`` about an environment in this process."""
-    conformance = Conformance(lambda: HostedEnvironment(make()), finished)
-    conformance.start()
-    try:
-        return list(conformance.run())
-    finally:
-        conformance.end()
+    incidents: list[Incident] = []
+    conformance = Conformance(lambda: HostedEnvironment(make()), finished, incidents=incidents)
+    with reported_to(incidents.append):
+        conformance.start()
+        try:
+            return list(conformance.run())
+        finally:
+            conformance.end()
 
 
 class MemoryLoader:

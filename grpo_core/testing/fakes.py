@@ -156,10 +156,11 @@ class FakeEnvironment:
         max_turns: int = 1,
         seconds: float = 0.1,
         needs_group: bool = False,
+        success: float | None = 1.0,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.feedback, self.max_turns, self.seconds = feedback, max_turns, seconds
-        self.needs_group = needs_group
+        self.needs_group, self.success = needs_group, success
         self.tools = tuple(tools)
         self.calls: list[int] = []
         self.opened: list[str] = []

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from grpo_core.environments.host import EnvironmentHost, units
 from grpo_core.errors import describe
+from grpo_core.incidents import report
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class HostedEnvironment:
         self._description = self.host.description()
         self.max_turns: int = self._description["max_turns"]
         self.needs_group: bool = self._description["needs_group"]
+        self.success: float | None = self._description["success"]
         self.calls: list[int] = []
         """Number of episodes in each call of ``evaluate``."""
 
@@ -72,10 +74,19 @@ class HostedEnvironment:
         try:
             return self.host.evaluate(episodes)
         except Exception as error:
-            parts = units(episodes, whole_groups=self.needs_group)
-            if len(parts) == 1:
-                return [Feedback(error=describe(error))] * len(episodes)
-        return [feedback for part in parts for feedback in self._evaluate(part)]
+            failure = describe(error)
+        parts = units(episodes, whole_groups=self.needs_group)
+        if len(parts) == 1:
+            return [Feedback(error=failure)] * len(episodes)
+        feedback = [each for part in parts for each in self._evaluate(part)]
+        if all(each.error is None for each in feedback):
+            report(
+                "batch_failed",
+                self._description["who"],
+                f"a call with {len(episodes)} episodes failed ({failure}), and {len(parts)} calls with one "
+                f"{'group' if self.needs_group else 'episode'} each succeeded; correct evaluate for batches",
+            )
+        return feedback
 
     async def close(self, sessions: Sequence[str]) -> None:
         """End these sessions."""

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from grpo_core.errors import ConfigError
-from grpo_core.loop.metrics import FULL_REWARD, completion_tokens, feedback_means, truncated
+from grpo_core.loop.metrics import accuracy, completion_tokens, feedback_means, truncated
 from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Rollout
@@ -25,10 +25,10 @@ Mode = Literal["batched", "pipelined"]
 class ScoringStrategy:
     """Plays ``n`` rollouts of each prompt, and returns the mean over prompts of ``scores``.
 
-    Metrics of each task: those of ``scores``, each with ``_low`` and ``_high``; ``feedback_PART`` for each
-    metric that the environment returns; ``completion_tokens``; ``truncated``, the share that a token limit
-    cut off; ``prompts``, the number of prompts that count; ``errors``, the number of unscored rollouts, which
-    do not.
+    Metrics of each task: those of ``scores`` (``accuracy`` only where a success is declared), each with
+    ``_low`` and ``_high``; ``feedback_PART`` for each metric that the environment returns;
+    ``completion_tokens``; ``truncated``, the share that a token limit cut off; ``prompts``, the number of
+    prompts that count; ``errors``, the number of unscored rollouts, which do not.
 
     Raises ConfigError if an option is out of its range.
 
@@ -44,6 +44,8 @@ class ScoringStrategy:
 
     needed: int = 1
     """Smallest number of scored rollouts with which a prompt counts."""
+    needs_success: bool = False
+    """Whether the strategy measures nothing for a task that declares no ``success``."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class ScoringStrategy:
 
     def scores(self, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
         """Return the scores of one prompt from its scored rollouts, at least ``needed`` of them."""
-        return {"accuracy": fmean(map(_correct, rollouts)), "reward": fmean(map(_reward, rollouts))}
+        return {**accuracy(rollouts), "reward": fmean(map(_reward, rollouts))}
 
     async def validate(self, context: ValidationContext) -> dict[str, dict[str, float]]:
         tasks = sorted(context.prompts)
@@ -88,6 +90,11 @@ class ScoringStrategy:
             for i in range(0, len(rollouts), self.n)
         ]
         counted = [judged for judged in of_prompts if len(judged) >= self.needed]
+        if self.needs_success and any(rollout.success is None for judged in counted for rollout in judged):
+            raise ConfigError(
+                f"task {task!r}: {type(self).__name__} has to know which reward is a success, and its "
+                f"environment declares none; set tasks.{task}.success, or `success` in the environment"
+            )
         values: dict[str, list[float]] = defaultdict(list)
         for judged in counted:
             for name, value in self.scores(judged).items():
@@ -132,15 +139,17 @@ class Greedy(ScoringStrategy):
 
 
 class PassAtK(ScoringStrategy):
-    """Measures ``pass@k``: how often at least one of ``k`` rollouts has full marks (Chen et al. 2021).
+    """Measures ``pass@k``: how often at least one of ``k`` rollouts is a success (Chen et al. 2021).
 
     The estimate has no bias.  A prompt with fewer than ``k`` scored rollouts does not count; an ``n`` above
     ``k`` gives a smaller variance and some rollouts to spare.
 
     Args:
-        k: number of rollouts of which one has to be right, or a list of such numbers.
+        k: number of rollouts of which one has to be a success, or a list of such numbers.
         n: number of rollouts of each prompt.  None: the largest ``k``.
     """
+
+    needs_success = True
 
     def __init__(
         self,
@@ -173,6 +182,8 @@ class Majority(ScoringStrategy):
     the lead count with the mean of their scores.
     """
 
+    needs_success = True
+
     def __init__(
         self,
         n: int = 8,
@@ -194,7 +205,7 @@ class Majority(ScoringStrategy):
 
 
 def _correct(rollout: Rollout) -> float:
-    return float(_reward(rollout) >= FULL_REWARD)
+    return float(bool(rollout.success))
 
 
 def _reward(rollout: Rollout) -> float:

@@ -251,6 +251,7 @@ class SimulatedEnvironment:
     """
 
     needs_group = False
+    success = 1.0
 
     def __init__(self, task: str, dice: Dice, tell: Tell, *, max_turns: int, poisoned: set[str]) -> None:
         self.task, self.max_turns = task, max_turns

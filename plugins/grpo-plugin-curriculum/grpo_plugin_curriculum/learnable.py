@@ -20,7 +20,8 @@ class Learnable(grpo.WeightedTaskSampler):
     Args:
         floor: share of the largest weight that each task keeps.
         memory: share of ``p`` that remains when a group is observed.
-        success: a rollout with this reward or more has succeeded.
+        success: a rollout with this reward or more has succeeded.  None: what the task declares as a success,
+            or a reward of 1 if it declares none.
         weights: factor of each task's weight.  Default: the tasks' weights in the configuration, or 1.
         seed: seed of the draws.  Default: the run's seed.
 
@@ -34,7 +35,7 @@ class Learnable(grpo.WeightedTaskSampler):
         self,
         floor: float = 0.1,
         memory: float = 0.95,
-        success: float = 1.0,
+        success: float | None = None,
         weights: Mapping[str, float] | None = None,
         seed: int = 0,
     ) -> None:
@@ -51,7 +52,7 @@ class Learnable(grpo.WeightedTaskSampler):
         """Record the groups' rewards."""
         for group in groups:
             task = group.prompt.environment
-            now = fmean(reward is not None and reward >= self._success for reward in group.rewards)
+            now = fmean(map(self._succeeded, group.rollouts))
             before = self._rates.get(task, 0.5)
             self._rates[task] = self._memory * before + (1 - self._memory) * now
 
@@ -65,6 +66,13 @@ class Learnable(grpo.WeightedTaskSampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._rates = dict(state["rates"])
+
+    def _succeeded(self, rollout: grpo.Rollout) -> bool:
+        if self._success is None and rollout.success is not None:
+            return rollout.success
+        return rollout.reward is not None and rollout.reward >= (
+            1.0 if self._success is None else self._success
+        )
 
     def _learnable(self, task: str) -> float:
         rate = self._rates.get(task, 0.5)

@@ -20,6 +20,8 @@ class Arrivals(grpo.Environment):
         seed: decides which sequences belong to which split.
     """
 
+    success = 1.0
+
     def __init__(self, count: int = 4, *, train: int = 5000, validation: int = 500, seed: int = 0) -> None:
         if count < 2 or count & (count - 1) or not 0 < train + validation <= 10**count:
             raise grpo.ConfigError(

@@ -27,6 +27,7 @@ class Calculator(grpo.Environment):
     """
 
     max_turns = 3
+    success = 1.0
     tools = (multiply,)
 
     def __init__(self, digits: int = 2, *, train: int = 5000, validation: int = 500, seed: int = 0) -> None:

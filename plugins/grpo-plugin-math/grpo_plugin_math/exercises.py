@@ -30,6 +30,8 @@ class Exercises(grpo.Environment):
         seed: decides which exercises belong to which split.
     """
 
+    success = 1.0
+
     def __init__(
         self,
         size: int,

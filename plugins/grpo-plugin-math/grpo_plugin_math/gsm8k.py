@@ -38,6 +38,8 @@ class GSM8K(grpo.Environment):
         ConfigError: the options do not name exactly one source, or a row is not as described.
     """
 
+    success = 1.0
+
     def __init__(
         self,
         path: str | None = None,

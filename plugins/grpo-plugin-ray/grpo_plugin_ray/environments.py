@@ -61,6 +61,7 @@ class RemoteEnvironment:
             "who": self._who,
             "max_turns": self._process.max_turns,
             "needs_group": self._process.needs_group,
+            "success": self._process.success,
         }
 
     async def ask(self, method: str, *args: Any) -> tuple[Any, str, list[Incident]]:
@@ -91,6 +92,7 @@ class RayEnvironment:
     def __init__(self, name: str, made_from: EnvironmentSetup, *, resources: Mapping[str, Any]) -> None:
         self.max_turns = Environment.max_turns
         self.needs_group = Environment.needs_group
+        self.success = Environment.success
         self.first_traceback = ""
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name
@@ -164,6 +166,7 @@ class RayEnvironment:
                     raise self._late(error) from error
                 self._worker, self._who = worker, told["who"]
                 self.max_turns, self.needs_group = told["max_turns"], told["needs_group"]
+                self.success = told["success"]
             return self._worker
 
     def _late(self, error: BaseException) -> BaseException:

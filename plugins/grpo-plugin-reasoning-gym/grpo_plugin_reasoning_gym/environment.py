@@ -38,6 +38,8 @@ class ReasoningGym(grpo.Environment):
         ConfigError: the task is unknown or refused (see ``REFUSED``), or an option is wrong.
     """
 
+    success = 1.0
+
     def __init__(
         self,
         task: str,
