@@ -132,6 +132,77 @@ def test_unscored_rollouts_are_counted_and_are_not_wrong_answers():
         assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (0.25, 8.0, 2.0)
 
 
+class FailingJudge(FakeEnvironment):
+    """A judge that fails the first ``times`` times that it sees a prompt."""
+
+    def __init__(self, times, **options):
+        super().__init__(self.judge, **options)
+        self.times, self.seen = times, Counter()
+
+    def judge(self, episode):
+        self.seen[episode.prompt.id, episode.group] += 1
+        failed = self.seen[episode.prompt.id, episode.group] <= self.times and episode.prompt.id in "357"
+        return Feedback(error="503 from the judge") if failed else right(episode)
+
+
+@pytest.mark.parametrize("mode", ["batched", "pipelined"])
+@pytest.mark.parametrize(
+    ("times", "retries", "errors"), [(1, 3, 0), (2, 3, 0), (3, 3, 3), (1, 0, 3), (2, 1, 3)]
+)
+def test_a_failed_judgement_is_tried_again_at_most_twice(mode, times, retries, errors):
+    metrics = validated(Greedy(mode=mode), FailingJudge(times), retries=retries)["task"]
+    assert (metrics["errors"], metrics["prompts"], metrics["accuracy"]) == (errors, 10 - errors, 1.0)
+
+
+class Best(FakeEnvironment):
+    """Gives the longest reply of a group 1 and the others 0; a reply that is alone gets nothing."""
+
+    def __init__(self):
+        super().__init__(needs_group=True, success=1.0)
+        self.sizes = Counter()
+
+    async def evaluate(self, episodes):
+        groups = {}
+        for episode in episodes:
+            groups.setdefault(episode.group, []).append(len(episode.reply))
+        self.sizes.update(map(len, groups.values()))
+        return [
+            Feedback(reward=float(len(groups[e.group]) > 1 and len(e.reply) == max(groups[e.group])))
+            for e in episodes
+        ]
+
+
+class Temperatures(FakeEngine):
+    """Says the more the cooler it is, and remembers the temperatures."""
+
+    def __init__(self):
+        super().__init__(reply=lambda request, rng: "a" * (2 if request.temperature else 4))
+        self.asked = Counter()
+
+    async def generate(self, requests):
+        self.asked.update(request.temperature for request in requests)
+        return await super().generate(requests)
+
+
+@pytest.mark.parametrize("mode", ["batched", "pipelined"])
+def test_where_rollouts_are_compared_a_prompt_gets_companions_sampled_as_in_training(mode):
+    environment, engine = Best(), Temperatures()
+    metrics = validated(Greedy(mode=mode), environment, engine=engine, group_size=8)["task"]
+    assert environment.sizes == {8: 10}
+    assert engine.asked == {0.0: 10, SAMPLING.temperature: 70}
+    assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (1.0, 10, 0)
+    assert metrics["completion_tokens"] == 4, "companions are not measured"
+
+
+def test_a_group_that_is_large_enough_or_not_compared_gets_no_companions():
+    environment = Best()
+    validated(Batched(n=8), environment, engine=Temperatures(), group_size=8)
+    assert environment.sizes == {8: 10}
+    engine = Temperatures()
+    validated(Greedy(), FakeEnvironment(right), engine=engine, group_size=8)
+    assert engine.asked == {0.0: 10}
+
+
 def test_without_any_reward_there_is_an_error_and_no_accuracy_of_zero():
     with pytest.raises(PluginError, match=r"task 'task': none of the 10 rollouts .* first one: no judge"):
         validated(Greedy(), FakeEnvironment(lambda e: Feedback(error="no judge")))
@@ -166,10 +237,10 @@ def test_rollouts_lost_by_the_engine_are_played_again(mode):
         validated(Greedy(mode=mode), FakeEnvironment(right), engine=FailingEngine(3), retries=2)
 
 
-def test_a_rollout_that_the_environment_failed_is_not_played_again():
+def test_a_rollout_that_the_environment_always_fails_is_played_three_times():
     environment = FakeEnvironment(lambda e: Feedback(error="bad row") if e.prompt.id == "3" else right(e))
     assert validated(Greedy(), environment, retries=3)["task"]["errors"] == 1
-    assert sum(environment.calls) == 10
+    assert sum(environment.calls) == 9 + 3
 
 
 def test_a_group_that_is_compared_is_played_again_whole():

@@ -208,6 +208,7 @@ def validation_context(
         deadline=config.deadline,
         retries=rollout.max_retries,
         seed=seed,
+        group_size=rollout.group_size,
     )
 
 

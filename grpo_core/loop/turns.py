@@ -58,6 +58,8 @@ class RolloutRequest:
     prompt: Prompt
     seed: int
     group: str = ""
+    temperature: float | None = None
+    """Sampling temperature of this rollout; None: that of the sampling parameters."""
 
 
 def derive_seed(*parts: Any) -> int:
@@ -130,7 +132,9 @@ class RolloutState:
         return GenerationRequest(
             prompt_ids=concatenated([self.prompt_ids, *(part.ids for part in self.parts)]),
             max_tokens=min(self.sampling.max_tokens, self.room) if capped else self.sampling.max_tokens,
-            temperature=self.sampling.temperature,
+            temperature=self.sampling.temperature
+            if self.request.temperature is None
+            else self.request.temperature,
             stop_token_ids=stop_token_ids,
             stop=self.sampling.stop,
             seed=self.request.seed if self.turns == 0 else derive_seed(self.request.seed, self.turns),

@@ -19,9 +19,14 @@ from grpo_core.incidents import report
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.tokens import sampled_versions
 
 Results = Mapping[str, Mapping[str, float]]
 """``{task: {metric: value}}``."""
+
+
+FEEDBACK_RETRIES = 2
+"""Number of times at most that a rollout is played again because its environment gave it no reward."""
 
 
 @define(eq=False)
@@ -48,8 +53,11 @@ class Context:
     deadline: float | None = None
     """Deadline in seconds for one call of ``rollout``."""
     retries: int = 0
-    """Number of times that a lost rollout is played again; a fault of its environment is final."""
+    """Number of times that a lost rollout is played again; one without a reward for another reason is played
+    again at most ``FEEDBACK_RETRIES`` times."""
     seed: int = 0
+    group_size: int = 1
+    """Smallest size of a group where the environment compares rollouts."""
     tallies: dict[str, Tally] = field(init=False, factory=dict)
     played: list[tuple[Prompt, Rollout]] = field(init=False, factory=list)
     """All rollouts so far, each with its prompt."""
@@ -71,11 +79,15 @@ class Context:
         environment's batching still merges what arrives together.  ``batched``: all in lockstep, with one
         environment call a turn for all that are live.
 
+        Where the environment compares the rollouts of a group, a prompt with fewer than ``group_size`` of
+        them gets companions, which are sampled as in training.  They are compared with, and not returned.
+
         Their seeds are a function of the run's seed, the prompt, and how many rollouts of it were asked for
         before: the same for every version that is measured.  Raises WeightSyncError if a token was sampled
         by another version.
         """
-        requests = [request for prompt in prompts for request in self._requests(prompt, n)]
+        measured = [self._requests(prompt, n) for prompt in prompts]
+        requests = [each for own in measured for each in (*own, *self._companions(own))]
         sampling = evolve(
             self.sampling, temperature=temperature, max_tokens=max_tokens or self.sampling.max_tokens
         )
@@ -86,9 +98,12 @@ class Context:
                 group.create_task(self._play(part, sampling, lockstep=batched)) for part in parts if part
             ]
         rollouts = [rollout for part in playing for rollout in part.result()]
-        for request, rollout in zip(requests, rollouts, strict=True):
-            self._observe(request, rollout)
-        return rollouts
+        found = {id(request): rollout for request, rollout in zip(requests, rollouts, strict=True)}
+        self._check_versions(rollouts)
+        own = [request for each in measured for request in each]
+        for request in own:
+            self._observe(request, found[id(request)])
+        return [found[id(request)] for request in own]
 
     def _requests(self, prompt: Prompt, n: int) -> list[RolloutRequest]:
         task, before = prompt.environment, self._asked[prompt.environment, prompt.id]
@@ -100,6 +115,17 @@ class Context:
                 group=f"validation/{task}/{prompt.id}/{before}",
             )
             for i in range(before, before + n)
+        ]
+
+    def _companions(self, own: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Return what completes a group that is compared, for the rollouts of one prompt."""
+        if not own or not self.environments[own[0].prompt.environment].needs_group:
+            return []
+        return [
+            evolve(
+                own[0], seed=derive_seed("companion", own[0].seed, i), temperature=self.sampling.temperature
+            )
+            for i in range(self.group_size - len(own))
         ]
 
     def _apart(self, requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
@@ -114,12 +140,12 @@ class Context:
     async def _play(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, *, lockstep: bool
     ) -> list[Rollout]:
-        """Play rollouts to their ends; play what the engine loses again within the deadline."""
+        """Play rollouts to their ends; play again what has no reward, within the deadline."""
         loop = asyncio.get_running_loop()
         until = None if self.deadline is None else loop.time() + self.deadline
         played: dict[int, Rollout] = {}
         wanted = list(range(len(requests)))
-        for _ in range(self.retries + 1):
+        for attempt in range(self.retries + 1):
             left = None if until is None else until - loop.time()
             if not wanted or (left is not None and left <= 0):
                 break
@@ -134,17 +160,21 @@ class Context:
                 lockstep=lockstep,
             )
             played.update(zip(wanted, rollouts, strict=True))
-            wanted = self._lost(requests, played)
+            wanted = self._again(requests, played, lost_only=attempt >= FEEDBACK_RETRIES)
         return [played[i] for i in range(len(requests))]
 
-    def _lost(self, requests: Sequence[RolloutRequest], played: Mapping[int, Rollout]) -> list[int]:
+    def _again(
+        self, requests: Sequence[RolloutRequest], played: Mapping[int, Rollout], *, lost_only: bool
+    ) -> list[int]:
         """Return the places of the rollouts to play again; a compared group is played again as a whole."""
-        lost = {i for i, rollout in played.items() if rollout.lost}
-        groups = {(requests[i].prompt.environment, requests[i].group) for i in lost}
+        failed = {
+            i for i, rollout in played.items() if rollout.lost or (rollout.reward is None and not lost_only)
+        }
+        groups = {(requests[i].prompt.environment, requests[i].group) for i in failed}
         return [
             i
             for i, request in enumerate(requests)
-            if i in lost
+            if i in failed
             or (
                 self.environments[request.prompt.environment].needs_group
                 and (request.prompt.environment, request.group) in groups
@@ -158,7 +188,9 @@ class Context:
         if rollout.reward is None:
             tally.errors += 1
             tally.first = tally.first or rollout.error or "unscored"
-        versions = rollout.tokens.sampled_versions
+
+    def _check_versions(self, rollouts: Sequence[Rollout]) -> None:
+        versions = sampled_versions([rollout.tokens for rollout in rollouts])
         others = set(versions[versions != self.version].tolist())
         if others:
             raise WeightSyncError(
