@@ -79,10 +79,16 @@ class SlotError(GrpoError):
 
 
 def describe(error: BaseException) -> str:
-    """The message of a GrpoError; of any other exception its type and its message."""
-    if isinstance(error, GrpoError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    """The message of a GrpoError; of any other exception its type and the ends of its message."""
+    text = str(error) if isinstance(error, GrpoError) else shortened(f"{type(error).__name__}: {error}")
+    return text.encode(errors="backslashreplace").decode()  # a lone surrogate could not be written
+
+
+def shortened(text: str, most: int = 2000) -> str:
+    """Return a text whose middle is left out if it has more than ``most`` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-most // 2 :]}"
 
 
 def did_you_mean(given: str, known: "list[str] | tuple[str, ...] | set[str]") -> str:

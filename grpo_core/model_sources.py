@@ -11,7 +11,7 @@ from attrs import frozen
 
 from grpo_core.config import ModelConfig
 from grpo_core.errors import ConfigError
-from grpo_core.models import check_path, local_directory
+from grpo_core.models import check_path, local_directory, size_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Prompt
@@ -32,6 +32,8 @@ class StartModel:
     prepare: Callable[[], None] | None = None
     """Makes the directory unless it exists; called once, in a process that has torch.  It is plain data, so
     that it can be sent to that process.  None means that the directory exists."""
+    positions: int = 2**31
+    """Largest number of tokens of prompt and completions."""
     doing: str = "loading the model"
     """Status message for the time in which the model is loaded or made."""
 
@@ -77,7 +79,10 @@ class Pretrained:
         check_path(self._path)
 
     async def start_model(self, request: ModelRequest) -> StartModel:
-        return StartModel(path=await asyncio.to_thread(local_directory, self._path))
+        path = await asyncio.to_thread(local_directory, self._path)
+        return StartModel(
+            path=path, positions=await asyncio.to_thread(size_of, path, "max_position_embeddings")
+        )
 
 
 def model_source(config: ModelConfig, plugins: PluginHost) -> ModelSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,26 @@ def _download(repository: str) -> str:
         raise ModelError(
             f"model {repository!r}: there is no such directory here, and the hub did not give it: {reason}"
         ) from error
+
+
+UNKNOWN_SIZE = 2**31
+"""A size that the model's configuration does not give."""
+
+
+def size_of(directory: str, name: str) -> int:
+    """Return a size of a model by its name in config.json; ``UNKNOWN_SIZE`` if it is not given.
+
+    Raises ModelError for a file that is no configuration.
+    """
+    path = Path(directory, "config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        given = {**config, **config.get("text_config", {})}.get(name)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"model {directory!r}: {path.name} is no configuration: {str(error)[:200]}"
+        ) from None
+    return given if isinstance(given, int) and given > 0 else UNKNOWN_SIZE
 
 
 def keep_softcapping(model: Any) -> None:

@@ -11,12 +11,14 @@ is reported to the model in such a message; it is never an error of the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+from grpo_core.unicode import well_formed
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -25,8 +27,14 @@ def parse_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     This is the format of Hermes and Qwen models.  Anything else between the tags becomes the ``arguments`` of
     a call without a name.
     """
-    calls = [{"function": _function(inner)} for inner in _TAGGED.findall(text)]
-    return (_TAGGED.sub("", text).strip() if calls else text), calls
+    inner, outer, at = [], [], 0
+    # in one pass: a model that repeats the opening tag must not cost the square of its text
+    while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin + len(_OPEN))) >= 0:
+        outer.append(text[at:begin])
+        inner.append(text[begin + len(_OPEN) : end])
+        at = end + len(_CLOSE)
+    calls = [{"function": _function(each)} for each in inner]
+    return "".join([*outer, text[at:]]).strip() if calls else text, calls
 
 
 def read_calls(parsed: Any, text: str) -> list[dict[str, Any]]:
@@ -60,5 +68,7 @@ def _function(text: str) -> dict[str, Any]:
 
 def _checked(given: Any, text: str) -> dict[str, Any]:
     if isinstance(given, dict) and isinstance(given.get("name"), str):
-        return {"name": given["name"], "arguments": given.get("arguments", {})}
+        with contextlib.suppress(ValueError):  # nested deeper than what can be sent to another process
+            name, arguments = well_formed([given["name"], given.get("arguments", {})])
+            return {"name": name, "arguments": arguments}
     return {"name": "", "arguments": text}

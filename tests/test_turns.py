@@ -378,9 +378,10 @@ def test_time_that_is_over_is_a_reason_of_its_own_and_no_feedback():
 def test_a_prompt_longer_than_the_rollout_limit_is_reported():
     (rollout,) = played(FakeEnvironment(), FakeEngine(), sampling=evolve(SAMPLING, max_total_tokens=8))
     assert rollout.error == (
-        "the prompt has 8 tokens, as many as a whole rollout may have (rollout.max_total_tokens is 8) or more"
+        "prompt '0' of task 'task' has 8 tokens, as many as a whole rollout may have "
+        "(rollout.max_total_tokens is 8) or more"
     )
-    assert not rollout.lost
+    assert rollout.lost, "it is no fault of the environment"
 
 
 def test_later_turns_end_where_the_models_positions_end():

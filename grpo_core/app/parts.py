@@ -25,6 +25,7 @@ from grpo_core.config import (
 )
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.errors import ConfigError
 from grpo_core.events import Event, ValidationPlayed
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
@@ -107,7 +108,8 @@ def canary_tolerance(health: HealthConfig, model: ModelConfig, engine: EngineCon
 def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
     """Encode the beginnings of some prompts of all tasks."""
     some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]
-    return [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
+    encoded = [renderer.prompt_ids(prompt.messages)[:CANARY_TOKENS] for prompt in some[:CANARY]]
+    return [token_ids for token_ids in encoded if token_ids]
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:
@@ -119,6 +121,17 @@ def sampling_params(config: RolloutConfig) -> SamplingParams:
         max_total_tokens=config.max_total_tokens,
         max_tool_calls=config.max_tool_calls,
     )
+
+
+def check_lengths(config: RolloutConfig, positions: int) -> None:
+    """Raise ConfigError if rollouts would exceed the model's positions, whatever the prompt."""
+    key = "max_total_tokens" if config.max_total_tokens else "max_tokens"
+    room = positions if config.max_total_tokens else positions - 1
+    if (given := getattr(config, key)) > room:
+        raise ConfigError(
+            f"rollout.{key} is {given}; the model has {positions} positions for prompt and completions "
+            f"together: choose at most {room}"
+        )
 
 
 def dynamic_sampling(config: DynamicSamplingConfig, *, prompts_per_step: int) -> DynamicSampling | None:

@@ -21,6 +21,7 @@ from grpo_core.config import SourceConfig
 from grpo_core.data.loaders import fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.records import Prompt
+from grpo_core.unicode import lone_surrogate, unreadable
 
 PROMPT_FIELDS = ("prompt", "messages", "question")
 """Fields that may hold the prompt, in order of preference, if the configuration names no field."""
@@ -115,6 +116,9 @@ class Source(Sequence[Prompt]):
             text = messages if not isinstance(messages, str) else [{"role": "user", "content": messages}]
             messages = [{"role": "system", "content": config.system}, *text]
         id = given.pop(config.id, None)
+        if found := lone_surrogate([id, messages]):
+            name = str(place) if id is None else str(id)
+            raise ConfigError(f"{self._where(place)}: prompt {name!r} {unreadable(found)}")
         return Prompt(
             messages=messages,
             answer=given.pop(config.answer, None),

@@ -14,6 +14,8 @@ MOST = 5000
 """Largest number of prompts of all tasks together."""
 AT_ONCE = 256
 """Number of rollouts that one environment plays at once."""
+CONTEXT = 256
+"""Number of positions of the tiny model, for which each character is a token."""
 
 Demonstration = tuple[str, ...]
 """A conversation: the prompt, a reply, the environment's answer, a reply, ..."""
@@ -22,7 +24,7 @@ Demonstration = tuple[str, ...]
 async def demonstrations(
     environments: Mapping[str, SolvingEnvironment], prompts: Mapping[str, Sequence[Prompt]]
 ) -> tuple[Demonstration, ...]:
-    """Make a demonstration for each prompt for which ``solve`` knows a reply.
+    """Make a demonstration for each prompt for which ``solve`` knows a reply, unless it exceeds ``CONTEXT``.
 
     Args:
         environments: the environment of each task.
@@ -71,7 +73,8 @@ async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) ->
     finally:
         if several:
             await environment.close(list(starts))
-    return [tuple(texts[: len(texts) // 2 * 2]) for texts in said.values() if len(texts) > 1]
+    found = [tuple(texts[: len(texts) // 2 * 2]) for texts in said.values() if len(texts) > 1]
+    return [texts for texts in found if sum(map(len, texts)) + len(texts) // 2 <= CONTEXT]
 
 
 def _text(messages: Sequence[Message]) -> str:

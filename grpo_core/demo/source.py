@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.demo.demonstrations import Demonstration, demonstrations
+from grpo_core.demo.demonstrations import CONTEXT, Demonstration, demonstrations
 from grpo_core.errors import ConfigError
 from grpo_core.model_sources import ModelRequest, StartModel
 
@@ -47,7 +47,7 @@ class TinyModel:
         """Return a model in the run's directory, or the one that an earlier start made there."""
         path = str(request.directory)
         if _complete(request.directory):
-            return StartModel(path=path)
+            return StartModel(path=path, positions=CONTEXT)
         prompts = await request.prompts()
         solved = await demonstrations(request.environments, prompts) if self._warm_start_steps else ()
         recipe = TinyRecipe(
@@ -58,7 +58,9 @@ class TinyModel:
             warm_start_steps=self._warm_start_steps,
             seed=request.seed,
         )
-        return StartModel(path=path, prepare=recipe, doing="making a tiny model and warming it up")
+        return StartModel(
+            path=path, prepare=recipe, positions=CONTEXT, doing="making a tiny model and warming it up"
+        )
 
 
 @frozen(kw_only=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_core.demo.demonstrations import CONTEXT
 from grpo_core.errors import ConfigError
 from grpo_core.records import Row
 from grpo_core.tokens import NOT_SAMPLED, Tokens
@@ -25,8 +26,6 @@ from grpo_core.training.policy import collate
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 CHARACTERS = "\n" + "".join(c for c in map(chr, range(32, 127)) if c in string.printable)
-CONTEXT = 256
-"""Number of positions of the model."""
 BATCH = 128
 LR = 4e-3
 
@@ -49,8 +48,9 @@ def make_tiny_model(
     """
     if warm_start_steps and not demonstrations:
         raise ConfigError(
-            'model.path = "tiny" starts from solved prompts, but the environment solves none: define '
-            "solve(prompt), choose a model, or set model.options.warm_start_steps = 0"
+            'model.path = "tiny" starts from solved prompts, but the environment solves none within its '
+            f"{CONTEXT} positions: define solve(prompt), choose a model, or set "
+            "model.options.warm_start_steps = 0"
         )
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import attrs
 
-from grpo_core.errors import PluginError
+from grpo_core.errors import PluginError, shortened
 from grpo_core.records import Feedback
+from grpo_core.unicode import well_formed
 
 LARGEST_REWARD = 1e300
 """Rewards of this magnitude or more are refused: their squares would overflow in an advantage."""
@@ -18,8 +19,8 @@ LARGEST_REWARD = 1e300
 def as_feedback(results: Any, expected: int, who: str) -> list[Feedback]:
     """Convert the results of ``evaluate`` to feedback.
 
-    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward that is not a
-    finite number makes only its own episode unscored.
+    Raises PluginError unless there is one float, Feedback or None for each episode.  A reward or a metric
+    that is not a finite number makes only its own episode unscored.  Texts become such as UTF-8 can write.
     """
     if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
         raise PluginError(
@@ -38,13 +39,18 @@ def _feedback(result: Any, who: str) -> Feedback:
         return Feedback(**_reward(result, who))
     if not all(is_message(message) for message in result.messages):
         raise PluginError(f"{who}: evaluate returned messages {result.messages!r}, expected role and content")
-    metrics = {str(name): float(value) for name, value in result.metrics.items()}
+    metrics = {well_formed(str(name)): float(value) for name, value in result.metrics.items()}
     reward = {} if result.reward is None else _reward(result.reward, who)
+    if bad := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
+        name, value = next(iter(bad.items()))
+        reward = {"reward": None, "error": f"{who}: the metric {name!r} is {value}, expected a finite number"}
     if result.error is not None:  # an error is never a reward, whatever reward comes with it
-        reward = {"reward": None, "error": str(result.error)}
+        reward = {"reward": None, "error": shortened(well_formed(str(result.error)))}
     elif reward.get("error"):
         reward |= {"done": True, "messages": ()}
-    return attrs.evolve(result, metrics=metrics, **reward)
+    messages = tuple(map(well_formed, result.messages))
+    answer = None if result.answer is None else well_formed(result.answer)
+    return attrs.evolve(result, **{"metrics": metrics, "messages": messages, "answer": answer, **reward})
 
 
 def _reward(given: Any, who: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.unicode import lone_surrogate, unreadable, well_formed
 
 MOST_PROMPTS = 100_000
 """Limit for a generator of prompts: all are drawn at once, because an epoch needs a length."""
@@ -127,7 +128,7 @@ class EnvironmentHost:
         """Return a reply with a full reward for each prompt, or None where it is not known."""
         solve = getattr(self._environment, "solve", None)
         try:
-            return [solve(prompt) for prompt in prompts] if solve else [None] * len(prompts)
+            return [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
         except Exception as error:
             raise PluginError(f"{self._who}: solve raised {describe(error)}") from error
 
@@ -281,6 +282,8 @@ class EnvironmentHost:
                 f"{where}[{index}]: messages is {prompt.messages!r}, expected text or at least one message "
                 "such as {'role': 'user', 'content': '...'}"
             )
+        if found := lone_surrogate([prompt.id, prompt.messages]):
+            raise PluginError(f"{where}: prompt {prompt.id or str(index)!r} {unreadable(found)}")
         return attrs.evolve(prompt, id=prompt.id or str(index), environment=self._task)
 
 

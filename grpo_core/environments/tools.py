@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_core.errors import PluginError
 from grpo_core.records import Message
+from grpo_core.unicode import well_formed
 
 TEMPLATES = "transformers.utils.chat_template_utils"
 """The module with ``get_json_schema``, which is imported only for environments with tools."""
@@ -92,7 +93,12 @@ def message(call: Mapping[str, Any], result: Any) -> Message:
     else:
         content = json.dumps(result, ensure_ascii=False, default=str)
     name = call["function"]["name"]
-    return {"role": "tool", "tool_call_id": call.get("id", ""), "name": name, "content": content}
+    return {
+        "role": "tool",
+        "tool_call_id": call.get("id", ""),
+        "name": name,
+        "content": well_formed(content),
+    }
 
 
 def methods(session: Any) -> list[Callable[..., Any]]:

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.errors import ModelError
+from grpo_core.models import UNKNOWN_SIZE, size_of
 from grpo_core.records import Message
 from grpo_core.tool_calls import parse_calls, read_calls
+from grpo_core.unicode import well_formed
 
 _ASKED: Message = {"role": "user", "content": "?"}
 _SAID = "\N{ASTERISM}"
 _THOUGHT: Message = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n!"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-_FAR = 2**31
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Class names that transformers saves for a tokenizer that is completely defined by its tokenizer.json."""
@@ -40,8 +41,8 @@ class Renderer:
         tokenizer: Any,
         *,
         extra_stop: Sequence[int] = (),
-        context: int = _FAR,
-        vocabulary: int = _FAR,
+        context: int = UNKNOWN_SIZE,
+        vocabulary: int = UNKNOWN_SIZE,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = bool(getattr(tokenizer, "chat_template", None))
@@ -61,9 +62,11 @@ class Renderer:
             return cls(
                 tokenizer,
                 extra_stop=_end_tokens(Path(directory)),
-                context=_size(Path(directory), "max_position_embeddings"),
-                vocabulary=_size(Path(directory), "vocab_size"),
+                context=size_of(directory, "max_position_embeddings"),
+                vocabulary=size_of(directory, "vocab_size"),
             )
+        except ModelError:
+            raise
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
             raise ModelError(f"model {directory!r}: its tokenizer cannot be loaded: {reason}") from error
@@ -186,7 +189,7 @@ class Renderer:
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
         # a template writes its special tokens itself; plain text gets the model's, only at its start
         special = start and not self._template
-        ids = self._tokenizer.encode(text, add_special_tokens=special)
+        ids = self._tokenizer.encode(well_formed(text), add_special_tokens=special)
         if special and ids and ids[-1] in self.stop_token_ids:
             ids = ids[:-1]  # some tokenizers close every text, but this one continues
         return tuple(ids)
@@ -209,17 +212,9 @@ def _end_tokens(directory: Path) -> list[int]:
     path = directory / "generation_config.json"
     given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
     tokens = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(isinstance(token, int) and 0 <= token < _FAR for token in tokens):
+    if not all(isinstance(token, int) and 0 <= token < UNKNOWN_SIZE for token in tokens):
         raise ValueError(f"{path.name}: eos_token_id is {repr(given)[:80]}; expected token ids")
     return tokens
-
-
-def _size(directory: Path, name: str) -> int:
-    """Return a size of the model by its name in config.json, or a very large number if it is not given."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    given = {**config, **config.get("text_config", {})}.get(name)
-    return given if isinstance(given, int) and given > 0 else _FAR
 
 
 def _plain(call: Mapping[str, Any]) -> dict[str, Any]:

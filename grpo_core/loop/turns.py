@@ -102,11 +102,34 @@ class RolloutState:
         self.tools, self.prompt_ids, self.context = opened.tools, prompt_ids, context
         if opened.error is not None:
             self.give_up(opened.error)
-        elif self.sampling.max_total_tokens and self.room <= 0:
-            self.give_up(
-                f"the prompt has {len(prompt_ids)} tokens, as many as a whole rollout may have "
-                f"(rollout.max_total_tokens is {self.sampling.max_total_tokens}) or more"
+        elif problem := self._misfit():
+            prompt = self.request.prompt
+            self.give_up(f"prompt {prompt.id!r} of task {prompt.environment!r} {problem}", lost=True)
+
+    def _misfit(self) -> str:
+        """Return why no engine can complete this prompt, or an empty string."""
+        tokens, sampling = len(self.prompt_ids), self.sampling
+        if not tokens:
+            return "has no tokens; a model needs one to begin with"
+        if sampling.max_total_tokens and self.room <= 0:
+            return (
+                f"has {tokens} tokens, as many as a whole rollout may have (rollout.max_total_tokens is "
+                f"{sampling.max_total_tokens}) or more"
             )
+        wanted = self._wanted()
+        if tokens + wanted > self.context:
+            return (
+                f"has {tokens} tokens; with {wanted} tokens of a completion (max_tokens) they exceed the "
+                f"model's {self.context} positions"
+            )
+        return ""
+
+    def _wanted(self) -> int:
+        """Return the largest number of tokens of the next completion."""
+        # A first completion beyond the model's positions is a mistake in the configuration or a prompt that
+        # does not fit, which is reported; only what the turns before have taken is subtracted.
+        capped = self.turns > 0 or self.sampling.max_total_tokens
+        return min(self.sampling.max_tokens, self.room) if capped else self.sampling.max_tokens
 
     @property
     def max_turns(self) -> int:
@@ -126,12 +149,9 @@ class RolloutState:
         return bool(calls)
 
     def generation_request(self, stop_token_ids: tuple[int, ...]) -> GenerationRequest:
-        # A first completion beyond the model's positions is a mistake in the configuration, which the engine
-        # reports; only what the turns before have taken is subtracted.
-        capped = self.turns > 0 or self.sampling.max_total_tokens
         return GenerationRequest(
             prompt_ids=concatenated([self.prompt_ids, *(part.ids for part in self.parts)]),
-            max_tokens=min(self.sampling.max_tokens, self.room) if capped else self.sampling.max_tokens,
+            max_tokens=self._wanted(),
             temperature=self.sampling.temperature
             if self.request.temperature is None
             else self.request.temperature,

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 
-from grpo_core.demo.tiny import CONTEXT, make_tiny_model
+from grpo_core.demo.demonstrations import CONTEXT
+from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
