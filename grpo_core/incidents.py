@@ -27,6 +27,7 @@ Kind = Literal[
     "late",  # an engine of a pool did not take new weights in the time that the others needed
     "rollouts_late",  # rollouts were not finished within rollout.deadline, and are played again
     "rollouts_lost",  # an engine did not finish rollouts, and they are played again
+    "rollouts_orphaned",  # the sessions of rollouts ended with their process, and they are played again
     "unscored",  # rollouts have no reward, and are played again
     "skipped",  # the attempts of a prompt are used up
     "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used

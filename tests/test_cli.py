@@ -426,8 +426,14 @@ def test_a_checkpoint_with_one_byte_changed_is_passed_over(trained, here):
     weights.write_bytes(data)
     done = grpo(here, "train", "--resume", "run")
     assert done.returncode == 0, done.stderr
-    assert "passed over step-000004: trainer/model.safetensors is not what was written" in done.stdout
+    why = "passed over step-000004: trainer/model.safetensors is not what was written (its sha256 differs)"
+    assert f"survived, step 2: checkpoints: {why}" in done.stdout.splitlines()
     assert "continuing run after step 2" in done.stdout
+    events = map(json.loads, (here / "run" / "events.jsonl").read_text().splitlines())
+    (told,) = [event for event in events if event["event"] == "IncidentReported"]
+    assert (told["kind"], told["step"], told["message"]) == ("passed_over", 2, why)
+    rows = map(json.loads, (here / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows if "incidents/passed_over" in row] == [3]
 
 
 @pytest.fixture

@@ -232,7 +232,7 @@ CAUSES = {
         lost_by_the_engine(),
         "4 of 4 rollouts of prompt '0' are played again: engine: its process",
     ),
-    "session_lost": (
+    "rollouts_orphaned": (
         without(error="its session ended", lost=True),
         "1 of 4 rollouts of prompt '0' are played",
     ),

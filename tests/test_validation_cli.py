@@ -148,6 +148,34 @@ def test_the_tiny_model_is_measured_as_training_starts_with_it(run):
     assert not list(run.parent.glob("tiny*"))
 
 
+DIES_ONCE = """
+import os
+from pathlib import Path
+import grpo_core as grpo
+
+class Dies(grpo.Environment):
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"{i}=", answer=str(i)) for i in range(4)]
+    def open(self, prompt):
+        return object()
+    def evaluate(self, episodes):
+        if not Path("died").exists():
+            Path("died").touch()
+            os._exit(3)
+        return [float(e.reply == e.prompt.answer) for e in episodes]
+"""
+
+
+@pytest.mark.slow
+def test_a_validation_says_in_a_line_what_it_has_survived(tmp_path):
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    done = grpo(tmp_path, "validate", "tiny", "--env", "./dies.py:Dies", "--json")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("survived: validation:")]
+    assert "of its rollouts are played again; the first, of task 'dies': its session ended" in line
+    assert json.loads(done.stdout)["results"]["dies"]["errors"] == 0
+
+
 @pytest.mark.slow
 def test_a_run_and_a_model_are_measured_with_another_strategy(run):
     chosen = "--validation", "pass_at_k", "--set", "validation.options.k=[1,4]"

@@ -93,7 +93,7 @@ def validate(
             measured.model,
             version=measured.version,
             host=host,
-            status=lambda text: console.print(text, style="dim", highlight=False),
+            status=lambda text: console.print(Text(text, style="dim"), soft_wrap=True),
         )
     )
     about = {"model": measured.name, "version": measured.version, "validation": config.validation.name}

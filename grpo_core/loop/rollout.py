@@ -214,7 +214,7 @@ def cause(rollout: Rollout) -> Kind:
     if not rollout.lost:
         return "unscored"
     asked = rollout.turns and rollout.messages[-1]["role"] == "assistant"  # the environment, and no answer
-    return "session_lost" if asked else "rollouts_lost"
+    return "rollouts_orphaned" if asked else "rollouts_lost"
 
 
 class LostBudget:
