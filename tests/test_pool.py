@@ -15,7 +15,7 @@ from grpo_core.engines.members import MAX_FAILURES
 from grpo_core.engines.pool import ATTEMPTS, EnginePool
 from grpo_core.errors import EngineError, PluginError, WeightSyncError
 from grpo_core.events import StepEnded
-from grpo_core.incidents import Incident, reported_to
+from grpo_core.incidents import Incident, report, reported_to
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, run
 from grpo_core.weights.copies import WeightsLease
@@ -243,6 +243,35 @@ def test_completions_of_a_dead_member_are_kept_and_the_rest_goes_elsewhere():
         assert world.of(0).version == 0, "the new one has been given the last weights"
         assert world.incidents[0].component == "engine 0"
         assert world.incidents[0].message == "it is replaced: worker 0 died"
+        await pool.aclose()
+
+    run(story())
+
+
+def test_what_an_engine_reports_has_the_name_of_its_member():
+    class Reporting(Worker):
+        async def generate(self, requests):
+            report("died", "engine local", "while it generated")
+            return await super().generate(requests)
+
+        async def update_weights(self, weights):
+            report("died", "engine local", "while it took weights")
+            await super().update_weights(weights)
+
+    async def story():
+        world = World()
+        incidents = []
+        with reported_to(incidents.append):
+            pool = EnginePool(lambda number: Reporting(world, number), 2)
+            await pool.update_weights(weights(0))
+            await pool.generate(group(0))
+        told = Counter((one.component, one.message) for one in incidents)
+        assert told == {
+            ("engine 0", "while it took weights"): 1,
+            ("engine 1", "while it took weights"): 1,
+            ("engine 0", "while it generated"): 1 + 4,
+            ("engine 1", "while it generated"): 1,
+        }, "the canary asks each once"
         await pool.aclose()
 
     run(story())

@@ -111,13 +111,13 @@ class Member:
         Raises TimeoutError after ``deadline`` seconds, CanaryMismatch, and whatever the engine raises.
         """
         doubts = self._doubts
-        async with asyncio.timeout(deadline):
-            with reported_as(self.name):
+        with reported_as(self.name):
+            async with asyncio.timeout(deadline):
                 await self.engine.update_weights(held.weights)
-            try:
-                await canary.verify(self.engine, held.weights, tolerance=tolerance, deadline=None)
-            except WeightSyncError as error:
-                raise CanaryMismatch(f"{self.name} of the pool: {error}") from error
+                try:
+                    await canary.verify(self.engine, held.weights, tolerance=tolerance, deadline=None)
+                except WeightSyncError as error:
+                    raise CanaryMismatch(f"{self.name} of the pool: {error}") from error
         if doubts == self._doubts:
             self.holds = held
 
