@@ -13,6 +13,8 @@ from cyclopts import App, Parameter
 
 ALONE = {"--resume": "latest", "--ray": ""}
 """Values of options that are given without one."""
+LONGEST_ERROR = 20_000
+"""Number of characters of an error that are printed."""
 
 app = App(
     name="grpo-core",
@@ -216,17 +218,44 @@ def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
     from grpo_core.errors import GrpoError
 
+    _make_log_inert()
     try:
         status = app(_with_values(sys.argv[1:]), exit_on_error=True, result_action="return_value")
     except GrpoError as error:
-        print(f"grpo-core: {error}", file=sys.stderr)
+        _complain(f"grpo-core: {error}")
         status = error.exit_status
     except OSError as error:  # a full disk or a directory without permission
-        print(f"grpo-core: {error}", file=sys.stderr)
+        _complain(f"grpo-core: {error}")
         status = 1
     except KeyboardInterrupt:
         status = 130
+    except Exception:
+        import traceback
+
+        _complain(traceback.format_exc())
+        status = 1
     sys.exit(status)
+
+
+def _complain(text: str) -> None:
+    """Print an error; it may quote what a model said, and all of it."""
+    from grpo_core.inert import inert, shortened
+
+    print(inert(shortened(text, LONGEST_ERROR)), file=sys.stderr)
+
+
+def _make_log_inert() -> None:
+    """Let warnings that no handler was configured for quote hostile text without doing what it says."""
+    import logging
+
+    from grpo_core.inert import inert
+
+    class Inert(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return inert(super().format(record))
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Inert())
 
 
 def _with_values(arguments: list[str]) -> list[str]:

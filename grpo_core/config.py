@@ -18,6 +18,7 @@ import cattrs
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt, le
 
+from grpo_core.credentials import secrets_in
 from grpo_core.errors import ConfigError, did_you_mean
 
 
@@ -134,7 +135,7 @@ class EngineConfig(PluginChoice):
     ("spread")."""
     env_vars: dict[str, str] = field(factory=dict)
     """Environment variables are set in each engine worker of a cluster before the engine's plugin is
-    loaded."""
+    loaded. The value "$NAME" stands for the variable NAME of this process."""
     transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
     """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by gloo otherwise. `auto` is
@@ -424,14 +425,23 @@ def build(layers: Iterable[Mapping[str, Any]]) -> Config:
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer)
+    secrets = map(_refuse_secret, sorted(set(secrets_in(merged))))
     merged = _with_tracker_options(merged)
-    problems = list(_problems(Config, merged, ""))
+    problems = [*secrets, *_problems(Config, merged, "")]
     if problems:
         raise ConfigError("\n".join(problems))
     try:
         return cattrs.structure(merged, Config)
     except cattrs.BaseValidationError as error:
         raise ConfigError("\n".join(_out_of_range(error, ""))) from None
+
+
+def _refuse_secret(key: str) -> str:
+    return (
+        f"configuration key {key!r}: looks like a secret, and the configuration is written to config.toml, "
+        "events.jsonl and report.html of the run. Set an environment variable instead, and let the plugin "
+        "read it (os.environ): child processes have the variables of grpo-core"
+    )
 
 
 def as_table(config: Config) -> dict[str, Any]:

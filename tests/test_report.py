@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -28,7 +30,7 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.records import Group, Prompt, Rollout
-from grpo_core.reporting import charts, report
+from grpo_core.reporting import charts, curves, report
 from grpo_core.reporting.charts import Series, chart, label, shortened, smoothed, ticks
 from grpo_core.reporting.curves import tasks_of
 from grpo_core.reporting.report import Files
@@ -224,6 +226,42 @@ def test_the_readings_of_a_chart_are_json_that_ends_no_script(tmp_path):
     blocks = re.findall(r'<script type="application/json">(.*?)</script>', html)
     names = {name for block in blocks for name, _, _ in json.loads(block)["series"]}
     assert "</script>" in names
+
+
+def test_intervals_and_reward_parts_are_drawn(tmp_path):
+    html = (a_run(tmp_path / "run", Greedy()).path / report.REPORT).read_text()
+    assert html.count('class="band"') == 1, "around the validation"
+    page = Page(html)
+    assert "task: parts" in page.text
+    for name in ("exact", "exact, validation", "format_tags", "format_tags, validation"):
+        assert name in page.text
+    (learning,) = re.findall(r'(\{[^{}]*"validation accuracy"[^{}]*\})', html)
+    assert re.search(r"\d+% \(\d+(\.\d)?% to \d+(\.\d)?%\)", learning), "the cursor reads the interval"
+
+
+def test_a_part_that_is_no_share_has_a_chart_of_its_own():
+    steps = [{"step": i, "feedback_tries/a": 3.5, "feedback_exact/a": 0.5, "groups/a": 1.0} for i in (1, 2)]
+    drawn = dict(curves.charts(tasks_of(steps, [], {}), steps, {}))["Reward parts"]
+    assert [chart.title for chart in drawn] == ["a: parts", "a: tries"]
+
+
+def test_only_the_script_of_the_page_may_run(tmp_path):
+    html = record(tmp_path / "run", run_of("sort"))
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', html)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "unsafe" not in policy.split("script-src")[1]
+
+
+def test_text_that_controls_turns_or_hides_is_shown_as_what_it_is(tmp_path):
+    said = "\x1b[2J\u202eevil\x9b\x00"
+    events = [GroupsReady(step=0, groups=(group("sort", {said: 1.0, "b": 0.0}, prompt=said),))]
+    events += [StepEnded(step=1, metrics=metrics(1, "sort"))]
+    events += [PromptSkipped(task="sort", prompt=said, error=said), ErrorRaised(message=said)]
+    html = record(tmp_path / "run", events)
+    assert html.count("␛[2J⟨202E⟩evil⟨009B⟩␀") >= 4
+    assert not set(html) & set("\x00\x1b\x9b\u202e")
 
 
 # ---------------------------------------------------------------------------------- incomplete runs

@@ -41,7 +41,7 @@ class Heard(grpo.Tracker):
 
     def __init__(self):
         self.metrics_of, self.rollouts_of, self.events = [], [], []
-        self.warned, self.closed = threading.Event(), 0
+        self.warned, self.ended, self.closed = threading.Event(), threading.Event(), 0
 
     def metrics(self, step, values):
         self.metrics_of.append((step, dict(values)))
@@ -56,6 +56,7 @@ class Heard(grpo.Tracker):
 
     def close(self):
         self.closed += 1
+        self.ended.set()
 
 
 def group(*, rollouts=2, tokens=3):
@@ -161,6 +162,7 @@ def test_a_tracker_that_raises_is_reported_once_and_not_called_again(caplog):
     with caplog.at_level(logging.WARNING):
         tracked({"raising": raising, "heard": heard}, story)
     assert len(raising.events) == 1
+    assert raising.ended.wait(30), "nobody waits for a tracker that failed"
     assert raising.closed == 1
     (warning,) = [event for event in heard.events if isinstance(event, WarningRaised)]
     text = "tracker 'raising' failed in RunStarted: ValueError: no network; it is not called again"

@@ -18,6 +18,7 @@ from grpo_core.config import EnvironmentConfig, SamplerConfig, build, merge, par
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.incidents import Incident, reported_to
+from grpo_core.inert import inert
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import FROM_THE_CORE, Offer, signature_of
@@ -48,12 +49,14 @@ def main(
     offer = find(host, name, kind)
     config = environment_config(options) if offer.kind == "environment" else EnvironmentConfig()
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(str(offer), style="bold"))
+    console.print(Text(inert(str(offer)), style="bold"))
     counts = {"passed": 0, "failed": 0, "noted": 0}
     for finding in findings(host, offer, options, tasks, config):
         mark, style = STYLES[finding.outcome]
         console.print(
-            Text.assemble((mark, style), f"  {finding.check}", finding.told and f": {finding.told}")
+            Text.assemble(
+                (mark, style), inert(f"  {finding.check}"), finding.told and inert(f": {finding.told}")
+            )
         )
         counts[finding.outcome] += 1
     console.print(f"{counts['passed']} passed, {counts['failed']} failed" + (

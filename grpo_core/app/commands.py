@@ -15,6 +15,7 @@ from rich.text import Text
 from grpo_core.app import preflight, run
 from grpo_core.config import Config, as_table, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
+from grpo_core.inert import inert
 from grpo_core.loop import checkpoint
 from grpo_core.model_sources import model_source
 from grpo_core.plugins.host import PluginHost
@@ -58,11 +59,11 @@ def train(
         preflight.check(config, host)
         directory, found = RunDirectory.create(output or _new_name(config), config), None
     if found is not None:
-        print(f"continuing {directory.path} after step {found.step}", flush=True)
+        _say(f"continuing {directory.path} after step {found.step}")
     elif resume is not None:
-        print(f"{directory.path} has no checkpoint yet: starting from the beginning", flush=True)
+        _say(f"{directory.path} has no checkpoint yet: starting from the beginning")
     outcome = _run(run.train(config, directory, host=host, resume=found))
-    print(_summary(outcome, config))
+    _say(_summary(outcome, config))
     return 0 if outcome.reason == "finished" else 130
 
 
@@ -86,14 +87,14 @@ def validate(
     preflight.check(config, host, purpose="measure")
     console = Console(stderr=True)
     for note in measured.notes:
-        console.print(Text(note), soft_wrap=True)
+        console.print(Text(inert(note)), soft_wrap=True)
     results = _run(
         run.validate(
             config,
             measured.model,
             version=measured.version,
             host=host,
-            status=lambda text: console.print(Text(text, style="dim"), soft_wrap=True),
+            status=lambda text: console.print(Text(inert(text), style="dim"), soft_wrap=True),
         )
     )
     about = {"model": measured.name, "version": measured.version, "validation": config.validation.name}
@@ -101,22 +102,22 @@ def validate(
         options = config.validation.options
         print(json.dumps({**about, "options": options, "seed": config.seed, "results": results}, indent=2))
     else:
-        print("{model}, version {version}, measured by {validation}\n".format(**about))
-        print(table(results))
+        _say("{model}, version {version}, measured by {validation}\n".format(**about))
+        _say(table(results))
     return 0
 
 
 def verify(*, directory: Path) -> int:
     """Run ``grpo-core verify``; return the exit status."""
     verdict = audit(directory)
-    print(verdict)
+    _say(str(verdict))
     return 1 if verdict.findings else 0
 
 
 def report(*, directory: Path) -> int:
     """Run ``grpo-core report``; return the exit status."""
     RunDirectory.open(directory)
-    print(write_report(directory))
+    _say(str(write_report(directory)))
     return 0
 
 
@@ -177,6 +178,10 @@ def _resumed(resume: str, changes: Mapping[str, Any]) -> tuple[RunDirectory, Con
             f"--set trainer.steps={2 * config.trainer.steps}"
         )
     return directory, config, found
+
+
+def _say(text: str) -> None:
+    print(inert(text), flush=True)
 
 
 def _new_name(config: Config) -> Path:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
+
+from grpo_core.inert import inert
 
 WIDTH, HEIGHT = 480, 200
 """Size of the view, in its own units."""
@@ -35,6 +38,8 @@ class Series:
     """Place of the color in the template's palette."""
     style: Style = "line"
     """``faint`` is drawn behind the others, ``dots`` marks each point."""
+    band: Sequence[tuple[float, float, float]] = ()
+    """Step, lower and upper end of the interval around some points, drawn as an area."""
 
 
 @frozen(kw_only=True)
@@ -47,6 +52,8 @@ class Chart:
     """Series with at most ``MOST_POINTS`` points each."""
     lines: tuple[str, ...]
     """The path of each series, as SVG writes it."""
+    areas: tuple[str, ...]
+    """The path around the band of each series; empty without a band."""
     marks: tuple[tuple[Point, ...], ...]
     """The points of each series, if they are marked."""
     x_ticks: tuple[tuple[float, str], ...]
@@ -68,9 +75,9 @@ def readings(chart: Chart) -> dict[str, Any]:
         "plane": (LEFT, WIDTH - RIGHT),
         "series": [
             (
-                one.name,
+                inert(one.name),
                 [round(p[0]) for p in one.points if _finite(p)],
-                [label(p[1], chart.percent) for p in one.points if _finite(p)],
+                [_reading(p, one, chart.percent) for p in one.points if _finite(p)],
             )
             for one in chart.series
             if any(map(_finite, one.points))
@@ -101,6 +108,7 @@ def chart(
         return None
     xs = [x for one in series for x, _ in one.points]
     ys = [p[1] for one in series for p in one.points if _finite(p)]
+    ys += [y for one in series for _, *ends in one.band for y in ends]
     ys += [y for y in (low, high) if y is not None]
     x_ticks = ticks(min(xs), max(xs), 6, whole=True)
     y_ticks = ticks(min(ys), max(ys), 4)
@@ -121,6 +129,9 @@ def chart(
         note=note,
         series=tuple(series),
         lines=tuple(_path([place(p) if _finite(p) else None for p in one.points]) for one in series),
+        areas=tuple(
+            _area([(place((x, low)), place((x, high))) for x, low, high in one.band]) for one in series
+        ),
         marks=tuple(
             tuple(place(p) for p in one.points if _finite(p)) if one.style == "dots" else () for one in series
         ),
@@ -134,16 +145,19 @@ def chart(
 
 def shortened(series: Series, most: int = MOST_POINTS) -> Series:
     """Return the series with at most this many points, which are means of equally many neighbours."""
+    band = [row for row in series.band if all(_finite((row[0], y)) for y in row[1:])]
     points = series.points
     if len(points) <= most:
-        return series
+        return evolve(series, band=band)
     each = math.ceil(len(points) / most)
     means = []
     for begin in range(0, len(points), each):
         part = [p for p in points[begin : begin + each] if _finite(p)]
         if part:
             means.append((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)))
-    return Series(name=series.name, points=means, colour=series.colour, style=series.style)
+    parts = [band[at : at + each] for at in range(0, len(band), each)]
+    bands = [(fmean(x for x, _, _ in p), fmean(y for _, y, _ in p), fmean(z for _, _, z in p)) for p in parts]
+    return evolve(series, points=means, band=bands)
 
 
 def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
@@ -196,6 +210,19 @@ def _path(places: Sequence[Point | None]) -> str:
         parts.append(f"{pen}{place[0]:g} {place[1]:g}")
         pen = "L"
     return "".join(parts)
+
+
+def _area(ends: Sequence[tuple[Point, Point]]) -> str:
+    """Return the path along the lower ends and back along the upper ones."""
+    around = [low for low, _ in ends] + [high for _, high in reversed(ends)]
+    return _path(around) + "Z" if len(ends) > 1 else ""
+
+
+def _reading(point: Point, series: Series, percent: bool) -> str:
+    """Return a point's value as text, with its interval if it has one."""
+    ends = next(((low, high) for x, low, high in series.band if x == point[0]), None)
+    interval = f" ({label(ends[0], percent)} to {label(ends[1], percent)})" if ends else ""
+    return label(point[1], percent) + interval
 
 
 def _finite(point: Point) -> bool:

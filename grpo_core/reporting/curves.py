@@ -19,6 +19,8 @@ RECENT = 10
 """Number of steps over which the numbers of a table are averaged."""
 SMOOTH = 40
 """Number of parts of a curve; each point of a smoothed curve is the mean of one part."""
+MOST_PARTS = 12
+"""Number of parts of a task's feedback that are drawn."""
 GENERATION, TRAINING, GREY = 0, 1, 5
 """Places in the palette: the two sides of a run, and the background."""
 
@@ -35,6 +37,10 @@ class Task:
     """Whether that metric is a share."""
     validation: Sequence[Point]
     """Results of the validations, by version."""
+    intervals: Sequence[tuple[float, float, float]]
+    """Version, lower and upper end of the interval of each result that has one."""
+    parts: Mapping[str, tuple[Sequence[Point], Sequence[Point]]]
+    """What the environment reports besides the reward, by name: in training, and in validation."""
     rewards: Sequence[Point]
     """Mean rewards in training, by step."""
     numbers: Mapping[str, float | None]
@@ -86,6 +92,8 @@ def _task(
         metric=metric,
         in_percent=metric.startswith(SHARES),
         validation=points(validations, f"validation/{name}/{metric}"),
+        intervals=_intervals(validations, f"validation/{name}/{metric}"),
+        parts=_parts(name, steps, validations),
         rewards=points(steps, f"reward/{name}"),
         numbers=means,
         groups=round(_sum(steps, f"groups/{name}")),
@@ -93,10 +101,34 @@ def _task(
     )
 
 
+def _intervals(rows: Sequence[Row], metric: str) -> list[tuple[float, float, float]]:
+    ends = [dict(points(rows, f"{metric}_{end}")) for end in ("low", "high")]
+    return [(x, low, ends[1][x]) for x, low in ends[0].items() if x in ends[1]]
+
+
+def _parts(
+    task: str, steps: Sequence[Row], validations: Sequence[Row]
+) -> dict[str, tuple[Sequence[Point], Sequence[Point]]]:
+    """Return the curves of the first ``MOST_PARTS`` parts of a task's feedback, by name."""
+    names = {
+        key.removesuffix(f"/{task}").removeprefix("feedback_")
+        for row in steps
+        for key in row
+        if key.startswith("feedback_") and key.endswith(f"/{task}")
+    }
+    beginning = f"validation/{task}/feedback_"
+    names |= {key.removeprefix(beginning) for row in validations for key in row if key.startswith(beginning)}
+    return {
+        name: (points(steps, f"feedback_{name}/{task}"), points(validations, beginning + name))
+        for name in sorted(names)[:MOST_PARTS]
+    }
+
+
 def charts(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[tuple[str, list[Chart]]]:
     """The charts that have something to show, in sections with a title."""
     sections = [
         ("Learning", [one for task in tasks for one in _learning(task)]),
+        ("Reward parts", [one for task in tasks for one in _reward_parts(task)]),
         ("Groups", _groups(tasks, steps)),
         ("Asynchrony", _asynchrony(tasks, steps, config)),
         ("Health", _health(steps, config)),
@@ -112,12 +144,37 @@ def _learning(task: Task) -> list[Chart | None]:
         Series(name="reward in training", points=smoothed(task.rewards, reach), colour=GREY),
     ]
     held_out = Series(
-        name=f"validation {task.metric}", points=task.validation, colour=task.colour, style="dots"
+        name=f"validation {task.metric}",
+        points=task.validation,
+        colour=task.colour,
+        style="dots",
+        band=task.intervals,
     )
     values = [y for _, y in (*task.rewards, *task.validation) if math.isfinite(y)]
     if all(0 <= y <= 1 for y in values):
         return [chart(task.name, [*trained, held_out], low=0, high=1, percent=task.in_percent)]
     return [chart(f"{task.name}: reward", trained), chart(f"{task.name}: validation", [held_out])]
+
+
+def _reward_parts(task: Task) -> list[Chart | None]:
+    """Return a chart of the parts that are shares, and one for each part that is not."""
+
+    def series(place: int, name: str) -> list[Series]:
+        trained, measured = task.parts[name]
+        reach = max(1, len(trained) // SMOOTH)
+        return [
+            Series(name=name, points=smoothed(trained, reach), colour=place % GREY),
+            Series(name=f"{name}, validation", points=measured, colour=place % GREY, style="dots"),
+        ]
+
+    values = {name: [y for part in task.parts[name] for _, y in part] for name in task.parts}
+    shares = [name for name in values if all(0 <= y <= 1 for y in values[name] if math.isfinite(y))]
+    together = [one for place, name in enumerate(shares) for one in series(place, name)]
+    note = "what the environment reports besides the reward"
+    return [
+        chart(f"{task.name}: parts", together, low=0, high=1, note=note),
+        *(chart(f"{task.name}: {name}", series(0, name), note=note) for name in values if name not in shares),
+    ]
 
 
 def _groups(tasks: Sequence[Task], steps: Sequence[Row]) -> list[Chart | None]:

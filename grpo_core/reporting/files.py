@@ -26,6 +26,7 @@ from grpo_core._version import __version__
 from grpo_core.disk import Disk
 from grpo_core.errors import ConfigError
 from grpo_core.events import Dispatched, Event, GroupsReady, Saved, Saving, ValidationPlayed
+from grpo_core.inert import shortened
 from grpo_core.loop.buffer import Slot
 from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.protocols import Tracker
@@ -209,7 +210,7 @@ def _as_written(group: Group, rollout: Rollout) -> dict[str, Any]:
         "turns": rollout.turns,
         "tokens": rollout.tokens.n_sampled,
         "generation_version": group.generation_version,
-        **({} if rollout.error is None else {"error": rollout.error}),
+        **({} if rollout.error is None else {"error": shortened(rollout.error)}),
     }
 
 

@@ -8,6 +8,7 @@ text to it: the template escapes everything, and what cannot be read is left out
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ import os
 import sys
 import tomllib
 import zlib
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from grpo_core.inert import inert
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 from grpo_core.reporting.charts import readings
@@ -189,18 +192,24 @@ def write(path: Path) -> Path:
 def render(files: Files) -> str:
     """The page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
+    loader = PackageLoader("grpo_core.reporting")
     environment = Environment(
-        loader=PackageLoader("grpo_core.reporting"),
+        loader=loader,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=lambda value: inert(value) if type(value) is str else value,  # not what is markup already
     )
+    script = Markup(loader.get_source(environment, "report.js")[0])
     environment.filters |= {"number": number, "share": share, "readings": readings, "measure": measure}
     shown = samples(files)  # first of all, since it may find more that cannot be read
     tasks = tasks_of(files.steps, files.validations, files.table)
     return environment.get_template("report.html").render(
+        script=script,
+        script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         name=files.path.resolve().name,
         state=state(files),
         headline=headline(tasks),

@@ -27,6 +27,7 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.incidents import Lines, by_kind
+from grpo_core.inert import inert
 from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
@@ -82,7 +83,7 @@ class TerminalTracker(Tracker):
 
     def say(self, text: str) -> None:
         """Print a line above the live view."""
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(inert(text)), soft_wrap=True)
 
     def event(self, event: Event) -> None:
         """Draw what the event changes."""
@@ -167,7 +168,7 @@ class TerminalTracker(Tracker):
         )
         rows = Table.grid(padding=(0, 2))
         for name, value, picture in self._rows():
-            rows.add_row(Text(name, style="dim"), Text(value, style="bold"), picture)
+            rows.add_row(Text(inert(name), style="dim"), Text(inert(value), style="bold"), picture)
         return Group(head, rows)
 
     def _rows(self) -> list[tuple[str, str, RenderableType]]:
@@ -246,6 +247,5 @@ def _clock(seconds: float) -> str:
 
 
 def _short(text: str, width: int = 60) -> str:
-    # a completion must not control the terminal
-    text = "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
+    text = inert(" ".join(text[: 4 * width].split()))
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from attrs import asdict, evolve
 
@@ -26,6 +27,7 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.incidents import Incident, IncidentCounts
+from grpo_core.inert import LONGEST, shortened
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.protocols import Tracker
 
@@ -71,7 +73,7 @@ class Trackers:
         if isinstance(event, RunEnded):
             self.incidents.flush()
         self._step = max(self._step, event.step)
-        event = evolve(event, time=time.time())
+        event = evolve(event, time=time.time(), **_long_texts(event))
         for thread in self._threads:
             thread.put(event)
 
@@ -249,6 +251,14 @@ def call(tracker: Tracker, event: Event) -> None:
             tracker.metrics(event.step, event.metrics)
         case Validated():
             tracker.metrics(event.version, validation_metrics(event.results))
+
+
+def _long_texts(event: Event) -> dict[str, Any]:
+    """Return the texts of an error, shortened, if they are long: some carry all the data of a batch."""
+    texts = {name: getattr(event, name, "") for name in ("error", "message")}
+    found = {name: shortened(text) for name, text in texts.items() if len(text) > LONGEST}
+    traceback = getattr(event, "traceback", "")
+    return found | ({"traceback": shortened(traceback, 10 * LONGEST)} if traceback else {})
 
 
 def _join(threads: list[TrackerThread]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from grpo_core import Engine, EngineSetup
+from grpo_core import ConfigError, Engine, EngineSetup
 from grpo_core.engine_kit import EngineConfig, EnvironmentSpec, EnvironmentWorker, PluginHost, Retain
 from grpo_plugin_ray.cluster import PluginRequirement, connected
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
@@ -34,7 +35,8 @@ class RayPlacement:
         self._store = Store()
 
     def check(self, engine: EngineConfig) -> None:
-        """Every key of an engine's section has a meaning here."""
+        """Raise ConfigError if ``env_vars`` names a variable that is not set."""
+        from_here(engine.env_vars)
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
         return connected(self._address, cpus=max(workers, os.cpu_count() or 1))
@@ -46,7 +48,7 @@ class RayPlacement:
                 origin=PluginRequirement.of(self._plugins.find("engine", config.name)),
                 setup=setup,
                 options=config.options,
-                env_vars=config.env_vars,
+                env_vars=from_here(config.env_vars),
             ),
             store=self._store,
             resources={
@@ -71,3 +73,11 @@ class RayPlacement:
             ),
             resources={"num_cpus": 1, "scheduling_strategy": STRATEGIES["spread"]},
         )
+
+
+def from_here(env_vars: Mapping[str, str]) -> dict[str, str]:
+    """Replace values like ``"$HF_TOKEN"`` by this process's variables, which no file of the run holds."""
+    names = {name: value.strip("${}") for name, value in env_vars.items() if value.startswith("$")}
+    if missing := sorted(name for name in names.values() if name not in os.environ):
+        raise ConfigError(f"engine.env_vars: the environment variable {missing[0]} is not set")
+    return {**env_vars, **{name: os.environ[other] for name, other in names.items()}}

@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("grpo_plugin_ray")
 
-from grpo_core.errors import PluginError
+from grpo_core.config import EngineConfig
+from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_ray.cluster import PluginRequirement, absolute, brief
+from grpo_plugin_ray.placement import RayPlacement, from_here
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 NO_RAY = """
@@ -36,6 +38,13 @@ def test_the_placement_is_chosen_by_name_and_loads_no_ray():
         "assert 'ray' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_variables_of_workers_may_come_from_this_process(monkeypatch):
+    monkeypatch.setenv("HERE", "a secret")
+    assert from_here({"A": "1", "B": "$HERE", "C": "${HERE}"}) == {"A": "1", "B": "a secret", "C": "a secret"}
+    with pytest.raises(ConfigError, match="the environment variable NOT_HERE is not set"):
+        RayPlacement(plugins=None).check(EngineConfig(env_vars={"A": "$NOT_HERE"}))
 
 
 def test_the_plugin_without_ray_names_the_command_that_installs_it_and_starts_nothing(tmp_path):
