@@ -40,7 +40,7 @@ class Task:
     intervals: Sequence[tuple[float, float, float]]
     """Version, lower and upper end of the interval of each result that has one."""
     parts: Mapping[str, tuple[Sequence[Point], Sequence[Point]]]
-    """What the environment reports besides the reward, by name: in training, and in validation."""
+    """Curves of each part that the environment reports besides the reward: in training, and in validation."""
     rewards: Sequence[Point]
     """Mean rewards in training, by step."""
     numbers: Mapping[str, float | None]
