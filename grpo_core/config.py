@@ -31,8 +31,9 @@ class ModelConfig:
     with 90,000 parameters."""
     options: dict[str, Any] = field(factory=dict)
     """Options of a model that a plugin makes; "tiny" has `width`, `layers` and `warm_start_steps`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Matrix products in training use this type; weights and optimizer state stay float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Matrix products in training use this type, and engines receive the weights in it; the trainer's own
+    weights and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""
     trust_remote_code: bool = False
     """Allow code that comes with the model to run."""
 

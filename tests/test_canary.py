@@ -11,7 +11,7 @@ from test_pipeline import Run
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.events import Dispatched, GroupsReady
 from grpo_core.loop import canary
-from grpo_core.records import Canary, Completion, Weights
+from grpo_core.records import Canary, Completion, TensorInfo, Weights
 from grpo_core.testing import FakeEngine, FakeTrainer, run
 
 PROMPT = (7, 8, 9)
@@ -127,3 +127,22 @@ def test_without_a_canary_nothing_is_asked():
         return await canary.verify(FakeEngine(), weights, tolerance=0.0, deadline=None)
 
     assert run(story()) == 0.0
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [("float32", True), ("bfloat16", False)])
+def test_without_a_tolerance_the_dtype_of_the_weights_decides(dtype, refused):
+    """A logprob that differs by 0.05 is explained by bfloat16, and not by float32."""
+    info = TensorInfo(name="a", dtype=dtype, shape=(1,), offset=0, checksum=0)
+    sung = Canary(prompt_ids=PROMPT, token_ids=(1, 2), logprobs=(-1.0, -5.0))
+    weights = Weights(version=0, location="", nbytes=4, tensors=(info,), canary=(sung,))
+
+    async def story():
+        engine = Listener(used=lambda version: 0.5)
+        await engine.update_weights(weights)
+        return await canary.verify(engine, weights, tolerance=0.0, deadline=10)
+
+    if refused:
+        with pytest.raises(WeightSyncError, match=r"tolerance 0\.001"):
+            run(story())
+    else:
+        assert run(story()) == pytest.approx(0.05)

@@ -34,7 +34,7 @@ from grpo_core.run_directory import RunDirectory
 from grpo_core.tokens import Tokens
 from grpo_core.training import policy
 from grpo_core.training.logprobs import KEEP_BYTES
-from grpo_core.training.model import FullModel, ModelSource
+from grpo_core.training.model import FullModel, ModelSource, compute_dtype
 from grpo_core.training.process import ProcessTrainer, thread_count
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer, create, learning_rate, token_budget
@@ -195,7 +195,24 @@ def test_bfloat16_products_keep_float32_weights_and_nearly_the_logprobs(model: s
     trainer = TorchTrainer(attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16")))
     result = trainer.step(batch(rows))
     assert 0 < result.metrics["logprob_diff_mean"] < 0.05
-    assert {tensor.dtype for tensor in weights(trainer).values()} == {torch.float32}
+    assert {parameter.dtype for _, parameter in trainer.model.trainable()} == {torch.float32}
+
+
+def test_weights_are_published_in_the_dtype_of_the_products_and_checksummed_as_sent(model: str) -> None:
+    given = setup(model)
+    whole = TorchTrainer(given)
+    half = TorchTrainer(attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16")))
+    published = half.publish()
+    assert published.nbytes == pytest.approx(whole.publish().nbytes / 2, rel=0.02), "and some padding"
+    tensors = read_weights(published)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    for name, parameter in whole.model.trainable():
+        assert torch.equal(tensors[name], parameter.bfloat16())
+
+
+def test_the_dtype_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu() -> None:
+    chosen = {device: compute_dtype(ModelConfig(), torch.device(device)) for device in ("cpu", "cuda")}
+    assert chosen == {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 def test_the_metrics_of_a_step_have_the_names_that_everything_else_reads(model: str) -> None:

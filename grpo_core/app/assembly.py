@@ -124,7 +124,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         validate=validate,
         save=assembly.save(trainer, buffer, loaders, sampler),
         canary=canary_prompts(prompts, renderer),
-        canary_tolerance=canary_tolerance(config.health, config.model, config.engine),
+        canary_tolerance=canary_tolerance(config.health, config.engine),
         limits=health_limits(config.health),
         watch=(
             trainer.watch,
@@ -217,7 +217,7 @@ class Assembly:
             engine,
             engine_setup(model, config.model, engine, seed=config.seed, logs=logs, colocated=colocated),
             self.run.placement,
-            tolerance=canary_tolerance(config.health, config.model, engine),
+            tolerance=canary_tolerance(config.health, engine),
         )
         self.run.stack.push_async_callback(made.aclose)
         return made
@@ -271,7 +271,7 @@ class Assembly:
             last=config.trainer.steps,
             pauses=config.validation.pause,
             deadline=section.deadline + SYNC_GRACE,
-            canary_tolerance=canary_tolerance(config.health, config.model, section),
+            canary_tolerance=canary_tolerance(config.health, section),
             canary_deadline=config.rollout.deadline,
         )
 

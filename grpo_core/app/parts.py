@@ -27,6 +27,7 @@ from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError
 from grpo_core.events import Event, ValidationPlayed
+from grpo_core.loop import canary
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.health import Limits
@@ -99,10 +100,10 @@ def engine_setup(
     )
 
 
-def canary_tolerance(health: HealthConfig, model: ModelConfig, engine: EngineConfig) -> float:
-    """Return the tolerance that rounding explains, for float32 or for bfloat16 on either side."""
-    coarse = "bfloat16" in (model.dtype, engine.options.get("dtype"))
-    return health.canary_tolerance or (0.1 if coarse else 1e-3)
+def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> float:
+    """Return the tolerance for an engine; 0 is the one that the rounding of the weights explains."""
+    coarse = engine.options.get("dtype") in ("bfloat16", "float16")
+    return health.canary_tolerance or (canary.COARSE if coarse else 0.0)
 
 
 def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:

@@ -156,7 +156,7 @@ async def validate(
                 str(path), config.model, engine_config, seed=config.seed, logs=None, colocated=False
             ),
             placement,
-            tolerance=canary_tolerance(config.health, config.model, engine_config),
+            tolerance=canary_tolerance(config.health, engine_config),
         )
         stack.push_async_callback(engine.aclose)
         status("loading the model")

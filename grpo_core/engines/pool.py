@@ -89,7 +89,7 @@ class EnginePool:
         make: Callable[[int], Engine],
         workers: int,
         *,
-        tolerance: float = 1e-3,
+        tolerance: float = 0.0,
         deadline: float = 600.0,
         lag: float = 1.0,
         hold: Callable[[Weights], Awaitable[WeightsLease]] = as_published,

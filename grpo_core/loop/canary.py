@@ -17,6 +17,8 @@ from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, GenerationRequest, Weights
 from grpo_core.restarts import RestartBudget
 
+FINE, COARSE = 1e-3, 0.1
+"""Differences of logprobs that rounding explains: of float32, and of bfloat16 on either side."""
 MAX_FAILURES = 3
 """Failures in a row after which the canary gives up: an engine may die while it is asked, and hold the
 weights again when it is asked again."""
@@ -25,8 +27,9 @@ weights again when it is asked again."""
 async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline: float | None) -> float:
     """Return the largest difference between the engine's and the trainer's logprobs; 0 without a canary.
 
-    Raises WeightSyncError if the difference is above ``tolerance``, if the engine answers with another
-    version, or if it does not answer within ``deadline`` seconds; EngineError if the engine fails.
+    A ``tolerance`` of 0 stands for the one that the dtype of the weights explains.  Raises WeightSyncError if
+    the difference is above it, if the engine answers with another version, or if it does not answer within
+    ``deadline`` seconds; EngineError if the engine fails.
     """
     if not weights.canary:
         return 0.0
@@ -42,6 +45,7 @@ async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline
             f"engine: no answer to the canary of version {weights.version} within {deadline:g} s"
         ) from None
     check_completions(completions, requests)
+    tolerance = tolerance or (COARSE if any(info.dtype != "float32" for info in weights.tensors) else FINE)
     pairs = zip(weights.canary, completions, strict=True)
     differences = [_difference(weights.version, *pair, tolerance) for pair in pairs]
     return max(differences)

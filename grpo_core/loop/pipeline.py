@@ -130,8 +130,8 @@ class Pipeline:
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
     """Prompts (token ids) that check the engine after each sync; see ``grpo_core.loop.canary``."""
-    canary_tolerance: float = 1e-3
-    """Largest difference of logprobs between engine and trainer after a weight sync."""
+    canary_tolerance: float = 0.0
+    """Largest difference of logprobs between engine and trainer after a weight sync; 0: by rounding."""
     limits: Mapping[str, health.Limits] = field(factory=dict)
     """Health limits by metric."""
     watch: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 32 << 20
-"""Size in bytes of the buffer for a chunk's logits."""
+"""Size in bytes of the buffer for a chunk's logits on a CPU, where it should stay in a cache."""
+CUDA_CHUNK_BYTES = 1 << 30
+"""Size in bytes of that buffer on a GPU, which reads the whole weight [V, D] again for each chunk."""
 KEEP_BYTES = 128 << 20
 """Probabilities up to this size are kept for the backward pass instead of computed again."""
 
@@ -37,16 +39,18 @@ def token_logprobs(
         weight: [V, D], and ``bias`` [V] or None.
         targets: [N], integers below V.
         chunk: tokens at a time; default: as many as fit ``CHUNK_BYTES``.
-        product_dtype: of the matrix products of the backward pass (bfloat16 is several times faster);
-            default: that of ``hidden``.  The forward pass keeps the precision of ``weight``: an error of
-            logprobs would pass for a difference between trainer and engine.
+        product_dtype: of the factors of the matrix products (bfloat16 is several times faster); default:
+            that of ``weight``.  In the forward pass their products and sums have the precision of
+            ``weight``, as in an engine whose head computes in float32: an error of logprobs would pass for
+            a difference between trainer and engine.
         entropy_gradient: whether the entropy has a gradient; costs one more buffer in the backward pass.
 
     Returns:
         logprobs [N], with gradient; entropy [N] of each distribution, detached unless ``entropy_gradient``.
     """
     if chunk is None:
-        chunk = max(16, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+        room = CUDA_CHUNK_BYTES if weight.is_cuda else CHUNK_BYTES
+        chunk = max(16, room // (weight.shape[0] * weight.element_size()))
     hidden = hidden.to(weight.dtype)
     apply: Any = _TokenLogprobs.apply
     logprobs, entropy = apply(
@@ -77,10 +81,11 @@ class _TokenLogprobs(torch.autograd.Function):
         logits = hidden.new_empty(min(chunk, n), vocabulary)
         direct = kept if dtype is hidden.dtype else None
         probabilities = torch.empty_like(logits) if direct is None else logits
+        rounded_hidden, rounded_weight = rounded(hidden, dtype), rounded(weight, dtype)
         for begin in range(0, n, chunk):
             part = slice(begin, min(begin + chunk, n))
             rows = part.stop - begin
-            log_p = _logits(hidden[part], weight, bias, temperature, logits[:rows])
+            log_p = _logits(rounded_hidden[part], rounded_weight, bias, temperature, logits[:rows])
             torch.log_softmax(log_p, dim=1, out=log_p)
             p = torch.exp(log_p, out=probabilities[:rows] if direct is None else direct[part])
             logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
@@ -134,12 +139,21 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, out: Tensor) -> Tensor:
     """Compute the logits [n, V] of hidden states [n, D] into ``out``."""
-    if temperature != 1.0:
-        hidden = hidden / temperature  # D numbers to divide for each token, not V
-    torch.mm(hidden, weight.T, out=out)
+    if hidden.dtype != out.dtype:  # rounded factors on a GPU: the products and sums are wider
+        torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+        out /= temperature
+    else:
+        # D numbers to divide for each token, not V
+        torch.mm(hidden if temperature == 1.0 else hidden / temperature, weight.T, out=out)
     if bias is not None:
         out += bias / temperature
     return out
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a factor of a product to ``dtype``; on a CPU the result has the dtype of ``tensor``."""
+    factor = tensor.to(dtype)
+    return factor if factor.is_cuda else factor.to(tensor.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

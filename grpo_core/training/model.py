@@ -19,7 +19,7 @@ from grpo_core.config import ModelConfig
 from grpo_core.errors import ModelError
 from grpo_core.models import keep_softcapping
 from grpo_core.records import Canary
-from grpo_core.training.logprobs import token_logprobs
+from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.policy import MicroBatch
 
 SHORT = 64
@@ -126,7 +126,7 @@ class FullModel:
                 trust_remote_code=source.config.trust_remote_code,
                 checkpointing=source.checkpointing,
             )
-            return Scorer(module, getattr(torch, source.config.dtype))
+            return Scorer(module, compute_dtype(source.config, source.device))
 
         policy = scorer(source.saved or source.start)
         reference = scorer(source.start) if source.reference else None
@@ -177,7 +177,8 @@ class Scorer:
 
     Args:
         module: a transformers causal language model with float32 weights.
-        compute_dtype: of its matrix products (bfloat16: autocast); logprobs are float32 in any case.
+        compute_dtype: of its matrix products (bfloat16: autocast); logprobs are float32 in any case, and so
+            are the sums in its head.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype = torch.float32) -> None:
@@ -228,7 +229,8 @@ class Scorer:
                 logits = self.module(input_ids=ids.to(self.device), use_cache=False).logits[last]
         if self._plain_head:
             head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
-            logits = head(hidden[last].to(head.weight.dtype))
+            outputs, weight = (rounded(t, self._compute_dtype).float() for t in (hidden[last], head.weight))
+            logits = nn.functional.linear(outputs, weight, head.bias)
         log_p = torch.log_softmax(logits.float(), dim=-1)
         best = log_p.topk(min(k, log_p.shape[-1]))
         return tuple(
@@ -251,6 +253,14 @@ class Scorer:
         if not self._mixed:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
+
+
+def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products and of the weights that engines receive."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
 
 
 def load(

@@ -36,7 +36,7 @@ from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.training import policy
 from grpo_core.training.batching import microbatches, split_updates
 from grpo_core.training.logprobs import KEEP_BYTES
-from grpo_core.training.model import BuildModel, FullModel, ModelSource
+from grpo_core.training.model import BuildModel, FullModel, ModelSource, compute_dtype
 from grpo_core.training.policy import MicroBatch
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
@@ -296,7 +296,8 @@ class TorchTrainer:
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """The current weights, where engines read them; what was published before is overwritten."""
-        weights = self._writer.write(self.version, self.model.published())
+        dtype = compute_dtype(self._setup.model, self._device)
+        weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
         return evolve(weights, canary=self.model.next_tokens(canary))
 
     def save(self, directory: Path) -> None:

@@ -62,14 +62,20 @@ class CollectiveWriter:
         self._socket = socket.create_server((host, 0), family=_family(host))
         threading.Thread(target=self._accept, name="collective", daemon=True).start()
 
-    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+    def write(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Weights:
         """Copy the tensors into the block, after all running transfers of the version before."""
         port = self._socket.getsockname()[1]
         with self._sending:
             self._version = None
             self._publication += 1
             location = f"{COLLECTIVE}{json.dumps([self._host, port, self._secret, self._publication])}"
-            weights = pack(version, tensors, block=self._memory, location=lambda: location)
+            weights = pack(version, tensors, block=self._memory, location=lambda: location, dtype=dtype)
             _settle(self._block)
             self._version = version
         return weights

@@ -31,9 +31,15 @@ class CudaIpcWriter:
         self._block: torch.Tensor | None = None
         self._location = ""
 
-    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+    def write(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Weights:
         """Copy the tensors into the block; the copies are complete when this returns."""
-        weights = pack(version, tensors, block=self._memory, location=lambda: self._location)
+        weights = pack(version, tensors, block=self._memory, location=lambda: self._location, dtype=dtype)
         torch.cuda.synchronize(self._device)
         return weights
 

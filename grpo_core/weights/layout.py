@@ -17,8 +17,14 @@ _ALIGNMENT = 64
 class Writer(Protocol):
     """The trainer's side of a transport; owns the block of the published weights."""
 
-    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-        """Copy the tensors into the block, over the version before."""
+    def write(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Weights:
+        """Copy the tensors into the block, over the version before; see ``pack``."""
         ...
 
 
@@ -40,28 +46,31 @@ def pack(
     *,
     block: Callable[[int], torch.Tensor],
     location: Callable[[], str],
+    dtype: torch.dtype | None = None,
 ) -> Weights:
     """Copy tensors into a block, one after the other.  Tied tensors appear once, under one name.
 
     Args:
         block: makes the block, uint8 [n], for a size in bytes; n may be larger.
         location: returns the location of the block.
+        dtype: dtype of floating-point tensors in the block; None keeps theirs.  Nothing else is copied.
     """
     named = [(name, tensor.detach()) for name, tensor in tensors]
+    dtypes = [dtype if dtype and tensor.is_floating_point() else tensor.dtype for _, tensor in named]
     offsets, nbytes = [], 0
-    for _, tensor in named:
+    for (_, tensor), sent in zip(named, dtypes, strict=True):
         offsets.append(nbytes)
-        nbytes += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        nbytes += -(-tensor.numel() * sent.itemsize // _ALIGNMENT) * _ALIGNMENT
     target = block(nbytes)
     infos = []
-    for (name, tensor), offset in zip(named, offsets, strict=True):
-        size = tensor.numel() * tensor.element_size()
-        there = target[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+    for (name, tensor), sent, offset in zip(named, dtypes, offsets, strict=True):
+        size = tensor.numel() * sent.itemsize
+        there = target[offset : offset + size].view(sent).view(tensor.shape)
         there.copy_(tensor)
         infos.append(
             TensorInfo(
                 name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=str(sent).removeprefix("torch."),
                 shape=tuple(tensor.shape),
                 offset=offset,
                 checksum=checksum(there),

@@ -25,13 +25,20 @@ class SharedMemoryWriter:
         self._file: int | None = None
         self._map: mmap.mmap | None = None
 
-    def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+    def write(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Weights:
         """Copy the tensors into shared memory."""
         return pack(
             version,
             tensors,
             block=lambda nbytes: torch.frombuffer(self._memory(nbytes), dtype=torch.uint8),
             location=lambda: f"/proc/{os.getpid()}/fd/{self._file}",
+            dtype=dtype,
         )
 
     def _memory(self, nbytes: int) -> mmap.mmap:
