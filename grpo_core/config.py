@@ -58,7 +58,7 @@ class SourceConfig:
     """Field of a row with the prompt, as text or messages.  If it is empty, the first of `prompt`, `messages`
     and `question` that exists is used."""
     answer: str = "answer"
-    """Field of a row with the answer."""
+    """Field of a row with the answer.  Another field than `answer` has to be in at least one row."""
     id: str = "id"
     """Field of a row with the id; the default id is the row's number.  All other fields become the prompt's
     `info`."""

@@ -121,10 +121,13 @@ class Saved(Event):
 
 @frozen(kw_only=True)
 class WarningRaised(Event):
-    """A number is beyond its soft limit; raised again with each step for which that is true."""
+    """A number is beyond its soft limit, or something will keep the run from learning.
+
+    The first kind is raised again with each step for which it is true, the second kind at the start.
+    """
 
     cause: str
-    """The metric."""
+    """The metric, or a name of the cause."""
     message: str
 
 

@@ -83,7 +83,7 @@ def test_a_judge_that_always_fails_ends_the_run_at_the_second_attempts(needs_gro
     first, *_, last = str(raised.value).splitlines()
     assert first == (
         "task 'task': 20 calls of its environment in a row failed, which ends a run at any max_error_rate "
-        "below 1 (environment.max_error_rate is 0.2). The first error:"
+        "below 1 (environment.max_error_rate is 0.2). The first of them:"
     )
     assert last.startswith("at call "), "the last line of what the judge raised"
     assert not story.trained
@@ -144,7 +144,7 @@ def test_too_many_errors_stop_the_run_with_the_first_of_them():
     assert count == 100 + 2 * 40 - 1, "at the 41st failure"
     assert message == (
         "task 'play': 41 of the last 179 calls of its environment failed; environment.max_error_rate is 0.2, "
-        "which allows 40 of 200. The first error:\nfirst"
+        "which allows 40 of 200. The first of them:\nfirst"
     )
 
 

@@ -255,6 +255,60 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here, name, settin
 
 
 @pytest.mark.slow
+def test_a_run_that_cannot_learn_says_so_at_its_start_and_again_after_five_steps(here):
+    done = grpo(here, "train", *SORT, *SMALL, "--output", "run", "--set", "trainer.steps=5",
+                "--set", "rollout.max_tokens=2", "--set", "validation.every=0")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    start, later = (line for line in done.stdout.splitlines() if line.startswith("warning, step "))
+    assert start.startswith(
+        "warning, step 0: task 'sort': 16 of 16 of its own solutions are longer than rollout.max_tokens = 2"
+    )
+    assert later.startswith(
+        "warning, step 5: the last 5 steps trained nothing: 100% of the groups of task 'sort'"
+    )
+    assert later.endswith("of its rollouts are cut off by a token limit: raise rollout.max_tokens")
+    assert grpo(here, "verify", "run").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_task_with_training_data_only_is_told_what_to_set(here):
+    (here / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (here / "judge.py").write_text(
+        "import grpo_core as grpo\nclass Judge(grpo.Environment):\n"
+        "    def evaluate(self, episodes):\n        return [0.0 for _ in episodes]\n"
+    )
+    only = ["--env", "./judge.py:Judge", *SMALL, "--set", "tasks.judge.source.path=rows.jsonl"]
+    message = refused(here, "train", *only)
+    assert message.startswith(
+        "grpo-core: task 'judge': it has no held-out prompts: source.path has training prompts only, and its "
+        "environment offers none. Set tasks.judge.source.validation_path (or validation_split, for a data "
+        "set), or validation.every=0. ("
+    )
+    assert "Judge does not define prompts(split)" in message
+
+
+@pytest.mark.slow
+def test_a_task_without_prompts_is_told_so(here):
+    (here / "none.py").write_text(
+        "import grpo_core as grpo\nclass Empty(grpo.Environment):\n"
+        "    def prompts(self, split):\n        return []\n"
+        "    def evaluate(self, episodes):\n        return [0.0 for _ in episodes]\n"
+    )
+    message = refused(here, "train", "--env", "./none.py:Empty", *SMALL)
+    assert (
+        "task 'empty': prompts('train') of its environment is empty; expected at least one prompt" in message
+    )
+
+
+@pytest.mark.slow
+def test_a_field_of_answers_that_no_row_has_ends_the_start(here):
+    (here / "rows.jsonl").write_text('{"prompt": "1+1=", "gold": "2"}\n')
+    message = refused(here, "train", *SORT, "--set", "tasks.sort.source.path=rows.jsonl",
+                      "--set", "tasks.sort.source.answer=answr")  # fmt: skip
+    assert "no row has the field 'answr', which source.answer names" in message
+
+
+@pytest.mark.slow
 def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory(trained):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

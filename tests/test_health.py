@@ -12,8 +12,8 @@ from test_pipeline import Run
 from grpo_core.errors import TrainerError
 from grpo_core.events import WarningRaised
 from grpo_core.loop.health import CAUSES, WINDOW, Limits, check_limits
-from grpo_core.records import StepResult
-from grpo_core.testing import FakeTrainer
+from grpo_core.records import Completion, Feedback, StepResult
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer
 
 NAMES = sorted(CAUSES)
 numbers = st.floats(0.0, 10.0)
@@ -100,3 +100,52 @@ def test_a_mismatch_that_grows_is_a_warning_first_and_then_the_end_of_the_run():
     warnings = drifting.of(WarningRaised)
     assert [event.step for event in warnings] == list(range(13, 23)), "medians of five steps above 1"
     assert {event.cause for event in warnings} == {"logprob_diff_mean"}
+
+
+# ---------------------------------------------------------------------------------- nothing is learnt
+
+
+def judged_run(reward, **options):
+    return Run(environment=FakeEnvironment(lambda episode: Feedback(reward=reward(episode))), **options)
+
+
+def warnings(run):
+    return [event for event in run.of(WarningRaised) if event.cause == "rows"]
+
+
+def test_a_run_whose_rewards_are_all_equal_says_so_after_five_steps():
+    done = judged_run(lambda episode: 0.5, steps=7)()
+    assert [event.step for event in warnings(done)] == [5, 6, 7]
+    assert warnings(done)[0].message == (
+        "the last 5 steps trained nothing: 100% of the groups of task 'task' have equal rewards (mean reward "
+        "0.5), and its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
+        "everything; read rollouts/ of the run"
+    )
+    assert not any(len(batch.rows) for batch in done.trainer.batches)
+
+
+def test_a_run_whose_replies_are_cut_off_says_what_to_raise():
+    class Endless(FakeEngine):
+        async def _one(self, request):
+            return Completion.of((await super()._one(request)).tokens, "length")
+
+    done = judged_run(lambda episode: 0.0, engine=Endless(), steps=5)()
+    (warning,) = warnings(done)
+    assert "100% of its rollouts are cut off by a token limit: raise rollout.max_tokens" in warning.message
+
+
+def test_an_advantage_function_that_masks_everything_is_named():
+    done = Run(advantages=lambda groups: [[None] * len(group.rollouts) for group in groups], steps=5)()
+    (warning,) = warnings(done)
+    assert "the advantage function gives 0 or None to all of its rollouts" in warning.message
+
+
+def test_a_run_that_trains_one_row_in_five_steps_is_not_warned_about():
+    rewarded = []
+
+    def once(episode):
+        rewarded.append(episode.prompt.id == "9")
+        return float(episode.prompt.id == "9" and episode.reply == "a")
+
+    assert not warnings(judged_run(once, steps=7, policy="in_order")())
+    assert any(rewarded)

@@ -69,7 +69,7 @@ class Run:
             renderer=FakeRenderer(),
             sampling=SamplingParams(temperature=1.0, max_tokens=8),
             group_size=changes.pop("group_size", 4),
-            advantages=group_advantages,
+            advantages=changes.pop("advantages", group_advantages),
             emit=self.events.append,
             schedule=Schedule(**{"rollout_deadline": 60.0, "stall": 3600.0, **changes.pop("schedule", {})}),
             **changes,

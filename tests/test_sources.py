@@ -51,6 +51,21 @@ def test_fields_are_configurable(file):
     assert (prompt.answer, prompt.id, prompt.info) == (6, "x7", {"answer": "kept"})
 
 
+def test_a_field_of_answers_that_no_row_has_is_an_error_and_a_missing_answer_is_counted(file):
+    rows = [{"prompt": "a", "gold": 1}, {"prompt": "b"}, {"prompt": "c", "gold": None}]
+    with pytest.raises(ConfigError) as raised:
+        source(file(rows), answer="answr").open()
+    assert str(raised.value).endswith(
+        "no row has the field 'answr', which source.answer names; the first row has 'prompt', 'gold'"
+    )
+    some = source(file(rows), answer="gold")
+    some.open()
+    assert some.without_answer == 1
+    assert pickle.loads(pickle.dumps(some)).without_answer == 1
+    nobody_asked = source(file(rows))
+    assert [prompt.answer for prompt in nobody_asked] == [None] * 3
+
+
 def test_messages_stay_messages(file):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     (prompt,) = source(file([{"messages": messages}]))

@@ -8,9 +8,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from grpo_core.app import workers
+from grpo_core.app.first_look import first_look
 from grpo_core.app.parts import (
     SYNC_GRACE,
     canary_prompts,
@@ -33,7 +34,7 @@ from grpo_core.config import Config, EngineConfig
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.errors import ConfigError
-from grpo_core.events import Event
+from grpo_core.events import Event, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Validate, Written
@@ -64,6 +65,8 @@ class RunContext:
     trackers: Trackers
     stack: contextlib.AsyncExitStack
     """Closes everything that was started."""
+    warnings: list[WarningRaised] = field(factory=list)
+    """Found while the run was assembled; raised when it has started."""
 
     @property
     def emit(self) -> Callable[[Event], None]:
@@ -88,6 +91,9 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     await asyncio.to_thread(_import_what_is_needed_soon)
     await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
     renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
+    step = run.resume.step if run.resume else 0
+    found = await first_look(step, config.rollout, run.tasks.environments, prompts, renderer)
+    run.warnings.extend(found)
     loaders, sampler = assembly.loaders(prompts), assembly.sampler()
     stream = PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name)
     if run.resume:

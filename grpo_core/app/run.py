@@ -92,6 +92,8 @@ async def train(
             )
             pipeline = await assemble(config, context)
             emit(_started(config, context, pipeline))
+            for warning in context.warnings:
+                emit(warning)
             for reason in resume.passed_over if resume else ():
                 report("passed_over", "checkpoints", f"passed over {reason}")
             with _signals(pipeline, trackers.status):

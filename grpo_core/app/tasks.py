@@ -15,6 +15,7 @@ from grpo_core.app.placement import Placement
 from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig
 from grpo_core.data.sources import find_source
 from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.errors import ConfigError, PluginError
 from grpo_core.records import Prompt
 
 
@@ -55,9 +56,27 @@ class Tasks:
         async def of(name: str, environment: EnvironmentPool) -> Sequence[Prompt]:
             source = find_source(name, self.sources[name], split)
             if source is None:
-                return await environment.prompts(split)
+                return await self._offered(name, environment, split)
             await asyncio.to_thread(source.open)
             return source
 
         found = await gather(of(name, environment) for name, environment in self.environments.items())
         return dict(zip(self.environments, found, strict=True))
+
+    async def _offered(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
+        """Return the prompts that an environment has.  Raises PluginError, ConfigError."""
+        try:
+            prompts = await environment.prompts(split)
+        except PluginError as error:
+            if split == "train" or not self.sources[name].path:
+                raise
+            raise ConfigError(
+                f"task {name!r}: it has no held-out prompts: source.path has training prompts only, and its "
+                f"environment offers none. Set tasks.{name}.source.validation_path (or validation_split, for "
+                f"a data set), or validation.every=0. ({error})"
+            ) from error
+        if split == "train" and not prompts:
+            raise PluginError(
+                f"task {name!r}: prompts('train') of its environment is empty; expected at least one prompt"
+            )
+        return prompts

@@ -50,6 +50,8 @@ class Source(Sequence[Prompt]):
     def __init__(self, task: str, path: str, config: SourceConfig, *, split: str = "train") -> None:
         self._task, self._path, self._config, self._split = task, path, config, split
         self._rows: Rows | None = None
+        self.without_answer = 0
+        """Number of rows without the field of the answer; set by ``open``."""
         self.fingerprint = ""
         """Hash of all ids and messages, in order; set by ``open``."""
 
@@ -85,7 +87,22 @@ class Source(Sequence[Prompt]):
         """Return the fingerprint.  Raises ConfigError for a row that is not a prompt or repeats an id."""
         if not len(rows):
             raise ConfigError(f"task {self._task!r}: source {self._path!r} is empty; expected a prompt a row")
-        return fingerprint(self._unique(self._prompt(rows[place], place) for place in range(len(rows))))
+        found = fingerprint(self._unique(self._prompt(row, place) for place, row in self._counted(rows)))
+        answer = self._config.answer
+        if self.without_answer == len(rows) and answer != SourceConfig().answer:
+            raise ConfigError(
+                f"task {self._task!r}: source {self._path!r}: no row has the field {answer!r}, which "
+                f"source.answer names; the first row has {', '.join(map(repr, rows[0]))}"
+            )
+        return found
+
+    def _counted(self, rows: Rows) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield each row with its place, and count those without an answer."""
+        self.without_answer = 0
+        for place in range(len(rows)):
+            row = rows[place]
+            self.without_answer += self._config.answer not in row
+            yield place, row
 
     def _unique(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         seen: dict[str, int] = {}

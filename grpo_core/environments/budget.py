@@ -75,7 +75,7 @@ class ErrorBudget:
         self._failed.append(error is not None)
         self._streak = 0 if error is None else self._streak + 1
         if error is not None and (rule := self._broken_rule()):
-            raise PluginError(f"task {self._task!r}: {rule}. The first error:\n{self._first.rstrip()}")
+            raise PluginError(f"task {self._task!r}: {rule}. The first of them:\n{self._first.rstrip()}")
 
     def _broken_rule(self) -> str:
         """Return the rule that the last failure broke, or an empty string."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from attrs import frozen
 
 WINDOW = 5
 """Number of steps in the median."""
+
+MANY = 0.5
+"""Share of truncated rollouts that explains why nothing is learnt."""
 
 
 @frozen
@@ -92,6 +95,40 @@ def check_limits(recent: Sequence[Mapping[str, float]], limits: Mapping[str, Lim
                 found.append(_finding(metric, value, bound, fatal, cause))
                 break
     return sorted(found, key=lambda finding: not finding.fatal)
+
+
+def learns_nothing(recent: Sequence[Mapping[str, float]]) -> list[Finding]:
+    """Return a warning that says why, if none of the last steps (newest last) trained a row; or nothing."""
+    steps = list(recent)[-WINDOW:]
+    if len(steps) < WINDOW or any(metrics.get("rows") != 0 for metrics in steps):
+        return []
+    prefix = "groups/"
+    tasks = sorted(
+        {name.removeprefix(prefix) for metrics in steps for name in metrics if name.startswith(prefix)}
+    )
+    told = "; ".join(_why(task, steps) for task in tasks)
+    message = f"the last {WINDOW} steps trained nothing: {told}"
+    return [Finding(metric="rows", value=0.0, limit=1.0, fatal=False, message=message)]
+
+
+def _why(task: str, steps: Sequence[Mapping[str, float]]) -> str:
+    """Explain why the groups of a task had nothing to train."""
+
+    def mean(metric: str) -> float:
+        return fmean(metrics[f"{metric}/{task}"] for metrics in steps if f"{metric}/{task}" in metrics)
+
+    equal, cut_off, reward = mean("frac_reward_zero_std"), mean("truncated"), mean("reward")
+    told = [f"{equal:.0%} of the groups of task {task!r} have equal rewards (mean reward {reward:.3g})"]
+    if cut_off >= MANY:
+        told.append(f"{cut_off:.0%} of its rollouts are cut off by a token limit: raise rollout.max_tokens")
+    elif equal == 1.0:
+        told.append(
+            "its prompts are all too hard or all too easy for the model, or evaluate pays the same for "
+            "everything; read rollouts/ of the run"
+        )
+    else:
+        told.append("the advantage function gives 0 or None to all of its rollouts")
+    return ", and ".join(told)
 
 
 def _finding(metric: str, value: float, bound: float, fatal: bool, cause: Cause) -> Finding:

@@ -98,6 +98,9 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Training": {
+        "rows": Metric(
+            "rollouts", "Rollouts that the step trained; those with an advantage of 0 teach nothing."
+        ),
         "loss": Metric("-", "The loss that was minimised; mean over tokens."),
         "entropy": Metric(_NATS, "Entropy of the policy at the sampled tokens; mean."),
         "kl": Metric(_NATS, "KL of the policy to the reference model. Only with `kl_coefficient`."),

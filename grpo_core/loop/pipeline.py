@@ -307,6 +307,7 @@ class Pipeline:
         self._changes.notify()
         self.observe(groups)
         metrics = task_metrics(groups, step=step)
+        metrics["rows"] = float(len(batch.rows))
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
         metrics |= result.metrics
@@ -321,7 +322,10 @@ class Pipeline:
     def _check_health(self, metrics: Mapping[str, float]) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit."""
         self._recent.append(metrics)
-        for finding in health.check_limits(self._recent, self.limits):
+        for finding in (
+            *health.check_limits(self._recent, self.limits),
+            *health.learns_nothing(self._recent),
+        ):
             if finding.fatal:
                 raise TrainerError(f"step {self._trained}: {finding.message}")
             self.emit(WarningRaised(step=self._trained, cause=finding.metric, message=finding.message))

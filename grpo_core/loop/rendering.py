@@ -94,6 +94,15 @@ class Renderer:
         """
         return self._encode(self._text(messages, generation=True, tools=tools), start=True)
 
+    def ignores(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether there is a chat template that renders a prompt as if there were no tools."""
+        asked = self._text([_ASKED], generation=True)
+        return self._template and self._text([_ASKED], generation=True, tools=tools) == asked
+
+    def length(self, text: str) -> int:
+        """Return the number of tokens of a reply."""
+        return len(self._encode(text))
+
     def continuation_ids(self, messages: Sequence[Message], *, said: Message, ended: bool) -> tuple[int, ...]:
         """Encode the messages after a completion, up to the model's next turn.
 

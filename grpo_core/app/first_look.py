@@ -1,0 +1,77 @@
+"""Warnings about a run that can be known before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from grpo_core.config import RolloutConfig
+from grpo_core.data.sources import Source
+from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.errors import GrpoError
+from grpo_core.events import WarningRaised
+from grpo_core.loop.rendering import Renderer
+from grpo_core.records import Prompt
+
+SOLVED = 16
+"""Number of prompts of each task whose solutions are measured."""
+
+
+async def first_look(
+    step: int,
+    rollout: RolloutConfig,
+    environments: Mapping[str, EnvironmentPool],
+    prompts: Mapping[str, Sequence[Prompt]],
+    renderer: Renderer,
+) -> list[WarningRaised]:
+    """Return warnings about settings with which a run would learn little or nothing.
+
+    An environment that cannot be asked is passed over: the run itself will say why.
+    """
+    told = {}
+    if not renderer.stop_token_ids and not rollout.stop:
+        told["no_stop"] = (
+            "the tokenizer has no end-of-sequence token and rollout.stop is empty: every completion runs to "
+            f"rollout.max_tokens = {rollout.max_tokens}; set rollout.stop, or eos_token of the tokenizer"
+        )
+    for task, part in prompts.items():
+        try:
+            async for cause, message in _look(task, part, environments[task], rollout, renderer):
+                told[f"{cause}/{task}"] = f"task {task!r}: {message}"
+        except GrpoError:
+            continue
+    return [WarningRaised(step=step, cause=cause, message=message) for cause, message in told.items()]
+
+
+async def _look(
+    task: str,
+    prompts: Sequence[Prompt],
+    environment: EnvironmentPool,
+    rollout: RolloutConfig,
+    renderer: Renderer,
+) -> AsyncIterator[tuple[str, str]]:
+    """Yield cause and message of each warning about a task."""
+    if isinstance(prompts, Source) and 0 < prompts.without_answer < len(prompts):
+        yield (
+            "no_answer",
+            f"{prompts.without_answer:,} of the {len(prompts):,} rows of its source have no field for the "
+            "answer (source.answer); their answer is None",
+        )
+    some = prompts[:SOLVED]
+    solutions = [reply for reply in await environment.solve(some) if reply is not None]
+    lengths = [renderer.length(reply) + bool(renderer.stop_token_ids) for reply in solutions]
+    if too_long := [length for length in lengths if length > rollout.max_tokens]:
+        yield (
+            "long_solutions",
+            f"{len(too_long)} of {len(lengths)} of its own solutions are longer than rollout.max_tokens = "
+            f"{rollout.max_tokens} (the longest has {max(too_long)} tokens), and no such reply can be "
+            "sampled; raise rollout.max_tokens",
+        )
+    if environment.max_turns > 1:
+        (opened,) = await environment.open({"first look": some[0]})
+        await environment.close(["first look"])
+        if opened.tools and renderer.ignores(opened.tools):
+            yield (
+                "tools_unseen",
+                f"its {len(opened.tools)} tools are not in the prompt, because the chat template ignores "
+                "tools; use a template that shows them, or describe them in the prompts",
+            )

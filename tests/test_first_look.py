@@ -1,0 +1,140 @@
+"""What is known before the first step: settings with which a run would learn little or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from grpo_core import Environment, Prompt
+from grpo_core.app.first_look import first_look
+from grpo_core.config import EnvironmentConfig, RolloutConfig, SourceConfig
+from grpo_core.data.sources import Source
+from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.loop.rendering import Renderer
+from grpo_core.testing.hosted import HostedEnvironment
+
+SHOWS_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+IGNORES_TOOLS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply.
+
+    Args:
+        a: a factor.
+        b: a factor.
+    """
+    return a * b
+
+
+class Sums(Environment):
+    """Prompts whose solutions have three characters."""
+
+    opened = closed = 0
+
+    def prompts(self, split):
+        return [Prompt(messages=f"{i}+1=", answer=f"{i + 1:03d}") for i in range(40)]
+
+    def evaluate(self, episodes):
+        return [0.0 for _ in episodes]
+
+
+class Tools(Sums):
+    max_turns = 2
+    tools = (multiply,)
+
+    def open(self, prompt):
+        self.opened += 1
+
+    def close(self, session):
+        self.closed += 1
+
+
+class Unsolvable(Sums):
+    def solve(self, prompt):
+        raise KeyError("gold")
+
+
+def letters(template=None, *, eos=True):
+    """A renderer with a token for each character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(i): i for i in range(32, 127)} | {"<end>": 127, "?": 128}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **({"eos_token": "<end>"} if eos else {}))
+    made.chat_template = template
+    return Renderer(made)
+
+
+def looked(environment, renderer, *, prompts=None, **rollout):
+    """The warnings, by cause."""
+
+    async def story():
+        pool = EnvironmentPool([HostedEnvironment(environment, task="sums")], EnvironmentConfig())
+        await pool.start()
+        found = await first_look(
+            3,
+            RolloutConfig(**rollout),
+            {"sums": pool},
+            {"sums": prompts or await pool.prompts("train")},
+            renderer,
+        )
+        assert {warning.step for warning in found} <= {3}
+        return {warning.cause: warning.message for warning in found}
+
+    return asyncio.run(story())
+
+
+def test_a_run_that_can_learn_is_not_warned_about():
+    tools = Tools()
+    assert looked(tools, letters(SHOWS_TOOLS), max_tokens=4) == {}
+    assert tools.opened == tools.closed == 1
+    assert looked(Sums(), letters(), max_tokens=4) == {}
+
+
+@pytest.mark.parametrize(("max_tokens", "warned"), [(4, False), (3, True)])
+def test_solutions_that_do_not_fit_into_a_completion_are_counted(max_tokens, warned):
+    """Three characters and the end of the sequence."""
+    told = looked(Sums(), letters(), max_tokens=max_tokens)
+    assert told == (
+        {
+            "long_solutions/sums": "task 'sums': 16 of 16 of its own solutions are longer than "
+            "rollout.max_tokens = 3 (the longest has 4 tokens), and no such reply can be sampled; raise "
+            "rollout.max_tokens"
+        }
+        if warned
+        else {}
+    )
+
+
+def test_a_tokenizer_without_an_end_is_told_unless_there_is_a_stop_string():
+    (message,) = looked(Sums(), letters(eos=False)).values()
+    assert "no end-of-sequence token and rollout.stop is empty: every completion runs to" in message
+    assert looked(Sums(), letters(eos=False), stop=["\n"], max_tokens=3) == {}
+
+
+def test_tools_that_the_template_leaves_out_are_told():
+    told = looked(Tools(), letters(IGNORES_TOOLS))
+    assert list(told) == ["tools_unseen/sums"]
+    assert "its 1 tools are not in the prompt, because the chat template ignores tools" in told.popitem()[1]
+    assert looked(Tools(), letters()) == {}, "without a template, prompts describe the tools"
+
+
+def test_rows_without_an_answer_are_counted(tmp_path):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}, {"prompt": "1+3="}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = Source("sums", str(tmp_path / "rows.jsonl"), SourceConfig())
+    source.open()
+    (message,) = looked(Sums(), letters(), prompts=source).values()
+    assert message.startswith("task 'sums': 2 of the 3 rows of its source have no field for the answer")
+
+
+def test_an_environment_that_cannot_be_asked_is_left_to_the_run():
+    assert looked(Unsolvable(), letters()) == {}
