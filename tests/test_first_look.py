@@ -1,4 +1,4 @@
-"""What is known before the first step: settings with which a run would learn little or nothing."""
+"""The first look warns of settings with which a run would learn little or nothing."""
 
 from __future__ import annotations
 
