@@ -139,7 +139,7 @@ class EngineConfig(PluginChoice):
     loaded. The value "$NAME" stands for the variable NAME of this process."""
     transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
     """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
-    `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by gloo otherwise. `auto` is
+    `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise. `auto` is
     `shm`: the two others have not been run on GPUs yet."""
     collective_host: str = "127.0.0.1"
     """Engines reach the trainer at this address of its machine (`collective` only); on a cluster use an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
@@ -11,6 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,20 +63,20 @@ def test_a_version_that_was_written_over_is_refused_and_the_next_is_sent(writer)
 
 
 def test_no_version_is_written_over_while_it_is_sent(writer):
-    size = 8 << 20
+    size = 64 << 20  # more than the buffers of a socket
     ones = writer.write(1, [("a", torch.ones(size, dtype=torch.uint8))])
     *where, publication = json.loads(ones.location.removeprefix("collective:"))
-    line = collective._Line(*where)
-    assert line._ask({"publication": publication}) == {}, "it is being sent from now on"
+    partner = collective._Partner(*where)
+    assert partner._ask({"publication": publication}) == {}, "it is being sent from now on"
     twos = [("a", torch.full((size,), 2, dtype=torch.uint8))]
     writing = threading.Thread(target=writer.write, args=(2, twos))
     writing.start()
     writing.join(0.3)
     waits = writing.is_alive()
     block = torch.empty(ones.nbytes, dtype=torch.uint8)
-    line._group.recv([block], collective._TRAINER, 0).wait()
+    partner._line.receive_block(block)
     writing.join()
-    line.close()
+    partner.close()
     assert waits, "it is not written over before the engine has received all"
     assert block.eq(1).all()
 
@@ -96,12 +99,141 @@ def test_a_tensor_that_changed_on_its_way_is_named(writer):
 def test_the_trainer_answers_nothing_without_the_secret_and_listens_on_loopback(writer):
     host, port, secret, _ = json.loads(writer.write(1, named(1.0)).location.removeprefix("collective:"))
     assert host == "127.0.0.1"
-    wrong = b'{"secret": "%s", "cuda": false}\n' % (b"0" * len(secret))
-    for said in (wrong, b"hello\n", b"[]\n"):
-        with socket.create_connection((host, port), timeout=10) as stranger:
+    wrong = b'{"proof": "%s", "nonce": "0", "cuda": false}\n' % (b"0" * 64)
+    plain = b'{"proof": "%s", "nonce": "0", "cuda": false}\n' % secret.encode()
+    deep = b"[" * 900 + b"\n"
+    for said in (wrong, plain, b"hello\n", b"[]\n", b"{}\n", b'{"publication": 1}\n', deep, b"x" * 5000):
+        with stranger_at(host, port) as (stranger, nonce):
+            assert len(nonce) == 32
             stranger.sendall(said)
-            assert stranger.recv(100) == b""
+            assert closed(stranger)
     assert read_weights(writer.write(2, named(2.0)))["a"][0, 0] == 2.0, "and it serves on"
+
+
+def test_a_proof_counts_for_its_own_connection_and_direction_only(writer):
+    host, port, secret, _ = json.loads(writer.write(1, named(1.0)).location.removeprefix("collective:"))
+    with stranger_at(host, port) as (first, nonce), stranger_at(host, port) as (second, other):
+        assert nonce != other
+        for stranger, proof in (
+            (first, collective._proof(secret, "trainer", nonce)),
+            (second, collective._proof(secret, "engine", nonce)),
+        ):
+            stranger.sendall(json.dumps({"proof": proof, "nonce": "0", "cuda": False}).encode() + b"\n")
+            assert closed(stranger)
+
+
+def test_an_engine_takes_nothing_from_one_that_cannot_prove_to_be_its_trainer(writer):
+    """A neighbour that took the port of a trainer that has ended learns nothing and cannot give weights."""
+    weights = writer.write(1, named(1.0))
+    _, _, secret, publication = json.loads(weights.location.removeprefix("collective:"))
+    heard = []
+
+    def pretend(listening):
+        connection, _ = listening.accept()
+        with connection, connection.makefile("rb") as lines:
+            connection.sendall(b'{"nonce": "00"}\n')
+            heard.append(lines.readline())
+            answer = {"proof": json.loads(heard[0])["proof"], "cuda": False}  # it sends back what it got
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+            heard.append(lines.readline())
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=pretend, args=(listening,))
+        thread.start()
+        where = ["127.0.0.1", listening.getsockname()[1], secret, publication]
+        with pytest.raises(WeightSyncError, match="not the trainer of this run"):
+            read_weights(evolve(weights, location=f"collective:{json.dumps(where)}"))
+        thread.join()
+    assert secret.encode() not in heard[0]
+    assert heard[1] == b"", "it asks for no publication"
+
+
+def test_the_only_socket_that_listens_is_the_one_that_asks_for_a_proof():
+    """Neither a transfer nor the meeting of its two ends opens another port."""
+    before = listening_ports()
+    writer = CollectiveWriter(CPU, "127.0.0.1")
+    (port,) = listening_ports() - before
+    assert port == writer._socket.getsockname()[1]
+    assert read_weights(writer.write(1, named(1.0)))["a"][0, 0] == 1.0
+    assert listening_ports() - before == {port}
+    collective._hang_up()
+
+
+def listening_ports():
+    """Return the TCP ports at which this process listens."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(entry))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
+    return {
+        int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes
+    }
+
+
+def test_silent_strangers_are_few_do_not_last_and_do_not_keep_an_engine_out(monkeypatch):
+    monkeypatch.setattr(collective, "PROOF_SECONDS", 0.2)
+    monkeypatch.setattr(collective, "MOST_UNPROVEN", 5)
+    writer = CollectiveWriter(CPU, "127.0.0.1")
+    weights = writer.write(1, named(1.0))
+    host, port, *_ = json.loads(weights.location.removeprefix("collective:"))
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(stranger_at(host, port))[0] for _ in range(50)]
+        assert len(writer._unproven) <= 5
+        assert read_weights(weights)["a"][0, 0] == 1.0
+        assert all(map(closed, strangers)), "they are hung up on"
+    collective._hang_up()
+
+
+@contextlib.contextmanager
+def stranger_at(host, port):
+    """Connect without the secret; return the socket and the nonce that the trainer says first."""
+    with socket.create_connection((host, port), timeout=10) as stranger:
+        line = b""
+        while not line.endswith(b"\n"):
+            part = stranger.recv(100)
+            assert part, "it has hung up"
+            line += part
+        assert list(json.loads(line)) == ["nonce"], "that is all it says"
+        yield stranger, json.loads(line)["nonce"]
+
+
+def closed(stranger):
+    """Whether the other end says nothing more and hangs up."""
+    try:
+        return stranger.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.slow
+def test_the_addresses_of_a_group_travel_over_the_proven_connection():
+    """The store on which NCCL meets, on both ends of a connection, carries a group of gloo here."""
+    ends = [collective._Line(end) for end in socket.socketpair()]
+    received = torch.zeros(4)
+
+    def member(rank):
+        options = torch.distributed.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=30)
+        options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = torch.distributed.ProcessGroupGloo(collective._line_store(ends[rank]), rank, 2, options)
+        if rank:
+            group.recv([received], 0, 0).wait()
+        else:
+            group.send([torch.arange(4.0)], 1, 0).wait()
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert received.tolist() == [0, 1, 2, 3]
+    for end in ends:
+        end.close()
 
 
 def test_a_trainer_that_is_gone_is_an_error_with_a_name():
@@ -119,9 +251,9 @@ PARTNER = """
 import json, sys, time
 from grpo_core.weights import collective
 *where, publication = json.loads(sys.argv[1].removeprefix("collective:"))
-line = collective._Line(*where)
+partner = collective._Partner(*where)
 if sys.argv[2] == "asks":
-    collective._send(line._lines, {"publication": publication})  # and does not receive what is sent
+    partner._line.send({"publication": publication})  # and does not receive what is sent
 print("here", flush=True)
 time.sleep(600)
 """

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 Transport = Literal["shm", "cuda_ipc", "collective"]
 """``shm``: memory of the trainer's machine; ``cuda_ipc``: memory of the trainer's GPU; ``collective``: sent
-by NCCL or gloo, also to other machines."""
+by NCCL or TCP, also to other machines."""
 
 FactoryT = TypeVar("FactoryT", bound=Callable[..., Any])
 
