@@ -167,7 +167,7 @@ class _Line:
         self.socket = connection
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.keys: dict[str, bytes] = {}
-        """What the other end has put into the store of the group."""
+        """Keys and values that either end has put into the store of the group."""
         self._read = connection.makefile("rb")
 
     def limit(self, seconds: float | None) -> None:
