@@ -7,15 +7,28 @@ from typing import Any
 
 import torch
 
+from grpo_core.errors import ConfigError, one_line
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_FREE = 256 << 20
 
 
-def resolve_device(configured: str) -> torch.device:
-    """The device of a setting: "auto" is a GPU if there is one, else the CPU."""
+def resolve_device(configured: str, key: str) -> torch.device:
+    """The device of a setting: "auto" is a GPU if there is one, else the CPU.
+
+    Raises ConfigError, which names ``key``, if torch cannot use the device.
+    """
     if configured == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(configured)
+    try:
+        device = torch.device(configured)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"{key} is {configured!r}, which torch {torch.__version__} cannot use here: {one_line(error)}; "
+            'choose "auto" or "cpu"'
+        ) from error
+    return device
 
 
 def prepare(threads: int) -> None:

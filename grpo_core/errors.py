@@ -91,6 +91,15 @@ def shortened(text: str, most: int = 2000) -> str:
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-most // 2 :]}"
 
 
+def one_line(error: BaseException, longest: int = 300) -> str:
+    """The first lines of a message that grpo-core did not write, joined and shortened to one.
+
+    Torch appends advice and stacks of C++ to its messages; the traceback has all of it.
+    """
+    said = " ".join(str(error).split())
+    return said if len(said) <= longest else f"{said[:longest]}..."
+
+
 def did_you_mean(given: str, known: "list[str] | tuple[str, ...] | set[str]") -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
     from difflib import get_close_matches

@@ -369,6 +369,36 @@ def test_any_architecture_with_a_chat_template_is_trained(here):
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
 
 
+OBJECTIVES = """
+def raises(inputs):
+    return inputs.nothing_like_it, {}
+
+def one_short(groups):
+    return [[0.0] * (len(group.rollouts) - 1) for group in groups]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "name", "message"),
+    [
+        ("loss", "raises", "loss './objectives.py:raises' of plugin 'objectives.py' (a file) raised Attr"),
+        ("advantage", "one_short", "advantage './objectives.py:one_short' of plugin 'objectives.py' (a file) "
+         "returned groups of sizes [3, 3, 3, 3]; expected one number or None for each rollout: [4, 4, 4, 4]"),
+    ],
+)  # fmt: skip
+def test_a_broken_loss_or_advantage_is_one_line_that_names_it(here, part, name, message):
+    (here / "objectives.py").write_text(OBJECTIVES)
+    done = grpo(
+        here, "train", *FORTY, *LONG, "--set", f"{part}.name=./objectives.py:{name}", "--output", "run"
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith(f"grpo-core: {message}")
+    assert done.returncode == 1
+    log = (here / "run" / "logs" / "trainer.log").read_text()
+    assert ("Traceback" in log and "nothing_like_it" in log) == (part == "loss"), "where it was raised"
+
+
 # ---------------------------------------------------------------------------------- ends of all kinds
 
 

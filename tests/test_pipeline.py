@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.errors import CheckpointError, DeadlineExceeded, EngineError, PluginError, WeightSyncError
+from grpo_core.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    EngineError,
+    PluginError,
+    TrainerError,
+    WeightSyncError,
+)
 from grpo_core.events import (
     Dispatched,
     GroupsReady,
@@ -335,6 +342,28 @@ def test_an_engine_that_never_takes_new_weights_is_named_at_its_deadline():
 
     run_ = Run(engine=Deaf(), schedule={"sync_deadline": 30.0})
     with pytest.raises(WeightSyncError, match=r"update_weights\(\) of version 2 did not return within 30 s"):
+        run_()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_death_is_the_cause_of_a_weight_sync_that_fails_at_the_same_time(dies, version):
+    refused = asyncio.Event()
+
+    class Refusing(FakeEngine):
+        async def update_weights(self, weights):
+            if weights.version == version:
+                refused.set()
+                raise WeightSyncError("the trainer's shared memory cannot be read")
+            await super().update_weights(weights)
+
+    async def died():
+        await refused.wait()
+        await asyncio.sleep(0.3 if dies else 1e6)
+        raise TrainerError("trainer died (killed by SIGKILL)")
+
+    run_ = Run(engine=Refusing(), watch=[died])
+    with pytest.raises(TrainerError if dies else WeightSyncError, match=r"died|cannot be read"):
         run_()
 
 

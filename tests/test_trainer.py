@@ -2,7 +2,11 @@
 
 import asyncio
 import math
+import os
 import random
+import re
+import shutil
+import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,6 +20,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from test_pipeline import Run
 
 from grpo_core import cpu
 from grpo_core.app.assembly import Assembly, RunContext
@@ -23,14 +28,15 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.demo import tiny
-from grpo_core.errors import CheckpointError, ModelError, PluginError, TrainerError
+from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
 from grpo_core.loop.rows import make_batch
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import StartModel
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Batch, Group, Prompt, Rollout, Row
+from grpo_core.records import Batch, Feedback, Group, Prompt, Rollout, Row, Weights
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
+from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.tokens import Tokens
 from grpo_core.training import policy
 from grpo_core.training.logprobs import KEEP_BYTES
@@ -340,6 +346,28 @@ def raises(inputs):
 
 def one_number(inputs):
     return inputs.policy_logprobs.mean(), {}
+
+def no_tuple(inputs):
+    return -inputs.policy_logprobs
+
+def three(inputs):
+    return -inputs.policy_logprobs, {}, None
+
+def float_metric(inputs):
+    return -inputs.policy_logprobs, {"spread": 0.5}
+
+def short_metric(inputs):
+    return -inputs.policy_logprobs, {"spread": inputs.policy_logprobs.detach().mean()}
+
+def many_lines(inputs):
+    raise RuntimeError("mat1 and mat2 do not fit\\n" + "a frame of C++\\n" * 90)
+
+def steep(inputs, *, with_the_row=True):
+    # The loss of rows with advantage 7 is 0; its gradient is infinite.
+    kept = (inputs.advantages != 7).to(inputs.policy_logprobs.dtype)
+    losses = -kept * inputs.advantages * inputs.policy_logprobs
+    nothing = inputs.policy_logprobs - inputs.policy_logprobs.detach()
+    return losses + ((nothing + kept).sqrt() - kept) * (1 - kept) if with_the_row else losses, {}
 """
 
 
@@ -390,13 +418,19 @@ def test_the_entropy_has_its_gradient_in_every_architecture(kind: str, losses: P
     [
         ("forgets_the_policy", "does not depend on policy_logprobs"),
         ("raises", "raised AttributeError: .*no_such_thing"),
-        ("one_number", r"returned shape \(\); expected one loss for each of the 4 sampled tokens"),
+        ("one_number", r"returned shape \(\); expected .* one loss for each of the 4 sampled tokens"),
+        ("no_tuple", r"returned shape \(4,\); expected \(losses, metrics\), a tensor and a dict"),
+        ("three", r"returned a tuple of 3; expected \(losses, metrics\)"),
+        ("float_metric", "a value of type float as metric 'spread'; expected .* one number for each"),
+        ("short_metric", r"returned shape \(\) as metric 'spread'; expected .* each of the 4 sampled tokens"),
+        ("many_lines", r"raised RuntimeError: mat1 and mat2 do not fit a frame of C\+\+ .*\.\.\.$"),
     ],
 )
 def test_a_loss_that_breaks_its_contract_is_named(model: str, losses: Path, name: str, message: str) -> None:
     trainer = TorchTrainer(with_loss(setup(model), f"{losses}:{name}"))
-    with pytest.raises(PluginError, match=rf"loss '.*losses.py:{name}' of plugin .*{message}"):
+    with pytest.raises(PluginError, match=rf"loss '.*losses.py:{name}' of plugin .*{message}") as raised:
         trainer.step(batch([row("ab", "good")]))
+    assert "\n" not in str(raised.value)
 
 
 # ---------------------------------------------------------------------------------- other models
@@ -467,7 +501,8 @@ def test_a_loss_that_is_not_finite_stops_the_step_and_names_its_rows(model: str,
     before = weights(trainer)
     rows = [row("a", "b", 1.0, 0), row("a", "c", bad, 5)]
     with pytest.raises(
-        TrainerError, match=r"step 0, update 0: the loss of 1 of 2 rows, in groups \[5\], is not finite"
+        TrainerError,
+        match=r"^step 0, update 0: the loss of 1 of 2 rows, in groups \[5\], is not finite \(loss 'grpo' of",
     ):
         trainer.step(batch(rows))
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
@@ -491,6 +526,22 @@ def test_a_row_whose_loss_is_not_finite_is_left_out_and_counted(model: str, wher
     assert all(math.isfinite(v) for v in found.values())
     mine, theirs = map(weights, trainers)
     assert all(torch.allclose(mine[name], theirs[name], atol=1e-7) for name in mine)
+
+
+def test_a_row_with_a_finite_loss_whose_gradient_is_infinite_is_left_out_and_not_its_update(
+    model: str, losses: Path
+) -> None:
+    rows = ragged(groups=6)
+    rows[3] = attrs.evolve(rows[3], advantage=7.0)
+    trainers = [
+        TorchTrainer(with_loss(setup(model), f"{losses}:steep", with_the_row=with_it))
+        for with_it in (True, False)
+    ]
+    found, without = (trainer.step(batch(rows)).metrics for trainer in trainers)
+    assert found["non_finite_rows"] == 1
+    assert "non_finite_rows" not in without
+    assert "non_finite_updates" not in found
+    assert same(*trainers)
 
 
 def not_finite_backward(trainer: TorchTrainer, steps: set[int]) -> None:
@@ -531,6 +582,62 @@ def test_a_broken_model_is_one_clear_error(tmp_path: Path) -> None:
         ModelError, match="expected a directory or hub id of a transformers causal language model"
     ):
         TorchTrainer(setup(str(tmp_path)))
+
+
+def spoil(model: Path, how: str) -> str:
+    """Damage a model directory; returns the message that says so."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(model / "model.safetensors")
+    if how == "another shape":
+        tensors[name] = tensors[name].T.contiguous()
+        found, expected = list(tensors[name].shape), list(tensors[name].T.shape)
+        message = f"{name} has shape {found}, expected {expected}"
+    else:
+        gone = [key for key in sorted(tensors) if key == name or (how == "many missing" and "layers" in key)]
+        message = "; ".join([f"{key} is missing" for key in gone][:3]) + ("; ..." if len(gone) > 3 else "")
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in gone}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return message
+
+
+@pytest.mark.parametrize("how", ["missing", "many missing", "another shape"])
+def test_a_model_that_lacks_tensors_is_refused_at_the_start_and_on_resume(
+    model: str, tmp_path: Path, how: str
+) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    message = spoil(tmp_path / "m", how)
+    with pytest.raises(ModelError, match=f"would be random: {re.escape(message)}.") as raised:
+        TorchTrainer(setup(str(tmp_path / "m")))
+    assert "\n" not in str(raised.value)
+    trainer = TorchTrainer(setup(model))
+    trainer.step(batch(ragged()))
+    save(trainer, tmp_path / "saved")
+    spoil(tmp_path / "saved" / "trainer", how)
+    with pytest.raises(ModelError, match=f"would be random: {re.escape(message)}."):
+        TorchTrainer(setup(model, resume_from=tmp_path / "saved"))
+
+
+def test_a_reference_that_lacks_tensors_is_refused(model: str, tmp_path: Path) -> None:
+    """A resumed run loads the start model only for its reference."""
+    trainer = TorchTrainer(setup(model))
+    save(trainer, tmp_path / "saved")
+    shutil.copytree(model, tmp_path / "m")
+    spoil(tmp_path / "m", "missing")
+    given = setup(str(tmp_path / "m"), loss={"kl_coefficient": 0.1}, resume_from=tmp_path / "saved")
+    with pytest.raises(ModelError, match="would be random"):
+        TorchTrainer(given)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_is_not_there_is_refused_before_the_model_is_made(model: str, device: str) -> None:
+    def prepare() -> None:
+        raise AssertionError("the model is made already")
+
+    given = attrs.evolve(setup(model, device=device), prepare=prepare)
+    expected = rf"^trainer\.device is '{device}', which torch .*choose \"auto\""
+    with pytest.raises(ConfigError, match=expected) as raised:
+        TorchTrainer(given)
+    assert "\n" not in str(raised.value)
 
 
 def test_pickled_weights_are_not_loaded(model: str, tmp_path: Path) -> None:
@@ -667,6 +774,35 @@ def test_a_saved_model_is_an_ordinary_one_without_pickles(model: str, tmp_path: 
     assert {path.suffix for path in files} <= {".json", ".safetensors"}
 
 
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("another shape", "of model.norm.weight there is .*exp_avg .*expected exp_avg .*float32"),
+        ("another type", "of model.norm.weight there is .*exp_avg_sq .*int64"),
+        ("a slot less", "of model.norm.weight there is .*expected .*step"),
+    ],
+)
+def test_an_optimizer_state_that_does_not_fit_is_refused(
+    model: str, tmp_path: Path, harm: str, message: str
+) -> None:
+    """The fused optimizer would read beyond it, and train on what it finds there."""
+    trainer = TorchTrainer(setup(model))
+    trainer.step(batch(ragged()))
+    save(trainer, tmp_path)
+    file = tmp_path / "optimizer" / "state.safetensors"
+    state = load_file(file)
+    if harm == "another shape":
+        state["model.norm.weight/exp_avg"] = torch.zeros(3)
+    elif harm == "another type":
+        state["model.norm.weight/exp_avg_sq"] = state["model.norm.weight/exp_avg_sq"].long()
+    else:
+        del state["model.norm.weight/step"]
+    save_file(state, file)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        TorchTrainer(setup(model, resume_from=tmp_path))
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("harm", ["lost", "cut", "of another model"])
 def test_a_damaged_optimizer_state_is_refused(model: str, tmp_path: Path, harm: str) -> None:
     trainer = TorchTrainer(setup(model))
@@ -753,6 +889,94 @@ def test_a_trainer_in_a_process_trains_as_one_in_this_process(model: str, tmp_pa
     finally:
         torch.set_num_threads(threads)
         torch.backends.mkldnn.matmul.fp32_precision = products
+
+
+SHORT_OF_MEMORY = """
+import torch
+from grpo_core.training.trainer import TorchTrainer, create
+
+class ShortOfMemory(TorchTrainer):
+    def step(self, batch):
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+def make(setup):
+    made = create(setup)
+    made.__class__ = ShortOfMemory
+    return made
+
+def breaks(setup):
+    raise ZeroDivisionError("a mistake\\nin two lines")
+"""
+
+
+@pytest.mark.slow
+def test_an_error_of_torch_in_the_trainer_is_one_line_and_its_traceback_is_in_the_log(
+    model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "short.py").write_text(SHORT_OF_MEMORY)
+    given = attrs.evolve(setup(model), log=str(tmp_path / "trainer.log"))
+
+    class Short(ProcessTrainer):
+        target = f"{tmp_path}/short.py:make"
+
+    class Breaks(ProcessTrainer):
+        target = f"{tmp_path}/short.py:breaks"
+
+    async def raised(made: ProcessTrainer) -> str:
+        try:
+            await made.started()
+            await made.step(batch([]))
+        except TrainerError as error:
+            return str(error)
+        finally:
+            await made.aclose()
+        return "nothing was raised"
+
+    said = asyncio.run(raised(Short(given)))
+    assert said.startswith("trainer: step() failed: RuntimeError: ")
+    assert "allocate" in said
+    assert "--resume RUN" in said
+    assert "\n" not in said
+    log = (tmp_path / "trainer.log").read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "in step" in log
+    said = asyncio.run(raised(Breaks(given)))
+    assert said == (
+        "trainer: cannot be made: ZeroDivisionError: a mistake in two lines; the traceback is in "
+        f"{tmp_path / 'trainer.log'}"
+    )
+
+
+def killed(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_dies_while_the_engine_reads_its_weights_is_named_as_the_cause(
+    model: str, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        trainer = ProcessTrainer(attrs.evolve(setup(model), log=str(tmp_path / "trainer.log")))
+
+        class Reading(FakeEngine):
+            async def update_weights(self, weights: Weights) -> None:
+                if weights.version == 1:
+                    killed(trainer._child.pid)
+                read_weights(weights)
+                self.version = weights.version
+
+        try:
+            await trainer.started()
+            equal = FakeEnvironment(lambda episode: Feedback(reward=1.0))  # there is nothing to train
+            run = Run(trainer=trainer, engine=Reading(), environment=equal, watch=[trainer.watch])
+            run.engine.latency = lambda rng: 0.0
+            with pytest.raises(TrainerError, match=r"trainer died \(killed by SIGKILL\)[\s\S]*--resume RUN"):
+                await run.pipeline.run()
+        finally:
+            await trainer.aclose()
+
+    asyncio.run(story())
 
 
 @pytest.mark.slow

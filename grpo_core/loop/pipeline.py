@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from attrs import define, field, frozen
 
-from grpo_core.aio import Changes, raising_root_cause
+from grpo_core.aio import Changes, gather, raising_root_cause
 from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
 from grpo_core.events import (
     Dispatched,
@@ -63,6 +63,9 @@ from grpo_core.protocols import (
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
 
 T = TypeVar("T")
+
+DEATH_IS_SEEN = 2.0
+"""Seconds within which a watcher raises that its process has ended."""
 
 Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]] | None]]
 """Measures the weights of a version; returns None if it will emit the results itself, later."""
@@ -393,12 +396,21 @@ class Pipeline:
                 f"engine: update_weights() of version {weights.version} did not return within {seconds:g} s "
                 "(engine.deadline)"
             ) from None
+        except WeightSyncError:
+            await self._look_for_deaths()
+            raise
         await canary.verify(
             self.engine,
             weights,
             tolerance=self.canary_tolerance,
             deadline=self.schedule.rollout_deadline,
         )
+
+    async def _look_for_deaths(self) -> None:
+        """Raise the reason if a process that the run needs has just ended: other errors follow from that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_IS_SEEN):
+                await gather([died() for died in self.watch])
 
     async def _validate(self, version: int) -> None:
         """Validate one version if it is due.

@@ -14,7 +14,15 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import ConfigError, GrpoError, PluginError, SelectionError, describe, did_you_mean
+from grpo_core.errors import (
+    ConfigError,
+    GrpoError,
+    PluginError,
+    SelectionError,
+    describe,
+    did_you_mean,
+    one_line,
+)
 
 Kind = Literal[
     "environment",
@@ -126,7 +134,7 @@ class Bound(Generic[Given, Returned]):
         except GrpoError:
             raise
         except Exception as error:
-            raise PluginError(f"{self.offer} raised {type(error).__name__}: {error}") from error
+            raise PluginError(f"{self.offer} raised {type(error).__name__}: {one_line(error)}") from error
 
     def __str__(self) -> str:
         return str(self.offer)

@@ -274,8 +274,13 @@ def load(
 
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=trust_remote_code, use_safetensors=True
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # or the error would not name them; they are refused below
         )
     except Exception as error:
         reason = str(error).strip().splitlines()
@@ -283,6 +288,12 @@ def load(
             f"model {str(path)!r} cannot be loaded ({type(error).__name__}: {reason[0] if reason else ''}); "
             "expected a directory or hub id of a transformers causal language model in safetensors"
         ) from error
+    if faults := _not_loaded(report):
+        some = "; ".join(faults[:3]) + ("; ..." if len(faults) > 3 else "")
+        raise ModelError(
+            f"model {str(path)!r}: {len(faults)} of its tensors cannot be loaded and would be random: "
+            f"{some}. Its safetensors are incomplete or do not fit its config.json: copy or download it again"
+        )
     keep_softcapping(model)
     model.to(device)
     # The engine samples without dropout; with it the trainer would score another policy.
@@ -298,6 +309,16 @@ def load(
         enable({"use_reentrant": False})
     typed: nn.Module = model
     return typed
+
+
+def _not_loaded(report: Mapping[str, Any]) -> list[str]:
+    """Say which tensors transformers made anew, because the files lack them or hold another shape."""
+    missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    other = [
+        f"{name} has shape {list(found)}, expected {list(expected)}"
+        for name, found, expected in sorted(report["mismatched_keys"])
+    ]
+    return [*missing, *other, *report["error_msgs"]]
 
 
 def _choose_attention(input_ids: Tensor) -> None:

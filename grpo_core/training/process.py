@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_core.errors import ChildDied, GrpoError, TrainerError
-from grpo_core.processes import Child
+from grpo_core.errors import ChildDied, GrpoError, TrainerError, one_line
+from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.setup import TrainerSetup
+
+RESUME = (
+    "The steps since the newest checkpoint are lost; continue from there with grpo-core train --resume RUN"
+)
+MEMORY = "look for a lack of memory: lower trainer.tokens_per_microbatch"
 
 
 def thread_count(configured: int, colocated: bool) -> int:
@@ -32,11 +38,12 @@ class ProcessTrainer(Trainer):
 
     def __init__(self, setup: TrainerSetup) -> None:
         self._deadline = setup.trainer.deadline
-        log = Path(setup.log) if setup.log else None
-        self._child = Child(self.target, {"setup": setup}, name="trainer", log=log)
+        self._log = Path(setup.log) if setup.log else None
+        self._child = Child(self.target, {"setup": setup}, name="trainer", log=self._log)
 
     async def started(self) -> None:
-        await self._child.started(seconds=self._deadline)
+        with self._explaining("cannot be made"):
+            await self._child.started(seconds=self._deadline)
 
     async def step(self, batch: Batch) -> StepResult:
         result: StepResult = await self._call("step", batch)
@@ -57,17 +64,36 @@ class ProcessTrainer(Trainer):
         await self._child.aclose()
 
     async def _call(self, method: str, *args: Any) -> Any:
-        try:
+        with self._explaining(f"{method}() failed", f"{RESUME}. If nothing else explains it, {MEMORY}"):
             return await self._child.call(method, *args, seconds=self._deadline)
-        except ChildDied as error:
-            raise _gone(error) from error
+
+    @contextlib.contextmanager
+    def _explaining(self, what: str, hint: str = "") -> Iterator[None]:
+        """Raise errors of the child as one line for the user, and write their tracebacks to its log."""
+        try:
+            yield
+        except Exception as error:
+            told: Exception = error  # a disk's error is for those who wait for a checkpoint
+            if isinstance(error, GrpoError):
+                told = _gone(error)
+            elif not isinstance(error, OSError):
+                told = _foreign(error, what, self._log, hint)
+            if self._log is not None and isinstance(error.__cause__, RemoteTraceback):
+                with contextlib.suppress(OSError), self._log.open("a") as log:
+                    log.write(f"{error.__cause__}\n")
+            if told is error:
+                raise
+            raise told from error
 
 
 def _gone(error: GrpoError) -> GrpoError:
     if not isinstance(error, ChildDied):
         return error
-    return TrainerError(
-        f"{error}\nThe steps since the newest checkpoint are lost; continue from there with "
-        "grpo-core train --resume RUN. If nobody killed it, look for a lack of memory: lower "
-        "trainer.tokens_per_microbatch"
-    )
+    return TrainerError(f"{error}\n{RESUME}. If nobody killed it, {MEMORY}")
+
+
+def _foreign(error: Exception, what: str, log: Path | None, hint: str) -> TrainerError:
+    """Describe an error that grpo-core did not raise, such as a lack of memory that torch reports."""
+    where = f"; the traceback is in {log}" if log is not None else ""
+    text = f"trainer: {what}: {type(error).__name__}: {one_line(error)}{where}"
+    return TrainerError(f"{text}. {hint}" if hint else text)

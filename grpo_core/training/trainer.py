@@ -30,7 +30,7 @@ from torch import Tensor
 from grpo_core import cpu
 from grpo_core import loss as losses
 from grpo_core.config import TrainerConfig
-from grpo_core.errors import CheckpointError, PluginError, TrainerError
+from grpo_core.errors import CheckpointError, PluginError, TrainerError, one_line
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.training import policy
@@ -105,7 +105,7 @@ class TorchTrainer:
 
     def __init__(self, setup: TrainerSetup, build: BuildModel = FullModel.build) -> None:
         self._setup, self._config = setup, setup.trainer
-        self._device = cpu.resolve_device(self._config.device)
+        self._device = cpu.resolve_device(self._config.device, "trainer.device")
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
@@ -240,9 +240,9 @@ class TorchTrainer:
         if len(wrong) > self._setup.max_non_finite * len(rows):
             raise TrainerError(
                 f"step {batch.step}, update {number}: the loss of {len(wrong)} of {len(rows)} rows, in "
-                f"groups {sorted({row.group for row in wrong})}, is not finite (health.max_non_finite = "
-                f"{self._setup.max_non_finite:g}); the weights are unchanged by it. Look at the rewards, "
-                "advantages and logprobs of these rows, or lower trainer.lr"
+                f"groups {sorted({row.group for row in wrong})}, is not finite ({self._loss}; "
+                f"health.max_non_finite = {self._setup.max_non_finite:g}); the weights are unchanged by it. "
+                "Look at the rewards, advantages and logprobs of these rows, or lower trainer.lr"
             )
 
     def _gradient_is_finite(self, batch: Batch, number: int, norm: Tensor, totals: Totals) -> bool:
@@ -278,12 +278,7 @@ class TorchTrainer:
             step=batch.step,
             update=number,
         )
-        per_token, metrics = self._loss(inputs)
-        if per_token.shape != logprobs.shape:
-            raise PluginError(
-                f"{self._loss} returned shape {tuple(per_token.shape)}; expected one loss for each of the "
-                f"{len(logprobs)} sampled tokens"
-            )
+        per_token, metrics = _checked(self._loss(inputs), str(self._loss), len(logprobs))
         if not per_token.requires_grad:
             raise PluginError(
                 f"{self._loss}: its result does not depend on policy_logprobs; nothing is trained"
@@ -337,12 +332,35 @@ class TorchTrainer:
             for key, value in state.items():
                 name, _, slot = key.rpartition("/")
                 self._optimizer.state[by_name[name]][slot] = value.to(self._device)
+            _check_state(self._named, self._optimizer)
             self.version = int(about["version"])
         except Exception as error:
             raise CheckpointError(
-                f"{directory}: the optimizer's state is missing or is not this model's ({error!r}); resume "
-                "from another checkpoint, or start anew with model.path set to its trainer/ directory"
+                f"{directory}: the optimizer's state is missing or is not this model's "
+                f"({type(error).__name__}: {one_line(error)}); resume from another checkpoint, or start anew "
+                "with model.path set to its trainer/ directory"
             ) from error
+
+
+def _check_state(named: Sequence[tuple[str, Tensor]], optimizer: torch.optim.AdamW) -> None:
+    """Raise ValueError unless the state of each parameter is AdamW's; fused kernels do not look at shapes."""
+    for name, parameter in named:
+        expected = {
+            "step": (torch.Size([]), torch.float32),
+            "exp_avg": (parameter.shape, parameter.dtype),
+            "exp_avg_sq": (parameter.shape, parameter.dtype),
+        }
+        found = {
+            slot: (value.shape, value.dtype) for slot, value in optimizer.state.get(parameter, {}).items()
+        }
+        if found and found != expected:
+            raise ValueError(f"of {name} there is {_spelled(found)}, expected {_spelled(expected)}")
+
+
+def _spelled(state: Mapping[str, tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(
+        f"{slot} {list(shape)} {str(dtype)[6:]}" for slot, (shape, dtype) in sorted(state.items())
+    )
 
 
 def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
@@ -351,6 +369,32 @@ def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
     if setup.transport == "cuda_ipc" and device.type == "cuda":
         return CudaIpcWriter(device)
     return SharedMemoryWriter()
+
+
+def _checked(returned: Any, who: str, n: int) -> losses.LossOutput:
+    """Return what a loss returned.  Raises PluginError unless each of n tokens has a loss and metrics."""
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+        raise PluginError(
+            f"{who} returned {_kind(returned)}; expected (losses, metrics), a tensor and a dict"
+        )
+    per_token, metrics = returned
+    for name, values in {"": per_token, **metrics}.items():
+        if not isinstance(values, Tensor) or values.shape != (n,):
+            what, part = (
+                (f"{_kind(values)} as metric {name!r}", "number") if name else (_kind(values), "loss")
+            )
+            raise PluginError(
+                f"{who} returned {what}; expected a tensor with one {part} for each of the {n} sampled tokens"
+            )
+    return per_token, dict(metrics)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a value of type {type(value).__name__}"
 
 
 def _os_error(error: SafetensorError) -> OSError:

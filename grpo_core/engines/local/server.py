@@ -72,7 +72,7 @@ class Server(DecodingServer):
         self._decoder.cancel(keys)
 
     def _make_model(self, tensors: dict[str, torch.Tensor]) -> Model:
-        device = cpu.resolve_device(self._device)
+        device = cpu.resolve_device(self._device, "engine.options.device")
         dtype = next(iter(tensors.values())).dtype if self._dtype == "auto" else getattr(torch, self._dtype)
         shape = Shape.of(_read_config(self._setup.model, self._setup.trust_remote_code))
         if shape is not None:
