@@ -239,7 +239,8 @@ def main() -> None:
 
 def _complain(text: str) -> None:
     """Print an error; it may quote what a model said, and all of it."""
-    from grpo_core.inert import inert, shortened
+    from grpo_core.errors import shortened
+    from grpo_core.inert import inert
 
     print(inert(shortened(text, LONGEST_ERROR)), file=sys.stderr)
 

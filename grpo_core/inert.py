@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 
-LONGEST = 2000
-"""Number of characters of an error that events, reports and the terminal show."""
-
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and newline
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # end a line, or turn the direction of text
@@ -20,15 +17,6 @@ def inert(text: str) -> str:
     C0 controls become their pictures (``␛``), all others their code (``⟨202E⟩``).  Tabs and newlines stay.
     """
     return _HARMFUL.sub(_picture, text)
-
-
-def shortened(text: str, longest: int = LONGEST) -> str:
-    """Return a text of about ``longest`` characters at most: its beginning and its end."""
-    if len(text) <= longest:
-        return text
-    tail = longest // 4
-    left_out = len(text) - longest
-    return f"{text[: longest - tail]} ... ({left_out:,} characters are left out) ... {text[-tail:]}"
 
 
 def _picture(found: re.Match[str]) -> str:

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import ctypes
 import importlib
+import io
 import itertools
 import os
 import pickle
@@ -34,7 +35,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from attrs import frozen
 
@@ -254,7 +255,9 @@ class Child:
     def _last_words(self, lines: int = 6) -> str:
         if self._log is None or not self._log.exists():
             return ""
-        tail = self._log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()[-lines:]
+        with open(self._log, "rb") as log:
+            log.seek(max(0, self._log.stat().st_size - LAST_WORDS))
+            tail = log.read(LAST_WORDS).decode(errors="replace").strip().splitlines()[-lines:]
         return f"; the end of {self._log}:\n" + "\n".join(f"    {line}" for line in tail) if tail else ""
 
 
@@ -270,6 +273,8 @@ def _exit(code: int) -> str:
 
 # ---------------------------------------------------------------------------------- the child's side
 
+LAST_WORDS = 4000
+"""Number of bytes of a dead child's log of which the last lines are shown."""
 _BOOT = "import sys; from grpo_core import processes; processes.main(int(sys.argv[1]), int(sys.argv[2]))"
 
 
@@ -348,6 +353,7 @@ class Connection:
 def main(fd: int, parent: int) -> None:
     """Run the child process."""
     die_with(parent)
+    sys.stdout, sys.stderr = _log(1), _log(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=fd))
     os.register_at_fork(after_in_child=connection.close)  # or the parent would not see this process end
@@ -372,6 +378,22 @@ def main(fd: int, parent: int) -> None:
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+class _LogFile(io.FileIO):
+    """A file whose errors are ignored: a full or broken disk below a log ends no run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _log(fd: int) -> TextIO:
+    return io.TextIOWrapper(
+        io.BufferedWriter(_LogFile(fd, "wb", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
+    )
 
 
 def _imported(factory: str) -> Any:

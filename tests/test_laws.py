@@ -207,6 +207,12 @@ def test_every_law_has_a_case():
     assert {law for law, _ in BROKEN} == set(LAWS)
 
 
+def test_a_second_interruption_leaves_no_checkpoint():
+    events = a_run()
+    interrupted = {"event": "RunEnded", "step": 2, "reason": "interrupted"}
+    assert violated([*events[:SAVING_2], interrupted])[0] == []
+
+
 def test_after_a_resume_only_unfinished_prompts_are_repeated():
     cut = started(1, dispatched=4, trained=2, skipped=0, filtered=0, ready=0)
     rest = [

@@ -48,6 +48,11 @@ class Target:
         while True:
             time.sleep(1)
 
+    def talk(self):
+        print("a line", flush=True)
+        print("another", file=sys.stderr, flush=True)
+        return "talked"
+
     def die(self):
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -185,6 +190,16 @@ def test_a_child_that_dies_is_named_with_its_last_words(tmp_path):
             await c.call("greet", "nobody", seconds=5)
 
     story(closing(child(log=tmp_path / "log"), use))
+
+
+def test_a_log_that_cannot_be_written_ends_no_child():
+    async def use(c):
+        assert await c.call("talk", seconds=20) == "talked"
+        assert await c.call("greet", "you", seconds=5) == "hello you"
+        with pytest.raises(ChildDied, match=r"died \(killed by SIGKILL\)"):
+            await c.call("die", seconds=20)
+
+    story(closing(child(log=Path("/dev/full")), use))
 
 
 def test_an_answer_that_cannot_be_unpickled_ends_the_child_and_no_caller_waits_for_ever():

@@ -7,6 +7,10 @@ import csv
 import errno
 import gzip
 import logging
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -24,11 +28,14 @@ from grpo_core.events import (
     Saving,
     StepEnded,
     Validated,
+    ValidationPlayed,
     WarningRaised,
 )
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.reporting import files, trackers
+from grpo_core.reporting.audit import Files
+from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import check_trackers, make_trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.tokens import Tokens
@@ -304,6 +311,121 @@ def test_a_directory_that_cannot_be_written_ends_a_run_with_its_name(tmp_path):
     (run.path / "rollouts" / "step-000001.jsonl.gz").mkdir()  # root may write everywhere but here
     with pytest.raises(TrackingError, match=r"tracker 'files' failed in GroupsReady: .*step-000001\.jsonl"):
         add(run, EVENTS, Config(tracking=TrackingConfig(trackers=["files"])))
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from recording import record
+from test_trackers import group
+from grpo_core.config import Config, TrackingConfig
+from grpo_core.events import GroupsReady, Saving, StepEnded
+events = {
+    "events.jsonl": [Saving(step=1)] * 1000,
+    "metrics.jsonl": [StepEnded(step=1, metrics={"loss": 0.5})] * 1000,
+    "rollouts/step-000001.jsonl.partial": [GroupsReady(step=0, groups=(group(rollouts=500),))],
+}[sys.argv[2]]
+if sys.argv[2] == "metrics.jsonl":  # its file is the larger one, since it holds the lines of a life before
+    lines = Path(sys.argv[1], "run", "metrics.jsonl")
+    from grpo_core.run_directory import RunDirectory
+    record_into = RunDirectory.create
+    def create(path, config):
+        run = record_into(path, config)
+        lines.write_text('{"step": -1}\\n' * 400)
+        return run
+    RunDirectory.create = create
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+config = Config(tracking=TrackingConfig(trackers=["files"], options={"files": {"compress": False}}))
+record(Path(sys.argv[1], "run"), events, config)
+"""
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "rollouts/step-000001.jsonl.partial"])
+def test_a_file_that_cannot_grow_is_named_with_what_to_do(tmp_path, name):
+    """A limit of the file's size stands for a full disk: the write fails in the same place."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path, name],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = ended.stderr.strip().splitlines()[-1]
+    assert re.search(
+        rf"TrackingError: tracker 'files' failed in \w+: \[Errno 27\] .*{re.escape(name)}'", last
+    )
+    assert "continue with --resume" in last
+
+
+@pytest.mark.parametrize(("free", "warned"), [(3_000, True), (100_000_000, False)])
+def test_a_disk_that_will_soon_be_full_is_a_warning(tmp_path, free, warned):
+    heard = []
+    config = Config(tracking=TrackingConfig(trackers=["files"]))
+    run = RunDirectory.create(tmp_path / "run", config)
+    room = DiskRoom(run.path, 1000, heard.append, free=lambda directory: free)
+    events = [
+        event
+        for step in range(10)
+        for event in (
+            GroupsReady(step=step, groups=(group(),)),
+            StepEnded(step=step + 1, metrics={"loss": 0.5}),
+        )
+    ]
+    writer = files.FilesTracker(run.info(config, None))
+    for event in events:
+        trackers.call(writer, event)
+        trackers.call(room, event)
+    writer.close()
+    assert bool(heard) == warned
+    if warned:
+        assert (heard[0].step, heard[0].cause) == (6, "disk")
+        assert re.match(r"the disk has room for about \d more steps: 0\.003 MB are free", heard[0].message)
+
+
+def named(kind, *steps):
+    return [f"{kind}-{step:06d}.jsonl.gz" for step in steps]
+
+
+def stored(run):
+    return sorted(path.name for path in (run.path / "rollouts").iterdir())
+
+
+def steps_and_validations(count):
+    for step in range(count):
+        yield ValidationPlayed(version=step, groups=(group(),))
+        yield GroupsReady(step=step, groups=(group(),))
+        yield StepEnded(step=step + 1, metrics={})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [*named("step", 1, 2, 3), *named("validation", 0, 1, 2)]),
+        ({"keep": 2}, [*named("step", 2, 3), *named("validation", 1, 2)]),
+        ({"keep": 1, "compress": False}, ["step-000003.jsonl", "validation-000002.jsonl"]),
+        ({"every": 2, "keep": 1}, [*named("step", 2), *named("validation", 2)]),
+        ({"every": 0}, named("validation", 0, 1, 2)),
+    ],
+)
+def test_options_decide_which_rollouts_stay_on_disk(tmp_path, options, expected):
+    config = Config(tracking=TrackingConfig(trackers=["files"], options={"files": options}))
+    run = record(tmp_path / "run", steps_and_validations(3), config)
+    assert stored(run) == expected
+    compared = Files(run.path)
+    for event in run.events():
+        compared.observe(event)
+    assert compared.compare() == [], "verify knows what the run has removed itself"
+    (run.path / "rollouts" / expected[-1]).unlink()
+    assert compared.compare() == [f"rollouts/{expected[-1]} is missing"]
+
+
+@pytest.mark.parametrize("option", ["every", "keep"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_an_option_that_is_no_count_is_refused(tmp_path, option, value):
+    run = RunDirectory.create(tmp_path / "run", Config())
+    with pytest.raises(ConfigError, match=rf"files\.{option}: expected a whole number of .* 0, got {value}"):
+        files.FilesTracker(run.info(Config(), None), **{option: value})
+    assert not (run.path / "events.jsonl").exists()
 
 
 # ---------------------------------------------------------------------------------- selection

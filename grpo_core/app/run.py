@@ -37,6 +37,7 @@ from grpo_core.loop.rendering import Renderer
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Tracker
+from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
@@ -71,8 +72,10 @@ async def train(
     the root cause of what failed; children are gone then, and checkpoints are complete.
     """
     scores = Scores()
+    room = DiskRoom(run.path, config.trainer.steps, lambda event: trackers.emit(event))
     info = run.info(config, resume.step if resume else None)
-    trackers = Trackers({"scores of the run": scores, **make_trackers(config.tracking, host, info)})
+    own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
+    trackers = Trackers({**own, **make_trackers(config.tracking, host, info)})
     emit = trackers.emit
     began = time.monotonic()
     step = resume.step if resume else 0
@@ -100,15 +103,17 @@ async def train(
                 reason = await pipeline.run()
             step = pipeline.buffer.step
     except asyncio.CancelledError:
-        emit(RunEnded(step=step, reason="interrupted"))
+        emit(RunEnded(step=max(step, trackers.step), reason="interrupted"))
         raise
     except BaseException as error:
         emit(
             ErrorRaised(
-                step=step, message=describe(error), traceback="".join(traceback.format_exception(error))
+                step=max(step, trackers.step),
+                message=describe(error),
+                traceback="".join(traceback.format_exception(error)),
             )
         )
-        emit(RunEnded(step=step, reason="failed"))
+        emit(RunEnded(step=max(step, trackers.step), reason="failed"))
         raise
     else:
         emit(RunEnded(step=step, reason=reason))

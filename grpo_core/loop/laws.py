@@ -256,16 +256,12 @@ class Laws:
 
     def _on_RunEnded(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         self._over = True
-        if event["reason"] not in ("finished", "interrupted"):
-            return
-        now = self._now
-        saved = now.cut == now.step and now.saving is None
-        self._law(
-            "checkpoint", saved, f"{event['reason']} after {now.step} steps; the newest cut is {now.cut}"
-        )
-        if event["reason"] != "finished":
+        if event["reason"] != "finished":  # a second ctrl-C interrupts without a checkpoint
             return
         assert self.terms is not None
+        now = self._now
+        saved = now.cut == now.step and now.saving is None
+        self._law("checkpoint", saved, f"ended after {now.step} steps; the newest cut is {now.cut}")
         self._law(
             "end",
             self._now.step == self._now.version == self.terms.num_steps and not self._now.open,

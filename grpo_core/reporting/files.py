@@ -24,9 +24,8 @@ from attrs import asdict
 from grpo_core import chain
 from grpo_core._version import __version__
 from grpo_core.disk import Disk
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, shortened
 from grpo_core.events import Dispatched, Event, GroupsReady, Saved, Saving, ValidationPlayed
-from grpo_core.inert import shortened
 from grpo_core.loop.buffer import Slot
 from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.protocols import Tracker

@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from grpo_core.errors import GrpoError, TrackingError
+from grpo_core.errors import GrpoError, TrackingError, shortened
 from grpo_core.events import (
     Event,
     GroupsReady,
@@ -27,7 +27,6 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.incidents import Incident, IncidentCounts
-from grpo_core.inert import LONGEST, shortened
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.protocols import Tracker
 
@@ -39,6 +38,8 @@ PATIENCE = 30.0
 """Seconds that the end of a run waits for a tracker to finish."""
 REQUIRED_PATIENCE = 300.0
 """Seconds that a run waits for a tracker that it needs: for a disk that is slow, not for one that is gone."""
+LONGEST_TRACEBACK = 20_000
+"""Number of characters of a traceback that trackers receive."""
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,11 @@ class Trackers:
         event = evolve(event, time=time.time(), **_long_texts(event))
         for thread in self._threads:
             thread.put(event)
+
+    @property
+    def step(self) -> int:
+        """The newest step that an event was about."""
+        return self._step
 
     def status(self, message: str) -> None:
         """Say what the run does now."""
@@ -256,9 +262,9 @@ def call(tracker: Tracker, event: Event) -> None:
 def _long_texts(event: Event) -> dict[str, Any]:
     """Return the texts of an error, shortened, if they are long: some carry all the data of a batch."""
     texts = {name: getattr(event, name, "") for name in ("error", "message")}
-    found = {name: shortened(text) for name, text in texts.items() if len(text) > LONGEST}
+    found = {name: shortened(text) for name, text in texts.items() if text}
     traceback = getattr(event, "traceback", "")
-    return found | ({"traceback": shortened(traceback, 10 * LONGEST)} if traceback else {})
+    return found | ({"traceback": shortened(traceback, LONGEST_TRACEBACK)} if traceback else {})
 
 
 def _join(threads: list[TrackerThread]) -> None:

@@ -1,0 +1,76 @@
+"""Warns when the disk of a run will soon be full."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_core.events import Event, StepEnded, WarningRaised
+from grpo_core.protocols import Tracker
+
+FEWEST_STEPS = 100
+"""Number of further steps for which the disk should have room."""
+FIRST = 5
+"""Number of steps after which their files tell how fast the run grows."""
+
+
+class DiskRoom(Tracker):
+    """Compares the growth of a run's files with the free bytes of its disk, at each step.
+
+    Checkpoints do not count: older ones make room for newer ones.
+
+    Args:
+        directory: of the run.
+        num_steps: number of steps of the run.
+        emit: receives the warning.
+        free: returns the free bytes of a directory's disk.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        num_steps: int,
+        emit: Callable[[Event], None],
+        free: Callable[[Path], int] | None = None,
+    ) -> None:
+        self._directory, self._num_steps, self._emit = directory, num_steps, emit
+        self._free = free or _free
+        self._begin: tuple[int, int] | None = None
+        """Step and size of the growing files when the first step ended."""
+        self._rollouts: list[int] = []
+        """Sizes of the files of the newest rollouts."""
+
+    def event(self, event: Event) -> None:
+        """Look at the disk when a step ends."""
+        if not isinstance(event, StepEnded):
+            return
+        grown = sum(_size(self._directory / name) for name in ("events.jsonl", "metrics.jsonl"))
+        self._rollouts = [*self._rollouts[-FIRST:], self._newest_rollouts(event.step - 1)]
+        first, size = self._begin = self._begin or (event.step, grown)
+        steps = event.step - first
+        left = min(FEWEST_STEPS, self._num_steps - event.step)
+        if steps < FIRST or not left:
+            return
+        per_step = (grown - size) / steps + sum(self._rollouts) / len(self._rollouts)
+        free = self._free(self._directory)
+        if per_step * left > free:
+            message = (
+                f"the disk has room for about {int(free / per_step):,} more steps: {free / 1e6:,.3f} MB are "
+                f"free, and a step takes {per_step / 1e6:,.3f} MB. Make room, or end the run and continue it "
+                "with --resume and --set tracking.files.keep=N or tracking.files.every=N"
+            )
+            self._emit(WarningRaised(step=event.step, cause="disk", message=message))
+
+    def _newest_rollouts(self, step: int) -> int:
+        """Return the bytes of the rollouts of the step before, which are written by now."""
+        names = (f"step-{step:06d}.jsonl{suffix}" for suffix in ("", ".gz"))
+        return sum(_size(self._directory / "rollouts" / name) for name in names)
+
+
+def _free(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
