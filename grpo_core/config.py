@@ -16,7 +16,7 @@ from typing import Any, Literal
 import attrs
 import cattrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, le
+from attrs.validators import deep_iterable, ge, gt, le, optional
 
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import ConfigError, did_you_mean
@@ -172,14 +172,17 @@ class EnvironmentConfig:
     """Largest number of episodes in one call."""
     max_wait: float = field(default=0.005, validator=ge(0))
     """An episode waits this many seconds for others to share its call."""
-    deadline: float = field(default=30.0, validator=gt(0))
-    """Time limit of a call in seconds; then the process is killed and each episode is tried alone."""
+    deadline: float | None = field(default=None, validator=optional(gt(0)))
+    """Time limit of a call in seconds.  Then an async call is cancelled; if the process does not react, it is
+    killed, and each episode is tried alone.  If this is not set, the environment may declare it; the default
+    is 30."""
     start_deadline: float = field(default=120.0, validator=gt(0))
     """Time limit in seconds for the start of an environment, and for its prompts."""
-    concurrency: int = field(default=0, validator=ge(0))
-    """Number of calls of an async `evaluate` or of async tools that run at once, each with one episode (or
-    one group, if the environment compares rollouts).  0 gives `evaluate` the whole batch and runs all tools
-    at once."""
+    concurrency: int | None = field(default=None, validator=optional(ge(0)))
+    """Number of calls of an async `evaluate`, of tools and of `open` that run at once in each worker, each
+    with one episode (or one group, if the environment compares rollouts).  A call that ends makes room for
+    the next at once.  0 gives `evaluate` batches, one after another.  If this is not set, the environment may
+    declare it; the default is 0."""
     max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
     """The run ends when more calls than this share of 200 have failed among the last 200 calls of a task, or
     20 in a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares

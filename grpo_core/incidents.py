@@ -18,7 +18,7 @@ from attrs import define, evolve, field, frozen
 Kind = Literal[
     "batch_failed",  # a batch failed while its parts, tried one by one, succeeded
     "call_failed",  # a call of an environment failed
-    "deadline",  # a call took too long, and its process was killed
+    "deadline",  # a call took too long, and was cancelled, or its process was killed
     "died",  # a process ended by itself
     "replaced",  # an engine of a pool was replaced
     "given_up",  # an engine of a pool is not replaced any more

@@ -11,6 +11,9 @@ child dies with its parent, leaves ctrl-C to the parent, and prints to its log.
                                                 target.serve(connection)      (the target runs its own loop)
 
 A method may return a ``concurrent.futures.Future``: it is answered when that is done, and other calls go on.
+
+The child leads a process group.  When it ends, for whatever reason, its parent kills the rest of the group:
+what the child has started, unless that has left the group.
 """
 
 from __future__ import annotations
@@ -103,6 +106,8 @@ class Child:
         self._writer: asyncio.StreamWriter | None = None
         self._connecting = asyncio.Lock()
         self._ready = False
+        self._heard = 0.0
+        """Time of the last answer."""
         self._death: errors.GrpoError | None = None
         self._socket, theirs = socket.socketpair()
         try:
@@ -130,11 +135,11 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return self._death is None and self._process.poll() is None
+        return self._death is None and not self._has_ended()
 
     @property
     def death(self) -> errors.GrpoError | None:
-        """Why it has ended, as far as is known; None while it runs."""
+        """Why it has ended, as far as is known; None while it runs.  All waiting calls raise it."""
         return self._death
 
     async def started(self, *, seconds: float) -> Any:
@@ -149,6 +154,23 @@ class Child:
 
         After ``seconds`` without an answer the child is killed, and all waiting calls fail.
         """
+        return await self._answer(await self._send(method, *args), method, seconds)
+
+    async def call_alongside(self, method: str, *args: Any, seconds: float, grace: float) -> Any:
+        """Call a method of a target that serves several calls at once and ends each after ``seconds``.
+
+        A cancelled caller cancels the call: the target receives a call "cancel" with its number.  The child
+        is killed if it sends nothing at all for ``seconds + grace``.
+        """
+        id = await self._send(method, *args)
+        try:
+            return await self._answer(id, method, seconds, grace=grace)
+        except asyncio.CancelledError:
+            if self._death is None and self._writer is not None:
+                self._writer.write(_frame(Call(next(self._ids), "cancel", (id,))))
+            raise
+
+    async def _send(self, method: str, *args: Any) -> int:
         await self._connect()
         if self._death is not None:
             raise self._death
@@ -156,7 +178,7 @@ class Child:
         assert self._writer is not None
         self._waiting[id] = asyncio.get_running_loop().create_future()
         self._writer.write(_frame(Call(id, method, args)))
-        return await self._answer(id, method, seconds)
+        return id
 
     async def died(self) -> errors.GrpoError:
         """Wait until the child has ended for any reason, and return the reason."""
@@ -170,11 +192,9 @@ class Child:
         """End the child and its own children now; calls that wait raise ``why`` or ChildDied."""
         if self._death is None:
             self._death = why or errors.ChildDied(f"{self.name} was stopped")
-        if self._process.poll() is None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has not made its group yet, or has ended
-                self._process.kill()
+        if not self._has_ended():
+            self._kill_group()
+            self._process.kill()  # if it has not made its group yet
             self._process.wait()
         if self._writer is not None:
             self._writer.close()
@@ -188,10 +208,28 @@ class Child:
             self._death = errors.ChildDied(f"{self.name} is closed")
             self._writer.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._process.wait, seconds)
+                await asyncio.to_thread(self._wait, seconds)
         self.kill()
         if self._reader is not None:
             await asyncio.gather(self._reader, return_exceptions=True)
+
+    def _has_ended(self) -> bool:
+        if self._process.returncode is None and self._process.poll() is not None:
+            self._kill_group()
+        return self._process.returncode is not None
+
+    def _wait(self, seconds: float | None = None) -> int:
+        code = self._process.wait(seconds)
+        self._kill_group()
+        return code
+
+    def _kill_group(self) -> None:
+        """Kill the child, and what it has started, even if the child itself has just ended.
+
+        Linux gives the group's number to no other process while the group has members.
+        """
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none; macOS: only zombies
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _connect(self) -> None:
         async with self._connecting:
@@ -200,32 +238,49 @@ class Child:
                 self._waiting[0] = asyncio.get_running_loop().create_future()
                 self._reader = asyncio.create_task(self._read(stream), name=f"reader of {self.name}")
 
-    async def _answer(self, id: int, method: str, seconds: float | None) -> Any:
+    async def _answer(
+        self, id: int, method: str, seconds: float | None, *, grace: float | None = None
+    ) -> Any:
         await self._connect()
         if self._death is not None:
             raise self._death
         if id == 0 and self._ready:
             return None
+        future = self._waiting[id]
         try:
-            async with asyncio.timeout(seconds):
-                # shielded: a caller that goes away must not cancel the future that others may await
-                result = await asyncio.shield(self._waiting[id])
-        except TimeoutError:
-            late = errors.DeadlineExceeded(
-                f"{self.name}: no answer to {method!r} within {seconds:g} s; killed"
-            )
-            self.kill(late)
-            raise late from None
+            if not await self._answered(future, seconds, grace):
+                late = errors.DeadlineExceeded(
+                    f"{self.name}: no answer to {method!r} within {seconds:g} s; killed"
+                )
+                self.kill(late)
+            result = future.result()
         finally:
             self._waiting.pop(id, None)
         self._ready = self._ready or id == 0
         return result
+
+    async def _answered(
+        self, future: asyncio.Future[Any], seconds: float | None, grace: float | None
+    ) -> bool:
+        """Wait for an answer, with ``grace`` as long as others come; return whether it came in time."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while True:
+            patience = None if seconds is None else since + seconds + (grace or 0.0) - loop.time()
+            # a caller that goes away does not cancel the future, which others may await
+            await asyncio.wait([future], timeout=patience)
+            if future.done():
+                return True
+            if grace is None or self._heard <= since:
+                return False
+            since = self._heard
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
             while True:
                 (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
                 answer: Answer = pickle.loads(await stream.readexactly(length))
+                self._heard = asyncio.get_running_loop().time()
                 future = self._waiting.get(answer.id)
                 if future is None or future.done():
                     continue  # its caller was cancelled
@@ -236,7 +291,7 @@ class Child:
                     future.set_result(answer.result)
         except (asyncio.IncompleteReadError, ConnectionError, OSError):
             if self._death is None:
-                code = await asyncio.to_thread(self._process.wait)
+                code = await asyncio.to_thread(self._wait)
                 self._death = errors.ChildDied(f"{self.name} died ({_exit(code)}){self._last_words()}")
             self._fail_waiting()
         except Exception as error:  # of unpickling; its callers must not wait for ever
@@ -286,6 +341,10 @@ class Connection:
         self._sending = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is a call."""
+        return self._socket.fileno()
 
     def receive(self, *, wait: bool | float = True) -> Call | None:
         """Return the next call, or None if there is no call now or within ``wait`` seconds.

@@ -44,6 +44,12 @@ class Environment:
     success: float | None = None
     """Reward from which a rollout is a success; ``accuracy`` is the share of successes.  None: the run claims
     no accuracy, and the mean reward stands for the task."""
+    concurrency: int | None = None
+    """Number of calls of an async ``evaluate``, of tools and of ``open`` that run at once, each with one
+    episode (or one group): for judges that wait for a network.  0 calls ``evaluate`` with batches, one after
+    another.  None takes the default, 0; ``environment.concurrency`` of the configuration comes first."""
+    deadline: float | None = None
+    """Time limit of a call in seconds; None takes the default, 30.  ``environment.deadline`` comes first."""
     tools: Sequence[Callable[..., Any]] = ()
     """Functions that the model may call, sync or async, with type hints and a docstring in Google's format.
     The core runs them and sends their results back as messages of the role "tool"; ``evaluate`` sees an
@@ -81,6 +87,13 @@ class Environment:
 
         If the process dies, its sessions are gone: their rollouts are played again.
         """
+
+    def aclose(self) -> Awaitable[None] | None:
+        """Called once at the end, when all sessions are closed: frees what the environment holds.
+
+        May be ``async``.
+        """
+        return None
 
 
 @runtime_checkable

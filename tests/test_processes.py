@@ -57,6 +57,9 @@ class Target:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def start_another(self):
+        return subprocess.Popen(["sleep", "1234"]).pid
+
     def later(self, name):
         """Answered when ``now`` is called."""
         self.promise = Future()
@@ -286,6 +289,42 @@ def test_no_child_outlives_its_parent(sent):
         while _running(pid):
             assert time.monotonic() < end, "the child is still there"
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("end", ["closed", "leaves by itself", "killed", "at its deadline", "noticed late"])
+def test_what_a_child_has_started_never_outlives_it(end):
+    async def use(c):
+        pid = await c.call("start_another", seconds=20)
+        assert _running(pid)
+        if end == "leaves by itself":
+            with pytest.raises(ChildDied, match="exit status 1"):
+                await c.call("leave", seconds=20)
+        elif end == "killed":
+            with pytest.raises(ChildDied):
+                await c.call("die", seconds=20)
+        elif end == "at its deadline":
+            with pytest.raises(DeadlineExceeded):
+                await c.call("hang", seconds=0.1)
+        elif end == "noticed late":  # nobody waits for it
+            _kill_and_leave_unreaped(c.pid)
+            assert not c.alive
+        if end != "closed":
+            assert _is_gone(pid)
+        return pid
+
+    assert _is_gone(asyncio.run(closing(child(), use)))
+
+
+def _kill_and_leave_unreaped(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def _is_gone(pid):
+    end = time.monotonic() + 5
+    while _running(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not _running(pid)
 
 
 def _running(pid):

@@ -69,6 +69,7 @@ class Worker(FakeEnvironment):
     """An environment that remembers its sessions."""
 
     first_traceback = ""
+    slots = "none"
 
     def __init__(self, number: int, **options) -> None:
         super().__init__(lambda episode: Feedback(reward=float(number)), **options)

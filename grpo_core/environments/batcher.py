@@ -1,6 +1,6 @@
 """Merges the calls of many rollouts into few calls of an environment.
 
-Rollouts end one by one, but environments are fastest in batches.  Episodes that arrive during a call, or
+Rollouts end one by one, but most environments are fastest in batches.  Episodes that arrive during a call, or
 within ``max_wait`` of the first arrival, share the next call.  Each environment has one batcher, which serves
 training and validation alike.
 """
@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from attrs import define, field
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.host import Slotted, calls_of
 from grpo_core.errors import GrpoError, PluginError
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
@@ -182,10 +183,16 @@ class MicroBatcher(Generic[T, R]):
 
 
 class BatchedEnvironment:
-    """An environment client that merges evaluations; groups that must stay whole are not split."""
+    """An environment client that merges evaluations; groups that must stay whole are not split.
 
-    def __init__(self, environment: EnvironmentClient, config: EnvironmentConfig) -> None:
-        self._environment = environment
+    Args:
+        slots: the calls that run in slots of the environment; they are not merged.
+    """
+
+    def __init__(
+        self, environment: EnvironmentClient, config: EnvironmentConfig, slots: Slotted = "none"
+    ) -> None:
+        self._environment, self._slots = environment, slots
         self.max_turns = environment.max_turns
         self.needs_group = environment.needs_group
         self.success = environment.success
@@ -200,6 +207,8 @@ class BatchedEnvironment:
         return await self._environment.open(prompts)
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        if self._slots == "all" or (self._slots == "tools" and all(map(calls_of, episodes))):
+            return await self._environment.evaluate(episodes)
         return await self.batcher.submit(episodes)
 
     async def close(self, sessions: Sequence[str]) -> None:

@@ -39,7 +39,10 @@ def _feedback(result: Any, who: str) -> Feedback:
         return Feedback(**_reward(result, who))
     if not all(is_message(message) for message in result.messages):
         raise PluginError(f"{who}: evaluate returned messages {result.messages!r}, expected role and content")
-    metrics = {well_formed(str(name)): float(value) for name, value in result.metrics.items()}
+    metrics = {
+        well_formed(str(name)): _number(value, f"metric {name!r}", who)
+        for name, value in result.metrics.items()
+    }
     reward = {} if result.reward is None else _reward(result.reward, who)
     if bad := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
         name, value = next(iter(bad.items()))
@@ -54,21 +57,29 @@ def _feedback(result: Any, who: str) -> Feedback:
 
 
 def _reward(given: Any, who: str) -> dict[str, Any]:
-    if isinstance(given, str | bytes) or not hasattr(given, "__float__"):
-        raise PluginError(
-            f"{who}: evaluate returned {given!r} ({type(given).__name__}), "
-            "expected a float, a Feedback or None"
-        )
-    try:
-        reward = float(given)
-    except OverflowError:
-        reward = math.inf
+    reward = _number(given, "", who)
     if math.isfinite(reward) and abs(reward) < LARGEST_REWARD:
         return {"reward": reward}
     return {
         "reward": None,
         "error": f"reward is {reward}, expected a number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}",
     }
+
+
+def _number(given: Any, what: str, who: str) -> float:
+    try:
+        if isinstance(given, str | bytes):
+            raise TypeError
+        return float(given)
+    except OverflowError:
+        return math.inf
+    except Exception:  # a tensor with several values raises RuntimeError
+        shown, kind = repr(given), type(given).__name__
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+        told = f"returned {shown} ({kind}), expected a float, a Feedback or None"
+        if what:
+            told = f"returned {what} = {shown} ({kind}), expected a number"
+        raise PluginError(f"{who}: evaluate {told}") from None
 
 
 def is_message(message: Any) -> bool:

@@ -1,29 +1,30 @@
 """The child process's side of an environment: its results, tools and sessions.
 
-Sessions exist only here; the core knows their names.  Async code of the environment always runs in the same
-event loop, and other code runs outside of it.
+Sessions exist only here; the core knows their names.  Calls whose code is async run at the same time, see
+``grpo_core.environments.calls``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import itertools
 import math
 import pickle
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import attrs
 
+from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback, is_message
 from grpo_core.environments.tools import TEMPLATES, Toolbox, message, methods
-from grpo_core.errors import PluginError, describe
+from grpo_core.errors import GrpoError, PluginError, describe
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
+from grpo_core.processes import Call, Connection
 from grpo_core.protocols import Environment
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 from grpo_core.unicode import lone_surrogate, unreadable, well_formed
@@ -34,12 +35,29 @@ MOST_PROMPTS = 100_000
 UNREADABLE = "a prompt cannot be sent to the trainer's process; put plain data into answer and info"
 
 
-@attrs.frozen
+CONCURRENCY = 0
+"""Number of calls at once where neither the configuration nor the environment says it."""
+
+DEADLINE = 30.0
+"""Seconds of a call where neither the configuration nor the environment says it."""
+
+Slotted = Literal["none", "tools", "all"]
+"""The calls that run in slots, one episode each: none, those of tools and ``open``, or all."""
+
+
+@attrs.define(eq=False)
 class Session:
     """The result of ``open``, and the tools of its rollout."""
 
     value: Any
     tools: Toolbox
+    calls: int = 0
+    """Number of calls that use it now."""
+    idle: asyncio.Event = attrs.field(init=False, factory=asyncio.Event)
+    """Set when no call uses it."""
+
+    def __attrs_post_init__(self) -> None:
+        self.idle.set()
 
 
 class EnvironmentHost:
@@ -50,7 +68,7 @@ class EnvironmentHost:
         spec: name of the environment.
         options: options of its factory.
         plugins: selection of the plugins that are loaded to find it.
-        concurrency: see ``config.EnvironmentConfig``.
+        concurrency, deadline: see ``config.EnvironmentConfig``; None takes those of the environment.
     """
 
     def __init__(
@@ -59,32 +77,59 @@ class EnvironmentHost:
         spec: str,
         options: Mapping[str, Any],
         plugins: PluginSelection = ALL_PLUGINS,
-        concurrency: int = 0,
+        concurrency: int | None = None,
+        deadline: float | None = None,
     ) -> None:
         host = PluginHost.of(plugins)
         who = f"task {task!r}: {host.find('environment', spec)}"
-        self._adopt(task, who, host.make("environment", spec, **options), concurrency)
+        self._adopt(task, who, host.make("environment", spec, **options), concurrency, deadline)
 
     @classmethod
-    def around(cls, environment: Any, *, task: str = "task", concurrency: int = 0) -> EnvironmentHost:
+    def around(
+        cls, environment: Any, *, task: str = "task", concurrency: int | None = None
+    ) -> EnvironmentHost:
         """Make a host in this process for an existing environment, for tests of environments."""
         host = cls.__new__(cls)
         host._adopt(task, f"environment {type(environment).__name__}", environment, concurrency)
         return host
 
-    def _adopt(self, task: str, who: str, environment: Any, concurrency: int) -> None:
-        self._task, self._who, self._environment, self._concurrency = task, who, environment, concurrency
+    def _adopt(
+        self, task: str, who: str, environment: Any, concurrency: int | None, deadline: float | None = None
+    ) -> None:
+        self._task, self._who, self._environment = task, who, environment
         for method in ("prompts", "evaluate"):
             if not callable(getattr(environment, method, None)):
                 raise PluginError(f"{who}: {type(environment).__name__} has no method {method!r}")
         self._max_turns = self._number_of_turns()
+        self._concurrency = self._declared_concurrency(concurrency)
+        self._deadline = self._declared_deadline(deadline)
         self._tools = self._toolbox(list(getattr(environment, "tools", ())))
         self._needs_group = bool(getattr(environment, "needs_group", False))
         self._success = self._threshold()
         self._sessions: dict[str, Session] = {}
-        self._runner = asyncio.Runner()
+        self._opening: dict[str, asyncio.Event] = {}
+        """Sessions that are being opened; the event says that they are open, or failed."""
+        self._calls = Calls(f"environment of task {task!r}", self._concurrency)
         if self._has_sessions:  # takes half a second, which should not count for the first rollout
             importlib.import_module(TEMPLATES)
+
+    def serve(self, connection: Connection) -> None:
+        """Answer the calls of the core until it goes."""
+
+        def begin(call: Call) -> Begun | None:
+            match call.method:
+                case "evaluate":
+                    return Begun(self._evaluate(*call.args), self._deadline)
+                case "open":  # what has been opened is kept, to be closed
+                    return Begun(self._open(*call.args), self._deadline, completes=True)
+                case "close":
+                    return Begun(self._close(*call.args), self._deadline, completes=True)
+                case "end":
+                    return Begun(self._end())
+            connection.answer(call, self)
+            return None
+
+        self._calls.serve(connection, begin)
 
     def description(self) -> dict[str, Any]:
         return {
@@ -92,9 +137,22 @@ class EnvironmentHost:
             "max_turns": self._max_turns,
             "needs_group": self._needs_group,
             "success": self._success,
+            "concurrency": self._concurrency,
+            "deadline": self._deadline,
+            "slots": self._slots(),
+            "has_aclose": self._defines("aclose"),
             "sessions": self._has_sessions,
             "tools": self._tools.schemas,
         }
+
+    def _slots(self) -> Slotted:
+        if not self._concurrency:
+            return "none"
+        return "all" if self._evaluates_async else "tools"
+
+    @property
+    def _evaluates_async(self) -> bool:
+        return inspect.iscoroutinefunction(self._environment.evaluate)
 
     def prompts(self, split: str) -> bytes:
         """Return the checked prompts of a split, pickled here so that an error names its prompt."""
@@ -136,36 +194,66 @@ class EnvironmentHost:
 
     def open(self, prompts: Sequence[tuple[str, Prompt]]) -> list[SessionStart]:
         """Open a session under each name; a failed one reports its error and is not closed."""
-        values = self._each(self._environment.open, [prompt for _, prompt in prompts])
-        return [self._opened(name, value) for (name, _), value in zip(prompts, values, strict=True)]
+        return self._calls.run(self._open(prompts))
 
     def close(self, names: Sequence[str]) -> None:
         """Close the sessions that are open.  Errors of ``close`` are printed; the session is gone anyway."""
-        sessions = [self._sessions.pop(name) for name in names if name in self._sessions]
-        close = getattr(self._environment, "close", None)
-        for result in self._each(close, [session.value for session in sessions]) if close else ():
-            if isinstance(result, BaseException):
-                traceback.print_exception(result)
+        self._calls.run(self._close(names))
 
     def end(self) -> None:
-        """Close all open sessions; no call follows."""
-        self.close(list(self._sessions))
-        self._runner.close()
+        """Close all open sessions, and the environment; no call follows."""
+        self._calls.run(self._end())
+
+    def _open(self, prompts: Sequence[tuple[str, Prompt]]) -> Steps[list[SessionStart]]:
+        opened = asyncio.Event()
+        names = [name for name, _ in prompts]
+        self._opening |= dict.fromkeys(names, opened)
+        try:
+            values = yield from _each(self._environment.open, [prompt for _, prompt in prompts])
+            starts: list[SessionStart] = []
+            for name, value in zip(names, values, strict=True):
+                starts.append((yield from self._opened(name, value)))
+            return starts
+        finally:
+            for name in names:
+                del self._opening[name]
+            opened.set()
+
+    def _close(self, names: Sequence[str]) -> Steps[None]:
+        busy = [self._opening[name] for name in names if name in self._opening]
+        busy += [self._sessions[name].idle for name in names if name in self._sessions]
+        if waits := [event.wait() for event in busy if not event.is_set()]:
+            yield waits  # their callers have gone, and what they called may still clean up
+        sessions = [self._sessions.pop(name) for name in names if name in self._sessions]
+        if close := getattr(self._environment, "close", None):
+            results = yield from _each(close, [session.value for session in sessions])
+            _print_errors(results)
+
+    def _end(self) -> Steps[None]:
+        if others := self._calls.cancel_all():
+            yield others
+        yield from self._close(list(self._sessions))
+        if self._defines("aclose"):
+            _print_errors((yield from _each(lambda environment: environment.aclose(), [self._environment])))
+        self._calls.close()
 
     @property
     def _has_sessions(self) -> bool:
-        method = getattr(type(self._environment), "open", None) or getattr(self._environment, "open", None)
-        return method not in (None, Environment.open)
+        return self._defines("open")
 
-    def _opened(self, name: str, value: Any) -> SessionStart:
+    def _defines(self, name: str) -> bool:
+        method = getattr(type(self._environment), name, None) or getattr(self._environment, name, None)
+        return method not in (None, getattr(Environment, name))
+
+    def _opened(self, name: str, value: Any) -> Steps[SessionStart]:
         if isinstance(value, BaseException):
             return SessionStart(error=f"open raised {describe(value)}")
-        self._sessions[name] = Session(value, self._tools)
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *methods(value)])
-        except PluginError as error:
-            self.close([name])
-            return SessionStart(error=str(error))
+        except PluginError:
+            if close := getattr(self._environment, "close", None):
+                _print_errors((yield from _each(close, [value])))
+            raise
         self._sessions[name] = Session(value, tools)
         return SessionStart(tools=tools.schemas)
 
@@ -185,12 +273,28 @@ class EnvironmentHost:
         The environment evaluates before any tool runs: if it raises, the episodes are tried again, and no
         tool may run twice.
         """
+        return self._calls.run(self._evaluate(episodes))
+
+    def _evaluate(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
         found = [self._with_session(episode) for episode in episodes]
-        calling = [isinstance(e, Episode) and _calls(e) != () for e in found]
+        sessions = [e.session for e in found if isinstance(e, Episode) and isinstance(e.session, Session)]
+        for session in sessions:
+            session.calls += 1
+            session.idle.clear()
+        try:
+            return (yield from self._answered(found))
+        finally:
+            for session in sessions:
+                session.calls -= 1
+                if not session.calls:
+                    session.idle.set()
+
+    def _answered(self, found: Sequence[Episode | Feedback]) -> Steps[list[Feedback]]:
+        calling = [isinstance(e, Episode) and calls_of(e) != () for e in found]
         judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
         called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
-        judgements = iter(self._evaluated(judged))
-        answers = iter(self._answer(called))
+        judgements = iter((yield from self._judged(judged)))
+        answers = iter((yield from self._answers(called)))
         return [
             e if isinstance(e, Feedback) else next(answers if calls else judgements)
             for e, calls in zip(found, calling, strict=True)
@@ -204,61 +308,54 @@ class EnvironmentHost:
             return Feedback(error="its session ended with the process that held it", lost=True)
         return attrs.evolve(episode, session=session)
 
-    def _evaluated(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    def _judged(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
         """Return the environment's feedback."""
         if not episodes:
             return []
         if self._has_sessions:
             episodes = [attrs.evolve(episode, session=episode.session.value) for episode in episodes]
-        evaluate = self._environment.evaluate
-        if not (self._concurrency and inspect.iscoroutinefunction(evaluate)):
-            return self._results(self._each(evaluate, [list(episodes)])[0], len(episodes))
-        parts = units(episodes, whole_groups=self._needs_group)
-        judged: list[Feedback] = []
-        for part, results in zip(parts, self._each(evaluate, parts), strict=True):
-            try:
-                judged += self._results(results, len(part))
-            except Exception as error:
-                traceback.print_exception(error)
-                judged += [Feedback(error=describe(error))] * len(part)
-        return judged
-
-    def _results(self, results: Any, expected: int) -> list[Feedback]:
+        (results,) = yield from _each(self._environment.evaluate, [list(episodes)])
         if isinstance(results, Exception):
             raise results
         if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
-            raise PluginError(f"{self._who}: evaluate raised {describe(results)}") from results
-        return as_feedback(results, expected, self._who)
+            raise GrpoError(f"{self._who}: evaluate raised {describe(results)}") from results
+        return as_feedback(results, len(episodes), self._who)
 
-    def _answer(self, episodes: Sequence[Episode]) -> list[Feedback]:
+    def _answers(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
         """Return the tools' answers; the calls of one message run one after the other."""
         answers: list[list[Any]] = [[] for _ in episodes]
-        for place in range(max((len(_calls(episode)) for episode in episodes), default=0)):
-            here = [i for i, episode in enumerate(episodes) if len(_calls(episode)) > place]
-            calls = [_calls(episodes[i])[place] for i in here]
+        for place in range(max((len(calls_of(episode)) for episode in episodes), default=0)):
+            here = [i for i, episode in enumerate(episodes) if len(calls_of(episode)) > place]
+            calls = [calls_of(episodes[i])[place] for i in here]
             boxes = [self._tools if (s := episodes[i].session) is None else s.tools for i in here]
-            pairs = list(zip(boxes, calls, strict=True))
-            for i, call, result in zip(here, calls, self._each(_run, pairs), strict=True):
+            results = yield from _each(_run, list(zip(boxes, calls, strict=True)))
+            for i, call, result in zip(here, calls, results, strict=True):
                 answers[i].append(message(call, result))
         return [Feedback(done=False, messages=answer) for answer in answers]
 
-    # ------------------------------------------------------------------------------ calling
+    # ------------------------------------------------------------------------------ declarations
 
-    def _each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Return the result or error of ``function`` for each item; awaitables are awaited together."""
-        results = [_attempt(function, item) for item in items]
-        waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
-        if waiting:
-            try:
-                awaited = self._runner.run(_all([results[i] for i in waiting], self._concurrency))
-            except BaseException as error:  # it escaped from the loop and left tasks behind, which would
-                with contextlib.suppress(BaseException):  # raise it again
-                    self._runner.close()
-                self._runner = asyncio.Runner()
-                awaited = [error] * len(waiting)
-            for i, result in zip(waiting, awaited, strict=True):
-                results[i] = result
-        return results
+    def _declared_concurrency(self, configured: int | None) -> int:
+        if configured is not None:
+            return configured
+        number = getattr(self._environment, "concurrency", None)
+        if number is None:
+            return CONCURRENCY
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise PluginError(
+                f"{self._who}: concurrency is {number!r}, expected a whole number of at least 0"
+            )
+        return number
+
+    def _declared_deadline(self, configured: float | None) -> float:
+        if configured is not None:
+            return configured
+        seconds = getattr(self._environment, "deadline", None)
+        if seconds is None:
+            return DEADLINE
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise PluginError(f"{self._who}: deadline is {seconds!r}, expected a number of seconds above 0")
+        return float(seconds)
 
     def _number_of_turns(self) -> int:
         turns = getattr(self._environment, "max_turns", Environment.max_turns)
@@ -288,16 +385,34 @@ class EnvironmentHost:
 
 
 def units(episodes: Sequence[Episode], *, whole_groups: bool) -> list[list[Episode]]:
-    """Split episodes into parts that may be evaluated separately: single episodes, or whole groups."""
-    if not whole_groups:
-        return [[episode] for episode in episodes]
-    return [list(run) for _, run in itertools.groupby(episodes, key=lambda episode: episode.group)]
+    """Split episodes into parts that may be evaluated separately: single episodes, or whole groups.
+
+    Tools answer an episode by itself, also where groups are compared.
+    """
+    parts: list[list[Episode]] = []
+    for (_, calling), run in itertools.groupby(episodes, key=lambda e: (e.group, calls_of(e) != ())):
+        if whole_groups and not calling:
+            parts.append(list(run))
+        else:
+            parts += ([episode] for episode in run)
+    return parts
 
 
-def _calls(episode: Episode) -> Sequence[Mapping[str, Any]]:
+def calls_of(episode: Episode) -> Sequence[Mapping[str, Any]]:
     """Return the tool calls of an episode that wait for an answer."""
     calls = episode.messages[-1].get("tool_calls") if episode.messages else None
     return tuple(calls or ()) if episode.finish_reason == "stop" else ()
+
+
+def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[Any]]:
+    """Return the result or error of ``function`` for each item; awaitables are awaited together."""
+    results = [_attempt(function, item) for item in items]
+    waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+    if waiting:
+        awaited = yield [results[i] for i in waiting]
+        for i, result in zip(waiting, awaited, strict=True):
+            results[i] = result
+    return results
 
 
 def _run(pair: tuple[Toolbox, Mapping[str, Any]]) -> Any:
@@ -312,14 +427,7 @@ def _attempt(function: Callable[[Any], Any], item: Any) -> Any:
         return error
 
 
-async def _all(awaitables: Sequence[Awaitable[Any]], at_once: int) -> list[Any]:
-    gate = asyncio.Semaphore(at_once or len(awaitables))
-
-    async def one(awaitable: Awaitable[Any]) -> Any:
-        async with gate:
-            try:
-                return await awaitable
-            except BaseException as error:
-                return error
-
-    return await asyncio.gather(*map(one, awaitables))
+def _print_errors(results: Sequence[Any]) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            traceback.print_exception(result)

@@ -13,12 +13,17 @@ from typing import Protocol
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.environments.host import Slotted
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
 
 class EnvironmentWorker(EnvironmentClient, Protocol):
     """One environment in a process or a cluster worker."""
+
+    @property
+    def slots(self) -> Slotted:
+        """The calls that run in slots, one episode each; the others are worth merging."""
 
     @property
     def first_traceback(self) -> str: ...
@@ -65,7 +70,9 @@ class EnvironmentPool:
         await asyncio.gather(*(worker.start() for worker in self._workers))
         self.max_turns, self.needs_group = self._workers[0].max_turns, self._workers[0].needs_group
         self.success = self._workers[0].success if self.success is None else self.success
-        self._environments = [BatchedEnvironment(worker, self._config) for worker in self._workers]
+        self._environments = [
+            BatchedEnvironment(worker, self._config, worker.slots) for worker in self._workers
+        ]
 
     async def prompts(self, split: str) -> list[Prompt]:
         return await self._workers[0].prompts(split)

@@ -3,9 +3,15 @@
     EnvironmentProcess (here)   ------>   EnvironmentHost (child, main thread)   ------>   plugin code
 
 Plugin code that evaluates may hang, crash, or call C code that holds the interpreter: its process is killed
-at the deadline and started anew.  A batch that raises, dies or overruns is tried again one episode at a
-time (one group at a time if the environment compares the rollouts of a group), so that only the culprit
-loses its feedback.  Sessions die with their process: then their rollouts are lost, and played again.
+at the deadline and started anew.  Only the culprit of a failure loses its feedback:
+
+* A batch that raises, dies or overruns is tried again one episode at a time (one group at a time if the
+  environment compares the rollouts of a group).
+* With slots, each episode (or group) is a call of its own, and several run at once.  A call that overruns is
+  cancelled.  If the process dies, the calls that it held run again in smaller and smaller company.
+
+Sessions die with their process: then their rollouts are lost, and played again.  What is survived is reported
+(``grpo_core.incidents``); a result of the wrong type or number is not survived, but ends the run.
 """
 
 from __future__ import annotations
@@ -15,11 +21,16 @@ import contextlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
+from attrs import frozen
+
+from grpo_core.aio import gather
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.host import UNREADABLE, units
+from grpo_core.environments.host import UNREADABLE, Slotted, calls_of, units
+from grpo_core.environments.slots import Slots
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, describe
+from grpo_core.incidents import report
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Environment
@@ -36,13 +47,42 @@ MAX_DEATHS = 3
 """Number of deaths in a row, during start or while offering prompts, after which it is not restarted."""
 
 CLOSING = 5.0
-"""Seconds for closing open sessions when the process ends."""
+"""Seconds for closing open sessions and the environment when the process ends."""
+
+GRACE = 2.0
+"""Seconds after a deadline in which the process may say that it has cancelled the call."""
+
+COMPANY = 4
+"""Each death divides by this the number of calls that run beside those that the process held."""
+
+
+@frozen
+class _Failure:
+    """A call that failed.
+
+    Attributes:
+        died: whether its process died or was killed.
+        alone: whether no other call was running then.
+    """
+
+    error: Exception
+    died: bool
+    alone: bool
+
+
+@frozen
+class _Kind(Generic[T, R]):
+    """A kind of call: the method, and the result that stands for a failure."""
+
+    method: str
+    failed: Callable[[str], R]
 
 
 class EnvironmentProcess:
     """An ``EnvironmentClient`` whose environment lives in a killable child process without CUDA.
 
-    It makes one call at a time.  Every method but ``aclose`` starts the process if it does not run.
+    Without slots it makes one call at a time.  Every method but ``aclose`` starts the process if it does not
+    run.
 
     Args:
         task: name of the task, which is set on its prompts.
@@ -66,6 +106,8 @@ class EnvironmentProcess:
         self.max_turns = Environment.max_turns
         self.needs_group = Environment.needs_group
         self.success = Environment.success
+        self.slots: Slotted = "none"
+        """The calls that run in slots; like the three above, it is known once the process has started."""
         self.starts = 0
         self.first_traceback = ""
         """Traceback of the first evaluation that failed."""
@@ -76,21 +118,28 @@ class EnvironmentProcess:
             "options": dict(options or {}),
             "plugins": plugins,
             "concurrency": self._config.concurrency,
+            "deadline": self._config.deadline,
         }
         self._log = log
         self._child: Child | None = None
         self._closed = False
-        self._turn = asyncio.Lock()
-        self._has_sessions = False
+        self._starting = asyncio.Lock()
+        self._slots = Slots(1)
+        self._deadline = 0.0
+        self._mourned: Child | None = None
+        """The last process whose death was reported."""
+        self._was_alone = False
+        """It died while one call was running."""
+        self._has_sessions = self._has_aclose = False
         self._tools: tuple[Mapping[str, Any], ...] = ()
         self._closing: list[str] = []
         self._closer: asyncio.Task[None] | None = None
         self._who = f"task {task!r}"
+        self._name = f"environment of task {task!r}"
 
     async def start(self) -> None:
         """Make the environment.  Raises PluginError or ConfigError if that is impossible."""
-        async with self._turn:
-            await self._started()
+        await self._started()
 
     async def prompts(self, split: str) -> list[Prompt]:
         """Return the prompts of ``"train"`` or ``"validation"``, each with an id and the task's name."""
@@ -108,17 +157,26 @@ class EnvironmentProcess:
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Open a session for each prompt, or report why not; without sessions, return only the tools."""
-        if self._child is None:
-            await self.start()
+        await self._started()
         if not self._has_sessions:
             return [SessionStart(tools=self._tools)] * len(prompts)
         parts = [[pair] for pair in prompts.items()]
-        return await self._in_parts("open", parts, lambda error: SessionStart(error=error))
+        kind = _Kind[tuple[str, Prompt], SessionStart]("open", lambda error: SessionStart(error=error))
+        return await (self._in_slots if self.slots != "none" else self._in_a_batch)(kind, parts)
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        """Return feedback for each episode, in order; a failed one has an error and no reward."""
+        """Return feedback for each episode, in order; a failed one has an error and no reward.
+
+        Raises PluginError if results have the wrong number or type.
+        """
+        await self._started()
         parts = units(episodes, whole_groups=self.needs_group)
-        return await self._in_parts("evaluate", parts, lambda error: Feedback(error=error))
+        kind = _Kind[Episode, Feedback]("evaluate", lambda error: Feedback(error=error))
+        in_slots = self.slots == "all" or (self.slots == "tools" and all(map(calls_of, episodes)))
+        feedback = await (self._in_slots if in_slots else self._in_a_batch)(kind, parts)
+        if lost := sum(each.lost for each in feedback):
+            report("session_lost", self._name, f"{lost} sessions ended with the process that held them")
+        return feedback
 
     async def close(self, sessions: Sequence[str]) -> None:
         """Let the process close sessions as soon as it is free, at the latest in ``aclose``."""
@@ -137,65 +195,133 @@ class EnvironmentProcess:
     async def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            if self._has_sessions and child.alive:
+            if (self._has_sessions or self._has_aclose) and child.alive:
                 with contextlib.suppress(GrpoError):
                     await child.call("end", seconds=CLOSING)
             await child.aclose()
 
     async def _close_soon(self) -> None:
-        async with self._turn:
+        async with self._slots.take():
             while self._closing:
                 sessions, self._closing = self._closing, []
                 if self._child is not None and self._child.alive:
                     with contextlib.suppress(GrpoError):  # it died, and its sessions with it
-                        await self._child.call("close", sessions, seconds=self._config.deadline)
+                        await self._child.call_alongside(
+                            "close", sessions, seconds=self._deadline, grace=GRACE
+                        )
             self._closer = None
 
-    async def _in_parts(self, method: str, parts: list[list[T]], failed: Callable[[str], R]) -> list[R]:
+    async def _in_a_batch(self, kind: _Kind[T, R], parts: list[list[T]]) -> list[R]:
         """Return one result for each item, from one call or, if it fails, from a call for each part."""
         if not parts:
             return []
-        attempt: list[R] | Exception = await self._attempt(method, [item for part in parts for item in part])
-        if not isinstance(attempt, Exception):
+        attempt = await self._attempt(kind, [item for part in parts for item in part])
+        if not isinstance(attempt, _Failure):
             return attempt
+        first = attempt
         results: list[R] = []
-        in_a_row = 0
+        in_a_row = succeeded = 0
         for part in parts:
             if len(parts) > 1 and in_a_row < GIVE_UP_AFTER:
-                attempt = await self._attempt(method, part)
-            if isinstance(attempt, Exception):
-                self.first_traceback = self.first_traceback or _traceback(attempt)
-                results += [failed(describe(attempt))] * len(part)
+                attempt = await self._attempt(kind, part, self._slots.number)
+            if isinstance(attempt, _Failure):
+                if in_a_row < GIVE_UP_AFTER:
+                    self._report_call(attempt)
+                results += [kind.failed(describe(attempt.error))] * len(part)
                 in_a_row += 1
             else:
                 results += attempt
+                succeeded += 1
                 in_a_row = 0
+        if succeeded:
+            report(
+                "batch_failed",
+                self._name,
+                f"batches of {len(results)} fail ({self._brief(first.error)}); {succeeded} of {len(parts)} "
+                f"{'calls with one group' if self.needs_group else 'single calls'} succeed",
+                traceback=_traceback(first.error),
+            )
         return results
 
-    async def _attempt(self, method: str, items: Sequence[Any]) -> list[Any] | Exception:
-        """Return the results or the error.  Raises only if the environment cannot be made."""
-        async with self._turn:
+    async def _in_slots(self, kind: _Kind[T, R], parts: list[list[T]]) -> list[R]:
+        """Return one result for each item, from a call for each part; each begins when a slot is free."""
+        if len(parts) == 1:
+            return await self._in_a_slot(kind, parts[0])
+        results = await gather(self._in_a_slot(kind, part) for part in parts)
+        return [result for part in results for result in part]
+
+    async def _in_a_slot(self, kind: _Kind[T, R], part: list[T]) -> list[R]:
+        slots = 1
+        while True:
+            attempt = await self._attempt(kind, part, slots)
+            if not isinstance(attempt, _Failure):
+                return attempt
+            if not attempt.died or attempt.alone:
+                self._report_call(attempt)
+                return [kind.failed(describe(attempt.error))] * len(part)
+            slots = min(slots * COMPANY, self._slots.number)
+
+    async def _attempt(self, kind: _Kind[T, R], items: Sequence[T], slots: int = 1) -> list[R] | _Failure:
+        """Return the results, or why there are none.
+
+        Raises PluginError if the environment cannot be made or breaks its contract, ChildDied if it is
+        closed.
+        """
+        async with self._slots.take(slots):
             child = await self._started()
             try:
-                results: list[Any] = await self._ask(child, method, list(items), self._config.deadline)
+                results: list[R] = await self._ask(child, kind.method, list(items))
+            except PluginError:
+                raise
             except Exception as error:
-                return error
+                if self._closed:
+                    raise
+                return self._failure(child, error, slots)
             return results
+
+    def _failure(self, child: Child, error: Exception, slots: int) -> _Failure:
+        """Describe a failure; a death is reported by the first call that notices it."""
+        died = error is child.death
+        if died and child is not self._mourned:
+            self._mourned, self._was_alone = child, self._slots.taken == slots
+            cause: Literal["deadline", "died"] = "deadline" if isinstance(error, DeadlineExceeded) else "died"
+            report(cause, self._name, f"{self._brief(error)}; it is started again")
+        return _Failure(error, died=died, alone=died and self._was_alone)
+
+    def _brief(self, error: Exception) -> str:
+        """Return in one line what happened to the environment."""
+        line = describe(error).partition("\n")[0].partition("; the end of ")[0]
+        return line.removeprefix(self._name).removeprefix(":").strip()[:300]
+
+    def _report_call(self, failure: _Failure) -> None:
+        self.first_traceback = self.first_traceback or _traceback(failure.error)
+        if failure.died:
+            return
+        if isinstance(failure.error, DeadlineExceeded):
+            report("deadline", self._name, self._brief(failure.error))
+        else:
+            report("call_failed", self._name, self._brief(failure.error), traceback=_traceback(failure.error))
 
     async def _call(self, method: str, argument: Any) -> Any:
         async def ask() -> Any:
-            return await self._ask(await self._started(), method, argument, self._config.start_deadline)
+            child = await self._started()
+            try:
+                return await child.call(method, argument, seconds=self._config.start_deadline)
+            except ChildDied as error:
+                self._failure(child, error, self._slots.number)
+                raise
 
-        async with self._turn:
+        await self._started()
+        async with self._slots.take(self._slots.number):
             return await RestartBudget(MAX_DEATHS).run(ask, on=ChildDied)
 
-    async def _ask(self, child: Child, method: str, argument: Any, seconds: float) -> Any:
+    async def _ask(self, child: Child, method: str, items: list[Any]) -> Any:
         try:
-            return await child.call(method, argument, seconds=seconds)
+            return await child.call_alongside(method, items, seconds=self._deadline, grace=GRACE)
         except asyncio.CancelledError:
-            # It may be busy for long, and the next caller's time would run meanwhile.  Where there are
-            # sessions, that is better than to lose them.
-            if not self._has_sessions:
+            # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's time
+            # would run meanwhile.  Where there are sessions, that is better than to lose them.
+            if self.slots == "none" and not self._has_sessions:
                 child.kill()
             raise
 
@@ -203,13 +329,16 @@ class EnvironmentProcess:
         """Return the running child, or a new one.  Raises PluginError if the environment cannot be made."""
         if self._child is not None and self._child.alive:
             return self._child
-        if self._closed:
-            raise ChildDied(f"the environment of task {self.task!r} is closed")
-        await self._end()
-        try:
-            return await RestartBudget(MAX_DEATHS).run(self._start, on=ChildDied)
-        except ChildDied as error:
-            raise self._cannot_start(error) from error
+        async with self._starting:
+            if self._child is not None and self._child.alive:
+                return self._child
+            if self._closed:
+                raise ChildDied(f"the {self._name} is closed")
+            await self._end()
+            try:
+                return await RestartBudget(MAX_DEATHS).run(self._start, on=ChildDied)
+            except ChildDied as error:
+                raise self._cannot_start(error) from error
 
     def _cannot_start(self, error: GrpoError) -> PluginError:
         return PluginError(f"task {self.task!r}: the environment cannot be started: {error}")
@@ -220,7 +349,7 @@ class EnvironmentProcess:
         child = Child(
             "grpo_core.environments.host:EnvironmentHost",
             self._made_with,
-            name=f"environment of task {self.task!r}",
+            name=self._name,
             environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},  # sets in the same order
             log=self._log,
         )
@@ -236,7 +365,12 @@ class EnvironmentProcess:
         self.max_turns = description["max_turns"]
         self.needs_group = description["needs_group"]
         self.success = description["success"]
+        self.slots = description["slots"]
+        self._deadline = description["deadline"]
+        if self._slots.number != (number := max(1, description["concurrency"])):
+            self._slots = Slots(number)
         self._has_sessions = description["sessions"]
+        self._has_aclose = description["has_aclose"]
         self._tools = description["tools"]
         return child
 

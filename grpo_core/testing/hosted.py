@@ -6,8 +6,8 @@ import pickle
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from grpo_core.environments.host import EnvironmentHost, units
-from grpo_core.errors import describe
+from grpo_core.environments.host import EnvironmentHost, Slotted, units
+from grpo_core.errors import PluginError, describe
 from grpo_core.incidents import report
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
 
@@ -32,8 +32,9 @@ class HostedEnvironment:
     """An environment of this process, behind the interface that the rollout code calls.
 
     As in a run, a batch that raises is evaluated again in its parts, and the episodes that still raise are
-    unscored with an error.  No method ever waits, so ``finished`` can run it without an event loop; an
-    environment whose methods are async needs that, since it runs in its own event loop.
+    unscored with an error; results of the wrong number or type raise PluginError.  No method ever waits, so
+    ``finished`` can run it without an event loop; an environment whose methods are async needs that, since it
+    runs in its own event loop.
     """
 
     first_traceback = ""
@@ -44,6 +45,7 @@ class HostedEnvironment:
         self.max_turns: int = self._description["max_turns"]
         self.needs_group: bool = self._description["needs_group"]
         self.success: float | None = self._description["success"]
+        self.slots: Slotted = self._description["slots"]
         self.calls: list[int] = []
         """Number of episodes in each call of ``evaluate``."""
 
@@ -68,11 +70,16 @@ class HostedEnvironment:
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """Feedback for each episode, in order."""
         self.calls.append(len(episodes))
+        if self.slots == "all":
+            parts = units(episodes, whole_groups=self.needs_group)
+            return [feedback for part in parts for feedback in self._evaluate(part)]
         return self._evaluate(episodes)
 
     def _evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         try:
             return self.host.evaluate(episodes)
+        except PluginError:
+            raise
         except Exception as error:
             failure = describe(error)
         parts = units(episodes, whole_groups=self.needs_group)

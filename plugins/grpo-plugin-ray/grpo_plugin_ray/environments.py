@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import frozen
 
@@ -62,6 +62,7 @@ class RemoteEnvironment:
             "max_turns": self._process.max_turns,
             "needs_group": self._process.needs_group,
             "success": self._process.success,
+            "slots": self._process.slots,
         }
 
     async def ask(self, method: str, *args: Any) -> tuple[Any, str, list[Incident]]:
@@ -93,6 +94,7 @@ class RayEnvironment:
         self.max_turns = Environment.max_turns
         self.needs_group = Environment.needs_group
         self.success = Environment.success
+        self.slots: Literal["none", "tools", "all"] = "none"
         self.first_traceback = ""
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name
@@ -167,6 +169,7 @@ class RayEnvironment:
                 self._worker, self._who = worker, told["who"]
                 self.max_turns, self.needs_group = told["max_turns"], told["needs_group"]
                 self.success = told["success"]
+                self.slots = told["slots"]
             return self._worker
 
     def _late(self, error: BaseException) -> BaseException:

@@ -335,6 +335,7 @@ def test_a_missing_cluster_is_a_configuration_error():
 
 
 SORT = """
+import asyncio
 import os
 import grpo_core as grpo
 
@@ -347,15 +348,26 @@ class Sort(grpo.Environment):
                 os.kill(os.getppid(), 9)
         return [grpo.Feedback(reward=float(e.reply == e.prompt.answer), metrics={"pid": os.getpid()})
                 for e in episodes]
+
+class Judge(Sort):
+    concurrency = 4
+    waiting = None
+
+    async def evaluate(self, episodes):
+        if episodes[0].reply == "raise":
+            raise ConnectionError("503")
+        self.waiting = self.waiting or asyncio.Barrier(4)
+        await self.waiting.wait()  # until four calls wait beside each other
+        return [1.0]
 """
 
 
-def ray_environments(directory: Path, workers: int) -> EnvironmentPool:
+def ray_environments(directory: Path, workers: int, name: str = "Sort") -> EnvironmentPool:
     (directory / "sort.py").write_text(SORT)
     config = EnvironmentConfig()
     made_from = EnvironmentSetup(
         task="sort",
-        origin=origin("environment", f"{directory}/sort.py:Sort"),
+        origin=origin("environment", f"{directory}/sort.py:{name}"),
         options={},
         config=config,
         log=None,
@@ -387,6 +399,29 @@ def test_environments_in_ray_workers_share_the_episodes(ray, tmp_path):
         await pool.aclose()
 
     asyncio.run(story())
+
+
+def test_an_async_judge_in_a_ray_worker_has_slots_and_its_incidents_arrive(ray, tmp_path):
+    incidents = []
+
+    async def story():
+        pool = ray_environments(tmp_path, 1, "Judge")
+        await pool.start()
+        try:
+            prompts = await pool.prompts("train")
+            asked = [episode(prompts[0], "wait") for _ in range(4)]
+            feedback = await asyncio.gather(*(pool.evaluate([each]) for each in asked))
+            assert [each.reward for (each,) in feedback] == [1.0] * 4
+            (failed,) = await pool.evaluate([episode(prompts[0], "raise")])
+            assert failed.error == "ConnectionError: 503"
+        finally:
+            await pool.aclose()
+
+    with reported_to(incidents.append):
+        asyncio.run(story())
+    (incident,) = incidents
+    assert (incident.kind, incident.component) == ("call_failed", "environment sort 0")
+    assert incident.message == "ConnectionError: 503"
 
 
 async def died_of(pool, prompts):
