@@ -1,5 +1,6 @@
 """The command line: ``train``, ``validate``, ``verify``, ``report``, ``check``, ``plugins``.
 
+The exit status is 0 if all went well, 1 if something failed, 2 if the input is wrong, and 130 after ctrl-C.
 Commands import what they need: ``--help``, ``plugins`` and ``check`` (except of an engine) load no torch.
 """
 
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 ALONE = {"--resume": "latest", "--ray": ""}
 """Values of options that are given without one."""
@@ -216,11 +217,14 @@ def _describe(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
-    from grpo_core.errors import GrpoError
+    from grpo_core.errors import ConfigError, GrpoError
 
     _make_log_inert()
     try:
-        status = app(_with_values(sys.argv[1:]), exit_on_error=True, result_action="return_value")
+        arguments = _with_values(sys.argv[1:])
+        status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
+    except CycloptsError:  # it is printed already
+        status = ConfigError.exit_status
     except GrpoError as error:
         _complain(f"grpo-core: {error}")
         status = error.exit_status
@@ -228,6 +232,7 @@ def main() -> None:
         _complain(f"grpo-core: {error}")
         status = 1
     except KeyboardInterrupt:
+        print("grpo-core: interrupted", file=sys.stderr)
         status = 130
     except Exception:
         import traceback

@@ -6,6 +6,7 @@ program receives its own section and no other.
 
 from __future__ import annotations
 
+import re
 import tomllib
 import types
 import typing
@@ -16,10 +17,13 @@ from typing import Any, Literal
 import attrs
 import cattrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, le, optional
+from attrs.validators import deep_iterable, ge, gt, le, lt, optional
 
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import ConfigError, did_you_mean
+
+TASK_NAME = r"[A-Za-z0-9_.-]{1,64}"
+"""Names of tasks; they are names of files, too."""
 
 
 @frozen(kw_only=True)
@@ -358,12 +362,13 @@ class PlacementConfig(PluginChoice):
 class Config:
     """The configuration of a run."""
 
-    seed: int = field(default=0, validator=ge(0))
+    seed: int = field(default=0, validator=[ge(0), lt(2**63)])
     """Seed of everything that is random in the run."""
     plugins: list[str] | None = None
     """Names of the plugins that may be loaded; by default all installed ones may."""
     tasks: dict[str, TaskConfig] = field(factory=dict)
-    """Tasks by name; each is a source of prompts with its environment."""
+    """Tasks by name; each is a source of prompts with its environment. A name has up to 64 letters (a to z),
+    digits and the characters `.`, `_`, `-`, since files are named after it."""
     model: ModelConfig = field(factory=ModelConfig)
     sampler: SamplerConfig = field(factory=SamplerConfig)
     dynamic_sampling: DynamicSamplingConfig = field(factory=DynamicSamplingConfig)
@@ -392,6 +397,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: there is no such file; a configuration is a TOML file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not readable as TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not readable as TOML: its values are nested too deeply") from None
 
 
 def parse_setting(setting: str) -> dict[str, Any]:
@@ -403,6 +410,8 @@ def parse_setting(setting: str) -> dict[str, Any]:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except RecursionError:
+        raise ConfigError(f"--set {key}: its value is nested too deeply") from None
     nested: Any = value
     for part in reversed(key.strip().split(".")):
         nested = {part: nested}
@@ -421,23 +430,41 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def replace_parts(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table without the options of those parts that ``over`` replaces by others."""
+    kept = dict(table)
+    for section, above in over.items():
+        below = kept.get(section)
+        if (
+            isinstance(below, Mapping)
+            and isinstance(above, Mapping)
+            and above.get("name", below.get("name")) != below.get("name")
+        ):
+            kept[section] = {key: value for key, value in below.items() if key != "options"}
+    return kept
+
+
 def build(layers: Iterable[Mapping[str, Any]]) -> Config:
     """The configuration from tables, later ones over earlier ones.
 
     Raises ConfigError that names every unknown key (with the nearest known one) and every bad value.
     """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged = merge(merged, layer)
-    secrets = map(_refuse_secret, sorted(set(secrets_in(merged))))
-    merged = _with_tracker_options(merged)
-    problems = [*secrets, *_problems(Config, merged, "")]
-    if problems:
-        raise ConfigError("\n".join(problems))
     try:
-        return cattrs.structure(merged, Config)
+        merged: dict[str, Any] = {}
+        for layer in layers:
+            merged = merge(merged, layer)
+        secrets = map(_refuse_secret, sorted(set(secrets_in(merged))))
+        merged = _with_tracker_options(merged)
+        problems = [*secrets, *_problems(Config, merged, "")]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        config = cattrs.structure(merged, Config)
+        as_toml(config)
+        return config
     except cattrs.BaseValidationError as error:
         raise ConfigError("\n".join(_out_of_range(error, ""))) from None
+    except RecursionError:
+        raise ConfigError("the configuration: a value is nested too deeply") from None
 
 
 def _refuse_secret(key: str) -> str:
@@ -493,6 +520,8 @@ def _problems(kind: Any, value: Any, where: str) -> Iterable[str]:
         if not isinstance(value, Mapping):
             yield _expected(where, "a table", value)
         else:
+            if where == "tasks":
+                yield from (_task_name(name) for name in value if not re.fullmatch(TASK_NAME, name))
             for key, item in value.items():
                 yield from _problems(arguments[1], item, f"{where}.{key}")
     elif origin in (list, tuple):
@@ -517,10 +546,29 @@ def _table_problems(kind: type, value: Any, where: str) -> Iterable[str]:
         if key in known:
             yield from _problems(known[key].type, item, prefix + key)
         else:
-            yield f"unknown configuration key {prefix + key!r}.{did_you_mean(key, set(known))}"
+            yield f"unknown configuration key {prefix + key!r}.{_nearest(key, known, prefix)}"
     for key, attribute in known.items():
         if attribute.default is attrs.NOTHING and key not in value:
             yield f"configuration key {prefix + key!r} is missing"
+
+
+def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
+    """Return a hint at the key that was meant: one beside it, or one of that name in a section."""
+    if near := did_you_mean(key, set(known)):
+        return near
+    inside = [
+        f"{section}.{key}"
+        for section, attribute in attrs.fields_dict(attrs.resolve_types(Config)).items()
+        if (kind := attribute.type) and attrs.has(kind) and key in attrs.fields_dict(kind)
+    ]
+    return f" Did you mean {' or '.join(map(repr, inside))}?" if inside and not prefix else ""
+
+
+def _task_name(name: str) -> str:
+    return (
+        f"configuration key 'tasks': the name {name[:80]!r} of a task has to be 1 to 64 letters, digits and "
+        "the characters . _ -"
+    )
 
 
 def _scalar_problem(kind: type, value: Any) -> str:

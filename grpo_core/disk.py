@@ -1,4 +1,4 @@
-"""Directories that survive a power cut as a whole or not at all.
+"""Directories and files that survive a power cut as a whole or not at all.
 
 When the power fails, a file system may lose anything that was not synced: the bytes of a file, its name in
 its directory, a rename, a removal, each with or without the others, in any order (OSDI 2014, Pillai et al.:
@@ -74,6 +74,15 @@ def put(disk: Disk, partial: Path, final: Path) -> None:
     for directory in (final.parent, final.parent.parent):  # the parent may be new, too
         disk.sync(directory)
     disk.remove(replaced)
+
+
+def replace_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Give a file new contents; at every moment its name belongs to the old ones or to the new ones."""
+    partial = path.with_name(path.name + ".partial")
+    disk.write(partial, data)
+    disk.sync(partial)
+    disk.rename(partial, path)
+    disk.sync(path.parent)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

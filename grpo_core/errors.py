@@ -16,8 +16,12 @@
     └── SlotError            the buffer was asked for a transition that its state does not allow
 
 Every message says who, where, what was given, what was expected, and what to do.  The command line
-prints the message alone, without a traceback, and exits with ``exit_status``.
+prints the message alone, without a traceback, and exits with ``exit_status``: 1 if something failed, 2 if the
+input is wrong.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class GrpoError(Exception):
@@ -76,6 +80,16 @@ class ChildDied(GrpoError):  # noqa: N818
 
 class SlotError(GrpoError):
     pass
+
+
+@contextmanager
+def wrong_input() -> Iterator[None]:
+    """Give the errors of a check that precedes all work the exit status of wrong input."""
+    try:
+        yield
+    except GrpoError as error:
+        error.exit_status = ConfigError.exit_status
+        raise
 
 
 def describe(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 runs/NAME/
     config.toml                    the resolved configuration
+    config-1.toml, config-2.toml   earlier ones, if a resume changed it
     metrics.jsonl                  one line for each step and each validation
     rollouts/step-000120.jsonl.gz  what that step was trained on
     rollouts/validation-000120.jsonl.gz   what that version was validated by
@@ -9,28 +10,39 @@ runs/NAME/
     report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
     checkpoints/                   see grpo_core.loop.checkpoint
+    .lock                          held by the process that runs here; names it
 """
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
+import os
 import re
+import shutil
+import socket
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from grpo_core import chain
 from grpo_core.config import Config, as_table, as_toml, build, read_toml
+from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError
 from grpo_core.records import RunInfo
 
 CONFIG = "config.toml"
 PARTIAL = ".partial"
 """Suffix of a file of rollouts while it is written."""
+LOCK = ".lock"
+WRITTEN = (CONFIG, "metrics.jsonl", "events.jsonl", "report.html", "rollouts", "logs", "checkpoints", "model")
+"""Names that a start writes."""
 
 
 class RunDirectory:
-    """A directory that holds one run."""
+    """A directory that holds one run.  One process at a time may change it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,27 +53,87 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunDirectory:
-        """A new one.  Raises ConfigError if the path holds anything already."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            what = "holds another run" if (path / CONFIG).exists() else "is not empty"
-            raise ConfigError(
-                f"--output {path}: {what}; give another directory, or continue that run with --resume {path}"
-            )
+        """Make a run's directory, and lock it for this process.
+
+        What an earlier start left there that never trained a step is removed.  Raises ConfigError if the path
+        holds anything else.
+        """
+        run = cls(path)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"--output {path}: is a file; give the directory of the run, which is made")
         try:
+            run._check_free()
             path.mkdir(parents=True, exist_ok=True)
+            run.lock()
+            run._check_free()  # another process may have been quicker
+            run._remove_failed_start()
             (path / CONFIG).write_text(as_toml(config), encoding="utf-8")
+            run.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
-        run = cls(path)
-        run.logs.mkdir(exist_ok=True)
         return run
+
+    def lock(self) -> None:
+        """Reserve the directory for this process, until the process ends or this object is gone.
+
+        The kernel releases the lock of a process that was killed.  Raises ConfigError, which names the
+        holder, if another process has it.
+        """
+        file = self.path / LOCK
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error
+        closing = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            closing()
+            if not isinstance(error, BlockingIOError):
+                raise ConfigError(f"{self.path}: cannot be locked: {error.strerror}") from error
+            holder = file.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+            raise ConfigError(
+                f"{self.path}: {holder} is running in it; wait until it ends, or give another directory"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def _check_free(self) -> None:
+        """Raise ConfigError if the directory holds anything but the rest of a start that failed."""
+        found = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
+        if not found - {LOCK}:
+            return
+        if LOCK in found and CONFIG in found and not self._has_trained():
+            return
+        what = "holds another run" if CONFIG in found else "is not empty"
+        raise ConfigError(
+            f"--output {self.path}: {what}; give another directory, or continue that run with "
+            f"--resume {self.path}"
+        )
+
+    def _has_trained(self) -> bool:
+        return any(self.checkpoints.glob("step-*")) or any((self.path / "rollouts").glob("step-*"))
+
+    def _remove_failed_start(self) -> None:
+        for path in self.path.iterdir():
+            if path.name in WRITTEN or re.fullmatch(r"config-\d+\.toml", path.name):
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+
+    @classmethod
+    def existing(cls, path: Path) -> RunDirectory:
+        """Find an existing run.  Raises ConfigError if the path is not a run's directory."""
+        if not (path / CONFIG).is_file():
+            raise ConfigError(f"{path}: holds no run (there is no {CONFIG} in it)")
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """Open an existing run.  Raises ConfigError if the path is not a run's directory."""
-        if not (path / CONFIG).is_file():
-            raise ConfigError(f"{path}: holds no run (there is no {CONFIG} in it)")
-        return cls(path), build([read_toml(path / CONFIG)])
+        """Find an existing run, and read its configuration.  Raises ConfigError."""
+        run, table = cls.existing(path), read_toml(path / CONFIG)
+        try:
+            return run, build([table])
+        except ConfigError as error:
+            raise ConfigError(f"{path / CONFIG}: {error}") from error
 
     @classmethod
     def latest(cls, parent: Path) -> Path:
@@ -98,17 +170,53 @@ class RunDirectory:
                 raise ConfigError(f"{path}, line {line.number}: is no event; somebody has changed this file")
             yield line.value
 
-    def forget_after(self, step: int) -> None:
+    def forget_after(self, step: int, disk: Disk | None = None) -> None:
         """Remove the records after the step from which a run continues; events are kept."""
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            metrics.write_text("".join(kept), encoding="utf-8")
+            lines = metrics.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith(b"\n") and self._step_of(line) <= step]
+            if len(kept) < len(lines):
+                replace_file(disk or Disk(), metrics, b"".join(kept))
         for rollouts in (self.path / "rollouts").glob("*"):
             kind, at = rollouts_name(rollouts.name)
             if kind and rollouts.is_file() and (at > step or rollouts.name.endswith(PARTIAL)):
                 rollouts.unlink()
+
+    def _step_of(self, line: bytes) -> int:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.path / 'metrics.jsonl'}: {line[:60]!r} is no line of metrics; somebody has changed "
+                "this file. Remove the line"
+            ) from error
+
+    def first_scores(self) -> dict[str, dict[str, float]]:
+        """Return the metrics of the first validation of each task, from ``metrics.jsonl``."""
+        found: dict[str, dict[str, float]] = {}
+        metrics = self.path / "metrics.jsonl"
+        for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
+            row = json.loads(line) if line.endswith(b"\n") and b'"validation/' in line else {}
+            scores: dict[str, dict[str, float]] = {}
+            for key, value in row.items():
+                _, *names = key.split("/", 2)
+                if key.startswith("validation/") and len(names) == 2:
+                    scores.setdefault(names[0], {})[names[1]] = value
+            found = scores | found
+        return found
+
+    def remove_model(self) -> None:
+        """Remove the model that an earlier start made; the next start makes it again."""
+        shutil.rmtree(self.model, ignore_errors=True)
+
+    def replace_config(self, config: Config, disk: Disk | None = None) -> None:
+        """Write another configuration, and keep the present one under the next free number."""
+        disk = disk or Disk()
+        numbers = itertools.count(1)
+        earlier = next(path for n in numbers if not (path := self.path / f"config-{n}.toml").exists())
+        replace_file(disk, earlier, (self.path / CONFIG).read_bytes())
+        replace_file(disk, self.path / CONFIG, as_toml(config).encode())
 
 
 def rollouts_name(name: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.data.loaders import TaskLoader
-from grpo_core.data.samplers import RoundRobin
+from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.errors import CheckpointError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
@@ -77,7 +77,8 @@ def test_changes_of_a_sampler_after_the_cut_are_not_saved(tmp_path):
             return self.state
 
     sampler = Sampler()
-    pipeline = checkpoint.cut(Buffer(prompts_per_step=2, max_staleness=1, num_steps=5), sampler)
+    stream = PromptStream(sampler=sampler, loaders={}, name="mine")
+    pipeline = checkpoint.cut(Buffer(prompts_per_step=2, max_staleness=1, num_steps=5), stream)
 
     async def story():
         finish = await checkpoint.begin(
@@ -175,7 +176,8 @@ def tasks(*names):
 
 def a_cut(tmp_path, *names, unfinished=()):
     """A checkpoint of a run with these tasks, and what was in flight."""
-    loaders, sampler = tasks(*names), RoundRobin()
+    loaders = tasks(*names)
+    stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name="round_robin")
     buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
     buffer.assign(buffer.reserve(), [loaders[task].take(1)[0] for task in unfinished])
 
@@ -183,7 +185,7 @@ def a_cut(tmp_path, *names, unfinished=()):
         finish = await checkpoint.begin(
             tmp_path,
             step=0,
-            pipeline=checkpoint.cut(buffer, sampler),
+            pipeline=checkpoint.cut(buffer, stream),
             loaders={task: loader.state_dict() for task, loader in loaders.items()},
             save_trainer=save_trainer,
             keep=1,
@@ -195,7 +197,8 @@ def a_cut(tmp_path, *names, unfinished=()):
 
 def restore(directory, loaders):
     buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
-    return checkpoint.restore(directory, buffer, loaders, RoundRobin())
+    stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name="round_robin")
+    return checkpoint.restore(directory, buffer, loaders, stream)
 
 
 def test_a_task_that_is_new_starts_at_its_beginning_and_that_is_said(tmp_path):

@@ -101,7 +101,7 @@ values = st.recursive(
     options=st.dictionaries(st.text('ab-_. "\\é', max_size=4), values, max_size=4), seed=st.integers(0, 2**31)
 )
 def test_the_resolved_configuration_can_be_read_again(options, seed):
-    config = build([{"seed": seed, "tasks": {"a b": {"env": "x:y", "options": options}}}])
+    config = build([{"seed": seed, "tasks": {"a.b": {"env": "x:y", "options": options}}}])
     assert build([tomllib.loads(as_toml(config))]) == config
     assert build([as_table(config)]) == config
 

@@ -112,7 +112,7 @@ class Run:
         self.sampler = sampler
         self.buffer = Buffer(prompts_per_step=4, max_staleness=max_staleness, num_steps=steps, policy=policy)
         self.trainer = FakeTrainer()
-        stream = PromptStream(sampler=sampler, loaders=self.loaders, name="tested")
+        self.drawn_from = stream = PromptStream(sampler=sampler, loaders=self.loaders, name="tested")
         self.pipeline = Pipeline(
             buffer=self.buffer,
             draw=stream.draw,
@@ -141,7 +141,7 @@ class Run:
     async def save(self, version):
         """The cut as the checkpoint writes it, and the trainer's version."""
         arrays = checkpoint.Arrays()
-        state = json.loads(checkpoint.as_json(checkpoint.cut(self.buffer, self.sampler), arrays))
+        state = json.loads(checkpoint.as_json(checkpoint.cut(self.buffer, self.drawn_from), arrays))
         loaders = {task: loader.state_dict() for task, loader in self.loaders.items()}
         self.saved.append((json.dumps([state, loaders, version, self.trainer.state]), arrays))
         return written
@@ -151,7 +151,7 @@ class Run:
         state, loaders, version, trained = json.loads(text)
         for task, loader in self.loaders.items():
             loader.load_state_dict(loaders[task])
-        self.sampler.load_state_dict(state["sampler"])
+        self.drawn_from.load_state_dict(state["sampler"])
         checkpoint.load_buffer(
             self.buffer, state["buffer"], arrays, lambda task, id: self.loaders[task].prompt(id)
         )

@@ -29,6 +29,7 @@ from grpo_core.app.parts import (
     validation_context,
 )
 from grpo_core.app.placement import Placement
+from grpo_core.app.resume import identity
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig
 from grpo_core.data.loaders import TaskLoader
@@ -94,10 +95,10 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     step = run.resume.step if run.resume else 0
     found = await first_look(step, config.rollout, run.tasks.environments, prompts, renderer)
     run.warnings.extend(found)
-    loaders, sampler = assembly.loaders(prompts), assembly.sampler()
-    stream = PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name)
+    loaders = assembly.loaders(prompts)
+    stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
     if run.resume:
-        for told in checkpoint.restore(run.resume.directory, buffer, loaders, sampler):
+        for told in checkpoint.restore(run.resume.directory, buffer, loaders, stream):
             run.trackers.status(f"resuming: {told}")
     loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
     engine, validate = assembly.validation(engine, own, renderer, held_out)
@@ -128,7 +129,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         observe_attempt=assembly.budgets(),
         incidents=run.trackers.incidents.read,
         validate=validate,
-        save=assembly.save(trainer, buffer, loaders, sampler),
+        save=assembly.save(trainer, buffer, loaders, stream),
         canary=canary_prompts(prompts, renderer),
         canary_tolerance=canary_tolerance(config.health, config.engine),
         limits=health_limits(config.health),
@@ -286,15 +287,16 @@ class Assembly:
         trainer: Trainer,
         buffer: Buffer[Prompt, Group],
         loaders: Mapping[str, TaskLoader],
-        sampler: Sampler,
+        stream: PromptStream,
     ) -> Save:
         directory, keep = self.run.directory.checkpoints, self.config.checkpoint.keep
+        process = identity(self.config)
 
         async def save(step: int) -> Written:
             return await checkpoint.begin(
                 directory,
                 step=step,
-                pipeline=checkpoint.cut(buffer, sampler),
+                pipeline={**checkpoint.cut(buffer, stream), "run": process},
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
                 keep=keep,

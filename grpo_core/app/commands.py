@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,8 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core.app import preflight, run
-from grpo_core.config import Config, as_table, build, merge, parse_setting, read_toml
-from grpo_core.errors import ConfigError
+from grpo_core.app import resume as continuing
+from grpo_core.app.paths import with_absolute_paths
+from grpo_core.config import Config, build, merge, parse_setting, read_toml, replace_parts
+from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.inert import inert
 from grpo_core.loop import checkpoint
 from grpo_core.model_sources import model_source
@@ -26,6 +30,9 @@ from grpo_core.validation.results import shown, table
 from grpo_core.validation.target import drop_overridden, find
 
 T = TypeVar("T")
+
+INTERRUPTED = 130
+"""Exit status after ctrl-C or SIGTERM."""
 
 RUNS = Path("runs")
 """The directory in which runs are made unless ``--output`` names another one."""
@@ -46,25 +53,38 @@ def train(
     changes = _changes(envs, chosen, settings)
     if ray is not None:
         changes = merge(changes, {"placement": {"name": "ray", "options": {"address": ray}}})
-    if resume is not None:
+    found: checkpoint.Found | None = None
+    if resume is None:
+        config, host = configure([read_toml(config_file)] if config_file else [], changes, block)
+        _check(config, host)
+        config = with_absolute_paths(config, host)
+        directory = RunDirectory.create(output or _new_name(config), config)
+    else:
         if config_file is not None or output is not None:
             raise ConfigError(
                 "--resume continues a run as it was configured: leave out CONFIG.toml and --output"
             )
-        directory, config, found = _resumed(resume, changes)
-        host = PluginHost.discover(config.plugins, block)
-        preflight.check(config, host)
-    else:
-        config, host = configure([read_toml(config_file)] if config_file else [], changes, block)
-        preflight.check(config, host)
-        directory, found = RunDirectory.create(output or _new_name(config), config), None
-    if found is not None:
-        _say(f"continuing {directory.path} after step {found.step}")
-    elif resume is not None:
-        _say(f"{directory.path} has no checkpoint yet: starting from the beginning")
-    outcome = _run(run.train(config, directory, host=host, resume=found))
-    _say(_summary(outcome, config))
-    return 0 if outcome.reason == "finished" else 130
+        if envs:
+            raise ConfigError(
+                "--resume continues a run with its tasks: leave out --env "
+                "(--set tasks.NAME.env=... adds a task)"
+            )
+        path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
+        resumed, host = continuing.find(path, changes, block)
+        directory, config, found = resumed.directory, resumed.config, resumed.found
+        _check(config, host)
+        continuing.begin(resumed)
+        for note in resumed.notes:
+            _say(note)
+    again = shlex.join(["grpo-core", "train", "--resume", str(directory.path)])
+    again += "".join(f" --no-plugin {shlex.quote(name)}" for name in block)
+    try:
+        outcome = _run(run.train(config, directory, host=host, resume=found))
+    except KeyboardInterrupt:
+        _say(f"interrupted at once; run: {directory.path} (continue with: {again})")
+        return INTERRUPTED
+    _say(_summary(outcome, config, again))
+    return 0 if outcome.reason == "finished" else INTERRUPTED
 
 
 def validate(
@@ -82,9 +102,10 @@ def validate(
     def offered(name: str) -> bool:
         return PluginHost.discover(changes.get("plugins"), block).offers("model", name)
 
-    measured = drop_overridden(find(target, offered), changes, tasks=bool(envs))
+    with wrong_input():
+        measured = drop_overridden(find(target, offered), changes, tasks=bool(envs))
     config, host = configure([measured.table], changes, block)
-    preflight.check(config, host, purpose="measure")
+    _check(config, host, purpose="measure")
     console = Console(stderr=True)
     for note in measured.notes:
         console.print(Text(inert(note)), soft_wrap=True)
@@ -116,9 +137,15 @@ def verify(*, directory: Path) -> int:
 
 def report(*, directory: Path) -> int:
     """Run ``grpo-core report``; return the exit status."""
-    RunDirectory.open(directory)
+    RunDirectory.existing(directory)
     _say(str(write_report(directory)))
     return 0
+
+
+def _check(config: Config, host: PluginHost, *, purpose: str = "train on") -> None:
+    """Check what the configuration names; whatever is wrong with it is wrong input."""
+    with wrong_input():
+        preflight.check(config, host, purpose=purpose)
 
 
 def configure(
@@ -131,17 +158,7 @@ def configure(
     config = build([given])
     host = PluginHost.discover(config.plugins, block)
     preset = model_source(config.model, host).preset
-    return (build([_beneath(preset, given), given]) if preset else config), host
-
-
-def _beneath(preset: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the preset without the options of parts that the user replaces."""
-    kept = {section: dict(below) for section, below in preset.items()}
-    for section, below in kept.items():
-        above = table.get(section)
-        if isinstance(above, Mapping) and "name" in above:
-            below.pop("options", None)
-    return kept
+    return (build([replace_parts(preset, given), given]) if preset else config), host
 
 
 def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[str]) -> dict[str, Any]:
@@ -158,26 +175,13 @@ def _tasks(envs: Sequence[str]) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for env in envs:
         name = env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py").lower()
+        name = re.sub(r"[^a-z0-9_.-]", "_", name)[:64]
         if name in tasks:
             raise ConfigError(
                 f"--env {env}: a task {name!r} is there already; name your tasks in a CONFIG.toml"
             )
         tasks[name] = {"env": env}
     return tasks
-
-
-def _resumed(resume: str, changes: Mapping[str, Any]) -> tuple[RunDirectory, Config, checkpoint.Found | None]:
-    path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
-    directory, config = RunDirectory.open(path)
-    if changes:
-        config = build([as_table(config), changes])
-    found = checkpoint.newest(directory.checkpoints)
-    if found is not None and found.step >= config.trainer.steps:
-        raise ConfigError(
-            f"{path}: finished all of its {config.trainer.steps} steps; for more, add "
-            f"--set trainer.steps={2 * config.trainer.steps}"
-        )
-    return directory, config, found
 
 
 def _say(text: str) -> None:
@@ -198,8 +202,8 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         raise KeyboardInterrupt from None
 
 
-def _summary(outcome: run.Outcome, config: Config) -> str:
-    """Summarise a run in one line: its scores, steps, seconds and directory."""
+def _summary(outcome: run.Outcome, config: Config, again: str) -> str:
+    """Summarise a run in one line: its scores, steps, seconds and directory; ``again`` continues it."""
     learnt = ", ".join(
         f"{task}: validation {metric} {shown(metric, outcome.first[task])} -> {shown(metric, value)}"
         for task, value in outcome.last.items()
@@ -208,5 +212,5 @@ def _summary(outcome: run.Outcome, config: Config) -> str:
     did = f"{outcome.step} of {config.trainer.steps} steps in {outcome.seconds:.0f} s"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
     if outcome.reason != "finished":
-        line += f" (continue with: grpo-core train --resume {outcome.directory})"
+        line += f" (continue with: {again})"
     return line

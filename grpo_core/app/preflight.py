@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpo_core.app.parts import make_placement, make_sampler
 from grpo_core.app.workers import transport
 from grpo_core.config import Config, TaskConfig
+from grpo_core.data.samplers import sampler_state
 from grpo_core.errors import ConfigError
 from grpo_core.model_sources import model_source
 from grpo_core.plugins.host import PluginHost
@@ -22,7 +23,9 @@ def check(config: Config, host: PluginHost, *, purpose: str = "train on") -> Non
     for task in config.tasks.values():
         _check_environment(task, host)
     weights = {name: task.weight for name, task in config.tasks.items()}
-    make_sampler(config.sampler, host, seed=config.seed, weights=weights)
+    sampler_state(
+        make_sampler(config.sampler, host, seed=config.seed, weights=weights), config.sampler.name
+    )  # so that it does not fail at the first checkpoint
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
             host.check_options("engine", engine.name, engine.options)

@@ -8,10 +8,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from attrs import asdict, frozen
 
@@ -52,7 +51,8 @@ class Outcome:
     step: int
     directory: Path
     first: Mapping[str, float]
-    """Validation accuracy, or else the strategy's first metric, by task, as it was before the first step."""
+    """Validation accuracy, or else the strategy's first metric, by task, in the first validation of the run,
+    which an earlier process may have made."""
     last: Mapping[str, float]
     measured: Mapping[str, str]
     """Name of that metric, by task."""
@@ -71,17 +71,18 @@ async def train(
     SIGINT and SIGTERM end the run after its step with a checkpoint; a second one ends it at once.  Raises
     the root cause of what failed; children are gone then, and checkpoints are complete.
     """
-    scores = Scores()
     room = DiskRoom(run.path, config.trainer.steps, lambda event: trackers.emit(event))
-    info = run.info(config, resume.step if resume else None)
+    made = make_trackers(config.tracking, host, run.info(config, resume.step if resume else None))
+    scores = Scores(run.first_scores() if resume else {})
     own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
-    trackers = Trackers({**own, **make_trackers(config.tracking, host, info)})
+    trackers = Trackers({**own, **made})
     emit = trackers.emit
     began = time.monotonic()
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(reported_to(trackers.report))
+            interruptible = stack.enter_context(_signals(trackers.status))
             trackers.status("starting the environments")
             placement = make_placement(config.placement, host)
             context = RunContext(
@@ -99,21 +100,16 @@ async def train(
                 emit(warning)
             for reason in resume.passed_over if resume else ():
                 report("passed_over", "checkpoints", f"passed over {reason}")
-            with _signals(pipeline, trackers.status):
-                reason = await pipeline.run()
-            step = pipeline.buffer.step
-    except asyncio.CancelledError:
-        emit(RunEnded(step=max(step, trackers.step), reason="interrupted"))
-        raise
+            interruptible(pipeline)
+            reason = await pipeline.run()
+        step = pipeline.buffer.step
     except BaseException as error:
-        emit(
-            ErrorRaised(
-                step=max(step, trackers.step),
-                message=describe(error),
-                traceback="".join(traceback.format_exception(error)),
-            )
-        )
-        emit(RunEnded(step=max(step, trackers.step), reason="failed"))
+        interrupted = isinstance(error, asyncio.CancelledError)
+        step = max(step, trackers.step)
+        if not interrupted:
+            text = "".join(traceback.format_exception(error))
+            emit(ErrorRaised(step=step, message=describe(error), traceback=text))
+        emit(RunEnded(step=step, reason="interrupted" if interrupted else "failed"))
         raise
     else:
         emit(RunEnded(step=step, reason=reason))
@@ -254,41 +250,54 @@ def _started(config: Config, context: RunContext, pipeline: Pipeline) -> RunStar
 
 
 class Scores(Tracker):
-    """The first and the last validation score of each task."""
+    """The first and the last validation score of each task.
 
-    def __init__(self) -> None:
+    Args:
+        first: metrics of the run's first validation by task, if an earlier process made it.
+    """
+
+    def __init__(self, first: Mapping[str, Mapping[str, float]]) -> None:
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.measured: dict[str, str] = {}
+        self._take(first)
+        self.last.clear()
 
     def event(self, event: Event) -> None:
         if isinstance(event, Validated):
-            for task, metrics in event.results.items():
-                if (name := headline(metrics)) is not None:
-                    self.first.setdefault(task, metrics[name])
-                    self.last[task], self.measured[task] = metrics[name], name
+            self._take(event.results)
+
+    def _take(self, results: Mapping[str, Mapping[str, float]]) -> None:
+        for task, metrics in results.items():
+            if (name := headline(metrics)) is not None:
+                self.first.setdefault(task, metrics[name])
+                self.last[task], self.measured[task] = metrics[name], name
 
 
 @contextlib.contextmanager
-def _signals(pipeline: Pipeline, status: Callable[[str], None]) -> Any:
-    """Stop the pipeline after its step on the first SIGINT or SIGTERM, and at once on the second."""
+def _signals(status: Callable[[str], None]) -> Iterator[Callable[[Pipeline], None]]:
+    """End the run on SIGINT and SIGTERM: after its step once its pipeline is known, before that at once.
+
+    A second signal ends it at once.  Yields a function that takes the pipeline.
+    """
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None
+    running: list[Pipeline] = []
     stops: list[asyncio.Task[None]] = []
 
     def on_signal(received: signal.Signals) -> None:
-        if stops:
+        if stops or not running:
             main.cancel()
             return
         status(f"{received.name}: ending after this step, with a checkpoint (once more: at once)")
-        stops.append(loop.create_task(pipeline.stop()))
+        stops.append(loop.create_task(running[0].stop()))
 
     received = (signal.SIGINT, signal.SIGTERM)
     for each in received:
         loop.add_signal_handler(each, on_signal, each)
     try:
-        yield
+        yield running.append
     finally:
         for each in received:
             loop.remove_signal_handler(each)

@@ -6,16 +6,18 @@ the run, are in ``grpo_core.data.curriculum``.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import define, field
 
-from grpo_core.errors import ConfigError, GrpoError, PluginError, did_you_mean
+from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, did_you_mean
 from grpo_core.protocols import Loader, Sampler
 from grpo_core.records import Group, Prompt, SampleRequest
 
@@ -167,7 +169,7 @@ def take_prompts(loaders: Mapping[str, Loader], chosen: Iterable[str]) -> list[P
     return [next(taken[task]) for task in chosen]
 
 
-@frozen(kw_only=True)
+@define(kw_only=True, eq=False)
 class PromptStream:
     """The prompts of a run: a sampler that draws from the loaders of all tasks."""
 
@@ -175,15 +177,113 @@ class PromptStream:
     loaders: Mapping[str, Loader]
     name: str
     """Name of the sampler in the configuration, for messages."""
+    _drawn: bool = field(init=False, default=False)
+    _watched: dict[str, _WatchedLoader] = field(init=False)
+
+    @_watched.default
+    def _watch(self) -> dict[str, _WatchedLoader]:
+        return {task: _WatchedLoader(loader) for task, loader in self.loaders.items()}
 
     def draw(self, request: SampleRequest) -> list[Prompt]:
-        """Return exactly the expected number of prompts.  Raises PluginError; see ``checked_sample``."""
-        return checked_sample(self.sampler, self.name, self.loaders, request)
+        """Return exactly the expected number of prompts.
+
+        Raises PluginError if the sampler breaks its contract: see ``checked_sample``, and a prompt that it
+        takes from a loader and does not return would never be trained.
+        """
+        for loader in self._watched.values():
+            loader.taken.clear()
+        prompts = checked_sample(self.sampler, self.name, self._watched, request)
+        lost = _ids(prompt for loader in self._watched.values() for prompt in loader.taken) - _ids(prompts)
+        if lost:
+            (task, id), *more = lost
+            others = f" and {len(more)} others" if more else ""
+            raise PluginError(
+                f"sampler {self.name!r} took prompt {id!r} of task {task!r}{others} from a loader and did "
+                "not return it; take exactly as many as are returned, or the rest is never trained"
+            )
+        if not self._drawn:
+            self._drawn = True
+            self.state_dict()  # a state that cannot be saved is an error now, and not at the first checkpoint
+        return prompts
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Pass finished groups to the sampler, if it observes them."""
         if hasattr(self.sampler, "observe"):
-            self.sampler.observe(groups)
+            with plugin_call(f"sampler {self.name!r}", "observe"):
+                self.sampler.observe(groups)
+
+    def state_dict(self) -> Any:
+        """Return a copy of the sampler's state, or None if it has none.
+
+        Raises PluginError if the state cannot be saved.
+        """
+        return sampler_state(self.sampler, self.name)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a state.  Raises CheckpointError if the sampler does not know it."""
+        if state is None or not hasattr(self.sampler, "load_state_dict"):
+            return
+        try:
+            self.sampler.load_state_dict(state)
+        except GrpoError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"sampler {self.name!r} cannot continue from its state in the checkpoint: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+class _WatchedLoader:
+    """A loader that remembers what was taken."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self.taken: list[Prompt] = []
+
+    def take(self, n: int) -> list[Prompt]:
+        prompts = self._loader.take(n)
+        self.taken += prompts
+        return prompts
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _ids(prompts: Iterable[Prompt]) -> Counter[tuple[str, str]]:
+    return Counter((prompt.environment, prompt.id) for prompt in prompts)
+
+
+def sampler_state(sampler: Sampler, name: str) -> Any:
+    """Return what a checkpoint would hold of a sampler, as JSON values; None if it has no state.
+
+    Raises PluginError, which names the sampler, if its state is not JSON.
+    """
+    if not hasattr(sampler, "state_dict"):
+        return None
+    with plugin_call(f"sampler {name!r}", "state_dict"):
+        state = sampler.state_dict()
+    try:
+        return json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PluginError(
+            f"sampler {name!r}: its state_dict() cannot be saved as JSON: {error}; return dicts with strings "
+            "as keys, lists, strings, and finite numbers"
+        ) from error
+
+
+@contextlib.contextmanager
+def plugin_call(who: str, method: str) -> Iterator[None]:
+    """Turn what a plugin's method raises into a PluginError that names both."""
+    try:
+        yield
+    except GrpoError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{who}: {method}() raised {type(error).__name__}: {error}") from error
 
 
 def checked_sample(

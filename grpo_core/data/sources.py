@@ -26,6 +26,9 @@ from grpo_core.unicode import lone_surrogate, unreadable
 PROMPT_FIELDS = ("prompt", "messages", "question")
 """Fields that may hold the prompt, in order of preference, if the configuration names no field."""
 
+FILES = (".jsonl", ".ndjson", ".parquet")
+"""Suffixes of the files that can be read."""
+
 
 class Rows(Protocol):
     """The rows of a file or data set."""
@@ -172,7 +175,7 @@ def find_source(task: str, config: SourceConfig, split: str) -> Source | None:
 def read(path: str, subset: str, split: str, *, who: str) -> Rows:
     """Read a file or data set.  Raises ConfigError if it cannot be read."""
     suffix = Path(path).suffix
-    if suffix in (".jsonl", ".ndjson", ".parquet"):
+    if suffix in FILES:
         if not Path(path).is_file():
             raise ConfigError(f"{who} {path!r}: there is no such file (from {str(Path.cwd())!r})")
         return _parquet(path, who) if suffix == ".parquet" else JsonLines(Path(path), who)

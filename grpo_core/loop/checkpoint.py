@@ -15,12 +15,12 @@ with the reason.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import errno
 import json
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
@@ -29,10 +29,10 @@ import attrs
 from attrs import define, field, frozen
 
 from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
-from grpo_core.errors import CheckpointError
+from grpo_core.errors import CheckpointError, GrpoError
 from grpo_core.loop.buffer import Buffer, Slot
-from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -99,10 +99,13 @@ def _write(
     """Write everything but the trainer's files, and then the manifest."""
     arrays = Arrays()
     disk.write(partial / "pipeline.json", as_json({"format": FORMAT, "step": step, **pipeline}, arrays))
+    mode = (partial / "pipeline.json").stat().st_mode
     if arrays.tokens:
         disk.write(partial / _ARRAYS, arrays.to_bytes())
     for name, state in streams.items():
         disk.write(partial / name, state)
+    for path in files(partial):
+        path.chmod(mode)  # safetensors makes files that only their owner may read
     manifest = {"format": FORMAT, "step": step, "files": seal(disk, partial)}
     disk.write(partial / _MANIFEST, as_json(manifest))
     disk.sync(partial / _MANIFEST)
@@ -229,7 +232,7 @@ def _loader_file(task: str, *, safe: str = "") -> str:
 
 @frozen(kw_only=True)
 class Found:
-    """Return the newest intact checkpoint, and why newer ones were skipped."""
+    """The newest intact checkpoint, and why newer ones were skipped."""
 
     directory: Path
     step: int
@@ -311,32 +314,53 @@ def read_loader(directory: Path, task: str) -> dict[str, Any] | None:
 # ---------------------------------------------------------------------------------- a cut, and back
 
 
-def cut(buffer: Buffer[Prompt, Group], sampler: Sampler) -> dict[str, Any]:
+def cut(buffer: Buffer[Prompt, Group], stream: PromptStream) -> dict[str, Any]:
     """Return the contents of ``pipeline.json`` as of now: immutable records and copies."""
-    state = sampler.state_dict() if hasattr(sampler, "state_dict") else None
-    return {"buffer": buffer.state_dict(), "sampler": copy.deepcopy(state)}
+    return {"buffer": buffer.state_dict(), "sampler": stream.state_dict(), "sampler_name": stream.name}
 
 
 def restore(
-    directory: Path, buffer: Buffer[Prompt, Group], loaders: Mapping[str, TaskLoader], sampler: Sampler
+    directory: Path,
+    buffer: Buffer[Prompt, Group],
+    loaders: Mapping[str, TaskLoader],
+    stream: PromptStream,
 ) -> list[str]:
-    """Continue from a checkpoint; return messages about tasks that were added or removed.
+    """Continue from a checkpoint; return messages about tasks and samplers that were added or removed.
 
-    A new task starts at the beginning of its stream.  A task may be removed unless prompts of it are
-    unfinished. Raises CheckpointError in that case, and if a task's prompts differ from the checkpoint's.
+    A new task starts at the beginning of its stream, and a new sampler without a state.  A task may be
+    removed unless prompts of it are unfinished.  Raises CheckpointError in that case, if a task's prompts
+    differ from the checkpoint's, and if the files hold what no checkpoint holds.
     """
-    state = read_pipeline(directory)
-    told = _compare_tasks(directory, loaders, state["buffer"])
-    for task, loader in loaders.items():
-        saved = read_loader(directory, task)
-        if saved is not None:
-            loader.load_state_dict(saved)
-    if state["sampler"] is not None and hasattr(sampler, "load_state_dict"):
-        sampler.load_state_dict(state["sampler"])
-
-    arrays = Arrays.read(directory / _ARRAYS)
-    load_buffer(buffer, state["buffer"], arrays, lambda task, id: loaders[task].prompt(id))
+    with reading(directory):
+        state = read_pipeline(directory)
+        told = _compare_tasks(directory, loaders, state["buffer"])
+        for task, loader in loaders.items():
+            saved = read_loader(directory, task)
+            if saved is not None:
+                loader.load_state_dict(saved)
+        drew = state.get("sampler_name", stream.name)
+        if drew == stream.name:
+            stream.load_state_dict(state["sampler"])
+        else:
+            told.append(f"sampler {stream.name!r} is new since the checkpoint, where {drew!r} drew")
+        arrays = Arrays.read(directory / _ARRAYS)
+        load_buffer(buffer, state["buffer"], arrays, lambda task, id: loaders[task].prompt(id))
     return told
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Raise CheckpointError for whatever goes wrong while a checkpoint's contents are used."""
+    try:
+        yield
+    except GrpoError:
+        raise
+    except Exception as error:  # its files may hold anything that has their checksums
+        raise CheckpointError(
+            f"{directory}: its contents cannot be used ({type(error).__name__}: {error}), although its files "
+            "are those of its manifest: another program or version has written it. Remove it to continue "
+            "from the checkpoint before"
+        ) from error
 
 
 def _compare_tasks(directory: Path, tasks: Iterable[str], buffer: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,11 @@ class Meter:
         self._since: float | None = None
         self._tokens = 0
         self._errors: dict[str, int] = defaultdict(int)
-        self._last: float | None = None
+        self._last = 0.0
+
+    def begin(self) -> None:
+        """Begin to measure; the first step begins now."""
+        self._last = self.now()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -46,7 +50,7 @@ class Meter:
     ) -> dict[str, float]:
         """Return metrics since the last call; ``overlap`` is the busier side's share of the step's time."""
         now = self.now()
-        elapsed = max(now - (self._last if self._last is not None else now - waited), 1e-9)
+        elapsed = max(now - self._last, 1e-9)
         if self._since is not None:
             self._busy += now - self._since
             self._since = now

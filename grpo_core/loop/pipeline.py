@@ -163,6 +163,7 @@ class Pipeline:
         await self._update_engine(await self.trainer.publish(self.canary))
         if self._trained == 0:
             await self._validate(0)
+        self._meter.begin()
         with raising_root_cause():
             async with asyncio.TaskGroup() as tasks:
                 background = [

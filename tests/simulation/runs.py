@@ -346,13 +346,13 @@ class Simulation:
             policy=self.policy,
         )
         if found is not None:
-            checkpoint.restore(found.directory, buffer, loaders, sampler)
+            checkpoint.restore(found.directory, buffer, loaders, stream)
 
         async def save(step: int) -> Written:
             return await checkpoint.begin(
                 self._checkpoints,
                 step=step,
-                pipeline=checkpoint.cut(buffer, sampler),
+                pipeline=checkpoint.cut(buffer, stream),
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
                 keep=2,

@@ -1,0 +1,80 @@
+"""Makes the paths in a configuration absolute, so that a run can be continued from any directory."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, fields_dict
+
+from grpo_core.config import Config, PluginChoice, SourceConfig
+from grpo_core.data.sources import FILES
+from grpo_core.plugins.host import PluginHost
+
+
+def with_absolute_paths(config: Config, host: PluginHost) -> Config:
+    """Return the configuration with absolute paths of plugin files, sources and the model.
+
+    Options of plugins are left as they are: only their plugin knows what they mean.
+    """
+    model = config.model
+    if not host.offers("model", model.path) and Path(model.path).expanduser().is_dir():
+        model = evolve(model, path=_absolute(model.path))
+    choices: dict[str, Any] = {
+        section: evolve(choice, name=_absolute_name(choice.name)) for section, choice in _choices(config)
+    }
+    own = config.validation.engine
+    if own is not None:
+        own = evolve(own, name=_absolute_name(own.name))
+        choices["validation"] = evolve(choices["validation"], engine=own)
+    tasks = {
+        name: evolve(task, env=_absolute_name(task.env), source=_absolute_source(task.source))
+        for name, task in config.tasks.items()
+    }
+    tracking = evolve(
+        config.tracking,
+        trackers=[_absolute_name(name) for name in config.tracking.trackers],
+        options={_absolute_name(name): options for name, options in config.tracking.options.items()},
+    )
+    return evolve(config, model=model, tasks=tasks, tracking=tracking, **choices)
+
+
+def plugin_files(config: Config) -> set[Path]:
+    """Return the files of the plugins that are no installed ones."""
+    names = [choice.name for _, choice in _choices(config)]
+    names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
+    names += [config.validation.engine.name] if config.validation.engine else []
+    return {Path(match[1]).expanduser() for name in names if (match := _in_file(name))}
+
+
+def _choices(config: Config) -> Iterator[tuple[str, PluginChoice]]:
+    for section in fields_dict(Config):
+        choice = getattr(config, section)
+        if isinstance(choice, PluginChoice):
+            yield section, choice
+
+
+def _in_file(name: str) -> re.Match[str] | None:
+    return re.fullmatch(r"(.+\.py)((?::.*)?)", name)
+
+
+def _absolute_name(name: str) -> str:
+    match = _in_file(name)
+    return _absolute(match[1]) + match[2] if match else name
+
+
+def _absolute_source(source: SourceConfig) -> SourceConfig:
+    """Return the source with absolute paths; a hub id is not a path."""
+    paths: dict[str, Any] = {
+        key: _absolute(path)
+        for key in ("path", "validation_path")
+        if (path := getattr(source, key)) and (Path(path).suffix in FILES or Path(path).exists())
+    }
+    return evolve(source, **paths)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(Path(path).expanduser())

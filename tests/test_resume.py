@@ -1,0 +1,636 @@
+"""A run's directory: one process at a time, what a resume may change, and what it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from killing import GRPO
+from simulation.disk import Dead, FaultyDisk
+from test_cli import ENVIRONMENTS, events, grpo, refused, start, steps_done, wait_for
+
+from grpo_core.app import resume as continuing
+from grpo_core.app.resume import identity
+from grpo_core.config import as_table, build, merge, parse_setting, read_toml
+from grpo_core.data.curriculum import Curriculum
+from grpo_core.data.loaders import TaskLoader
+from grpo_core.data.samplers import PromptStream, RoundRobin
+from grpo_core.errors import CheckpointError, ConfigError, PluginError
+from grpo_core.loop import checkpoint
+from grpo_core.loop.buffer import Buffer
+from grpo_core.records import Group, Rollout, SampleRequest
+from grpo_core.run_directory import RunDirectory
+from grpo_core.testing import prompts
+from grpo_core.tokens import Tokens
+
+TASK = {"env": "math:sort"}
+
+
+def contents(directory: Path) -> dict[str, tuple[bytes, float]]:
+    """The bytes and the time of each file."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def of_the_main_process(run: Path) -> dict[str, tuple[bytes, float]]:
+    """The same without what the children of a run may be writing."""
+    theirs = (str(run / "logs"), str(run / "checkpoints"))
+    return {path: found for path, found in contents(run).items() if not path.startswith(theirs)}
+
+
+@pytest.fixture
+def here(tmp_path):
+    (tmp_path / "envs.py").write_text(ENVIRONMENTS)
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------- one process at a time
+
+HOLDER = """
+import sys
+from pathlib import Path
+from grpo_core.config import build
+from grpo_core.run_directory import RunDirectory
+run = RunDirectory.create(Path(sys.argv[1]), build([{"tasks": {"sort": {"env": "math:sort"}}}]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holder(path):
+    """A process that has made the run and holds it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_process_is_refused_in_one_line_that_names_the_first_and_touches_nothing(tmp_path):
+    run = tmp_path / "run"
+    with holder(run) as first:
+        before = contents(run)
+        for arguments in (["--resume", run], ["--env", "math:sort", "--output", run]):
+            done = grpo(tmp_path, "train", *arguments)
+            assert done.returncode == 2
+            assert done.stdout == ""
+            (line,) = done.stderr.splitlines()
+            holder_of_it = f"process {first.pid} on {socket.gethostname()}"
+            assert line == (
+                f"grpo-core: {run}: {holder_of_it} is running in it; wait until it ends, or give another "
+                "directory"
+            )
+        assert contents(run) == before
+        assert {path.name for path in run.iterdir()} == {".lock", "config.toml", "logs"}
+
+
+def test_the_lock_dies_with_its_owner(tmp_path):
+    with holder(tmp_path / "run") as first:
+        with pytest.raises(ConfigError, match=f"process {first.pid} on"):
+            RunDirectory(tmp_path / "run").lock()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        run = RunDirectory(tmp_path / "run")
+        run.lock()
+        assert (run.path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+            RunDirectory(tmp_path / "run").lock()
+        del run
+        RunDirectory(tmp_path / "run").lock()
+
+
+@pytest.mark.slow
+def test_a_running_run_can_be_looked_at_and_is_not_started_twice(here):
+    """Its main process is stopped for a moment, so that it does not change its files itself."""
+    arguments = ["--env", "./envs.py:Words", *QUICK, "--set", "trainer.steps=30"]
+    process = start(here, *arguments, "--set", "checkpoint.every=1", "--output", "run")
+    wait_for(lambda: steps_done(here / "run") >= 2, process)
+    process.send_signal(signal.SIGSTOP)
+    before = of_the_main_process(here / "run")
+    text = refused(here, "train", "--resume", "run")
+    assert f"process {process.pid} on" in text
+    assert of_the_main_process(here / "run") == before
+    for command in (["verify", "run"], ["report", "run"], ["validate", "run"]):
+        assert grpo(here, *command).returncode == 0, command
+    process.kill()
+    process.communicate()
+    done = grpo(here, "train", "--resume", "run", "--set", "trainer.steps=4")
+    assert done.returncode in (0, 2), done.stderr
+    assert "is running in it" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------- a start that fails
+
+
+def test_a_failed_start_does_not_block_the_same_command(here):
+    (here / "late.py").write_text(ENVIRONMENTS + "\nWords.prompts = None\n")
+    command = ["train", "--env", "./late.py:Words", "--output", "run"]
+    first = refused(here, *command)
+    assert "has no method 'prompts'" in first
+    (here / "run" / "notes.txt").write_text("mine")
+    assert refused(here, *command) == first
+    assert len(events(here / "run", "RunEnded")) == 1, "the events of the first start are gone"
+    assert (here / "run" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("trained", ["rollouts/step-000001.jsonl", "checkpoints/step-000001/manifest.json"])
+def test_a_run_that_has_trained_is_never_removed(tmp_path, trained):
+    config = build([{"tasks": {"sort": TASK}}])
+    RunDirectory.create(tmp_path / "run", config)
+    file = tmp_path / "run" / trained
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    before = contents(tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds another run"):
+        RunDirectory.create(tmp_path / "run", config)
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_file_is_no_directory(here):
+    text = refused(here, "train", "--env", "math:sort", "--output", "envs.py")
+    assert text == "grpo-core: --output envs.py: is a file; give the directory of the run, which is made"
+
+
+# ---------------------------------------------------------------------------------- a failing disk
+
+LINES = [{"step": step, "loss": 0.5} for step in range(40)]
+
+
+def with_metrics(path):
+    run = RunDirectory.create(path, build([{"tasks": {"sort": TASK}}]))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return run
+
+
+def read_metrics(run):
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_that_meets_a_full_disk_keeps_all_metrics(tmp_path):
+    run = with_metrics(tmp_path / "run")
+    size = (run.path / "metrics.jsonl").stat().st_size
+    for room in range(0, size // 2, 50):
+        with pytest.raises(OSError, match="No space left"):
+            run.forget_after(30, FaultyDisk(run.path, room=room))
+        assert read_metrics(run) == LINES
+    run.forget_after(30, FaultyDisk(run.path))
+    assert read_metrics(run) == LINES[:31]
+
+
+@pytest.mark.parametrize("change", ["metrics", "config"])
+def test_a_death_or_a_power_cut_in_a_resume_leaves_the_old_file_or_the_new_one(tmp_path, change):
+    for at in range(1, 20):
+        for seed in (None, 0, 1, 2):
+            run = with_metrics(tmp_path / f"{at} {seed}")
+            old = build([{"tasks": {"sort": TASK}}])
+            new = build([{"tasks": {"sort": TASK}, "trainer": {"steps": 7}}])
+            run.forget_after(40)
+            disk = FaultyDisk(run.path, dies_at=at)
+            try:
+                run.forget_after(30, disk) if change == "metrics" else run.replace_config(new, disk)
+            except Dead:
+                if seed is not None:
+                    disk.cut_power(random.Random(seed))
+            else:
+                return
+            assert read_metrics(run) in (LINES, LINES[:31])
+            assert RunDirectory.open(run.path)[1] in (old, new)
+    raise AssertionError("it never ended")
+
+
+def test_metrics_are_written_only_if_something_is_dropped(tmp_path):
+    run = with_metrics(tmp_path / "run")
+    before = contents(run.path)
+    run.forget_after(39)
+    assert contents(run.path) == before
+
+
+# ---------------------------------------------------------------------------------- what may change
+
+SETTINGS = [
+    "tasks.sort.env=math:sort",
+    "trainer.steps=9",
+    "trainer.prompts_per_step=2",
+    "pipeline.max_staleness=2",
+]
+
+
+def table(*settings):
+    found = {}
+    for setting in settings:
+        found = merge(found, parse_setting(setting))
+    return found
+
+
+async def save_trainer(directory):
+    async def written():
+        (directory / "trainer").mkdir(parents=True)
+        (directory / "trainer" / "config.json").write_text("{}")
+        (directory / "trainer" / "config.json").chmod(0o600)
+
+    return written
+
+
+def a_run(path, *, ready=0, settings=(), run=None):
+    """A run with a checkpoint of step 0, in which some groups wait to be trained."""
+    config = build([table(*SETTINGS, *settings)])
+    directory = RunDirectory.create(path, config)
+    loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
+    stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name=config.sampler.name)
+    buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
+    for slot in buffer.assign(buffer.reserve(), loaders["sort"].take(6))[:ready]:
+        buffer.complete(slot, a_group(slot))
+
+    async def story():
+        finish = await checkpoint.begin(
+            directory.checkpoints,
+            step=0,
+            pipeline={**checkpoint.cut(buffer, stream), "run": run or identity(config)},
+            loaders={task: loader.state_dict() for task, loader in loaders.items()},
+            save_trainer=save_trainer,
+            keep=1,
+        )
+        return await finish()
+
+    return asyncio.run(story())
+
+
+def a_group(slot):
+    rollout = Rollout(
+        prompt_ids=(1,),
+        tokens=Tokens.generated([2, 3], [-0.5, -0.5], [0, 0]),
+        messages=({"role": "user", "content": "1="},),
+        reward=1.0,
+        turns=1,
+        finish_reason="stop",
+    )
+    return Group(
+        prompt=slot.prompt,
+        rollouts=(rollout,) * 2,
+        generation_version=slot.generation_version,
+        target_version=slot.target_version,
+        slot=slot.id,
+    )
+
+
+def resumed(path, *settings):
+    """What ``train --resume`` finds, and the directory free again."""
+    return continuing.find(path, table(*settings), ())[0]
+
+
+def changed(path, *settings):
+    """What a resume with these settings says, after it has begun."""
+    found = resumed(path, *settings)
+    continuing.begin(found)
+    return found.notes
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "trainer.prompts_per_step=4",
+            "trainer.prompts_per_step is 2 in its checkpoint and 4 now; it cannot",
+        ),
+        ("rollout.group_size=4", "rollout.group_size is 8 in its checkpoint and 4 now; it cannot change"),
+        ("model.options.width=32", 'model.options is {} in its checkpoint and {"width": 32} now; it cannot'),
+        ("model.path=other/model", 'model.path is "tiny" in its checkpoint and "other/model" now; it cannot'),
+        ("seed=5", "seed is 0 in its checkpoint and 5 now; it cannot change"),
+        (
+            "pipeline.max_staleness=1",
+            "pipeline.max_staleness is 1 now, and 3 finished groups of its checkpoint",
+        ),
+    ],
+)
+def test_a_change_that_cannot_be_right_is_refused_with_both_values(tmp_path, setting, message):
+    a_run(tmp_path / "run", ready=3)
+    before = contents(tmp_path / "run")
+    before = {path: found for path, found in before.items() if not path.endswith(".lock")}
+    done = grpo(tmp_path, "train", "--resume", "run", "--set", setting)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    after = {path: found for path, found in contents(tmp_path / "run").items() if not path.endswith(".lock")}
+    assert after == before
+
+
+def test_the_checkpoint_counts_and_not_an_edited_configuration(tmp_path):
+    a_run(tmp_path / "run")
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text().replace("prompts_per_step = 2", "prompts_per_step = 3"))
+    with pytest.raises(ConfigError, match=r"prompts_per_step is 2 in its checkpoint and 3 now"):
+        resumed(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "pipeline.max_staleness=3",
+        "trainer.steps=20",
+        "trainer.lr=1e-3",
+        "trainer.updates_per_step=3",
+        "sampler.name=round_robin",
+        "pipeline.policy=in_order",
+    ],
+)
+def test_other_changes_are_made_and_kept(tmp_path, setting):
+    a_run(tmp_path / "run", ready=3, settings=["sampler.options.seed=3"])
+    continuing.begin(resumed(tmp_path / "run", setting))
+    ((section, (key, value)),) = ((name, *part.items()) for name, part in parse_setting(setting).items())
+    kept = RunDirectory.open(tmp_path / "run")[1]
+    assert as_table(kept)[section][key] == value
+    assert resumed(tmp_path / "run").config == kept
+    assert not resumed(tmp_path / "run").changed
+
+
+def test_a_lower_staleness_is_right_where_nothing_waits(tmp_path):
+    a_run(tmp_path / "run", ready=0)
+    assert resumed(tmp_path / "run", "pipeline.max_staleness=0").config.pipeline.max_staleness == 0
+
+
+def test_differences_are_printed_and_earlier_configurations_kept(tmp_path):
+    run = tmp_path / "run"
+    a_run(run, settings=["trainer.lr=5e-4"])
+    before = (run / "config.toml").read_bytes()
+    for lr, line in [("1e-5", "trainer.lr: 0.0005 -> 1e-05"), ("2e-5", "trainer.lr: 1e-05 -> 2e-05")]:
+        assert line in changed(run, f"trainer.lr={lr}")
+    assert changed(run) == (f"continuing {run} after step 0",)
+    assert (run / "config-1.toml").read_bytes() == before
+    assert read_toml(run / "config-2.toml")["trainer"]["lr"] == 1e-5
+    assert not (run / "config-3.toml").exists()
+    assert RunDirectory.open(run)[1].trainer.lr == 2e-5
+
+
+def test_options_of_a_part_that_is_replaced_are_dropped(tmp_path):
+    a_run(tmp_path / "run", settings=["sampler.options.weights.sort=2.0"])
+    assert resumed(tmp_path / "run", "sampler.name=round_robin").config.sampler.options == {}
+    assert resumed(tmp_path / "run", "sampler.name=mix").config.sampler.options == {"weights": {"sort": 2.0}}
+
+
+def test_env_is_no_word_of_a_resume(tmp_path):
+    a_run(tmp_path / "run")
+    text = refused(tmp_path, "train", "--resume", "run", "--env", "math:copy")
+    assert text == (
+        "grpo-core: --resume continues a run with its tasks: leave out --env (--set tasks.NAME.env=... adds "
+        "a task)"
+    )
+
+
+def test_another_version_and_an_edited_file_are_noted(here):
+    file = here / "envs.py"
+    config = build([table(*SETTINGS, f"tasks.sort.env={file}:Words")])
+    a_run(
+        here / "run",
+        settings=[f"tasks.sort.env={file}:Words"],
+        run={**identity(config), "grpo_core": "0.0.9"},
+    )
+    (version, where) = resumed(here / "run").notes
+    assert "run was written by grpo-core 0.0.9, this is " in version
+    assert where.endswith("after step 0")
+    file.write_text(ENVIRONMENTS + "\n# edited\n")
+    assert f"warning: {file} has changed since the checkpoint was written" in resumed(here / "run").notes
+
+
+def test_files_of_a_checkpoint_can_be_read_by_the_same_people(tmp_path):
+    directory = a_run(tmp_path / "run")
+    modes = {path.stat().st_mode & 0o777 for path in directory.rglob("*") if path.is_file()}
+    assert modes == {(tmp_path / "run" / "config.toml").stat().st_mode & 0o777}
+
+
+def resealed(directory, change):
+    """The checkpoint after a change of its pipeline.json, with a manifest that fits."""
+    state = change(checkpoint.read_pipeline(directory))
+    (directory / "pipeline.json").write_text(json.dumps(state))
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"]["pipeline.json"] = checkpoint.fingerprint(directory / "pipeline.json")
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.fault(directory) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: [],
+        lambda state: {},
+        lambda state: {**state, "buffer": 3},
+        lambda state: {**state, "buffer": {**state["buffer"], "ready": [7]}},
+        lambda state: {**state, "buffer": {**state["buffer"], "ready": None}},
+        lambda state: {**state, "run": 5},
+        lambda state: {**state, "run": {"fixed": 5}},
+        lambda state: {**state, "run": {"files": 5}},
+    ],
+)
+def test_a_resealed_checkpoint_of_wrong_types_is_one_error(tmp_path, change):
+    resealed(a_run(tmp_path / "run", ready=1), change)
+    with pytest.raises(CheckpointError, match=r"step-000000: its contents cannot be used \("):
+        resumed(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: {**state, "sampler": 3},
+        lambda state: {**state, "buffer": {**state["buffer"], "step": "x", "retrying": [3]}},
+        lambda state: {**state, "buffer": {k: v for k, v in state["buffer"].items() if k != "skipped"}},
+    ],
+)
+def test_a_resealed_state_is_one_error(tmp_path, change):
+    directory = a_run(tmp_path / "run", ready=1)
+    resealed(directory, change)
+    loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
+    stream = PromptStream(sampler=RoundRobin(), loaders=loaders, name="mix")
+    buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
+    with pytest.raises(CheckpointError):
+        checkpoint.restore(directory, buffer, loaders, stream)
+
+
+# ---------------------------------------------------------------------------------- samplers
+
+SAMPLERS = (
+    ENVIRONMENTS
+    + """
+class NotJson:
+    def sample(self, loaders, request):
+        return loaders["words"].take(request.expected_prompts)
+    def state_dict(self):
+        return {"seen": {1, 2}}
+
+class Fails(NotJson):
+    def state_dict(self):
+        return {}["seen"]
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        ("NotJson", "its state_dict() cannot be saved as JSON: Object of type set is not JSON serializable"),
+        ("Fails", "state_dict() raised KeyError: 'seen'"),
+    ],
+)
+def test_a_sampler_whose_state_is_not_json_fails_at_once(here, sampler, message):
+    (here / "mine.py").write_text(SAMPLERS)
+    done = grpo(here, "train", "--env", "./envs.py:Words", "--sampler", f"./mine.py:{sampler}")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"grpo-core: sampler './mine.py:{sampler}'")
+    assert message in line
+    assert not (here / "runs").exists()
+
+
+class Throws(RoundRobin):
+    """Takes a prompt more than it returns."""
+
+    def sample(self, loaders, request):
+        loaders["sort"].take(1)
+        return super().sample(loaders, request)
+
+
+class Remembers(RoundRobin):
+    """Its state cannot be saved once something was drawn."""
+
+    def state_dict(self):
+        return {("sort", "1"): self.drawn} if self.drawn else {}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (Throws(), "sampler 'mine' took prompt .* of task 'sort' from a loader and did not return it"),
+        (Remembers(), r"sampler 'mine': its state_dict\(\) cannot be saved as JSON: keys must be str"),
+    ],
+)
+def test_a_sampler_that_breaks_its_contract_is_named_at_its_first_draw(sampler, message):
+    loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
+    stream = PromptStream(sampler=sampler, loaders=loaders, name="mine")
+    request = SampleRequest(generation_version=0, target_version=1, current_version=0, expected_prompts=3)
+    with pytest.raises(PluginError, match=message):
+        stream.draw(request)
+
+
+def test_a_sampler_in_place_of_another_starts_without_its_state(tmp_path):
+    directory = a_run(tmp_path / "run")
+    loaders = {"sort": TaskLoader("sort", prompts(20, "sort"), seed=0)}
+    stream = PromptStream(sampler=Curriculum(), loaders=loaders, name="curriculum")
+    buffer = Buffer(prompts_per_step=2, max_staleness=2, num_steps=9)
+    told = checkpoint.restore(directory, buffer, loaders, stream)
+    assert told == ["sampler 'curriculum' is new since the checkpoint, where 'mix' drew"]
+
+
+# ---------------------------------------------------------------------------------- a whole run, moved
+
+
+def options(*settings):
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+QUICK = options(
+    "trainer.prompts_per_step=2",
+    "trainer.updates_per_step=1",
+    "trainer.lr_schedule=constant",
+    "rollout.group_size=2",
+    "rollout.max_tokens=6",
+    "validation.prompts=2",
+    "validation.every=2",
+    "model.options.warm_start_steps=2",
+)
+EXACT = options("pipeline.policy=in_order", "pipeline.max_staleness=0", "engine.options.max_rows=1")
+"""One row at a time: the last bits of logits depend on the rows that are decoded together."""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here):
+    """Relative paths, settings and hints hold in any directory, and the weights are the same bit for bit."""
+    for name in ("b", "c"):
+        (here / name).mkdir()
+    command = ["train", "--env", "./envs.py:Digits", *QUICK, *EXACT]
+    whole = grpo(here, *command, "--set", "trainer.steps=4", "--output", "whole", timeout=250)
+    assert whole.returncode == 0, whole.stderr
+    part = grpo(here, *command, "--set", "trainer.steps=2", "--output", "part", timeout=250)
+    assert part.returncode == 0, part.stderr
+    shutil.move(here / "part", here / "b" / "moved run")
+    elsewhere, run = here / "c", here / "b" / "moved run"
+    done = grpo(elsewhere, "train", "--resume", "../b/moved run", "--set", "trainer.steps=4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["trainer.steps: 2 -> 4", "continuing ../b/moved run after step 2"]
+    weights = [
+        path / "checkpoints" / "step-000004" / "trainer" / "model.safetensors"
+        for path in (here / "whole", run)
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    for step in range(1, 5):
+        rollouts = [path / "rollouts" / f"step-{step:06d}.jsonl" for path in (here / "whole", run)]
+        assert rollouts[0].read_text() == rollouts[1].read_text()
+    first = next(row["results"]["digits"]["accuracy"] for row in events(run, "Validated"))
+    assert f"digits: validation {first:.1%} -> " in done.stdout.splitlines()[-1]
+    for command in (["verify"], ["report"], ["validate"]):
+        looked = grpo(elsewhere, *command, "../b/moved run")
+        assert looked.returncode == 0, looked.stderr
+    assert "finished all of its 4 steps" in refused(elsewhere, "train", "--resume", "../b/moved run")
+
+
+@pytest.mark.slow
+def test_the_printed_hint_works_as_printed_and_keeps_what_was_set(here):
+    process = start(
+        here, "--env", "./envs.py:Digits", *QUICK, "--set", "trainer.steps=10000", "--output", "my run"
+    )
+    wait_for(lambda: steps_done(here / "my run") >= 1, process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    said = out.splitlines()[-1]
+    hint = said.partition("(continue with: grpo-core ")[2].removesuffix(")")
+    assert hint == "train --resume 'my run'"
+    process = subprocess.Popen(
+        f"exec {GRPO} {hint} --set trainer.lr=1e-5", shell=True, cwd=here, stdout=subprocess.PIPE, text=True
+    )
+    before = steps_done(here / "my run")
+    wait_for(lambda: steps_done(here / "my run") > before, process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert "trainer.lr: 0.0005 -> 1e-05" in out
+    assert process.returncode == 130
+    hint = out.splitlines()[-1].partition("(continue with: grpo-core ")[2].removesuffix(")")
+    done = subprocess.run(
+        f"{GRPO} {hint} --set trainer.steps={steps_done(here / 'my run') + 1}",
+        shell=True, cwd=here, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [row["config"]["trainer"]["lr"] for row in events(here / "my run", "RunStarted")] == [
+        5e-4,
+        1e-5,
+        1e-5,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start_is_one_line(here, how):
+    process = start(
+        here, "--env", "./envs.py:Digits", "--set", "model.options.warm_start_steps=100000", "--output", "run"
+    )
+    wait_for(lambda: (here / "run" / "logs" / "trainer.log").exists(), process)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == ""
+    assert (
+        out.splitlines()[-1] == "interrupted at once; run: run (continue with: grpo-core train --resume run)"
+    )
+    assert [event["reason"] for event in events(here / "run", "RunEnded")] == ["interrupted"]
