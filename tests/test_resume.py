@@ -32,6 +32,7 @@ from grpo_core.records import Group, Rollout, SampleRequest
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import prompts
 from grpo_core.tokens import Tokens
+from grpo_core.validation.results import shown
 
 TASK = {"env": "math:sort"}
 
@@ -575,10 +576,10 @@ def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     for step in range(1, 5):
-        rollouts = [path / "rollouts" / f"step-{step:06d}.jsonl" for path in (here / "whole", run)]
-        assert rollouts[0].read_text() == rollouts[1].read_text()
-    first = next(row["results"]["digits"]["accuracy"] for row in events(run, "Validated"))
-    assert f"digits: validation {first:.1%} -> " in done.stdout.splitlines()[-1]
+        rollouts = [path / "rollouts" / f"step-{step:06d}.jsonl.gz" for path in (here / "whole", run)]
+        assert rollouts[0].read_bytes() == rollouts[1].read_bytes()
+    first = next(row["results"]["digits"]["reward"] for row in events(run, "Validated"))
+    assert f"digits: validation reward {shown('reward', first)} -> " in done.stdout.splitlines()[-1]
     for command in (["verify"], ["report"], ["validate"]):
         looked = grpo(elsewhere, *command, "../b/moved run")
         assert looked.returncode == 0, looked.stderr
