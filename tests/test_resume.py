@@ -290,12 +290,12 @@ def a_group(slot):
 
 
 def resumed(path, *settings):
-    """What ``train --resume`` finds, and the directory free again."""
+    """Find the run as ``train --resume`` does; its lock ends with the result."""
     return continuing.find(path, table(*settings), ())[0]
 
 
 def changed(path, *settings):
-    """What a resume with these settings says, after it has begun."""
+    """Begin to resume with these settings; return the messages to the user."""
     found = resumed(path, *settings)
     continuing.begin(found)
     return found.notes
