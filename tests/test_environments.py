@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import pickle
+import signal
 import textwrap
 
 import numpy as np
@@ -395,6 +396,18 @@ def test_what_fails_is_reported_with_its_cause(scenes):
     assert (death.kind, death.message) == ("died", "died (killed by SIGSEGV); it is started again")
     assert (single.kind, single.message) == (first.kind, first.message)
     assert batch.message == "batches of 3 fail (KeyError: 'gold'); 2 of 3 single calls succeed"
+
+
+@pytest.mark.slow
+def test_an_environment_that_dies_between_two_calls_is_reported_once(scenes):
+    async def story(process):
+        await process.evaluate(episodes("a"))
+        os.kill(process._child.pid, signal.SIGKILL)
+        await process._child.died()
+        assert await process.evaluate(episodes("a")) == [Feedback(reward=1.0)]
+
+    (death,) = heard(scenes, story)
+    assert (death.kind, death.message) == ("died", "died (killed by SIGKILL); it is started again")
 
 
 @pytest.mark.slow

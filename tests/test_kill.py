@@ -48,12 +48,13 @@ def test_a_run_says_what_it_has_survived_in_four_places(tmp_path):
         run.wait(lambda who=who, before=before: run.processes().get(who, before[who]) != before[who])
     said = run.end()
     assert run.process.returncode == 0, said
-    died = {"engine local": "died (killed by SIGKILL)"}
+    died = {
+        "engine local": "its process is started again: engine local died (killed by SIGKILL)",
+        "environment of task 'sort'": "died (killed by SIGKILL); it is started again",
+    }
+    lines = [line.partition(": ")[2] for line in said.splitlines() if line.startswith("survived, step ")]
     for component, told in died.items():
-        (line,) = [
-            line for line in said.splitlines() if line.startswith("survived") and component in line[:60]
-        ]
-        assert told in line
+        assert sum(line.startswith(f"{component}: {told}") for line in lines) == 1, said
 
     events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
     counted = Counter()

@@ -127,7 +127,9 @@ class EnvironmentProcess:
         self._slots = Slots(1)
         self._deadline = 0.0
         self._mourned: Child | None = None
-        """The last process whose death was reported."""
+        """The last process that a call found dead."""
+        self._told: Child | None = None
+        """The last process whose death was reported, or that was killed on purpose."""
         self._was_alone = False
         """It died while one call was running."""
         self._has_sessions = self._has_aclose = False
@@ -284,9 +286,15 @@ class EnvironmentProcess:
         died = error is child.death
         if died and child is not self._mourned:
             self._mourned, self._was_alone = child, self._slots.taken == slots
-            cause: Literal["deadline", "died"] = "deadline" if isinstance(error, DeadlineExceeded) else "died"
-            report(cause, self._name, f"{self._brief(error)}; it is started again")
+            self._report_death(child, error)
         return _Failure(error, died=died, alone=died and self._was_alone)
+
+    def _report_death(self, child: Child, why: Exception) -> None:
+        """Report the death of a child once, whoever notices it first."""
+        if child is not self._told:
+            self._told = child
+            cause: Literal["deadline", "died"] = "deadline" if isinstance(why, DeadlineExceeded) else "died"
+            report(cause, self._name, f"{self._brief(why)}; it is started again")
 
     def _brief(self, error: Exception) -> str:
         """Return in one line what happened to the environment."""
@@ -322,6 +330,7 @@ class EnvironmentProcess:
             # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's time
             # would run meanwhile.  Where there are sessions, that is better than to lose them.
             if self.slots == "none" and not self._has_sessions:
+                self._told = child
                 child.kill()
             raise
 
@@ -334,6 +343,9 @@ class EnvironmentProcess:
                 return self._child
             if self._closed:
                 raise ChildDied(f"the {self._name} is closed")
+            if self._child is not None:  # it died between two calls
+                why = self._child.death or ChildDied("it died while nobody waited for it")
+                self._report_death(self._child, why)
             await self._end()
             try:
                 return await RestartBudget(MAX_DEATHS).run(self._start, on=ChildDied)

@@ -346,6 +346,8 @@ class Sort(grpo.Environment):
         for episode in episodes:
             if episode.reply == "die":
                 os.kill(os.getppid(), 9)
+            if episode.reply == "exit":
+                os._exit(3)
         return [grpo.Feedback(reward=float(e.reply == e.prompt.answer), metrics={"pid": os.getpid()})
                 for e in episodes]
 
@@ -422,6 +424,28 @@ def test_an_async_judge_in_a_ray_worker_has_slots_and_its_incidents_arrive(ray, 
     (incident,) = incidents
     assert (incident.kind, incident.component) == ("call_failed", "environment sort 0")
     assert incident.message == "ConnectionError: 503"
+
+
+def test_what_an_environment_survives_in_a_worker_is_told_to_the_driver(ray, tmp_path):
+    async def story():
+        pool = ray_environments(tmp_path, 1)
+        await pool.start()
+        prompts = await pool.prompts("train")
+        incidents = []
+        with reported_to(incidents.append):
+            (feedback,) = await pool.evaluate([episode(prompts[0], "exit")])
+            (after,) = await pool.evaluate([episode(prompts[0], "0")])
+        assert feedback.reward is None
+        assert after.reward == 1.0
+        assert {one.component for one in incidents} == {"environment sort 0"}, "it has the worker's name"
+        died = [one.message for one in incidents if one.kind == "died"]
+        assert died
+        assert all(
+            re.match(r"environment sort 0 \(.+, process \d+\): .*exit status 3", each) for each in died
+        )
+        await pool.aclose()
+
+    asyncio.run(story())
 
 
 async def died_of(pool, prompts):
