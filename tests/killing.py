@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +33,9 @@ SETTINGS = {
     "rollout.group_size": 4, "validation.every": 0, "checkpoint.every": 1,
 }  # fmt: skip
 
+MARK = "GRPO_CORE_TEST_RUN"
+"""Environment variable that all processes of a run inherit; its value is the directory of the test."""
+
 Found = dict[str, int]
 """Pid by what it is: "main", "trainer", "engine", "environment"."""
 
@@ -40,17 +43,28 @@ Found = dict[str, int]
 class Run:
     """A run of sixty steps, each of forty prompts six times, with a checkpoint after each step.
 
-    A feedback takes ``feedback`` seconds.
+    Args:
+        cwd: an empty directory.
+        feedback: seconds that a feedback takes.
+        environment: source of another environment ``Words``.
+        settings: other settings.
     """
 
-    def __init__(self, cwd: Path, *, feedback: float = 0.0) -> None:
+    def __init__(
+        self,
+        cwd: Path,
+        *,
+        feedback: float = 0.0,
+        environment: str | None = None,
+        settings: Mapping[str, object] = SETTINGS,
+    ) -> None:
         self.cwd, self.directory = cwd, cwd / "run"
         self.kills = 0
         self.memory: set[Path] = set()
         """Named shared memory that was in use at the last kill."""
-        (cwd / "words.py").write_text(WORDS.format(seconds=feedback))
-        settings = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
-        self._start("--env", "./words.py:Words", *settings, "--output", "run")
+        (cwd / "words.py").write_text(environment or WORDS.format(seconds=feedback))
+        given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        self._start("--env", "./words.py:Words", *given, "--output", "run")
 
     def _start(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -60,6 +74,7 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            env={**os.environ, MARK: str(self.cwd)},
         )
 
     def resume(self) -> None:
@@ -108,6 +123,16 @@ class Run:
             except OSError:
                 continue
             found[log.removesuffix(".log").split("-")[0]] = int(child)
+        return found
+
+    def everything(self) -> list[int]:
+        """The pids of all processes that descend from this run, also of those that lost their parent."""
+        mark = f"{MARK}={self.cwd}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
         return found
 
     # ------------------------------------------------------------------------------ killing
