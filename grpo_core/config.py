@@ -292,7 +292,8 @@ class ValidationConfig(PluginChoice):
     """Pause training during validation.  If false, training goes on; the validated weights stay the same in
     either case."""
     deadline: float = field(default=3600.0, validator=gt(0))
-    """Time limit in seconds for each set of rollouts of a strategy; unfinished rollouts are unscored."""
+    """Time limit in seconds for each set of rollouts of a strategy; unfinished rollouts are unscored.  A
+    strategy that neither plays rollouts nor returns for twice as long ends the run."""
     engine: EngineConfig | None = None
     """A separate engine for validation, with its own options; training does not wait for its results."""
 

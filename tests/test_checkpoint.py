@@ -11,6 +11,7 @@ import pytest
 
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
+from grpo_core.disk import Disk
 from grpo_core.errors import CheckpointError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
@@ -134,6 +135,25 @@ def test_a_full_disk_leaves_the_checkpoints_before_untouched(tmp_path):
         write(tmp_path, 2, save=full)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert checkpoint.newest(tmp_path).directory == good
+
+
+class ForgetfulDisk(Disk):
+    """Fails to sync the directory of the checkpoints after it has synced it once, for the new name."""
+
+    def __init__(self, parent):
+        self.parent, self.synced = parent, 0
+
+    def sync(self, path):
+        self.synced += path == self.parent
+        if self.synced > 1:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        super().sync(path)
+
+
+def test_a_disk_that_fails_after_the_new_checkpoint_is_complete_ends_with_one_message(tmp_path):
+    with pytest.raises(CheckpointError, match=r"step-000001: .* Input/output error"):
+        write(tmp_path, 1, disk=ForgetfulDisk(tmp_path))
+    assert checkpoint.newest(tmp_path).step == 1
 
 
 def test_the_buffer_survives_its_files(tmp_path):

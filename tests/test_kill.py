@@ -1,14 +1,16 @@
-"""Processes of a run are killed with SIGKILL; nothing is lost, nothing doubled, nothing left behind.
+"""Processes of a run are killed, stopped or starved; nothing is lost, nothing doubled, nothing left behind.
 
-More moments, and random ones: ``python tests/benchmarks kill``.
+More of them: ``python tests/benchmarks kill`` (random moments) and ``crash`` (each process, fault and moment).
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
+from crashing import check, crash, make_model
 from killing import Run, check_accounting, left_after
 
 from grpo_core.incidents import by_kind as told_by_kind
@@ -102,3 +104,88 @@ def test_a_run_that_is_killed_again_and_again_leaves_nothing_behind_and_loses_no
     said = run.end()
     assert run.process.returncode == 0, said
     check_accounting(run.directory)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("process", "fault", "moment"),
+    [
+        ("main", "SIGSTOP", "weight sync"),
+        ("trainer", "SIGSEGV", "checkpoint"),
+        ("engine", "limit", "validation"),
+        ("environment", "SIGSTOP", "training"),
+    ],
+)
+def test_a_fault_at_some_moment_costs_a_run_nothing_that_it_has_trained(
+    tmp_path, model, process, fault, moment
+):
+    found = crash(tmp_path, model, process, fault, moment)
+    assert found.problems == []
+    _the_checker_finds_what_is_altered(tmp_path / "run")
+
+
+def _the_checker_finds_what_is_altered(run):
+    """Each of some changes of the run's files is a problem to the checker."""
+    for alter in (_twice, _older, _lost, _longer, _other_reward, _damaged):
+        copy = run.with_name("altered")
+        shutil.copytree(run, copy)
+        alter(copy)
+        assert list(check(copy)), alter.__name__
+        shutil.rmtree(copy)
+
+
+def _rewrite(path, change):
+    """Change the last event that ``change`` knows."""
+    lines = path.read_text().splitlines()
+    for i, line in reversed(list(enumerate(lines))):
+        event = json.loads(line) if line.endswith("}") else {}
+        if change(event):
+            lines[i] = json.dumps(event)
+            break
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _ready(change):
+    def changed(event):
+        if event.get("event") == "GroupsReady":
+            change(event["groups"])
+            return True
+        return False
+
+    return lambda run: _rewrite(run / "events.jsonl", changed)
+
+
+def _twice(run):
+    _ready(lambda groups: groups.__setitem__(0, groups[1]))(run)
+
+
+def _older(run):
+    _ready(lambda groups: groups[0].update(token_versions=[1, 1], generation_version=1))(run)
+
+
+def _lost(run):
+    _ready(lambda groups: groups.pop())(run)
+
+
+def _longer(run):
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines()[-2] + "\n")
+
+
+def _other_reward(run):
+    path = run / "rollouts" / "step-000007.jsonl"
+    first, *others = path.read_text().splitlines()
+    changed = json.loads(first)
+    changed["reward"] = 1.0 - changed["reward"]
+    path.write_text("\n".join([json.dumps(changed), *others]) + "\n")
+
+
+def _damaged(run):
+    path = run / "checkpoints" / "step-000030" / "optimizer" / "state.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from attrs import evolve
-from simulation.faults import NONE, Faults
+from attrs import asdict, evolve
+from simulation.faults import DEATHS, ENDS, NONE, SURVIVED, UNSEEN, Faults
 from simulation.runs import simulate
 
 CASES = [(policy, staleness) for policy in ("deadline", "in_order") for staleness in range(5)]
@@ -44,32 +44,71 @@ def test_without_faults_nothing_is_repeated(policy, max_staleness):
     assert not any("'attempt': 1" in line for line in outcome.story)
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [
-        ("engine_garbage", "PluginError"),
-        ("environment_garbage", "PluginError"),
-        ("sync_unanswered", "WeightSyncError"),
-        ("tensor_corrupted", "WeightSyncError"),
-        ("tensor_dropped", "WeightSyncError"),
-        ("trainer_error", "TrainerError"),
-        ("disk_full", "CheckpointError"),
-    ],
-)
+ENGINE_FAULTS = [
+    "engine_garbage", "sync_unanswered", "tensor_corrupted", "tensor_dropped", "old_weights",
+    "canary_unanswered",
+]  # fmt: skip
+"""The faults of one engine that end a run without a pool."""
+
+
+def failures(outcome):
+    return [life.split(": ")[1] for life in outcome.lives if life.startswith("failed")]
+
+
+def test_the_model_says_of_each_fault_what_becomes_of_it():
+    assert sorted([*SURVIVED, *ENDS, *UNSEEN, *DEATHS]) == sorted(asdict(NONE))
+
+
+@pytest.mark.parametrize(("fault", "error"), ENDS.items())
 def test_a_fatal_fault_ends_a_run_with_its_name_and_the_next_life_continues(fault, error):
-    outcome = holds(1, "deadline", 2, faults=evolve(NONE, **{fault: 0.5}))
-    first, *_, last = outcome.lives
-    assert first.startswith(f"failed: {error}")
-    assert last == "finished"
+    faults = evolve(NONE, **{fault: 0.5})
+    outcomes = [holds(seed, "deadline", 2, faults=faults, members=0) for seed in (1, 2, 3)]
+    found = [failure for outcome in outcomes for failure in failures(outcome)]
+    assert found
+    assert set(found) == {error}
+    assert {outcome.lives[-1] for outcome in outcomes} == {"finished"}
+
+
+@pytest.mark.parametrize("fault", ENGINE_FAULTS)
+def test_in_a_pool_a_fault_of_one_engine_is_survived_or_ends_the_run_with_its_name(fault):
+    faults = evolve(NONE, **{fault: 0.05})
+    outcomes = [holds(seed, "deadline", 2, faults=faults, members=3) for seed in range(4)]
+    found = {failure for outcome in outcomes for failure in failures(outcome)}
+    assert found <= {ENDS[fault]}
+    assert {outcome.lives[-1] for outcome in outcomes} == {"finished"}
 
 
 @pytest.mark.parametrize(
-    "fault",
-    ["straggle", "silent", "engine_error", "engine_death", "slow_feedback", "unscored", "nan_reward"],
+    ("fault", "members"),
+    [(fault, members) for fault in SURVIVED for members in (0, 3) if members or fault != "node_loss"],
 )
-def test_survivable_faults_are_survived_in_one_life(fault):
-    outcome = holds(2, "deadline", 1, faults=evolve(NONE, **{fault: 0.1}))
+def test_survivable_faults_are_survived_in_one_life(fault, members):
+    faults = evolve(NONE, **{fault: 0.02 if fault in ("engine_death", "node_loss") else 0.1})
+    outcome = holds(2, "deadline", 1, faults=faults, members=members)
     assert outcome.lives == ("finished",)
+
+
+def test_engines_that_are_lost_with_their_machine_are_replaced_and_reported():
+    outcome = holds(1, "deadline", 2, faults=evolve(NONE, node_loss=0.02), members=3)
+    assert any("engines are lost" in line for line in outcome.story)
+    assert any("is replaced: engine simulated: its machine is lost" in line for line in outcome.story)
+
+
+@pytest.mark.parametrize("fault", UNSEEN)
+def test_answers_that_are_doubled_or_change_places_are_known_to_the_model(fault):
+    outcomes = [
+        simulate(seed, policy="deadline", max_staleness=1, faults=evolve(NONE, **{fault: 0.2}), members=0)
+        for seed in range(2, 6)
+    ]
+    broken = [str(violation) for outcome in outcomes for violation in outcome.violations]
+    assert any("is the answer to another request" in law or "counts twice" in law for law in broken)
+
+
+def test_a_second_signal_ends_a_run_at_once_and_the_next_life_continues():
+    faults = evolve(NONE, stop=1.0, second_stop=1.0)
+    lives = [life for seed in range(4) for life in holds(seed, "deadline", 1, faults=faults).lives]
+    assert "stopped at once" in lives
+    assert lives.count("finished") == 4
 
 
 def test_prompts_that_never_get_a_reward_are_skipped():
@@ -85,18 +124,6 @@ def test_a_checkpoint_that_has_rotted_is_passed_over_and_the_one_before_it_is_ta
     rotted = [line for outcome in outcomes for line in outcome.story if "(its sha256 differs)" in line]
     assert rotted
     assert all("passed over" in line for line in rotted)
-
-
-@pytest.mark.parametrize(
-    ("seed", "policy", "max_staleness"),
-    [
-        pytest.param(30011, "in_order", 0, id="the only checkpoint that holds does not rot"),
-        pytest.param(43960, "deadline", 0, id="a power cut brings no checkpoint back that was removed"),
-        pytest.param(44655, "in_order", 2, id="a broken contract that nobody waits for is heard of"),
-    ],
-)
-def test_a_seed_that_once_broke_a_law(seed, policy, max_staleness):
-    holds(seed, policy, max_staleness)
 
 
 @pytest.mark.slow

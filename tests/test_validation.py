@@ -10,7 +10,7 @@ import pytest
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import BatchedEnvironment
-from grpo_core.errors import EngineError, PluginError, WeightSyncError
+from grpo_core.errors import DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Feedback, Prompt, Weights
@@ -66,6 +66,31 @@ def validated(strategy, environment, *, n=10, engine=None, version=0, max_batch=
             assert not {task for task in left if task.get_name() != "batched call"}
 
     return run(story())
+
+
+class Stuck:
+    """Measures twice, and then waits for something that never comes."""
+
+    async def validate(self, context):
+        for _ in range(2):
+            await context.rollout(context.prompts["task"])
+        await asyncio.get_running_loop().create_future()
+
+
+def test_a_strategy_that_never_returns_ends_the_run_with_its_name():
+    with pytest.raises(DeadlineExceeded, match=r"'tested'.* for 120 s, twice validation.deadline"):
+        validated(Stuck(), FakeEnvironment(right), deadline=60.0)
+
+
+def test_a_strategy_may_take_any_number_of_sets_of_rollouts_that_each_keep_the_deadline():
+    class Patient:
+        async def validate(self, context):
+            for _ in range(5):
+                await context.rollout(context.prompts["task"])
+            return {"task": {"accuracy": 1.0}}
+
+    slow = FakeEngine(reply=echo, latency=lambda rng: 50.0)
+    assert validated(Patient(), FakeEnvironment(right), engine=slow, deadline=60.0)["task"]["accuracy"] == 1.0
 
 
 # ---------------------------------------------------------------------------------- calls of the environment

@@ -81,7 +81,12 @@ async def begin(
             await disk.run(lambda: put(disk, partial, final))
         except OSError as error:
             raise _failed(error, disk, partial) from error
-        await disk.run(lambda: _tidy(disk, parent, step, keep))
+        try:
+            await disk.run(lambda: _tidy(disk, parent, step, keep))
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {final}: it is complete, but older ones cannot be removed: {error}"
+            ) from error
         return final
 
     try:

@@ -6,15 +6,16 @@ The strategies go through the same ``play`` and the same environment batching as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Literal
 
 from attrs import define, evolve, field
 
 from grpo_core.aio import raising_root_cause
-from grpo_core.errors import PluginError, WeightSyncError
+from grpo_core.errors import DeadlineExceeded, PluginError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer, ValidationStrategy
@@ -63,6 +64,8 @@ class Context:
     """All rollouts so far, each with its prompt."""
     _asked: Counter[tuple[str, str]] = field(init=False, factory=Counter)
     """Number of rollouts of each prompt so far."""
+    _timeout: asyncio.Timeout | None = field(init=False, default=None)
+    """Ends a strategy that neither plays rollouts nor returns."""
 
     async def rollout(
         self,
@@ -92,6 +95,7 @@ class Context:
             self.sampling, temperature=temperature, max_tokens=max_tokens or self.sampling.max_tokens
         )
         batched = mode == "batched"
+        self._extend()
         parts = [requests] if batched else self._apart(requests)
         async with asyncio.TaskGroup() as group:
             playing = [
@@ -100,10 +104,30 @@ class Context:
         rollouts = [rollout for part in playing for rollout in part.result()]
         found = {id(request): rollout for request, rollout in zip(requests, rollouts, strict=True)}
         self._check_versions(rollouts)
+        self._extend()
         own = [request for each in measured for request in each]
         for request in own:
             self._observe(request, found[id(request)])
         return [found[id(request)] for request in own]
+
+    @contextlib.asynccontextmanager
+    async def limited(self) -> AsyncIterator[None]:
+        """Raises TimeoutError in its block when the strategy has not played rollouts for ``patience`` s."""
+        async with asyncio.timeout(self.patience) as self._timeout:
+            yield
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds from the beginning or end of a set of rollouts to the next, or to the strategy's end."""
+        return None if self.deadline is None else 2 * self.deadline
+
+    @property
+    def expired(self) -> bool:
+        return self._timeout is not None and self._timeout.expired()
+
+    def _extend(self) -> None:
+        if self._timeout is not None and self.patience is not None and not self.expired:
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self.patience)
 
     def _requests(self, prompt: Prompt, n: int) -> list[RolloutRequest]:
         task, before = prompt.environment, self._asked[prompt.environment, prompt.id]
@@ -233,10 +257,20 @@ async def run_strategy(
     """Run a strategy and check what it returns; ``errors`` of each task are counted for it.
 
     Raises PluginError that names the strategy, the task and the metric, or says that no rollout of a task
-    received feedback: there is nothing to report then, least of all an accuracy of 0.
+    received feedback: there is nothing to report then, least of all an accuracy of 0.  Raises
+    DeadlineExceeded if the strategy neither plays rollouts nor returns.
     """
-    with raising_root_cause():
-        results = await strategy.validate(context)
+    try:
+        with raising_root_cause():
+            async with context.limited():
+                results = await strategy.validate(context)
+    except TimeoutError:
+        if not context.expired:
+            raise
+        raise DeadlineExceeded(
+            f"validation strategy {name!r}: validate() neither returned nor played rollouts for "
+            f"{context.patience:g} s, twice validation.deadline; look for what it waits for"
+        ) from None
     _check(name, results, context.prompts)
     for task, tally in context.tallies.items():
         if tally.errors == tally.rollouts:

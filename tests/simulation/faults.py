@@ -1,4 +1,4 @@
-"""The faults of a simulated run, how often they occur, and the dice that decide it."""
+"""The faults of a simulated run, how often they occur, what becomes of each, and the dice that decide it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,54 @@ class Faults:
     engine_error: float = 0.02
     engine_death: float = 0.01
     """All running calls are lost; the next ones wait for another process."""
-    engine_garbage: float = 0.0005
+    engine_garbage: float = 0.0001
     """Wrong count, wrong lengths, or a logprob that is no number.  Ends the run."""
+    node_loss: float = 0.002
+    """All engines of a pool that run on one machine are gone; others are started in their places."""
+    doubled: float = 0.0
+    """One answer of a call is given to two of its requests.  No part of a run can know it."""
+    reordered: float = 0.0
+    """The answers of a call, or of two calls, change places.  No part of a run can know it."""
+
+    # each life
+    wrong_temperature: float = 0.02
+    """The engine samples at another temperature than it is asked for.  Ends the run."""
 
     # each environment call, and each episode in it
     slow_feedback: float = 0.05
+    environment_death: float = 0.01
+    """All sessions of the environment are lost."""
     unscored: float = 0.02
     nan_reward: float = 0.01
     poisoned: float = 0.02
     """The prompt never gets a reward."""
-    environment_garbage: float = 0.0005
+    environment_garbage: float = 0.0002
     """Wrong number of feedback.  Ends the run."""
 
     # each weight sync, step and checkpoint; all end the run
-    sync_unanswered: float = 0.005
-    tensor_corrupted: float = 0.005
-    tensor_dropped: float = 0.005
-    trainer_error: float = 0.005
+    sync_unanswered: float = 0.003
+    tensor_corrupted: float = 0.003
+    tensor_dropped: float = 0.003
+    old_weights: float = 0.003
+    """The engine reports the new version, and samples from the weights that it held before."""
+    canary_unanswered: float = 0.001
+    trainer_error: float = 0.003
+    trainer_hang: float = 0.002
+    publish_error: float = 0.002
+    nan_weights: float = 0.002
+    """From this step on the trainer's weights are no numbers."""
+    nan_metrics: float = 0.002
     disk_full: float = 0.04
+    sync_error: float = 0.0005
+    """Each fsync: the disk reports an error."""
+
+    # each operation of the disk
+    slow_disk: float = 0.02
+    """Takes a minute."""
+
+    # each validation; both end the run
+    validation_error: float = 0.01
+    validation_hang: float = 0.005
 
     # each life
     kill: float = 0.5
@@ -49,9 +79,47 @@ class Faults:
     """After a death: a byte of the newest of several checkpoints has changed."""
     stop: float = 0.15
     """SIGTERM at any time."""
+    second_stop: float = 0.3
+    """Another SIGTERM soon after the first."""
 
 
 NONE = evolve(Faults(), **dict.fromkeys(asdict(Faults()), 0.0))
+
+SURVIVED = (
+    "straggle", "silent", "engine_error", "engine_death", "node_loss",
+    "slow_feedback", "environment_death", "unscored", "nan_reward", "poisoned", "slow_disk",
+)  # fmt: skip
+"""A life goes on and finishes in spite of them."""
+
+ENDS = {
+    "engine_garbage": "PluginError",
+    "environment_garbage": "PluginError",
+    "wrong_temperature": "TrainerError",
+    "sync_unanswered": "WeightSyncError",
+    "tensor_corrupted": "WeightSyncError",
+    "tensor_dropped": "WeightSyncError",
+    "old_weights": "WeightSyncError",
+    "canary_unanswered": "WeightSyncError",
+    "trainer_error": "TrainerError",
+    "trainer_hang": "DeadlineExceeded",
+    "publish_error": "WeightSyncError",
+    "nan_weights": "PluginError",
+    "nan_metrics": "TrainerError",
+    "disk_full": "CheckpointError",
+    "sync_error": "CheckpointError",
+    "validation_error": "PluginError",
+    "validation_hang": "DeadlineExceeded",
+}
+"""A life ends with an error of this class, and the next one continues.
+
+In a pool the faults of one engine may be survived: another one serves in its place.
+"""
+
+UNSEEN = ("doubled", "reordered")
+"""No part of a run can know them; ``simulation.world.Truth`` does."""
+
+DEATHS = ("kill", "kill_in_checkpoint", "power_cut", "rot", "stop", "second_stop")
+"""The life ends, or what it left is damaged."""
 
 
 class Dice:
@@ -62,6 +130,8 @@ class Dice:
         self.faults = faults
         self.fatal: list[str] = []
         """Faults so far that a run does not survive."""
+        self.doubtful: list[str] = []
+        """Faults so far that a run may survive or not."""
 
     def happens(self, fault: str, *, fatal: bool = False) -> bool:
         """Draws always, so that a probability of 0 changes nothing else."""

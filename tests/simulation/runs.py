@@ -3,11 +3,12 @@
     python -m simulation.runs --seed 123 --policy deadline --max-staleness 2
     python -m simulation.runs --seeds 1000 --quiet
 
-Pipeline, buffer, rollouts, sampler, loaders, batchers and checkpoints are the real ones; the engine, the
-environments, the trainer and the disk are of ``simulation.world``.  A simulation is the whole story of
-a run: it is started, dies or fails of what the dice decide, is resumed from its newest checkpoint, and in the
-end a life without faults has to finish.  The laws of ``grpo_core.loop.laws`` are checked at every step of the
-event loop.  The same arguments give the same story, in every process.
+Pipeline, buffer, rollouts, samplers, loaders, batchers, the pool of engines, the canary, the health limits,
+validation and checkpoints are the real ones; engines, environments, the trainer, the validation strategy and
+the disk are of ``simulation.world``.  A simulation is the whole story of a run: it is started, dies or fails
+of what the dice decide, is resumed from its newest checkpoint, and in the end a life without faults has to
+finish.  The laws of ``grpo_core.loop.laws`` are checked at every step of the event loop.  The same arguments
+give the same story, in every process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +29,10 @@ from typing import Any, Literal
 from attrs import asdict, define, field, frozen
 
 from grpo_core.config import EnvironmentConfig
+from grpo_core.data.curriculum import Curriculum
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
-from grpo_core.data.samplers import Mix, PromptStream
+from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
+from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import GrpoError
 from grpo_core.events import Event, GroupsReady, RunEnded, RunStarted, Saving, Synced
@@ -38,29 +41,41 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.health import Limits
 from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Pipeline, Schedule, Written
-from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.protocols import EnvironmentClient
+from grpo_core.loop.rollout import LostBudget, SamplingParams
+from grpo_core.protocols import EnvironmentClient, ValidationStrategy
 from grpo_core.records import Group, Prompt
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeRenderer
+from grpo_core.validation.runner import Context, Results, run_strategy
 from simulation.faults import NONE, Dice, Faults
 from simulation.world import (
+    DIFFERENCE,
+    ENGINE_DEADLINE,
+    HELD_OUT,
+    RESTART,
+    TEMPERATURE,
     Memory,
     SimulatedDisk,
     SimulatedEngine,
     SimulatedEnvironment,
     SimulatedTrainer,
+    SimulatedValidation,
     Truth,
 )
 
 Policy = Literal["deadline", "in_order"]
 
 LIVES = 4
-TASKS = {"short": 1, "long": 2}
+TASKS = {"short": 1, "long": 2, "ranked": 2}
 """Turns of each task's environment."""
+WEIGHTS = {"short": 4.0}
+COMPARED = {task: task == "ranked" for task in TASKS}
+"""Whether its environment compares the rollouts of a group."""
+MAX_RETRIES = 3
 HORIZON = 1e6
 
 
@@ -70,7 +85,7 @@ class Outcome:
 
     seed: int
     lives: tuple[str, ...]
-    """How each life ended: "finished", "interrupted", "killed", or the error that it failed with."""
+    """How each life ended: "finished", "interrupted", "stopped at once", "killed", or its error."""
     violations: tuple[str, ...]
     trace: str
     """Hash of everything that happened, with its virtual time."""
@@ -147,6 +162,8 @@ class Simulation:
     root: Path
     most_lives: int = LIVES
     """The last of them has no faults."""
+    members: int | None = None
+    """Number of engines in a pool, 0 for an engine without one; None: as the seed decides."""
     laws: Laws = field(factory=Laws)
     truth: Truth = field(factory=Truth)
     story: list[str] = field(factory=list)
@@ -158,8 +175,19 @@ class Simulation:
     _dynamic: bool = field(init=False)
     _dice: Dice = field(init=False)
     _disk: SimulatedDisk | None = None
-    _engine: SimulatedEngine = field(init=False)
+    _memory: Memory = field(init=False)
+    _engines: list[SimulatedEngine] = field(init=False)
+    """All engines of this life."""
+    _pool: EnginePool | None = None
+    _environments: dict[str, SimulatedEnvironment] = field(init=False)
     _options: dict[str, Any] = field(init=False)
+    _members: int = field(init=False)
+    """Number of engines in a pool; 0 is one engine without a pool."""
+    _remembers: bool = field(init=False)
+    """Whether the sampler learns from rewards."""
+    _mode: str = field(init=False)
+    _warmth: float = 1.0
+    """Multiplies the temperature at which engines sample in this life."""
     _prompts: dict[str, list[Prompt]] = field(init=False)
     _poisoned: set[str] = field(init=False)
 
@@ -171,6 +199,10 @@ class Simulation:
             "in_flight_updates": rng.random() < 0.8,
         }
         self._dynamic = rng.random() < 0.3
+        members = rng.choice([0, 0, 0, 2, 3])
+        self._members = members if self.members is None else self.members
+        self._remembers = rng.random() < 0.3
+        self._mode = rng.choice(["batched", "pipelined"])
         self._prompts = {
             task: _Prompts(
                 Prompt(messages=f"{task} {i}", id=str(i), environment=task)
@@ -215,6 +247,7 @@ class Simulation:
         for reason in found.passed_over if found else ():
             self._tell(f"passed over {reason}")
         self.truth.resumed(step)
+        self._draw_temperature()
         drawn, dispatched = sampler.drawn, pipeline.buffer.statistics().dispatched
         if drawn != dispatched:
             self._broken(f"the sampler goes on after {drawn} prompts, the buffer after {dispatched}")
@@ -230,6 +263,7 @@ class Simulation:
         dice = self._dice.random
         kill_at = dice.randrange(1500) if self._dice.happens("kill") else -1
         stop_at = dice.uniform(0, 40) if self._dice.happens("stop") else None
+        again_at = dice.uniform(0, 5) if self._dice.happens("second_stop") else None
         loop_steps, buffer = 0, pipeline.buffer
         assert isinstance(buffer, _Watched)
 
@@ -247,7 +281,7 @@ class Simulation:
             if self._violated():
                 raise Broken
 
-        ended = self._until_its_end(self._story(pipeline, stop_at), f"{self.seed}/{number}", watch)
+        ended = self._until_its_end(self._story(pipeline, stop_at, again_at), f"{self.seed}/{number}", watch)
         if not self._dead:
             self._settle(pipeline, ended)
         return ended
@@ -263,43 +297,88 @@ class Simulation:
             return "killed"
         except Broken:
             return "broken"
+        except asyncio.CancelledError:
+            return "stopped at once"
         except clock.Deadlock as deadlock:
             self._broken(f"deadlock: {deadlock}")
             return "deadlock"
         except GrpoError as error:
-            if not self._dice.fatal:
+            given_up = self._pool is not None and self._pool.statistics().given_up
+            if not (self._dice.fatal or self._dice.doubtful or given_up):
                 self._broken(f"failed without reason: {type(error).__name__}: {error}")
             return f"failed: {type(error).__name__}: {error}".split("\n")[0]
         except Exception as error:
             self._broken(f"an error that is none of ours: {type(error).__name__}: {error}")
             return f"failed: {type(error).__name__}"
 
-    async def _story(self, pipeline: Pipeline, stop_at: float | None) -> str:
+    async def _story(self, pipeline: Pipeline, stop_at: float | None, again_at: float | None) -> str:
         loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
+        assert main is not None
+        stops: list[asyncio.Task[None]] = []
         if stop_at is not None:
             loop.call_later(stop_at, lambda: stops.append(loop.create_task(pipeline.stop())))
-        stops: list[asyncio.Task[None]] = []
-        try:
-            return await pipeline.run()
-        finally:
-            self.seconds += loop.time()
-            for environment in pipeline.environments.values():
-                with contextlib.suppress(RuntimeError):
-                    await environment.aclose()  # type: ignore[attr-defined]
+            if again_at is not None:
+                loop.call_later(stop_at + again_at, main.cancel)
+        with reported_to(lambda incident: self._tell(f"survived: {incident.component}: {incident.message}")):
+            self._start_engines(pipeline)
+            try:
+                return await pipeline.run()
+            finally:
+                self.seconds += loop.time()
+                await self._close(pipeline)
+
+    async def _close(self, pipeline: Pipeline) -> None:
+        left = sum(engine.running(canaries=self._pool is None) for engine in self._engines)
+        await pipeline.engine.aclose()
+        left += sum(engine.running(canaries=True) for engine in self._engines)
+        if left and not self._dead:
+            self._broken(f"the pipeline has ended, and {left} calls of engines go on")
+        for environment in pipeline.environments.values():
+            with contextlib.suppress(RuntimeError):
+                await environment.aclose()  # type: ignore[attr-defined]
+
+    def _start_engines(self, pipeline: Pipeline) -> None:
+        """Make the engine, or the pool, whose supervisors need a running loop."""
+        nodes: list[list[SimulatedEngine]] = [[], []]
+
+        def make(number: int) -> SimulatedEngine:
+            again = len(self._engines) >= self._members
+            engine = SimulatedEngine(
+                self._dice,
+                self._memory,
+                self.truth,
+                self._tell,
+                node=nodes[number % 2] if self._members else None,
+                warmth=self._warmth,
+                starts=RESTART if again and self._members else 0.0,
+            )
+            self._engines.append(engine)
+            return engine
+
+        self._pool = None
+        if not self._members:
+            pipeline.engine = make(0)
+            return
+        self._pool = pipeline.engine = EnginePool(
+            make, self._members, deadline=ENGINE_DEADLINE, hold=self._memory.hold
+        )
 
     def _settle(self, pipeline: Pipeline, ended: str) -> None:
         """A life that ended by itself leaves everything in order."""
-        reason = ended if ended in ("finished", "interrupted") else "failed"
+        names = {"finished": "finished", "interrupted": "interrupted", "stopped at once": "interrupted"}
+        reason = names.get(ended, "failed")
         self._emit(RunEnded(step=pipeline.buffer.step, reason=reason))
-        if reason == "failed":
+        for task, environment in self._environments.items():
+            if environment.sessions:
+                self._broken(f"{ended}, and {len(environment.sessions)} sessions of {task} are open")
+        if ended not in ("finished", "interrupted"):
             return
         if self._dice.fatal:
             self._broken(f"went on after {self._dice.fatal}")
         found = checkpoint.newest(self._checkpoints)
         if found is None or found.step != pipeline.buffer.step:
             self._broken(f"{ended} at step {pipeline.buffer.step}, but the newest checkpoint is {found}")
-        if pipeline.engine.running:  # type: ignore[attr-defined]
-            self._broken(f"{ended}, and the engine still generates")
 
     @property
     def _checkpoints(self) -> Path:
@@ -328,22 +407,21 @@ class Simulation:
 
     # ------------------------------------------------------------------------------ the parts
 
-    def _assemble(self) -> tuple[Pipeline, Mix, checkpoint.Found | None]:
+    def _assemble(self) -> tuple[Pipeline, WeightedTaskSampler, checkpoint.Found | None]:
         found = checkpoint.newest(self._checkpoints)
-        memory = Memory()
+        self._memory, self._engines = Memory(), []
         self._disk = disk = SimulatedDisk(self.root, self._disk, self._dice, self._tell, self._die)
         resume_from = found.directory if found else None
-        trainer = SimulatedTrainer(self._dice, memory, self.truth, disk, resume_from)
-        engine = SimulatedEngine(self._dice, memory, self.truth, self._tell)
-        self._engine = engine
+        trainer = SimulatedTrainer(self._dice, self._memory, self.truth, disk, resume_from)
         loaders = {task: Loader(task, self._prompts[task], seed=self.seed) for task in TASKS}
-        sampler = Mix({"short": 2.0}, seed=self.seed)
-        stream = PromptStream(sampler=sampler, loaders=loaders, name="mix")
+        sampler = self._sampler()
+        stream = PromptStream(sampler=sampler, loaders=loaders, name=sampler.name)
         buffer = _Watched(
             prompts_per_step=self.prompts_per_step,
             max_staleness=self.max_staleness,
             num_steps=self.steps,
             policy=self.policy,
+            max_retries=MAX_RETRIES,
         )
         if found is not None:
             checkpoint.restore(found.directory, buffer, loaders, stream)
@@ -359,67 +437,94 @@ class Simulation:
                 disk=disk,
             )
 
-        sampling = SamplingParams(temperature=1.0, max_tokens=8)
-        environments = self._environments()
+        outstanding = (self.max_staleness + 1) * self.prompts_per_step * self.group_size
+        lost = LostBudget(outstanding * (MAX_RETRIES + 1))
+        renderer = FakeRenderer()
         pipeline = Pipeline(
             buffer=buffer,
             draw=stream.draw,
             observe=stream.observe,
-            engine=engine,
+            observe_rollout=lambda task, rollout: lost.observe(rollout),
+            engine=_NO_ENGINE,
             trainer=trainer,
-            environments=environments,
-            renderer=FakeRenderer(),
-            sampling=sampling,
+            environments=self._batched_environments(),
+            renderer=renderer,
+            sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=8),
             group_size=self.group_size,
             advantages=group_advantages,
             dynamic=DynamicSampling(max_extra_groups=1000) if self._dynamic else None,
             seed=self.seed,
-            schedule=Schedule(rollout_deadline=90.0, stall=3600.0, **self._options),
+            schedule=Schedule(
+                rollout_deadline=90.0, stall=3600.0, sync_deadline=2 * ENGINE_DEADLINE, **self._options
+            ),
             emit=self._emit,
-            validate=lambda version: self._validate(version, engine, environments, sampling),
+            validate=lambda version: self._validate(version, pipeline),
             save=save,
+            canary=[renderer.prompt_ids(prompts[0].messages) for prompts in self._prompts.values()][:2],
+            limits=self._limits,
         )
         return pipeline, sampler, found
 
-    def _environments(self) -> dict[str, EnvironmentClient]:
+    @property
+    def _limits(self) -> dict[str, Limits]:
+        """None in the last life: groups of an engine at a wrong temperature may be left in a checkpoint."""
+        last = self._dice.faults == NONE and self.faults != NONE
+        return {} if last else {"logprob_diff_mean": Limits(soft=0.1, hard=DIFFERENCE)}
+
+    def _draw_temperature(self) -> None:
+        self._warmth = 2.0 if self._dice.happens("wrong_temperature") else 1.0
+
+    def _sampler(self) -> WeightedTaskSampler:
+        if self._remembers:
+            return Curriculum(window=6, known_after=2, success=0.5, weights=WEIGHTS, seed=self.seed)
+        return Mix(WEIGHTS, seed=self.seed)
+
+    def _batched_environments(self) -> dict[str, EnvironmentClient]:
         config = EnvironmentConfig(max_batch=16, max_wait=0.01)
-        return {
-            task: BatchedEnvironment(
-                SimulatedEnvironment(task, self._dice, self._tell, max_turns=turns, poisoned=self._poisoned),
-                config,
+        self._environments = {
+            task: SimulatedEnvironment(
+                task,
+                self._dice,
+                self.truth,
+                self._tell,
+                max_turns=turns,
+                needs_group=COMPARED[task],
+                poisoned=self._poisoned,
+                group_size=self.group_size,
             )
             for task, turns in TASKS.items()
         }
+        return {task: BatchedEnvironment(each, config) for task, each in self._environments.items()}
 
-    async def _validate(
-        self,
-        version: int,
-        engine: SimulatedEngine,
-        environments: Mapping[str, EnvironmentClient],
-        sampling: SamplingParams,
-    ) -> Mapping[str, Mapping[str, float]]:
-        """All tokens of a validation are of one version."""
-        requests = [
-            RolloutRequest(prompt=prompt, seed=i) for i, prompt in enumerate(self._prompts["short"][:3])
-        ]
-        rollouts = await play(
-            requests,
-            engine=engine,
-            environments=environments,
-            renderer=FakeRenderer(),
-            sampling=sampling,
-            deadline=90.0,
+    async def _validate(self, version: int, pipeline: Pipeline) -> Results:
+        """Measure a version with held-out prompts, through the real runner."""
+        context = Context(
+            version=version,
+            prompts={
+                task: [
+                    Prompt(messages=f"{task} held out", id=f"{HELD_OUT} {i}", environment=task)
+                    for i in range(2 if task == "short" else 1)
+                ]
+                for task in TASKS
+            },
+            engine=pipeline.engine,
+            environments=pipeline.environments,
+            renderer=pipeline.renderer,
+            sampling=pipeline.sampling,
+            deadline=300.0,
+            retries=MAX_RETRIES,
+            seed=self.seed,
         )
-        met = {v for rollout in rollouts for v in rollout.tokens.versions.tolist()}
-        if met - {version}:
-            self._broken(f"validation of version {version} met {met}")
-        return {"short": {"accuracy": 0.0}}
+        return await run_strategy("simulated", self._strategy(), context)
+
+    def _strategy(self) -> ValidationStrategy:
+        return SimulatedValidation(self._dice, self.truth, self._tell, self._mode)
 
     def _config(self) -> dict[str, Any]:
         return {
             "trainer": {"prompts_per_step": self.prompts_per_step, "steps": self.steps},
             "pipeline": {"max_staleness": self.max_staleness, "policy": self.policy},
-            "rollout": {"max_retries": 3, "group_size": self.group_size},
+            "rollout": {"max_retries": MAX_RETRIES, "group_size": self.group_size},
             "sampler": {"name": "mix"},
             "validation": {"every": self._options["validate_every"]},
             "checkpoint": {"every": self._options["save_every"]},
@@ -436,11 +541,20 @@ class Simulation:
         self.laws.observe(record)
         match event:
             case GroupsReady():
-                self.truth.groups(event.step, event.groups)
+                self.truth.groups(event.step, event.groups, COMPARED)
             case Saving():
                 self.truth.saving(event.step)
-            case Synced() if self._engine.version != event.step:
-                self._broken(f"version {event.step} is synced, the engine holds {self._engine.version}")
+            case Synced():
+                self._check_synced(event.step)
+
+    def _check_synced(self, version: int) -> None:
+        """Every engine that gets requests holds this version."""
+        if self._pool is None:
+            held = [engine.version for engine in self._engines]
+        else:
+            held = [getattr(member.engine, "version", None) for member in self._pool._serving()]
+        if not all(each == version for each in held):
+            self._broken(f"version {version} is synced, engines hold {held}")
 
     def _tell(self, line: str) -> None:
         try:
@@ -457,6 +571,10 @@ class Simulation:
         self.truth.violations.append(Violation("story", 0, what))
 
 
+_NO_ENGINE: Any = None
+"""Stands for the engine until the loop runs."""
+
+
 def simulate(
     seed: int,
     *,
@@ -467,16 +585,27 @@ def simulate(
     prompts_per_step: int = 8,
     group_size: int = 4,
     lives: int = LIVES,
+    members: int | None = None,
 ) -> Outcome:
     """Simulate a run of ``steps * prompts_per_step`` prompts, in groups of ``group_size``, to its end.
 
-    It has so many ``lives`` at most, the last of them without faults.
+    It has so many ``lives`` at most, the last of them without faults, and ``members`` engines in a pool: 0 is
+    one engine without a pool, None lets the seed decide.
     """
     memory = Path("/dev/shm")
     scratch = tempfile.mkdtemp(prefix="grpo-core-", dir=memory if memory.is_dir() else None)
     try:
         return Simulation(
-            seed, policy, max_staleness, faults, steps, prompts_per_step, group_size, Path(scratch), lives
+            seed,
+            policy,
+            max_staleness,
+            faults,
+            steps,
+            prompts_per_step,
+            group_size,
+            Path(scratch),
+            lives,
+            members,
         ).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

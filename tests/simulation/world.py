@@ -1,42 +1,58 @@
 """The simulated world around the real pipeline: an engine, environments, a trainer and a disk that fail.
 
 Tokens are code points.  What an engine says depends on the request's seed alone and is said once: so a
-rollout that is trained twice, altered, or never sampled is seen by ``Truth``.
+rollout that is trained twice, altered, never sampled, or sampled for another request is seen by ``Truth``.
+The canary depends on the weights, so that an engine with other weights is seen by the real canary check.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import math
 import zlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from attrs import evolve
+
 from grpo_core.environments.feedback import as_feedback
-from grpo_core.errors import EngineError, TrainerError, WeightSyncError
+from grpo_core.errors import (
+    ChildDied,
+    DeadlineExceeded,
+    EngineError,
+    PluginError,
+    TrainerError,
+    WeightSyncError,
+)
 from grpo_core.loop.advantages import normalize
 from grpo_core.loop.laws import Violation
-from grpo_core.protocols import Trainer
+from grpo_core.protocols import Trainer, ValidationContext
 from grpo_core.records import (
     Batch,
+    Canary,
     Completion,
     Episode,
     Feedback,
     GenerationRequest,
     Group,
     Prompt,
+    Rollout,
     SessionStart,
     StepResult,
     TensorInfo,
     Weights,
 )
-from grpo_core.tokens import Tokens
+from grpo_core.tokens import Ids, Tokens
+from grpo_core.weights.copies import WeightsLease
 from simulation.disk import Dead, FaultyDisk
-from simulation.faults import Dice
+from simulation.faults import NONE, Dice
 
 T = TypeVar("T")
 
@@ -47,9 +63,20 @@ Die = Callable[[], None]
 """From now on nothing that happens counts."""
 
 ENGINE_DEADLINE = 120.0
+TRAINER_DEADLINE = 600.0
 ENVIRONMENT_DEADLINE = 30.0
 RESTART = 5.0
 """Seconds until a new engine process holds the weights."""
+
+HELD_OUT = "held out"
+"""Beginning of the ids of prompts for validation."""
+
+TEMPERATURE = 0.7
+
+DIFFERENCE = 0.5
+"""Hard limit of ``logprob_diff_mean``."""
+
+NO_NUMBERS = b"nan"
 
 
 def never() -> asyncio.Future[Any]:
@@ -61,15 +88,22 @@ class Truth:
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
-        self._said: dict[bytes, Tokens] = {}
+        self.published: dict[int, Mapping[str, bytes]] = {}
+        """The weights of each version."""
+        self._said: dict[bytes, tuple[bytes, Tokens]] = {}
+        """What each completion continued, and its tokens."""
+        self._of_other_weights: set[bytes] = set()
         self._trained: set[bytes] = set()
         self._due: list[tuple[bytes, float]] = []
         self._cuts: dict[int, set[bytes]] = {0: set()}
         """List what was trained before a step: it is the same for all cuts at this step."""
 
-    def says(self, completion: Completion) -> None:
+    def says(self, request: GenerationRequest, completion: Completion, weights: Mapping[str, bytes]) -> None:
+        """An engine may sample from other weights than it says, until the canary ends the run."""
         tokens = completion.tokens
-        self._said[tokens.ids.tobytes()] = tokens
+        self._said[tokens.ids.tobytes()] = request.prompt_ids.tobytes(), tokens
+        others = self.published[int(tokens.versions[-1])] != weights
+        (self._of_other_weights.add if others else self._of_other_weights.discard)(tokens.ids.tobytes())
 
     def saving(self, step: int) -> None:
         self._cuts[step] = set(self._trained)
@@ -77,18 +111,19 @@ class Truth:
     def resumed(self, step: int) -> None:
         self._trained = set(self._cuts[step])
 
-    def groups(self, step: int, groups: Sequence[Group]) -> None:
-        """The groups of a step are about to be trained."""
+    def groups(self, step: int, groups: Sequence[Group], compared: Mapping[str, bool]) -> None:
+        """The groups of a step are about to be trained; some environments compare their rollouts."""
         self._due = []
         for group in groups:
-            for rollout in group.rollouts:
+            won = [reward(r.tokens.ids.tolist(), r.tokens.sampled.tolist()) for r in group.rollouts]
+            if compared[group.prompt.environment]:
+                won = ranks(won)
+            for rollout, expected in zip(group.rollouts, won, strict=True):
                 who = f"prompt {group.prompt.id!r}: a rollout"
-                tokens = rollout.tokens
-                ids = tokens.ids.tobytes()
-                self._law(ids not in self._trained, step, f"{who} counts twice")
+                ids = rollout.tokens.ids.tobytes()
+                self.law(ids not in self._trained, step, f"{who} counts twice")
                 self._trained.add(ids)
-                expected = reward(tokens.ids.tolist(), tokens.sampled.tolist())
-                self._law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
+                self.law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
             scores = normalize([float(r or 0.0) for r in group.rewards])
             pairs = zip(group.rollouts, scores, strict=True)
             self._due += [(rollout.tokens.ids.tobytes(), score) for rollout, score in pairs if score]
@@ -96,23 +131,38 @@ class Truth:
     def batch(self, batch: Batch) -> None:
         """Token by token what was sampled, with the advantage that its group gives it."""
         rows = [(row.tokens.ids.tobytes(), row.advantage) for row in batch.rows]
-        self._law(rows == self._due, batch.step, "the rows are not the rollouts of the step's groups")
+        self.law(rows == self._due, batch.step, "the rows are not the rollouts of the step's groups")
         for row in batch.rows:
-            tokens, place = row.tokens, 0
-            for sampled, run in itertools.groupby(tokens.sampled.tolist()):
-                first, place = place, place + len(list(run))
-                part = slice(first, place)
-                said = self._said.get(tokens.ids[part].tobytes())
-                same = not sampled or (
-                    said is not None
-                    and said.logprobs.tobytes() == tokens.logprobs[part].tobytes()
-                    and said.versions.tobytes() == tokens.versions[part].tobytes()
-                )
-                self._law(same, batch.step, "a row is not what the engine said")
+            self.row(batch.step, row.prompt_ids, row.tokens)
 
-    def _law(self, holds: bool, step: int, what: str) -> None:
+    def row(self, step: int, prompt_ids: Ids, tokens: Tokens) -> None:
+        """Each completion is what the engine said to this request, not to another."""
+        whole, place = np.concatenate([prompt_ids, tokens.ids]), 0
+        for sampled, run in itertools.groupby(tokens.sampled.tolist()):
+            first, place = place, place + len(list(run))
+            if not sampled:
+                continue
+            part = slice(first, place)
+            ids = tokens.ids[part].tobytes()
+            before, said = self._said.get(ids, (b"", None))
+            same = (
+                said is not None
+                and said.logprobs.tobytes() == tokens.logprobs[part].tobytes()
+                and said.versions.tobytes() == tokens.versions[part].tobytes()
+            )
+            self.law(same, step, "a row is not what the engine said")
+            self.law(ids not in self._of_other_weights, step, "a row was sampled from other weights")
+            mine = before == whole[: len(prompt_ids) + first].tobytes()
+            self.law(mine or not same, step, "a completion is the answer to another request")
+
+    def law(self, holds: bool, step: int, what: str) -> None:
         if not holds:
             self.violations.append(Violation("truth", step, what))
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Return for each value the share of all values that are smaller."""
+    return [sum(other < value for other in values) / len(values) for value in values]
 
 
 def reward(token_ids: Sequence[int], sampled: Sequence[bool] | None = None) -> float:
@@ -129,64 +179,139 @@ def changed(completion: Completion, **changes: Any) -> Completion:
     return Completion(**{**said, **changes}, finish_reason=completion.finish_reason)
 
 
+def next_token(weights: Mapping[str, bytes], prompt_ids: Sequence[int]) -> tuple[int, float]:
+    """Return the likeliest token after a prompt, with its logprob, as a function of the weights."""
+    if NO_NUMBERS in weights.values():
+        return 0x10000, math.nan
+    seed = zlib.crc32(repr((sorted(weights.items()), list(prompt_ids))).encode())
+    return 0x10000 + seed % 0x10000, -(seed % 997) / 100
+
+
+def logprob_of(token: Any, temperature: float) -> Any:
+    """Return the logprob of a token, or of an array of them."""
+    return -(token % 256) / 64 / temperature
+
+
 class Memory:
-    """Where the trainer publishes and the engine reads: named tensors of bytes."""
+    """Where the trainer publishes and engines read: named tensors of bytes."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, bytes] = {}
+        self._published: Mapping[str, bytes] = {}
+        self._copies: dict[int, Mapping[str, bytes]] = {}
 
     def publish(self, version: int, tensors: Mapping[str, bytes]) -> Weights:
-        self.tensors = dict(tensors)
+        self._published = dict(tensors)
         infos = tuple(
             TensorInfo(name=n, dtype="uint8", shape=(len(b),), offset=0, checksum=zlib.crc32(b))
             for n, b in tensors.items()
         )
-        return Weights(version=version, location="simulated", nbytes=0, tensors=infos)
+        return Weights(version=version, location="published", nbytes=0, tensors=infos)
 
-    def read(self, weights: Weights) -> dict[str, bytes]:
+    async def hold(self, weights: Weights) -> WeightsLease:
+        """Copy the weights for the members of a pool that are late."""
+        self._copies = {weights.version: self._published, **dict(list(self._copies.items())[:3])}
+        return WeightsLease(weights=evolve(weights, location="copy"))
+
+    def read(self, weights: Weights, fault: str | None) -> Mapping[str, bytes]:
         """Raises WeightSyncError if a tensor is lost or altered, as ``weights.reading.read`` does."""
+        copy = weights.location == "copy"
+        tensors = dict(self._copies[weights.version] if copy else self._published)
+        name = weights.tensors[0].name
+        if fault == "tensor_dropped":
+            tensors.pop(name)
+        elif fault == "tensor_corrupted":
+            tensors[name] = b"other bytes"
         for info in weights.tensors:
-            if zlib.crc32(self.tensors.get(info.name, b"")) != info.checksum:
+            if zlib.crc32(tensors.get(info.name, b"")) != info.checksum:
                 raise WeightSyncError(f"version {weights.version}: tensor {info.name!r} is not what was sent")
-        return dict(self.tensors)
+        return tensors
 
 
 class SimulatedEngine:
-    """Keeps the contract of ``protocols.Engine``, unless the dice say otherwise."""
+    """Keeps the contract of ``protocols.Engine``, unless the dice say otherwise.
 
-    def __init__(self, dice: Dice, memory: Memory, truth: Truth, tell: Tell) -> None:
+    Args:
+        node: the engines of a pool that run on the same machine; None without a pool.
+        warmth: multiplies the temperature at which it samples.
+        starts: seconds until its process can answer.
+    """
+
+    def __init__(
+        self,
+        dice: Dice,
+        memory: Memory,
+        truth: Truth,
+        tell: Tell,
+        *,
+        node: list[SimulatedEngine] | None = None,
+        warmth: float = 1.0,
+        starts: float = 0.0,
+    ) -> None:
         self._dice, self._memory, self._truth, self._tell = dice, memory, truth, tell
+        self._node, self._warmth = node, warmth
         self.version: int | None = None
-        self.weights: dict[str, bytes] = {}
-        self._running: dict[asyncio.Future[None], None] = {}
-        self._up_at = 0.0
+        self.weights: Mapping[str, bytes] = {}
+        self._running: dict[asyncio.Future[None], GenerationRequest] = {}
+        self._lost = False
+        self._up_at = asyncio.get_running_loop().time() + starts if starts else 0.0
+        if node is not None:
+            node.append(self)
 
-    @property
-    def running(self) -> int:
-        return len(self._running)
+    def running(self, *, canaries: bool) -> int:
+        return sum(canaries or request.max_tokens > 1 for request in self._running.values())
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self._check_alive()
         if self.version is None:
             raise EngineError("engine simulated: generate before the first update_weights")
-        first = self.version
-        fault = self._dice.pick("straggle", "silent", "engine_error", "engine_death", "engine_garbage")
+        if self._node is not None and self._dice.happens("node_loss"):
+            self._tell(f"node: its {len(self._node)} engines are lost")
+            self._lose_node()
+            self._check_alive()
+        first, canary = self.version, requests[0].max_tokens == 1
+        validation = requests[0].group.startswith("validation")
+        faults = _OF_CANARIES if canary else _OF_VALIDATION if validation else _OF_CALLS
+        fault = self._dice.pick(*faults)
         seconds = self._dice.random.lognormvariate(0.0, 0.6)
         if fault is not None:
             self._tell(f"engine: {fault}")
-        await self._work(seconds * (100 if fault == "straggle" else 1), silent=fault == "silent")
-        if fault == "engine_death":
-            self._die()
-        if fault in ("engine_error", "engine_death"):
-            raise EngineError("engine simulated: asked again, please")
-        completions = [self._say(request, first) for request in requests]
-        return self._garbage(completions) if fault == "engine_garbage" else completions
+        if fault == "canary_unanswered":
+            self._ends(fault)
+        silent = fault in ("silent", "canary_unanswered")
+        others = list(self._running.values())
+        try:
+            await self._work(requests[0], seconds * (100 if fault == "straggle" else 1), silent=silent)
+            if fault == "engine_death":
+                self._die()
+            if fault in ("engine_error", "engine_death"):
+                raise EngineError("engine simulated: asked again, please")
+        except (EngineError, ChildDied):
+            if canary:  # the run ends after some in a row
+                self._dice.doubtful.append("a canary without an answer")
+            raise
+        if canary:
+            said = [self._say_next(request) for request in requests]
+        else:
+            said = [self._say(request, first) for request in requests]
+        if fault == "doubled":
+            said = [said[0]] * len(said)
+        elif fault == "reordered":
+            said = said[::-1] if len(said) > 1 or not others else [self._say(others[0], first)]
+        elif fault == "engine_garbage":
+            self._ends(fault)
+            said = self._garbage(said)
+        return said
 
-    async def _work(self, seconds: float, *, silent: bool) -> None:
+    def _ends(self, fault: str) -> None:
+        """The run ends by this fault, or, in a pool, perhaps."""
+        (self._dice.fatal if self._node is None else self._dice.doubtful).append(fault)
+
+    async def _work(self, request: GenerationRequest, seconds: float, *, silent: bool) -> None:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
-        self._running[done] = None
+        self._running[done] = request
         wait = max(self._up_at - loop.time(), 0.0) + seconds
-        timer = None if silent else loop.call_later(wait, done.set_result, None)
+        timer = None if silent else loop.call_later(wait, _finish, done)
         try:
             await done
         finally:
@@ -196,9 +321,23 @@ class SimulatedEngine:
 
     def _die(self) -> None:
         self._up_at = asyncio.get_running_loop().time() + RESTART
+        self._fail_calls(EngineError("engine simulated: its process died"))
+
+    def _fail_calls(self, error: Exception) -> None:
         for call in self._running:
             if not call.done():
-                call.set_exception(EngineError("engine simulated: its process died"))
+                call.set_exception(error)
+
+    def _lose_node(self) -> None:
+        assert self._node is not None
+        for engine in self._node:
+            engine._lost = True
+            engine._fail_calls(ChildDied("engine simulated: its machine is lost"))
+        self._node.clear()
+
+    def _check_alive(self) -> None:
+        if self._lost:
+            raise ChildDied("engine simulated: its machine is lost")
 
     def _say(self, request: GenerationRequest, first: int) -> Completion:
         assert self.version is not None
@@ -206,13 +345,20 @@ class SimulatedEngine:
         n = 3 + seed % 3
         tokens = tuple(0x10000 + (seed >> 12 * i) % 0x10000 for i in range(n))
         versions = tuple(first if i < n // 2 else self.version for i in range(n))
-        logprobs = tuple(-((seed >> 8 * i) % 256) / 64 for i in range(n))
+        temperature = request.temperature * self._warmth
+        logprobs = tuple(logprob_of(token, temperature) for token in tokens)
         said = Completion(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason="stop")
-        self._truth.says(said)
+        self._truth.says(request, said, self.weights)
         return said
 
+    def _say_next(self, request: GenerationRequest) -> Completion:
+        token, logprob = next_token(self.weights, request.prompt_ids.tolist())
+        assert self.version is not None
+        return Completion(
+            token_ids=[token], logprobs=[logprob], versions=[self.version], finish_reason="length"
+        )
+
     def _garbage(self, completions: list[Completion]) -> list[Completion]:
-        self._dice.fatal.append("engine_garbage")
         one, *others = completions
         match self._dice.random.randrange(4):
             case 0:
@@ -224,44 +370,75 @@ class SimulatedEngine:
         return [changed(one, logprobs=[*one.logprobs[1:], -math.inf]), *others]
 
     async def update_weights(self, weights: Weights) -> None:
-        fault = self._dice.pick("sync_unanswered", "tensor_corrupted", "tensor_dropped")
+        fault = self._dice.pick("sync_unanswered", "tensor_corrupted", "tensor_dropped", "old_weights")
         if fault is not None:
             self._tell(f"sync of version {weights.version}: {fault}")
-            self._dice.fatal.append(fault)
-        await asyncio.sleep(0.1)
+            self._ends(fault)
+        self._check_alive()
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(0.1 + max(self._up_at - loop.time(), 0.0))
         if fault == "sync_unanswered":
             await asyncio.sleep(ENGINE_DEADLINE)
             raise WeightSyncError(f"engine simulated: version {weights.version} was not acknowledged")
-        name = weights.tensors[0].name
-        if fault == "tensor_dropped":
-            self._memory.tensors.pop(name, None)
-        elif fault == "tensor_corrupted":
-            self._memory.tensors[name] = b"other bytes"
-        self.weights = self._memory.read(weights)
+        self._check_alive()
+        tensors = self._memory.read(weights, fault)
         self.version = weights.version
+        if fault != "old_weights":
+            self.weights = tensors
 
     async def aclose(self) -> None:
-        return None
+        self._lost = True
+
+
+_OF_CALLS = (
+    "straggle", "silent", "engine_error", "engine_death", "engine_garbage", "doubled", "reordered",
+)  # fmt: skip
+_OF_VALIDATION = tuple(fault for fault in _OF_CALLS if fault != "silent")  # it would end the run
+_OF_CANARIES = ("engine_error", "engine_death", "engine_garbage", "canary_unanswered")
+
+
+def _finish(call: asyncio.Future[None]) -> None:
+    if not call.done():
+        call.set_result(None)
 
 
 class SimulatedEnvironment:
     """An ``EnvironmentClient`` that turns the faults of its environment into feedback, as a process does.
 
-    With two turns, the first is answered and the second is judged.
+    With two turns, the first is answered and the second is judged.  A compared group is judged as a whole.
     """
 
-    needs_group = False
     success = 1.0
 
-    def __init__(self, task: str, dice: Dice, tell: Tell, *, max_turns: int, poisoned: set[str]) -> None:
-        self.task, self.max_turns = task, max_turns
-        self._dice, self._tell, self._poisoned = dice, tell, poisoned
+    def __init__(
+        self,
+        task: str,
+        dice: Dice,
+        truth: Truth,
+        tell: Tell,
+        *,
+        max_turns: int,
+        needs_group: bool,
+        poisoned: set[str],
+        group_size: int,
+    ) -> None:
+        self.task, self.max_turns, self.needs_group = task, max_turns, needs_group
+        self._dice, self._truth, self._tell, self._poisoned = dice, truth, tell, poisoned
+        self._group_size = group_size
+        self.sessions: set[str] = set()
+        """Those that are open."""
+        self._closed: set[str] = set()
+        self._lost: set[str] = set()
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        self.sessions |= set(prompts)
         return [SessionStart()] * len(prompts)
 
     async def close(self, sessions: Sequence[str]) -> None:
-        return None
+        twice = [session for session in sessions if session in self._closed]
+        self._truth.law(not twice, 0, f"{len(twice)} sessions are closed twice")
+        self._closed.update(sessions)
+        self.sessions.difference_update(sessions)
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         slow = self._dice.happens("slow_feedback")
@@ -269,10 +446,20 @@ class SimulatedEnvironment:
         if self._dice.happens("environment_garbage", fatal=True):
             self._tell(f"environment {self.task}: wrong number of feedback")
             return [Feedback(reward=1.0)] * (len(episodes) + 1)
-        return as_feedback([self._environment(episode) for episode in episodes], len(episodes), self.task)
+        if self._dice.happens("environment_death") and self.max_turns > 1:
+            self._tell(f"environment {self.task}: its sessions are lost")
+            self._lost |= self.sessions
+        results = [self._environment(episode) for episode in episodes]
+        if self.needs_group:
+            results = self._compared(episodes, results)
+        return as_feedback(results, len(episodes), self.task)
 
     def _environment(self, episode: Episode) -> float | Feedback | None:
         fault = self._dice.pick("unscored", "nan_reward")
+        if episode.session in self._lost:
+            return Feedback(error="its session ended with its process", lost=True)
+        if episode.prompt.id.startswith(HELD_OUT):
+            fault = None
         if fault == "unscored":
             return None
         if fault == "nan_reward":
@@ -282,6 +469,58 @@ class SimulatedEnvironment:
         if episode.turn + 1 < self.max_turns:
             return Feedback(done=False, messages=({"role": "user", "content": "go on"},))
         return reward(list(map(ord, episode.reply)))
+
+    def _compared(
+        self, episodes: Sequence[Episode], results: Sequence[float | Feedback | None]
+    ) -> list[float | Feedback | None]:
+        """Replace rewards by ranks within the group, which is here as a whole at its first turn."""
+        places: dict[str, list[int]] = {}
+        for i, episode in enumerate(episodes):
+            places.setdefault(episode.group, []).append(i)
+        for group, part in places.items():
+            later = any(episodes[i].turn > 0 for i in part) or group.startswith("validation")
+            whole = later or len(part) == self._group_size
+            self._truth.law(whole, 0, f"{len(part)} rollouts of group {group} are compared")
+        found = list(results)
+        for part in places.values():
+            won = {i: r for i in part if isinstance(r := results[i], float) and math.isfinite(r)}
+            for i, rank in zip(won, ranks(list(won.values())), strict=True):
+                found[i] = rank
+        return found
+
+
+class SimulatedValidation:
+    """A validation strategy that fails or never returns when the dice say so."""
+
+    def __init__(self, dice: Dice, truth: Truth, tell: Tell, mode: Any) -> None:
+        self._dice, self._truth, self._tell, self._mode = dice, truth, tell, mode
+
+    async def validate(self, context: ValidationContext) -> dict[str, dict[str, float]]:
+        fault = self._dice.pick("validation_error", "validation_hang")
+        if fault is not None:
+            self._tell(f"validation: {fault}")
+            self._dice.fatal.append(fault)
+        if fault == "validation_error":
+            raise PluginError("validation strategy 'simulated': no")
+        if fault == "validation_hang":
+            await never()
+        results = {}
+        for task, prompts in context.prompts.items():
+            rollouts = await context.rollout(
+                prompts, n=2, temperature=TEMPERATURE, mode=self._mode
+            )
+            self._look_at(context.version, rollouts)
+            results[task] = {"reward": sum(rollout.reward or 0.0 for rollout in rollouts)}
+        return results
+
+    def _look_at(self, version: int, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            self._truth.row(version, rollout.prompt_ids, rollout.tokens)
+            self._truth.law(
+                rollout.reward is not None or rollout.lost, version, f"not validated: {rollout.error}"
+            )
+        if all(rollout.reward is None for rollout in rollouts):
+            self._dice.doubtful.append("all rollouts of a validation are lost")
 
 
 class SimulatedDisk(FaultyDisk):
@@ -294,12 +533,13 @@ class SimulatedDisk(FaultyDisk):
         self._dice, self._tell, self._told = dice, tell, die
 
     async def run(self, work: Callable[[], T]) -> T:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(60.0 if self._dice.happens("slow_disk") else 0.01)
         try:
             return work()
         except OSError as error:
-            self._tell(f"disk: full while {Path(error.filename).name} is written")
-            self._dice.fatal.append("disk_full")
+            full = error.errno == errno.ENOSPC
+            self._tell(f"disk: {error.strerror}: {Path(error.filename).name}")
+            self._dice.fatal.append("disk_full" if full else "sync_error")
             self.room = None
             raise
         except Dead:
@@ -307,6 +547,11 @@ class SimulatedDisk(FaultyDisk):
             self._told()
             await never()
             raise
+
+    def sync(self, path: Path) -> None:
+        if self._dice.happens("sync_error"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        super().sync(path)
 
 
 class SimulatedTrainer(Trainer):
@@ -317,28 +562,84 @@ class SimulatedTrainer(Trainer):
     ) -> None:
         self._dice, self._memory, self._truth, self._disk = dice, memory, truth, disk
         self.version, self.digest = 0, b"\0" * 16
+        self._broken = False
+        """Whether its weights are no numbers."""
+        self._far: deque[bool | None] = deque(maxlen=5)
+        """Whether the engine's logprobs were far from its own in the last steps; None without rows."""
         if resume_from is not None:
             state = json.loads((resume_from / "trainer" / "state.json").read_bytes())
             self.version, self.digest = state["version"], bytes.fromhex(state["digest"])
+            truth.law(not state["broken"], self.version, "the weights of a checkpoint are no numbers")
 
     async def step(self, batch: Batch) -> StepResult:
         await asyncio.sleep(self._dice.random.uniform(0.5, 1.5))
-        if self._dice.happens("trainer_error", fatal=True):
+        fault = self._dice.pick("trainer_error", "trainer_hang", "nan_weights", "nan_metrics")
+        if fault == "trainer_error":
+            self._dice.fatal.append(fault)
             raise TrainerError(f"trainer simulated: step {batch.step} failed")
-        if batch.step != self.version:
-            self._truth.violations.append(Violation("truth", batch.step, f"trains version {self.version}"))
+        if fault == "trainer_hang":
+            await self._hang("step")
+        if fault == "nan_weights":
+            self._dice.fatal.append(fault)
+            self._broken = True
+        self._truth.law(batch.step == self.version, batch.step, f"trains version {self.version}")
         self._truth.batch(batch)
         rows = repr([(row.tokens.ids.tobytes(), row.advantage) for row in batch.rows]).encode()
         self.digest = blake2b(self.digest + rows, digest_size=16).digest()
         self.version += 1
-        return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": 1.0})
+        metrics = {"loss": 0.0, "time/train": 1.0, **self._difference(batch)}
+        if fault == "nan_metrics" and batch.rows:
+            self._dice.fatal.append(fault)
+            metrics |= {"loss": math.nan, "logprob_diff_mean": math.nan}
+        return StepResult(version=self.version, metrics=metrics)
+
+    def _difference(self, batch: Batch) -> dict[str, float]:
+        """Compare the engine's logprobs with its own; more than half of the last steps must be near."""
+        if not batch.rows:
+            self._far.append(None)
+            return {}
+        tokens = [row.tokens for row in batch.rows]
+        sampled = np.concatenate([part.sampled for part in tokens])
+        given = np.concatenate([part.logprobs for part in tokens])[sampled]
+        ids = np.concatenate([part.ids for part in tokens])[sampled]
+        difference = float(np.abs(given - logprob_of(ids, batch.temperature)).mean())
+        self._far.append(difference > DIFFERENCE)
+        far = [step for step in self._far if step is not None]
+        if 2 * sum(far) > len(far) and self._dice.faults != NONE:
+            self._dice.fatal.append("wrong_temperature")
+        elif difference > 0.001:
+            self._dice.doubtful.append("wrong_temperature")
+        return {"logprob_diff_mean": difference}
+
+    async def _hang(self, what: str) -> None:
+        self._dice.fatal.append("trainer_hang")
+        await asyncio.sleep(TRAINER_DEADLINE)
+        raise DeadlineExceeded(f"trainer simulated: no answer to {what!r} within {TRAINER_DEADLINE:g} s")
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        return self._memory.publish(self.version, {"head": self.digest[:8], "body": self.digest[8:]})
+        fault = self._dice.pick("publish_error", "trainer_hang")
+        if fault == "publish_error":
+            self._dice.fatal.append(fault)
+            raise WeightSyncError(f"trainer simulated: version {self.version} cannot be published")
+        if fault == "trainer_hang":
+            await self._hang("publish")
+        head, body = self.digest[:8], NO_NUMBERS if self._broken else self.digest[8:]
+        tensors = {"head": head, "body": body}
+        self._truth.published[self.version] = tensors
+        likeliest = [next_token(tensors, prompt) for prompt in canary]
+        return evolve(
+            self._memory.publish(self.version, tensors),
+            canary=tuple(
+                Canary(prompt_ids=prompt, token_ids=(token,), logprobs=(logprob,))
+                for prompt, (token, logprob) in zip(canary, likeliest, strict=True)
+            ),
+        )
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         await asyncio.sleep(0.02)
-        state = json.dumps({"version": self.version, "digest": self.digest.hex()}).encode()
+        state = json.dumps(
+            {"version": self.version, "digest": self.digest.hex(), "broken": self._broken}
+        ).encode()
 
         async def written() -> None:
             await asyncio.sleep(self._dice.random.expovariate(1.0))  # while training goes on, steps perhaps
