@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from safetensors.numpy import load_file
 STEPS, PER_STEP, GROUP, PROMPTS, STALENESS, VALIDATE, SAVE = 30, 3, 4, 30, 2, 5, 3
 DEADLINE = 30.0
 """Seconds that the trainer and the engine may take for one call."""
+LONGEST = 6 * DEADLINE
+"""Seconds after which a run that has not ended hangs."""
 PAUSE = 3.0
 """Seconds for which the main process is stopped."""
 
@@ -85,15 +88,16 @@ def crash(cwd: Path, model: Path, process: str, fault: str, moment: str) -> Cras
         if (process, fault) == ("main", "SIGSTOP"):
             time.sleep(PAUSE)
             _signal(run.process.pid, signal.SIGCONT)
-        said = run.end(6 * DEADLINE)
+        said, problems = _end(run)
         seconds = time.monotonic() - began
-        problems = [f"process {pid} is left" for pid in left_after(run.everything())]
+        problems += [f"process {pid} is left" for pid in left_after(run.everything())]
         problems += checkpoint_problems(run.directory, finished=run.finished)
         outcome = "goes on" if run.finished else _outcome(run.process.returncode, said)
         lives = 1
         while not run.finished and lives < 4:
             run.resume()
-            said = run.end(6 * DEADLINE)
+            said, hangs = _end(run)
+            problems += hangs
             lives += 1
         if not run.finished:
             problems.append(f"not finished after {lives} lives: {said[-500:]}")
@@ -102,6 +106,17 @@ def crash(cwd: Path, model: Path, process: str, fault: str, moment: str) -> Cras
     finally:
         for pid in run.everything():
             _signal(pid, signal.SIGKILL)
+
+
+def _end(run: Run) -> tuple[str, list[str]]:
+    """Return what a run says until it ends, and a problem if it does not end."""
+    try:
+        return run.end(LONGEST), []
+    except subprocess.TimeoutExpired:
+        steps = run.steps
+        for pid in run.everything():
+            _signal(pid, signal.SIGKILL)
+        return run.end(), [f"still running after {LONGEST:g} s, at step {steps}"]
 
 
 def _outcome(code: int, said: str) -> str:

@@ -121,6 +121,20 @@ def test_an_engine_that_does_not_answer_is_an_error_at_the_deadline():
         verify(Silent())
 
 
+def test_a_run_waits_for_the_canary_of_a_frozen_engine_as_long_as_for_its_weights():
+    class Frozen(Listener):
+        async def generate(self, requests):
+            if self.version == 2 and tuple(requests[0].prompt_ids) == PROMPT:
+                await asyncio.sleep(1e6)
+            return await super().generate(requests)
+
+    story = Run(
+        engine=Frozen(), trainer=Singer(), steps=6, schedule={"rollout_deadline": 1e5, "sync_deadline": 50.0}
+    )
+    with pytest.raises(WeightSyncError, match=r"canary of version 2 within 50 s \(engine.deadline\)"):
+        story()
+
+
 def test_without_a_canary_nothing_is_asked():
     async def story():
         weights = Weights(version=0, location="", nbytes=0, tensors=())

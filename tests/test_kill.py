@@ -1,6 +1,6 @@
 """Processes of a run are killed, stopped or starved; nothing is lost, nothing doubled, nothing left behind.
 
-More of them: ``python tests/benchmarks kill`` (random moments) and ``crash`` (each process, fault and moment).
+More: ``python tests/benchmarks kill`` (random moments) and ``crash`` (each process, fault and moment).
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def model(tmp_path_factory):
         ("environment", "SIGSTOP", "training"),
     ],
 )
-def test_a_fault_at_some_moment_costs_a_run_nothing_that_it_has_trained(
-    tmp_path, model, process, fault, moment
-):
+def test_a_fault_costs_a_run_nothing_that_it_has_trained(tmp_path, model, process, fault, moment):
     found = crash(tmp_path, model, process, fault, moment)
     assert found.problems == []
     _the_checker_finds_what_is_altered(tmp_path / "run")

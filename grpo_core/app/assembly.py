@@ -279,7 +279,7 @@ class Assembly:
             pauses=config.validation.pause,
             deadline=section.deadline + SYNC_GRACE,
             canary_tolerance=canary_tolerance(config.health, section),
-            canary_deadline=config.rollout.deadline,
+            canary_deadline=section.deadline + SYNC_GRACE,
         )
 
     def save(

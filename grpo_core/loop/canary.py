@@ -42,7 +42,8 @@ async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline
             completions = await _ask(engine, requests)
     except TimeoutError:
         raise WeightSyncError(
-            f"engine: no answer to the canary of version {weights.version} within {deadline:g} s"
+            f"engine: no answer to the canary of version {weights.version} within {deadline:g} s "
+            "(engine.deadline); it may be frozen"
         ) from None
     check_completions(completions, requests)
     tolerance = tolerance or (COARSE if any(info.dtype != "float32" for info in weights.tensors) else FINE)

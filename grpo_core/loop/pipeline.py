@@ -94,7 +94,7 @@ class Schedule:
     """Seconds that a wait may last before the run ends: the backstop behind all other deadlines."""
     rollout_deadline: float | None = None
     sync_deadline: float | None = None
-    """Seconds that an engine may take to load new weights."""
+    """Seconds that an engine may take to load new weights, and again to answer their canary."""
     in_flight_updates: bool = True
     pause_to_validate: bool = False
     """Whether steps and groups wait while validation runs; it starts when the running ones have ended."""
@@ -404,7 +404,7 @@ class Pipeline:
             self.engine,
             weights,
             tolerance=self.canary_tolerance,
-            deadline=self.schedule.rollout_deadline,
+            deadline=seconds,
         )
 
     async def _look_for_deaths(self) -> None:
