@@ -46,7 +46,7 @@ from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Pipeline, Schedule, Written
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
-from grpo_core.records import Group, Prompt
+from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeRenderer
@@ -439,12 +439,17 @@ class Simulation:
 
         outstanding = (self.max_staleness + 1) * self.prompts_per_step * self.group_size
         lost = LostBudget(outstanding * (MAX_RETRIES + 1))
+
+        def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
+            for rollout in rollouts:
+                lost.observe(rollout)
+
         renderer = FakeRenderer()
         pipeline = Pipeline(
             buffer=buffer,
             draw=stream.draw,
             observe=stream.observe,
-            observe_rollout=lambda task, rollout: lost.observe(rollout),
+            observe_attempt=observe_attempt,
             engine=_NO_ENGINE,
             trainer=trainer,
             environments=self._batched_environments(),

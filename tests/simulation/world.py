@@ -506,9 +506,7 @@ class SimulatedValidation:
             await never()
         results = {}
         for task, prompts in context.prompts.items():
-            rollouts = await context.rollout(
-                prompts, n=2, temperature=TEMPERATURE, mode=self._mode
-            )
+            rollouts = await context.rollout(prompts, n=2, temperature=TEMPERATURE, mode=self._mode)
             self._look_at(context.version, rollouts)
             results[task] = {"reward": sum(rollout.reward or 0.0 for rollout in rollouts)}
         return results
