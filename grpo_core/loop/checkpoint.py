@@ -74,13 +74,16 @@ async def begin(
     final = parent / f"step-{step:06d}"
     partial = final.with_name(final.name + _PARTIAL)
 
+    async def failed(error: OSError) -> CheckpointError:
+        return await disk.run(lambda: _failed(error, disk, partial))
+
     async def finish() -> Path:
         try:
             await written()
             await disk.run(lambda: _write(disk, partial, step, pipeline, streams))
             await disk.run(lambda: put(disk, partial, final))
         except OSError as error:
-            raise _failed(error, disk, partial) from error
+            raise await failed(error) from error
         try:
             await disk.run(lambda: _tidy(disk, parent, step, keep))
         except OSError as error:
@@ -94,7 +97,7 @@ async def begin(
             await disk.run(lambda: disk.remove(partial))
         written = await save_trainer(partial)
     except OSError as error:
-        raise _failed(error, disk, partial) from error
+        raise await failed(error) from error
     return finish
 
 
