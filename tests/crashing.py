@@ -59,7 +59,7 @@ SETTINGS = {
 
 @frozen(kw_only=True)
 class Crash:
-    """What a fault did to a run."""
+    """The effect of a fault on a run, and the problems that the checker found."""
 
     outcome: str
     seconds: float
@@ -205,7 +205,7 @@ def check(run: Path) -> Iterator[str]:
 
 
 def _group_problems(ready: dict[int, list[dict[str, Any]]]) -> Iterator[str]:
-    """Of a step that was trained again after a resume, the last time counts: the others' weights are lost."""
+    """A step that was trained again after a resume counts as it was trained last; other weights are lost."""
     if sorted(ready) != list(range(STEPS)):
         yield f"steps {sorted(ready)}"
     for step, groups in ready.items():

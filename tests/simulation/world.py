@@ -91,7 +91,7 @@ class Truth:
         self.published: dict[int, Mapping[str, bytes]] = {}
         """The weights of each version."""
         self._said: dict[bytes, tuple[bytes, Tokens]] = {}
-        """What each completion continued, and its tokens."""
+        """The tokens of each completion, and the ids that they continued."""
         self._of_other_weights: set[bytes] = set()
         self._trained: set[bytes] = set()
         self._due: list[tuple[bytes, float]] = []
@@ -426,7 +426,7 @@ class SimulatedEnvironment:
         self._dice, self._truth, self._tell, self._poisoned = dice, truth, tell, poisoned
         self._group_size = group_size
         self.sessions: set[str] = set()
-        """Those that are open."""
+        """Names of the open sessions."""
         self._closed: set[str] = set()
         self._lost: set[str] = set()
 
