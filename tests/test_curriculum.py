@@ -3,6 +3,7 @@
 import collections
 import itertools
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,6 +142,19 @@ def test_success_is_a_reward_of_full_marks_unless_said_otherwise():
         sampler = Curriculum(known_after=1, success=success)
         sampler.observe(groups)
         assert sampler.rate("hard") == rate
+
+
+def test_success_is_what_a_task_declares_unless_the_sampler_says_otherwise():
+    declared = group("hard", 4.0, 6.0, 9.0, 10.0)
+    rollouts = tuple(attrs.evolve(one, success=one.reward >= 10) for one in declared.rollouts)
+    declared = attrs.evolve(declared, rollouts=rollouts)
+    for success, rate in [(None, 0.25), (5.0, 0.75)]:
+        sampler = Curriculum(known_after=1, success=success)
+        sampler.observe([declared])
+        assert sampler.rate("hard") == rate
+    undeclared = Curriculum(known_after=1)
+    undeclared.observe([group("hard", 0.4, 1.0)])
+    assert undeclared.rate("hard") == 0.5
 
 
 @pytest.mark.parametrize(

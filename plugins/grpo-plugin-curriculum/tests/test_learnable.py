@@ -33,6 +33,21 @@ def test_a_task_that_is_half_solved_has_the_most_weight():
     )
 
 
+@pytest.mark.parametrize(("success", "weight"), [(None, 0.75), (0.0, 0.0), (0.7, 1.0)])
+def test_success_is_what_a_task_declares_unless_the_sampler_says_otherwise(success, weight):
+    rewards = (0.5, 0.6, 0.7, 0.8)
+    rollouts = [grpo.Rollout(prompt_ids=(1,), reward=r, success=r >= 0.8) for r in rewards]
+    given = grpo.Group(
+        prompt=grpo.Prompt(messages="x", environment="a"),
+        rollouts=tuple(rollouts),
+        generation_version=0,
+        target_version=0,
+    )
+    sampler = Learnable(floor=0.001, memory=0.0, success=success)
+    sampler.observe([given])
+    assert sampler.weights(["a"], REQUEST) == pytest.approx([weight], abs=0.002)
+
+
 def test_it_moves_gradually():
     sampler = Learnable(memory=0.9)
     seen = []
