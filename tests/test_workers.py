@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.app.parts import engine_setup
+from grpo_core.app.parts import engine_setup, load_renderer
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine
 from grpo_core.cli import _with_values
 from grpo_core.config import EngineConfig, EnvironmentConfig, ModelConfig
+from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, WeightSyncError
@@ -211,3 +212,11 @@ def test_ray_stands_alone_or_with_an_address():
     assert _with_values(["train", "--ray", "--env", "x"]) == ["train", "--ray", "", "--env", "x"]
     assert _with_values(["train", "--ray", "a.toml"]) == ["train", "--ray", "", "a.toml"]
     assert _with_values(["train", "--ray", "host:6379"]) == ["train", "--ray", "host:6379"]
+
+
+def test_the_shortest_engine_bounds_the_rollouts_of_a_run(tmp_path):
+    make_tiny_model(tmp_path / "m", (), width=16, layers=1, warm_start_steps=0)
+    longest = load_renderer(str(tmp_path / "m"), ModelConfig(), [EngineConfig()]).context
+    engines = [EngineConfig(options={"max_model_len": length}) for length in (longest - 40, longest - 90)]
+    assert load_renderer(str(tmp_path / "m"), ModelConfig(), engines).context == longest - 90
+    assert load_renderer(str(tmp_path / "m"), ModelConfig(), engines[:1]).context == longest - 40

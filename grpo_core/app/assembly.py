@@ -21,6 +21,7 @@ from grpo_core.app.parts import (
     engine_setup,
     error_budgets,
     health_limits,
+    load_renderer,
     make_buffer,
     make_sampler,
     make_schedule,
@@ -91,7 +92,8 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     own = assembly.validation_engine(model)
     await asyncio.to_thread(_import_what_is_needed_soon)
     await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
-    renderer = await asyncio.to_thread(Renderer.load, model, trust_remote_code=config.model.trust_remote_code)
+    engines = [each for each in (config.engine, config.validation.engine) if each is not None]
+    renderer = await asyncio.to_thread(load_renderer, model, config.model, engines)
     step = run.resume.step if run.resume else 0
     found = await first_look(step, config.rollout, run.tasks.environments, prompts, renderer)
     run.warnings.extend(found)

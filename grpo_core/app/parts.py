@@ -106,6 +106,14 @@ def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> float:
     return health.canary_tolerance or (canary.COARSE if coarse else 0.0)
 
 
+def load_renderer(path: str, model: ModelConfig, engines: Sequence[EngineConfig]) -> Renderer:
+    """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""
+    renderer = Renderer.load(path, trust_remote_code=model.trust_remote_code)
+    lengths = [engine.options.get("max_model_len") for engine in engines]
+    renderer.context = min([renderer.context, *(length for length in lengths if isinstance(length, int))])
+    return renderer
+
+
 def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) -> list[tuple[int, ...]]:
     """Encode the beginnings of some prompts of all tasks."""
     some = [prompt for part in prompts.values() for prompt in part[: max(1, CANARY // len(prompts))]]

@@ -19,6 +19,7 @@ from grpo_core.app.assembly import RunContext, assemble
 from grpo_core.app.parts import (
     canary_tolerance,
     engine_setup,
+    load_renderer,
     make_placement,
     make_validation,
     validation_context,
@@ -32,7 +33,6 @@ from grpo_core.incidents import Incident, Lines, report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
-from grpo_core.loop.rendering import Renderer
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Tracker
@@ -163,9 +163,7 @@ async def validate(
         )
         stack.push_async_callback(engine.aclose)
         status("loading the model")
-        renderer = await asyncio.to_thread(
-            Renderer.load, str(path), trust_remote_code=config.model.trust_remote_code
-        )
+        renderer = await asyncio.to_thread(load_renderer, str(path), config.model, [engine_config])
         writer = SharedMemoryWriter()
         await engine.update_weights(writer.write(version, load_tensors(path)))
         status("validating")
