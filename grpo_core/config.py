@@ -591,7 +591,7 @@ def _expected(where: str, expected: str, value: Any) -> str:
 def _out_of_range(error: BaseException, where: str) -> Iterable[str]:
     """The leaves of cattrs' exception group, each with the section that it is about."""
     if not isinstance(error, cattrs.BaseValidationError):
-        yield f"configuration key {where!r}: {error}"
+        yield f"configuration key {where!r}: {error}" if where else f"configuration: {error}"
         return
     for inner in error.exceptions:
         names = [getattr(note, "name", None) for note in getattr(inner, "__notes__", ())]

@@ -47,6 +47,8 @@ def main(
         options = merge(options, parse_setting(setting))
     host = PluginHost.discover(block=block)
     offer = find(host, name, kind)
+    if offer.kind != "environment":  # an environment may be loadable only in its own process
+        host.check_options(offer.kind, offer.name, options)
     config = environment_config(options) if offer.kind == "environment" else EnvironmentConfig()
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(inert(str(offer)), style="bold"))
@@ -144,6 +146,8 @@ def _environment(
         try:
             conformance.start()
         except GrpoError as error:
+            if error.exit_status == ConfigError.exit_status:
+                raise  # the options are wrong, and not the environment
             yield Finding("it can be made", "failed", str(error))
             return
         try:
