@@ -130,7 +130,8 @@ class EngineConfig(PluginChoice):
     """Number of torch threads on the CPU; 0 uses half of the cores if training runs at the same time,
     otherwise all."""
     deadline: float = field(default=600.0, validator=gt(0))
-    """Time limit in seconds for a weight update and for the start of the engine."""
+    """Time limit in seconds for a weight update and for the start of the engine; a process that exceeds it is
+    replaced, once for each update."""
     workers: int = field(default=1, validator=ge(1))
     """Number of engines that share the requests, on this machine or in workers of a cluster."""
     gpus_per_worker: float = field(default=0.0, validator=ge(0))

@@ -30,11 +30,13 @@ from grpo_core.app.parts import make_schedule
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.demo import tiny
+from grpo_core.engines.child import ChildEngine
 from grpo_core.engines.local.engine import LocalEngine
+from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Dispatched, PromptSkipped, StepEnded, Synced
 from grpo_core.processes import Child
-from grpo_core.records import EngineSetup, Feedback, GenerationRequest
+from grpo_core.records import EngineSetup, Feedback, GenerationRequest, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeTrainer, prompts
 from grpo_core.training import model as models
 from grpo_core.weights.reading import read_weights
@@ -267,16 +269,73 @@ def test_06_an_engine_that_stops_answering_is_replaced_and_an_update_never_hangs
     async def story(engine):
         loop = asyncio.get_running_loop()
         await engine.update_weights(writer.write(1, tensors(model)))
-        os.kill(engine._child.pid, signal.SIGSTOP)
+        frozen = engine.pid
+        os.kill(frozen, signal.SIGSTOP)
         began = loop.time()
-        with pytest.raises(WeightSyncError, match=r"version 2: .*no answer to 'update_weights' within 10 s"):
-            await engine.update_weights(writer.write(2, tensors(model)))
-        assert loop.time() - began <= 10 + 1
-        await engine.update_weights(writer.write(3, tensors(model)))
+        await engine.update_weights(writer.write(2, tensors(model)))
+        assert loop.time() - began <= 2 * 10 + 1
+        assert engine.pid != frozen
+        assert not running(frozen)
         (completion,) = await engine.generate([REQUEST])
         return set(completion.versions.tolist())
 
-    assert with_engine(model, story, deadline=10.0) == {3}
+    assert with_engine(model, story, deadline=10.0) == {2}
+
+
+def running(pid):
+    return Path(f"/proc/{pid}").exists()
+
+
+class Stuck:
+    """A server that never takes weights."""
+
+    def __init__(self, setup):
+        return None
+
+    def update_weights(self, weights):
+        signal.pause()
+
+
+def test_06_an_engine_whose_processes_all_hang_ends_the_update_after_two_of_them():
+    async def main():
+        engine = ChildEngine(
+            EngineSetup(model="m", deadline=3.0), name="stuck", server=f"{__file__}:Stuck", options={}
+        )
+        first = engine.pid
+        with pytest.raises(WeightSyncError, match=r"version 2, and a process that was started .* within 3 s"):
+            await engine.update_weights(Weights(version=2, location="", nbytes=0, tensors=()))
+        assert engine._deaths.failures == 2
+        assert engine.pid is None, "no process is left"
+        assert not running(first)
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [1, 2])
+def test_06_engines_of_a_pool_that_stop_answering_are_replaced(model, stopped):
+    writer = SharedMemoryWriter()
+
+    async def main():
+        engines = []
+
+        def make(number):
+            engines.append(LocalEngine(EngineSetup(model=str(model), deadline=10.0)))
+            return engines[-1]
+
+        pool = EnginePool(make, 2, deadline=10.0, lag=1000.0 if stopped == 2 else 1.0)
+        try:
+            await pool.update_weights(writer.write(1, tensors(model)))
+            for engine in engines[:stopped]:
+                os.kill(engine.pid, signal.SIGSTOP)
+            await pool.update_weights(writer.write(2, tensors(model)))
+            completions = await pool.generate([REQUEST] * 4)
+            return {version for completion in completions for version in completion.versions.tolist()}
+        finally:
+            await pool.aclose()
+
+    assert asyncio.run(main()) == {2}
 
 
 def test_47_code_that_comes_with_a_model_is_not_run(model, tmp_path):

@@ -549,16 +549,40 @@ def test_a_member_that_does_not_take_weights_is_replaced_by_one_that_does():
     run(story())
 
 
-def test_an_update_that_no_member_takes_is_an_error_and_the_version_before_is_served():
+def test_an_update_that_no_member_takes_is_an_error_and_the_version_before_is_served(monkeypatch):
+    real = Worker.update_weights
+
+    async def slow_for_version_1(self, weights):
+        self.update_seconds = 50.0 if weights.version == 1 else 0.1
+        await real(self, weights)
+
+    async def story():
+        world = World()
+        pool = world.pool(2, deadline=5.0)
+        await pool.update_weights(weights(0))
+        monkeypatch.setattr(Worker, "update_weights", slow_for_version_1)
+        with pytest.raises(
+            WeightSyncError,
+            match=r"no member holds version 1: none took them within 5 s \(engine.deadline\), twice",
+        ):
+            await pool.update_weights(weights(1))
+        assert len(world.made) >= 4, "both were replaced, and the new ones were asked"
+        assert {v for c in await pool.generate(group(0)) for v in c.versions} == {0}
+        await pool.aclose()
+
+    run(story())
+
+
+def test_if_no_member_answers_new_ones_take_the_weights():
     async def story():
         world = World()
         pool = world.pool(2, deadline=5.0)
         await pool.update_weights(weights(0))
         for worker in world.made:
-            worker.update_seconds = 50.0
-        with pytest.raises(WeightSyncError, match=r"no member holds version 1: none took them within 5 s"):
-            await pool.update_weights(weights(1))
-        assert {v for c in await pool.generate(group(0)) for v in c.versions} == {0}
+            worker.update_seconds = 1e6
+        await pool.update_weights(weights(1))
+        assert {v for c in await pool.generate(group(0)) for v in c.versions} == {1}
+        assert pool.statistics().replaced == 2
         await pool.aclose()
 
     run(story())

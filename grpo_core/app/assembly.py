@@ -13,6 +13,7 @@ from attrs import define, evolve, field, frozen
 from grpo_core.app import workers
 from grpo_core.app.first_look import first_look
 from grpo_core.app.parts import (
+    SYNC_ATTEMPTS,
     SYNC_GRACE,
     canary_prompts,
     canary_tolerance,
@@ -279,7 +280,7 @@ class Assembly:
             emit=run.emit,
             last=config.trainer.steps,
             pauses=config.validation.pause,
-            deadline=section.deadline + SYNC_GRACE,
+            deadline=SYNC_ATTEMPTS * section.deadline + SYNC_GRACE,
             canary_tolerance=canary_tolerance(config.health, section),
             canary_deadline=section.deadline + SYNC_GRACE,
         )

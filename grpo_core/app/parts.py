@@ -40,8 +40,11 @@ from grpo_core.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.training.process import thread_count
 from grpo_core.validation.runner import Context, Results, played_groups, run_strategy
 
-SYNC_GRACE = 5.0
-"""Extra seconds for an engine to keep its own deadline."""
+SYNC_GRACE = 15.0
+"""Extra seconds for an engine to keep its own deadlines, and to end a process that does not answer."""
+SYNC_ATTEMPTS = 2
+"""Number of processes that an engine asks to take weights, each for ``engine.deadline``: one that does not
+answer is replaced."""
 
 EXTRA_GROUPS = 20
 """Default limit of filtered groups for each group of a step."""
@@ -199,12 +202,12 @@ def make_schedule(
         validate_every=validation.every,
         save_every=checkpoint.every,
         rollout_deadline=rollout.deadline,
-        sync_deadline=engine.deadline + SYNC_GRACE,
+        sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
         in_flight_updates=pipeline.in_flight_updates,
         pause_to_validate=validation.pause,
         stall=rollout.deadline * attempts
         + trainer.deadline
-        + engine.deadline
+        + SYNC_ATTEMPTS * engine.deadline
         + validation.deadline * bool(validation.every),
     )
 

@@ -92,8 +92,8 @@ class ChildEngine:
     async def update_weights(self, weights: Weights) -> None:
         """Return when every later token is sampled from ``weights``.
 
-        Raises WeightSyncError if they could not be read or are not the model's, or if the child did not
-        answer within the setup's deadline; ModelError if the model's configuration cannot be used.
+        Raises WeightSyncError if they could not be read or are not the model's, or if neither the child nor a
+        new one answered within the setup's deadline; ModelError if the model's configuration cannot be used.
         """
         async with self._starting:
             try:
@@ -144,8 +144,8 @@ class ChildEngine:
             return child
 
     async def _give(self, weights: Weights) -> None:
-        """Give the weights to the child; start a new one if it has died."""
-        seconds = self._setup.deadline
+        """Give the weights to the child; start a new one if it has died, and once if it does not answer."""
+        seconds, late = self._setup.deadline, False
         while True:
             child = self._living_child()
             try:
@@ -156,9 +156,13 @@ class ChildEngine:
                 continue  # at most MAX_DEATHS times
             except DeadlineExceeded as error:
                 self._died(child, error)
-                raise WeightSyncError(
-                    f"{self.name} does not hold version {weights.version}: {error}"
-                ) from error
+                if late:
+                    raise WeightSyncError(
+                        f"{self.name} does not hold version {weights.version}, and a process that was "
+                        f"started for the one that did not answer does not either: {error}"
+                    ) from error
+                late = True
+                continue
             self._weights, self._ready = weights, True
             return
 

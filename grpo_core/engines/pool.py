@@ -32,7 +32,7 @@ from typing import TypeVar
 from attrs import frozen
 
 from grpo_core.aio import cancel, gather
-from grpo_core.engines.members import RECOVERABLE_ERRORS, CanaryMismatch, Member, tokens_of
+from grpo_core.engines.members import CLOSE, RECOVERABLE_ERRORS, CanaryMismatch, Member, tokens_of
 from grpo_core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.protocols import Engine
@@ -146,7 +146,8 @@ class EnginePool:
         self._aim(held)
         began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._deadline):
+            # enough to replace engines that do not answer, and to ask those that replace them
+            async with asyncio.timeout(2 * self._deadline + CLOSE):
                 await self._until(lambda: self._holders(held) or self._all_refuse(held, before))
             if not self._holders(held):
                 raise EngineError(f"all refuse them{self._reasons()}")
@@ -156,7 +157,7 @@ class EnginePool:
                     await self._until(lambda: not self._holders(before))
         except (TimeoutError, EngineError) as error:
             self._aim(before)
-            late = f"none took them within {self._deadline:g} s (engine.deadline){self._reasons()}"
+            late = f"none took them within {self._deadline:g} s (engine.deadline), twice{self._reasons()}"
             why = str(error) or late
             raise WeightSyncError(f"engine pool: no member holds version {weights.version}: {why}") from error
         except BaseException:
