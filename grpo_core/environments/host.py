@@ -140,6 +140,7 @@ class EnvironmentHost:
             "concurrency": self._concurrency,
             "deadline": self._deadline,
             "slots": self._slots(),
+            "cancellable": bool(self._concurrency) or self._evaluates_async,
             "has_aclose": self._defines("aclose"),
             "sessions": self._has_sessions,
             "tools": self._tools.schemas,

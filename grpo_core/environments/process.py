@@ -50,7 +50,7 @@ CLOSING = 5.0
 """Seconds for closing open sessions and the environment when the process ends."""
 
 GRACE = 2.0
-"""Seconds after a deadline in which the process may say that it has cancelled the call."""
+"""Seconds after a deadline in which the process may say that it has cancelled an async call."""
 
 COMPANY = 4
 """Each death divides by this the number of calls that run beside those that the process held."""
@@ -125,7 +125,7 @@ class EnvironmentProcess:
         self._closed = False
         self._starting = asyncio.Lock()
         self._slots = Slots(1)
-        self._deadline = 0.0
+        self._deadline = self._grace = 0.0
         self._mourned: Child | None = None
         """The last process that a call found dead."""
         self._told: Child | None = None
@@ -209,7 +209,7 @@ class EnvironmentProcess:
                 if self._child is not None and self._child.alive:
                     with contextlib.suppress(GrpoError):  # it died, and its sessions with it
                         await self._child.call_alongside(
-                            "close", sessions, seconds=self._deadline, grace=GRACE
+                            "close", sessions, seconds=self._deadline, grace=self._grace
                         )
             self._closer = None
 
@@ -325,7 +325,7 @@ class EnvironmentProcess:
 
     async def _ask(self, child: Child, method: str, items: list[Any]) -> Any:
         try:
-            return await child.call_alongside(method, items, seconds=self._deadline, grace=GRACE)
+            return await child.call_alongside(method, items, seconds=self._deadline, grace=self._grace)
         except asyncio.CancelledError:
             # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's time
             # would run meanwhile.  Where there are sessions, that is better than to lose them.
@@ -379,6 +379,7 @@ class EnvironmentProcess:
         self.success = description["success"]
         self.slots = description["slots"]
         self._deadline = description["deadline"]
+        self._grace = GRACE if description["cancellable"] else 0.0
         if self._slots.number != (number := max(1, description["concurrency"])):
             self._slots = Slots(number)
         self._has_sessions = description["sessions"]
