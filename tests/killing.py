@@ -60,6 +60,9 @@ class Run:
     ) -> None:
         self.cwd, self.directory = cwd, cwd / "run"
         self.kills = 0
+        self.temporary = cwd / "temporary"
+        """The run's folder for temporary files."""
+        self.temporary.mkdir(exist_ok=True)
         self.memory: set[Path] = set()
         """Named shared memory that was in use at the last kill."""
         (cwd / "words.py").write_text(environment or WORDS.format(seconds=feedback))
@@ -74,7 +77,7 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, MARK: str(self.cwd)},
+            env={**os.environ, MARK: str(self.cwd), "TMPDIR": str(self.temporary)},
         )
 
     def resume(self) -> None:

@@ -1,5 +1,6 @@
 """The loop of an engine's child process: calls, requests, errors and weights, with a decoder that counts."""
 
+import asyncio
 from collections import deque
 
 import pytest
@@ -8,6 +9,7 @@ from grpo_core import Completion, EngineError, GenerationRequest, Weights, Weigh
 from grpo_core.engine_kit import Call, DecodingServer, check_request, takes_weights_by
 from grpo_core.engines import wire
 from grpo_core.engines.transports import transports_of
+from grpo_core.testing import FakeEngine, check_engine
 
 
 class Counting(DecodingServer):
@@ -268,3 +270,29 @@ def test_a_factory_declares_the_transports_of_its_engines():
     assert transports_of(lambda setup: None) == ("shm",)
     with pytest.raises(ValueError, match="transport 'pigeon': expected 'shm', 'cuda_ipc', 'collective'"):
         takes_weights_by("pigeon")
+
+
+def test_the_contract_of_an_engine_says_what_was_asked_when_it_fails():
+    class Broken(FakeEngine):
+        decoder = None
+
+        async def generate(self, requests):
+            return self.decoder(requests)
+
+    def publish(version):
+        return Weights(version=version, location="", nbytes=0, tensors=())
+
+    with pytest.raises(
+        AssertionError, match=r"generate before the first update_weights: raised TypeError: .* not callable"
+    ):
+        asyncio.run(check_engine(Broken(), publish, prompt_ids=(1, 2)))
+
+    class Unclosed(FakeEngine):
+        async def generate(self, requests):
+            raise EngineError("no weights")
+
+        async def aclose(self):
+            raise KeyError("gone")
+
+    with pytest.raises(AssertionError, match="aclose: raised KeyError: 'gone'"):
+        asyncio.run(check_engine(Unclosed(), publish, prompt_ids=(1, 2)))

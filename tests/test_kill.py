@@ -100,6 +100,7 @@ def test_a_run_that_is_killed_again_and_again_leaves_nothing_behind_and_loses_no
         assert len(pids) == 4
         assert not left_after(pids)
         assert not any(path.exists() for path in run.memory)
+        assert not [path for path in run.temporary.rglob("*") if not path.is_dir()]
         run.resume()
     said = run.end()
     assert run.process.returncode == 0, said

@@ -207,6 +207,20 @@ def test_a_template_that_cannot_keep_sampled_tokens_is_refused_before_generation
         chat(merging, template).check_turns(tools=tools)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 // 0 }}",
+    ],
+)
+def test_a_template_that_does_not_end_or_leaves_its_sandbox_is_refused(merging, template):
+    with pytest.raises(ModelError, match="the chat template cannot render messages of user"):
+        chat(merging, template).prompt_ids([user("x")])
+
+
 def test_a_template_that_says_nothing_of_the_assistant_is_refused(merging):
     with pytest.raises(ModelError, match="does not render what an assistant says"):
         chat(merging, "{{ messages[0].content }}").continuation_ids([user("no")], said=said("x"), ended=True)

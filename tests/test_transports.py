@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, sta
 from grpo_core.weights import collective, cuda_ipc
 from grpo_core.weights.collective import CollectiveWriter, pulled
 from grpo_core.weights.reading import read_weights
+from grpo_core.weights.shm import SharedMemoryWriter
 
 CPU = torch.device("cpu")
 
@@ -294,6 +296,13 @@ def test_an_engine_takes_weights_that_are_sent(tmp_path, writer):
 
 
 # ---------------------------------------------------------------------------------- handles
+
+
+def test_shared_memory_belongs_to_its_user_alone():
+    weights = SharedMemoryWriter().write(1, named(1.0))
+    status = os.stat(weights.location)
+    assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o600, os.getuid())
+    assert os.readlink(weights.location).startswith("/memfd:"), "it has no name that could stay"
 
 
 def test_a_handle_is_plain_text_and_names_its_gpu_by_identity():

@@ -214,7 +214,10 @@ async def each_token_is_of_the_version_that_it_names(tried: EngineUnderTest) -> 
     await tried.engine.update_weights(weights)
     tried.version = new
     completions = await running
-    assert any(len(set(completion.versions)) == 2 for completion in completions), "none was running"
+    assert any(len(set(completion.versions)) == 2 for completion in completions), (
+        f"{len(requests)} requests for {requests[0].max_tokens} tokens ran during update_weights, and none "
+        f"has tokens of both versions {old} and {new}: take weights between two tokens of running requests"
+    )
     for request, completion in list(zip(requests, completions, strict=True))[::8]:
         assert list(completion.versions) == sorted(completion.versions)
         assert set(completion.versions) <= {old, new}

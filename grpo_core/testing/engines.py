@@ -8,12 +8,13 @@ An engine in a pool, in a Ray worker or behind HTTP is held to it as it is.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 
 from attrs import evolve
 
 from grpo_core.completions import check_completions
-from grpo_core.errors import EngineError, WeightSyncError
+from grpo_core.errors import EngineError, WeightSyncError, describe
 from grpo_core.loop import canary
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest, Weights
@@ -41,20 +42,33 @@ async def check_engine(
         seeded: a request's seed decides what is sampled.
     """
     story = _Story(engine, publish, prompt_ids, max_tokens, tolerance)
+    clauses: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        ("generate before the first update_weights", story.refuses_to_generate_without_weights),
+        ("update_weights, and the canary", functools.partial(story.takes, 0)),
+        ("several requests in one call", story.answers_in_order_and_within_limits),
+        *([("requests with the same seeds", story.samples_by_the_seed_alone)] if seeded else []),
+        ("a request with a stop token", story.stops_where_it_is_told),
+        ("update_weights while requests run", story.goes_on_with_new_weights),
+        ("a call that is cancelled", story.forgets_what_is_cancelled),
+        ("update_weights with a damaged tensor", story.keeps_what_it_has_when_new_weights_are_spoilt),
+    ]
     try:
-        await story.refuses_to_generate_without_weights()
-        await story.takes(0)
-        await story.answers_in_order_and_within_limits()
-        if seeded:
-            await story.samples_by_the_seed_alone()
-        await story.stops_where_it_is_told()
-        await story.goes_on_with_new_weights()
-        await story.forgets_what_is_cancelled()
-        await story.keeps_what_it_has_when_new_weights_are_spoilt()
+        for asked, clause in clauses:
+            await _asked(asked, clause)
     finally:
-        await engine.aclose()
-    await engine.aclose()
-    await story.is_closed()
+        await _asked("aclose", engine.aclose)
+    await _asked("aclose for the second time", engine.aclose)
+    await _asked("generate after aclose", story.is_closed)
+
+
+async def _asked(what: str, clause: Callable[[], Awaitable[None]]) -> None:
+    """Await a clause.  Raises AssertionError that says what the engine was asked, for any error of its."""
+    try:
+        await clause()
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error
+    except Exception as error:
+        raise AssertionError(f"{what}: raised {describe(error)}") from error
 
 
 class _Story:

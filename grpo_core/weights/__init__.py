@@ -19,7 +19,9 @@ COLLECTIVE = "collective:"
 def anonymous_file(name: str) -> int:
     """Make a file in memory and return its descriptor; it has no name and vanishes with its process."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
+        made = os.memfd_create(name)
+        os.fchmod(made, 0o600)  # the kernel lets its user alone open it through /proc; this says so, too
+        return made
     return os.dup(tempfile.TemporaryFile().fileno())  # pragma: no cover - not on Linux
 
 

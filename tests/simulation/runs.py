@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from attrs import asdict, define, field, frozen
 
+from grpo_core.app.parts import SYNC_GRACE
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.curriculum import Curriculum
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
@@ -460,7 +461,10 @@ class Simulation:
             dynamic=DynamicSampling(max_extra_groups=1000) if self._dynamic else None,
             seed=self.seed,
             schedule=Schedule(
-                rollout_deadline=90.0, stall=3600.0, sync_deadline=2 * ENGINE_DEADLINE, **self._options
+                rollout_deadline=90.0,
+                stall=3600.0,
+                sync_deadline=2 * ENGINE_DEADLINE + SYNC_GRACE,
+                **self._options,
             ),
             emit=self._emit,
             validate=lambda version: self._validate(version, pipeline),

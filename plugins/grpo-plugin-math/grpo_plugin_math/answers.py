@@ -14,6 +14,9 @@ from decimal import Decimal
 LONGEST = 200
 """Largest length of an answer that is parsed; a longer one must equal the reference letter by letter."""
 
+DEEPEST = 10
+"""Largest depth of brackets of an answer that is parsed: each one more makes a parser's search longer."""
+
 SECONDS = 2
 """Time limit for each of math-verify's two halves."""
 
@@ -56,6 +59,8 @@ def equal(given: str, reference: str) -> bool:
         return bool(wanted)
     if _is_decimal(plain) and _is_decimal(wanted):
         return False
+    if _depth(given) > DEEPEST:
+        return False
     return plain.isascii() and _operations(plain) <= _accepted(wanted) and _verified(given, reference)
 
 
@@ -69,6 +74,15 @@ _SIGN = re.compile(r"(?<![\w)}])-")
 
 def _is_decimal(text: str) -> bool:
     return _DECIMAL.fullmatch(text) is not None
+
+
+def _depth(text: str) -> int:
+    """Return how deep brackets of any kind are nested, closed or not."""
+    deepest = depth = 0
+    for character in text:
+        depth = max(depth + (character in "([{") - (character in ")]}"), 0)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _operations(plain: str) -> set[str]:

@@ -158,6 +158,22 @@ def test_the_alarm_of_others_keeps_its_handler():
     assert signal.getsignal(signal.SIGALRM) is before
 
 
+@pytest.mark.parametrize("opening", ["(", "{", "[", "\\left("])
+def test_an_answer_of_deep_brackets_is_refused_before_it_is_parsed(opening):
+    """Off the main thread every question to math-verify raises, so nothing was asked."""
+    closing = {"(": ")", "{": "}", "[": "]", "\\left(": "\\right)"}[opening]
+    told = []
+    deep = [opening * 15 + "18" + closing * 15, opening * 15 + "18"]
+    thread = threading.Thread(target=lambda: told.extend(equal(text, "18/x") for text in deep))
+    thread.start()
+    thread.join()
+    assert told == [False, False]
+
+
+def test_an_answer_of_some_brackets_is_parsed():
+    assert equal("((((1))))/2", "1/2")
+
+
 def test_off_the_main_thread_it_refuses_instead_of_judging_otherwise():
     told = []
 
