@@ -10,7 +10,7 @@ PAGES  := $(wildcard $(foreach p,configuration options metrics architecture,docs
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
 
-.PHONY: install install-vllm demo test test-fast test-nightly lint docs pages dist bench bench-peers clean
+.PHONY: install install-vllm demo test test-fast test-nightly lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
 
 install: $(READY)
 
@@ -80,6 +80,13 @@ docs: $(DOCS)
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks
+
+# what only a GPU can show; each writes gpu_check.json, with expectations beside results
+gpu-check: $(READY)
+	@$(BIN)/python tests/benchmarks/gpu_check.py
+
+gpu-check-vllm: $(READY)
+	@$(BIN)/python tests/benchmarks/gpu_check.py --vllm
 
 # the peer (TRL) in an environment of its own
 bench-peers: $(READY)

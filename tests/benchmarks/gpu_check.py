@@ -1,0 +1,273 @@
+"""Checks what only a GPU can show, and writes one JSON file with expectations beside results.
+
+    make gpu-check          # the trainer, the engine `local`, a whole run; no vLLM needed
+    make gpu-check-vllm     # the engine `vllm`
+    python tests/benchmarks/gpu_check.py [--vllm] [--device cuda|cpu] [--output FILE] [CHECK ...]
+
+On a CPU (``--device cpu``) the same checks run on the same code with fewer transports, which tests this script.
+Ends with status 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import asdict, frozen
+
+from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.engines.local.engine import LocalEngine
+from grpo_core.records import Batch, EngineSetup, Row
+from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model
+from grpo_core.tokens import Tokens
+from grpo_core.training.setup import TrainerSetup
+from grpo_core.training.trainer import TorchTrainer
+from grpo_core.weights.collective import CollectiveWriter
+from grpo_core.weights.cuda_ipc import CudaIpcWriter
+from grpo_core.weights.layout import Writer
+from grpo_core.weights.shm import SharedMemoryWriter
+
+START = 600.0
+"""Seconds for the first start of an engine on a GPU, which compiles and captures graphs."""
+EXACT = ("tokens do not depend on what else is decoded", "a stop string ends a completion and stays in it")
+"""Laws that compare tokens, which differ in bfloat16: kernels are chosen by the size of the batch."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
+"""Tolerance of a logprob.  The versions of the test model lie far apart, and so do their logits."""
+LEARNS = 0.15
+"""Accuracy that a run must gain in 60 steps."""
+
+
+@frozen(kw_only=True)
+class Result:
+    check: str
+    expected: str
+    seen: str
+    ok: bool
+    seconds: float
+
+
+Check = Callable[[], tuple[str, str, bool]]
+"""Returns the expectation, the result, and whether they agree."""
+
+
+# ---------------------------------------------------------------------------------- engines
+
+
+def writers(device: str) -> dict[str, Callable[[], Writer]]:
+    """Return the transports that one device allows."""
+    ways: dict[str, Callable[[], Writer]] = {
+        "shm": SharedMemoryWriter,
+        "collective over gloo": lambda: CollectiveWriter(torch.device("cpu"), "127.0.0.1"),
+    }
+    if device == "cuda":
+        ways["cuda_ipc"] = lambda: CudaIpcWriter(torch.device("cuda", 0))
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        ways["collective over NCCL"] = lambda: CollectiveWriter(torch.device("cuda", 1), "127.0.0.1")
+    return ways
+
+
+def laws(make: Callable[..., Any], writer: Callable[[], Writer], dtype: str) -> tuple[str, str, bool]:
+    """Hold an engine to the laws of decoding, its death included."""
+    names = [law for law in ENGINE_LAWS if dtype == "float32" or law not in EXACT]
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_test_model(Path(directory))
+        setup = EngineSetup(model=str(model), log_directory=directory, deadline=START)
+        broken = asyncio.run(_broken(partial(make, setup), model, writer(), dtype, names))
+    kept = len(names) - len(broken)
+    return f"{len(names)} laws hold", "; ".join([f"{kept} laws hold", *broken]), not broken
+
+
+async def _broken(
+    make: Callable[[], Any], model: Path, writer: Writer, dtype: str, names: list[str]
+) -> list[str]:
+    engine = make()
+    under_test = EngineUnderTest(
+        engine=engine,
+        model=model,
+        recomputes=not isinstance(engine, LocalEngine),
+        tolerance=TOLERANCE[dtype],
+        writer=writer,
+        kill=lambda: os.kill(engine.pid, signal.SIGKILL),
+    )
+    broken = []
+    try:
+        await engine.update_weights(under_test.publish(0))
+        for name in names:
+            try:
+                await ENGINE_LAWS[name](under_test)
+            except Exception as error:
+                broken.append(f"broken: {name}: {error or traceback.format_exc(limit=-1)}")
+    except Exception as error:
+        broken.append(f"the first update failed: {error}")
+    finally:
+        await engine.aclose()
+    return broken
+
+
+def local_checks(device: str) -> Iterator[tuple[str, Check]]:
+    for way, writer in writers(device).items():
+        make = partial(LocalEngine, device=device, dtype="float32", max_rows=64)
+        yield f"local, float32, {way}", partial(laws, make, writer, "float32")
+    make = partial(LocalEngine, device=device, dtype="bfloat16", max_rows=64)
+    yield "local, bfloat16, shm", partial(laws, make, SharedMemoryWriter, "bfloat16")
+
+
+def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
+    from grpo_plugin_vllm.engine import VllmEngine
+
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # otherwise float32 attention rounds to TF32
+    base: dict[str, Any] = {"device": device, "dtype": "float32", "max_rows": 64, "memory_fraction": 0.3}
+    if device == "cpu":
+        base["cache_mib"] = 64
+    for way, writer in writers(device).items():
+        yield f"vllm, float32, {way}", partial(laws, partial(VllmEngine, **base), writer, "float32")
+    cases: dict[str, dict[str, Any]] = {
+        "device auto": base | {"device": "auto"},
+        "bfloat16": base | {"dtype": "bfloat16"},
+    }
+    if device == "cuda":
+        cases |= {
+            "without graphs": base | {"vllm": {"enforce_eager": True}},
+            "asleep between requests": base | {"sleep_after": 0.001},
+        }
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        cases["two GPUs"] = base | {"tensor_parallel": 2}
+    for name, options in cases.items():
+        yield (
+            f"vllm, {name}",
+            partial(laws, partial(VllmEngine, **options), SharedMemoryWriter, options["dtype"]),
+        )
+
+
+# ---------------------------------------------------------------------------------- trainer, runs
+
+
+def trainer(device: str, dtype: str) -> tuple[str, str, bool]:
+    """Train some steps: the logprobs must be those that the rows were generated with, and the loss finite."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_test_model(Path(directory))
+        made = TorchTrainer(
+            TrainerSetup(
+                model=ModelConfig(path=str(model), dtype=dtype),  # type: ignore[arg-type]
+                trainer=TrainerConfig(steps=4, device=device),
+                transport="cuda_ipc" if device == "cuda" else "shm",
+            )
+        )
+        steps = [made.step(Batch(step=step, rows=_rows(), temperature=1.0)) for step in range(4)]
+        published = made.publish()
+    seconds = min(result.metrics["time/train"] for result in steps)
+    sent = {info.dtype for info in published.tensors}
+    ok = all(result.metrics["loss"] == result.metrics["loss"] for result in steps) and sent == {dtype}
+    return f"finite losses; weights sent in {dtype}", f"{seconds:.3f} s a step; weights in {sent}", ok
+
+
+def _rows() -> tuple[Row, ...]:
+    chance = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 90, (32, 100), generator=chance).tolist()
+    tokens = [Tokens.generated(row, [-4.5] * 100, [0] * 100) for row in ids]
+    return tuple(
+        Row(prompt_ids=(5, 6, 7), tokens=each, advantage=1.0 if i % 2 else -1.0, group=i // 8)
+        for i, each in enumerate(tokens)
+    )
+
+
+def whole_run(engine: str, device: str, dtype: str) -> tuple[str, str, bool]:
+    """Train `math:sort` from the command line, with trainer and engine on one device."""
+    settings: dict[str, Any] = {
+        "model.options.width": 128,
+        "model.dtype": dtype,
+        "trainer.device": device,
+        "trainer.steps": 60,
+        "validation.every": 60,
+        "engine.options.device": device,
+    }
+    if engine == "vllm":
+        settings |= {"engine.options.memory_fraction": 0.3} if device == "cuda" else {}
+        settings |= {"engine.options.cache_mib": 64} if device == "cpu" else {}
+    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    expected = f"exit status 0; accuracy + {LEARNS:.0%}; grpo-core verify holds"
+    with tempfile.TemporaryDirectory() as directory:
+        grpo = [sys.executable, "-m", "grpo_core"]
+        arguments = ["train", "--env", "math:sort", "--engine", engine, *chosen, "--output", "run"]
+        done = subprocess.run([*grpo, *arguments], cwd=directory, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return expected, f"exit status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}", False
+        holds = subprocess.run([*grpo, "verify", "run"], cwd=directory, capture_output=True, check=False)
+        events = map(json.loads, Path(directory, "run", "events.jsonl").read_text().splitlines())
+        first, last = (e["results"]["sort"]["accuracy"] for e in events if e["event"] == "Validated")
+    seen = f"accuracy {first:.1%} -> {last:.1%}; verify ended with {holds.returncode}"
+    return expected, seen, last >= first + LEARNS and holds.returncode == 0
+
+
+def nobody_left() -> tuple[str, str, bool]:
+    """Ask the driver which processes hold a GPU; this one may."""
+    query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    left = sorted({int(pid) for pid in said.split()} - {os.getpid()})
+    return "no other process holds the GPU", f"processes: {left}", not left
+
+
+def checks(device: str, *, vllm: bool) -> Iterator[tuple[str, Check]]:
+    dtypes = ("float32", "bfloat16")
+    if vllm:
+        yield from vllm_checks(device)
+        yield from ((f"run with vllm, {d}", partial(whole_run, "vllm", device, d)) for d in dtypes)
+    else:
+        yield from ((f"trainer, {d}", partial(trainer, device, d)) for d in dtypes)
+        yield from local_checks(device)
+        yield from ((f"run with local, {d}", partial(whole_run, "local", device, d)) for d in dtypes)
+    if device == "cuda":
+        yield "processes afterwards", nobody_left
+
+
+def run(name: str, check: Check) -> Result:
+    began = time.perf_counter()
+    try:
+        expected, seen, ok = check()
+    except Exception:
+        expected, seen, ok = "no error", traceback.format_exc(limit=-3), False
+    result = Result(
+        check=name, expected=expected, seen=seen, ok=ok, seconds=round(time.perf_counter() - began, 1)
+    )
+    print(f"{'ok    ' if ok else 'FAILED'} {name} ({result.seconds} s): {seen}", flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", help="run the checks whose names contain one of these words")
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here; --device cpu tests this script")
+        return 1
+    results = [
+        run(name, check)
+        for name, check in checks(options.device, vllm=options.vllm)
+        if not options.only or any(word in name for word in options.only)
+    ]
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "a CPU"
+    about = {"device": where, "torch": torch.__version__, "results": [asdict(result) for result in results]}
+    options.output.write_text(json.dumps(about, indent=1) + "\n")
+    return int(not all(result.ok for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
