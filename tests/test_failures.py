@@ -443,7 +443,7 @@ def test_60_a_line_separator_in_a_text_breaks_no_line(separator, text):
         directory = record(
             Path(scratch) / "run", [PromptSkipped(step=1, task="a", prompt="p", error=said)], config
         )
-        (line,) = (directory.path / "events.jsonl").read_text().splitlines()
+        _, line = (directory.path / "events.jsonl").read_text().splitlines()
         assert json.loads(line)["error"] == said
 
 

@@ -346,7 +346,7 @@ def test_completions_beyond_the_models_positions_are_refused_before_it_is_made(p
 
 def test_a_task_without_prompts_is_named(project):
     message = refused(project, "train", "--env", "./odd.py:NoPrompts", *SMALL, "--output", "run")
-    assert "task 'noprompts': there are no prompts for training" in message
+    assert "task 'noprompts': prompts('train') of its environment is empty" in message
 
 
 def test_a_solution_that_is_longer_than_the_tiny_model_is_no_demonstration():

@@ -36,7 +36,6 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
-from grpo_core.errors import ConfigError
 from grpo_core.events import Event, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
@@ -82,8 +81,6 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     prompts = await run.tasks.prompts("train")
     held_out = await run.tasks.prompts("validation") if config.validation.every else {}
     assembly = Assembly(config, run)
-    if empty := [task for task, part in prompts.items() if not len(part)]:
-        raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for training")
     start = await assembly.start_model(prompts)
     check_lengths(config.rollout, start.positions)
     model = start.path

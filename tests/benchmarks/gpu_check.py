@@ -4,7 +4,7 @@
     make gpu-check-vllm     # the engine `vllm`
     python tests/benchmarks/gpu_check.py [--vllm] [--device cuda|cpu] [--output FILE] [CHECK ...]
 
-On a CPU (``--device cpu``) the same checks run on the same code with fewer transports, which tests this script.
+On a CPU (``--device cpu``) the same checks run with fewer transports, which tests this script.
 Ends with status 1 if a check fails.
 """
 
