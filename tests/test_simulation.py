@@ -126,6 +126,13 @@ def test_a_checkpoint_that_has_rotted_is_passed_over_and_the_one_before_it_is_ta
     assert all("passed over" in line for line in rotted)
 
 
+def test_an_engine_that_dies_answers_the_canary_that_it_had_left_unanswered():
+    faults = evolve(NONE, canary_unanswered=0.2, engine_death=0.02)
+    outcomes = [holds(seed, "deadline", 2, faults=faults, members=0) for seed in range(8)]
+    unanswered = sum("canary_unanswered" in line for outcome in outcomes for line in outcome.story)
+    assert unanswered > sum(len(failures(outcome)) for outcome in outcomes)
+
+
 @pytest.mark.slow
 def test_a_seed_gives_the_same_trace_in_every_process():
     """Whatever the hash seed: no order of a set has a part in it."""
