@@ -62,6 +62,14 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define prompts(split)")
 
+    def from_source(self, prompt: Prompt) -> Prompt:
+        """Return the prompt that stands for a row of the task's ``source``; by default the one given.
+
+        ``prompt`` is as the source's keys describe it; the fields of the row that they do not name are in its
+        ``info``.  An environment that defines this method can parse the answer, or word the question, once.
+        """
+        return prompt
+
     def evaluate(
         self, episodes: Sequence[Episode]
     ) -> Sequence[float | Feedback | None] | Awaitable[Sequence[float | Feedback | None]]:

@@ -1,14 +1,19 @@
 """Prompts from files and data sets: every row is a prompt, or an error that says where and why."""
 
+import asyncio
 import json
 import pickle
 
 import pytest
 
-from grpo_core.config import SourceConfig, build
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.tasks import ROWS_OF_A_CALL, Tasks
+from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, build
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.sources import Source, find_source
-from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.errors import CheckpointError, ConfigError, PluginError
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import Episode
 
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1), "level": i % 3} for i in range(7)]
 
@@ -192,3 +197,111 @@ def test_the_configuration_says_which_split_comes_from_where():
 def test_a_misspelt_key_of_a_source_names_the_nearest():
     with pytest.raises(ConfigError, match=r"'tasks.sums.source.promt'. Did you mean 'prompt'\?"):
         build([{"tasks": {"sums": {"env": "x", "source": {"promt": "a"}}}}])
+
+
+# ---------------------------------------------------------------------------------- from_source
+
+
+def with_environment(env, path, look, **config):
+    """Call ``look(prompts, environment)`` for a task whose environment runs in its own process."""
+
+    async def story():
+        tasks = {"sums": TaskConfig(env=env, source=SourceConfig(path=path, **config))}
+        placement = LocalPlacement(PluginHost.discover())
+        async with Tasks.start(tasks, EnvironmentConfig(), placement, logs=None) as started:
+            prompts = (await started.prompts("train"))["sums"]
+            return await look(prompts, started.environments["sums"])
+
+    return asyncio.run(story())
+
+
+def replied(prompts, texts):
+    return [
+        Episode(prompt=prompt, messages=[{"role": "assistant", "content": text}])
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def test_gsm8k_judges_the_prompts_of_a_source_over_its_own_rows(file):
+    rows = [
+        {"question": f"Ada has {i} pens and buys {i}.", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i:,}"}
+        for i in range(ROWS_OF_A_CALL - 20, ROWS_OF_A_CALL + 20)
+    ]
+
+    async def look(prompts, environment):
+        replies = [await environment.solve(prompts), [row["answer"] for row in rows], ["\\boxed{7}"] * 40]
+        rewards = [
+            [feedback.reward for feedback in await environment.evaluate(replied(prompts, texts))]
+            for texts in replies
+        ]
+        return prompts, rewards
+
+    prompts, rewards = with_environment("math:gsm8k", file(rows), look, system="Be brief.")
+    assert rewards == [[1.0] * 40, [1.0] * 40, [0.0] * 40]
+    assert [(p.id, p.environment) for p in prompts] == [(str(n), "sums") for n in range(40)]
+    assert prompts[20].answer == "2,000"
+    assert prompts[20].messages[0] == {"role": "system", "content": "Be brief."}
+    assert prompts[20].messages[1]["content"].endswith("in \\boxed{}.")
+
+
+HOOKS = """
+import grpo_core as grpo
+
+class Same(grpo.Environment):
+    def evaluate(self, episodes):
+        return [1.0 for _ in episodes]
+
+class Renames(Same):
+    def from_source(self, prompt):
+        return grpo.Prompt(messages=f"level {prompt.info['level']}", answer=int(prompt.answer), id="mine")
+
+class Raises(Same):
+    def from_source(self, prompt):
+        return {"2": prompt.info["nothing"]}[prompt.id]
+
+class Forgets(Same):
+    def from_source(self, prompt):
+        prompt.info
+
+class Hides(Same):
+    def from_source(self, prompt):
+        return grpo.Prompt(messages="?", answer=lambda: 7)
+"""
+
+
+@pytest.fixture
+def hooks(tmp_path):
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    return f"{tmp_path / 'hooks.py'}:"
+
+
+async def prompts_alone(prompts, environment):
+    return prompts
+
+
+def test_a_source_stays_as_it_is_where_the_environment_has_no_hook(file, hooks):
+    prompts = with_environment(hooks + "Same", file(ROWS), prompts_alone)
+    assert isinstance(prompts, Source)
+
+
+def test_all_rows_of_a_long_source_become_prompts_in_order_with_the_ids_of_the_source(file, hooks):
+    rows = [{"prompt": "?", "answer": str(i), "level": i} for i in range(2 * ROWS_OF_A_CALL + 1)]
+    prompts = with_environment(hooks + "Renames", file(rows), prompts_alone)
+    assert [prompt.answer for prompt in prompts] == list(range(len(rows)))
+    assert [prompt.id for prompt in prompts] == [str(i) for i in range(len(rows))]
+    assert prompts[-1].messages[0]["content"] == f"level {len(rows) - 1}"
+    assert {prompt.environment for prompt in prompts} == {"sums"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Raises", "from_source of prompt '0' raised KeyError: 'nothing'"),
+        ("Forgets", "from_source of prompt '0' is NoneType, expected grpo_core.Prompt"),
+        ("Hides", "from_source: a prompt cannot be sent to the trainer's process; put plain data"),
+    ],
+)
+def test_a_hook_that_makes_no_prompt_is_an_error_that_names_it(file, hooks, name, message):
+    with pytest.raises(PluginError) as raised:
+        with_environment(hooks + name, file(ROWS), prompts_alone)
+    assert message in str(raised.value)

@@ -172,16 +172,32 @@ class EnvironmentHost:
                 f"{where}: yields more than {MOST_PROMPTS:,} prompts; return a sequence, which may be longer "
                 "and compute its items on access, or end the iteration"
             )
-        complete = [self._complete(prompt, index, where) for index, prompt in enumerate(prompts)]
+        complete = [
+            self._complete(prompt, str(index), f"{where}[{index}]") for index, prompt in enumerate(prompts)
+        ]
         seen: set[str] = set()
         for prompt in complete:
             if prompt.id in seen:
                 raise PluginError(f"{where}: two prompts have the id {prompt.id!r}; ids are unique in a task")
             seen.add(prompt.id)
-        try:
-            return pickle.dumps(complete, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise PluginError(f"{where}: {UNREADABLE}: {describe(error)}") from error
+        return _pickled(complete, where)
+
+    def from_source(self, prompts: Sequence[Prompt]) -> bytes | None:
+        """Return the pickled prompts that stand for those of a source, or None if they stay as they are.
+
+        Ids are those of the source.
+        """
+        if not self._defines("from_source"):
+            return None
+        made = []
+        for prompt in prompts:
+            where = f"{self._who}: from_source of prompt {prompt.id!r}"
+            try:
+                given = self._environment.from_source(prompt)
+            except Exception as error:
+                raise PluginError(f"{where} raised {describe(error)}") from error
+            made.append(attrs.evolve(self._complete(given, prompt.id, where), id=prompt.id))
+        return _pickled(made, f"{self._who}: from_source")
 
     def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """Return a reply with a full reward for each prompt, or None where it is not known."""
@@ -372,17 +388,24 @@ class EnvironmentHost:
             raise PluginError(f"{self._who}: success is {success!r}, expected a finite number or None")
         return float(success)
 
-    def _complete(self, prompt: Any, index: int, where: str) -> Prompt:
+    def _complete(self, prompt: Any, id: str, where: str) -> Prompt:
         if not isinstance(prompt, Prompt):
-            raise PluginError(f"{where}[{index}] is {type(prompt).__name__}, expected grpo_core.Prompt")
+            raise PluginError(f"{where} is {type(prompt).__name__}, expected grpo_core.Prompt")
         if not prompt.messages or not all(is_message(message) for message in prompt.messages):
             raise PluginError(
-                f"{where}[{index}]: messages is {prompt.messages!r}, expected text or at least one message "
+                f"{where}: messages is {prompt.messages!r}, expected text or at least one message "
                 "such as {'role': 'user', 'content': '...'}"
             )
         if found := lone_surrogate([prompt.id, prompt.messages]):
-            raise PluginError(f"{where}: prompt {prompt.id or str(index)!r} {unreadable(found)}")
-        return attrs.evolve(prompt, id=prompt.id or str(index), environment=self._task)
+            raise PluginError(f"{where}: prompt {prompt.id or id!r} {unreadable(found)}")
+        return attrs.evolve(prompt, id=prompt.id or id, environment=self._task)
+
+
+def _pickled(prompts: Sequence[Prompt], where: str) -> bytes:
+    try:
+        return pickle.dumps(prompts, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise PluginError(f"{where}: {UNREADABLE}: {describe(error)}") from error
 
 
 def units(episodes: Sequence[Episode], *, whole_groups: bool) -> list[list[Episode]]:

@@ -145,12 +145,12 @@ class EnvironmentProcess:
 
     async def prompts(self, split: str) -> list[Prompt]:
         """Return the prompts of ``"train"`` or ``"validation"``, each with an id and the task's name."""
-        pickled = await self._call("prompts", split)
-        try:
-            prompts: list[Prompt] = pickle.loads(pickled)
-        except Exception as error:
-            raise PluginError(f"{self._who}: prompts({split!r}): {UNREADABLE}: {describe(error)}") from error
-        return prompts
+        return self._unpickled(await self._call("prompts", split), f"prompts({split!r})")
+
+    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
+        """Return the prompts that stand for those of a source, or None if the environment defines no hook."""
+        pickled = await self._call("from_source", list(prompts))
+        return None if pickled is None else self._unpickled(pickled, "from_source")
 
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """Return a reply with a full reward for each prompt, or None where the environment knows none."""
@@ -193,6 +193,13 @@ class EnvironmentProcess:
         await self._end()
         if self._closer is not None:
             await asyncio.wait([self._closer])
+
+    def _unpickled(self, pickled: bytes, method: str) -> list[Prompt]:
+        try:
+            prompts: list[Prompt] = pickle.loads(pickled)
+        except Exception as error:
+            raise PluginError(f"{self._who}: {method}: {UNREADABLE}: {describe(error)}") from error
+        return prompts
 
     async def _end(self) -> None:
         child, self._child = self._child, None

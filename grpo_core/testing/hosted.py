@@ -57,6 +57,11 @@ class HostedEnvironment:
         prompts: list[Prompt] = pickle.loads(self.host.prompts(split))
         return prompts
 
+    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
+        """The prompts that stand for those of a source, or None if they stay as they are."""
+        pickled = self.host.from_source(prompts)
+        return None if pickled is None else list(pickle.loads(pickled))
+
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """For each prompt a reply that gets the full reward, if the environment knows one."""
         return self.host.solve(prompts)

@@ -18,7 +18,7 @@ class GSM8K(grpo.Environment):
     """Word problems with exact answers.
 
     The reward is 1 if the reply's last ``\\boxed{}``, or the text after its last ``####``, is the answer, and
-    otherwise 0.
+    otherwise 0.  The questions come from ``path``, from ``dataset``, or from a ``source`` of the task.
 
     Metric: ``answered``, the share of replies that give an answer in one of these forms.
 
@@ -35,7 +35,7 @@ class GSM8K(grpo.Environment):
         seed: seed of the split of ``path``.
 
     Raises:
-        ConfigError: the options do not name exactly one source, or a row is not as described.
+        ConfigError: the options name both path and dataset, or a row is not as described.
     """
 
     success = 1.0
@@ -49,20 +49,43 @@ class GSM8K(grpo.Environment):
         instruction: str = INSTRUCTION,
         seed: int = 0,
     ) -> None:
-        if (path is None) == (dataset is None):
-            raise grpo.ConfigError("give either path (a file of JSON lines) or dataset (of the hub)")
+        if path is not None and dataset is not None:
+            raise grpo.ConfigError(
+                "give either path (a file of JSON lines) or dataset (of the hub), not both"
+            )
         self._instruction = instruction
         if dataset is not None:
             if validation_path is not None:
                 raise grpo.ConfigError("validation_path belongs to path; a dataset brings its own split")
             rows = {name: _hub(dataset, configuration, split) for name, split in _HUB_SPLITS.items()}
-        else:
-            assert path is not None
+        elif path is not None:
             rows = _from_files(path, validation_path, seed)
+        elif validation_path is not None:
+            raise grpo.ConfigError("validation_path belongs to path; give path, too")
+        else:
+            rows = {}
         self._rows = rows
 
     def prompts(self, split: str) -> list[grpo.Prompt]:
+        if not self._rows:
+            raise grpo.ConfigError(
+                "there are no questions: give the option path (a file of JSON lines) or dataset (of the "
+                "hub), or a source of the task"
+            )
         return [self._prompt(row) for row in self._rows[split]]
+
+    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        """Take the text after the last ``####`` as the reference, and add the instruction."""
+        reference = str(prompt.answer if prompt.answer is not None else "").rpartition("####")[2].strip()
+        if not reference:
+            raise grpo.ConfigError(
+                f"its answer is {prompt.answer!r:.80}, expected a result (after '####', if there is one); "
+                "source.answer names the field of the answer"
+            )
+        *before, last = prompt.messages
+        asked = {**last, "content": self._question(str(last["content"]))}
+        info = {**prompt.info, "solution": prompt.answer}
+        return grpo.Prompt(messages=(*before, asked), answer=reference, info=info)
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         return [_environment(episode) for episode in episodes]
@@ -71,9 +94,15 @@ class GSM8K(grpo.Environment):
         return f"\\boxed{{{prompt.answer}}}"
 
     def _prompt(self, row: Mapping[str, str]) -> grpo.Prompt:
-        question = row["question"].strip()
-        text = f"{question}\n{self._instruction}" if self._instruction else question
-        return grpo.Prompt(messages=text, answer=row["reference"], info={"solution": row["answer"]})
+        return grpo.Prompt(
+            messages=self._question(row["question"]),
+            answer=row["reference"],
+            info={"solution": row["answer"]},
+        )
+
+    def _question(self, text: str) -> str:
+        question = text.strip()
+        return f"{question}\n{self._instruction}" if self._instruction else question
 
 
 def _environment(episode: grpo.Episode) -> grpo.Feedback:

@@ -113,15 +113,31 @@ def test_a_second_file_is_the_validation_set(file, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give either path"),
+        ({"validation_path": "c"}, "validation_path belongs to path"),
         ({"path": "a", "dataset": "b"}, "give either path"),
         ({"dataset": "b", "validation_path": "c"}, "validation_path belongs to path"),
         ({"path": "nowhere.jsonl"}, "nowhere.jsonl: there is no such file; expected JSON lines"),
     ],
 )
-def test_options_without_a_source_are_reported(options, message):
+def test_options_that_contradict_each_other_are_reported(options, message):
     with pytest.raises(grpo.ConfigError, match=message):
         GSM8K(**options)
+
+
+def test_without_a_path_it_has_no_questions_of_its_own_and_says_where_they_may_come_from():
+    with pytest.raises(grpo.ConfigError, match=r"give the option path .* or a source of the task"):
+        GSM8K().prompts("train")
+
+
+@pytest.mark.parametrize("answer", [None, "", "It is so. ####"])
+def test_a_row_of_a_source_without_a_result_is_an_error(answer):
+    with pytest.raises(grpo.ConfigError, match=r"its answer is .* source.answer names the field"):
+        GSM8K().from_source(grpo.Prompt(messages="How many?", answer=answer))
+
+
+@pytest.mark.parametrize("answer", ["72", 72, "6 * 12 #### 72"])
+def test_a_row_of_a_source_may_hold_only_the_result(answer):
+    assert GSM8K().from_source(grpo.Prompt(messages="How many?", answer=answer)).answer == "72"
 
 
 @pytest.mark.parametrize(

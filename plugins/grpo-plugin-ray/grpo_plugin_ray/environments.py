@@ -112,6 +112,10 @@ class RayEnvironment:
         prompts: list[Prompt] = await self._ask("prompts", split)
         return prompts
 
+    async def from_source(self, prompts: Sequence[Prompt]) -> list[Prompt] | None:
+        made: list[Prompt] | None = await self._ask("from_source", list(prompts))
+        return made
+
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]:
         replies: list[str | None] = await self._ask("solve", list(prompts))
         return replies
