@@ -146,11 +146,13 @@ BROKEN = [
     ("batch", inside(READY_0, "groups", 0, rewards=[0.0])),
     ("once", changed(READY_1, groups=[group(0), group(1)])),
     ("once", without(FINISHED_0)),
+    ("once", doubled(FINISHED_1)),
     ("deadline", inside(READY_1, "groups", 0, target_version=0)),
     ("steps", changed(READY_1, step=2)),
     ("steps", changed(ENDED_1, step=2)),
     ("steps", without(ENDED_1)),
     ("steps", doubled(ENDED_1)),
+    ("steps", lambda events: events.__setitem__(slice(ENDED_1, None), [events[READY_1]])),
     ("metrics", inside(READY_0, "groups", 0, rewards=[1.0, 1.0])),
     ("metrics", metric(ENDED_1, "reward/t", 0.25)),
     ("metrics", metric(ENDED_1, "reward/t", None)),
@@ -159,6 +161,7 @@ BROKEN = [
     ("metrics", metric(ENDED_1, "staleness_max", 1.0)),
     ("stamps", inside(DISPATCHED, "slots", 0, generation_version=1)),
     ("stamps", inside(DISPATCHED, "slots", 0, target_version=2)),
+    ("stamps", inside(READY_1, "groups", 0, generation_version=1, token_versions=[1, 1])),
     ("stream", inside(DISPATCHED, "slots", 3, slot=4)),
     ("stream", inside(RETRIED, "slots", 0, prompt="another")),
     ("retries", inside(RETRIED, "slots", 0, attempt=2)),
@@ -201,6 +204,26 @@ def test_each_law_is_awake(law, change):
     laws, text = violated(events)
     assert law in laws
     assert LAWS[law] in text
+
+
+@pytest.mark.parametrize(("apart", "lost", "noticed"), [
+    (False, [], False), (False, [1], True), (True, [1], False), (True, [0, 1], True),
+])  # fmt: skip
+def test_a_validation_of_its_own_engine_may_be_one_behind(apart, lost, noticed):
+    run = a_run()[:END]
+    run[STARTED]["config"]["trainer"]["steps"] = 3
+    if apart:
+        run[STARTED]["config"]["validation"]["engine"] = {}
+    run += [
+        {"event": "Dispatched", "step": 2, "slots": [slot(4, 2), slot(5, 2)]},
+        {"event": "GroupFinished", "step": 2, "slot": 4},
+        {"event": "GroupFinished", "step": 2, "slot": 5},
+        {"event": "GroupsReady", "step": 2, "groups": [group(4, 2), group(5, 2)]},
+    ]
+    gone = {VALIDATED_2, *((VALIDATED_0, VALIDATED_1)[version] for version in lost)}
+    left = [event for place, event in enumerate(run) if place not in gone]
+    laws, _ = violated(left)
+    assert ("validation" in laws) == noticed
 
 
 def test_every_law_has_a_case():

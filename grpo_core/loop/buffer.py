@@ -86,8 +86,8 @@ class BufferStatistics:
     """Prompts ever assigned to a slot: trained + skipped + filtered + in flight + retrying + ready."""
     trained: int
     skipped: int
-    filtered: int = 0
-    attempts: int = 0
+    filtered: int
+    attempts: int
     """Attempts started, including retries."""
 
 

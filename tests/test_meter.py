@@ -1,0 +1,78 @@
+"""What the meter says of two overlapping generations, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.meter import Meter
+from grpo_core.records import Rollout
+from grpo_core.testing import run
+from grpo_core.tokens import Tokens
+
+
+def read(meter, *, waited=0.0, train=0.0):
+    buffer = Buffer(prompts_per_step=1, max_staleness=0, num_steps=1)
+    return meter.read(buffer.statistics(), trained={"time/train": train}, waited=waited)
+
+
+def test_time_counts_as_busy_once_however_many_generate():
+    async def generate(meter, begin, seconds):
+        await asyncio.sleep(begin)
+        with meter.generating():
+            await asyncio.sleep(seconds)
+
+    async def story():
+        meter = Meter()
+        await asyncio.sleep(1.0)
+        running = asyncio.gather(*(generate(meter, b, s) for b, s in ((0.0, 4.0), (2.0, 3.0), (6.0, 5.0))))
+        await asyncio.sleep(8.0)
+        first = read(meter, waited=8.0)
+        await running
+        await asyncio.sleep(1.0)
+        return first, read(meter), read(meter)
+
+    first, second, third = run(story())
+    assert first["time/generate"] == 5.0 + 2.0, "from 0 to 5 and from 6 to 8"
+    assert (first["time/step"], first["overlap"]) == (8.0, pytest.approx(7 / 8))
+    assert (second["time/generate"], second["time/step"]) == (3.0, 4.0)
+    assert (third["time/generate"], third["time/step"]) == (0.0, pytest.approx(0.0, abs=1e-6))
+
+
+def test_the_busier_side_counts_and_a_failed_generation_too():
+    async def story():
+        meter = Meter()
+        read(meter)
+        with contextlib.suppress(ValueError), meter.generating():
+            await asyncio.sleep(1.0)
+            raise ValueError("lost")
+        await asyncio.sleep(3.0)
+        return read(meter, waited=2.5, train=3.0)
+
+    found = run(story())
+    assert (found["time/generate"], found["time/wait_for_groups"]) == (1.0, 2.5)
+    assert found["overlap"] == pytest.approx(3 / 4)
+
+
+def test_sampled_tokens_and_errors_are_counted_from_one_step_to_the_next():
+    def rollout(n, error=None):
+        return Rollout(prompt_ids=(1,), tokens=Tokens.generated([2] * n, [0.0] * n, [0] * n), error=error)
+
+    async def story():
+        meter = Meter()
+        read(meter)
+        for task, each in (("a", rollout(3)), ("a", rollout(4, "lost")), ("b", rollout(1, "lost"))):
+            meter.count(task, each)
+        await asyncio.sleep(2.0)
+        found = read(meter)
+        await asyncio.sleep(2.0)
+        return found, read(meter)
+
+    found, later = run(story())
+    assert found["tokens_per_second/generation"] == 4.0
+    assert (found["errors/a"], found["errors/b"]) == (1.0, 1.0)
+    assert later["tokens_per_second/generation"] == 0.0
+    assert "errors/a" not in later
