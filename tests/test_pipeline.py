@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from grpo_core.errors import (
     CheckpointError,
@@ -19,6 +20,7 @@ from grpo_core.errors import (
 )
 from grpo_core.events import (
     Dispatched,
+    GroupFiltered,
     GroupsReady,
     PromptSkipped,
     Saved,
@@ -27,6 +29,7 @@ from grpo_core.events import (
     Synced,
     Validated,
 )
+from grpo_core.incidents import reported_to
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
@@ -241,7 +244,12 @@ def test_a_prompt_that_never_gets_a_reward_is_skipped_and_that_is_recorded():
             return Feedback(error="ValueError: bad row")
         return Feedback(reward=1.0 if episode.reply == "a" else 0.0)
 
-    done = Run(environment=FakeEnvironment(feedback), max_retries=2)()
+    incidents = []
+    with reported_to(incidents.append):
+        done = Run(environment=FakeEnvironment(feedback), max_retries=2)()
+    assert [incident.message for incident in incidents if incident.kind == "skipped"] == [
+        "prompt '2' is skipped after 3 attempts: ValueError: bad row"
+    ]
     (skip,) = done.of(PromptSkipped)
     assert (skip.prompt, skip.task, skip.error) == ("2", "task", "ValueError: bad row")
     assert sorted(map(int, done.trained)) == [i for i in range(49) if i != 2]
@@ -392,6 +400,28 @@ def test_advantages_of_the_wrong_shape_are_an_error_that_says_so():
         PluginError, match=r"returned groups of sizes \[4, 4, 4\]; expected .* \[4, 4, 4, 4\]"
     ):
         run_()
+
+
+def test_each_group_that_is_trained_or_filtered_is_observed_once():
+    seen = []
+    equal = FakeEnvironment(lambda e: Feedback(reward=float(e.prompt.id not in "048" and e.reply == "a")))
+    dynamic = DynamicSampling(max_extra_groups=100)
+    run_ = Run(environment=equal, dynamic=dynamic, observe=lambda groups: seen.append(list(groups)))()
+    trained = [list(event.groups) for event in run_.of(GroupsReady)]
+    filtered = {event.prompt for event in run_.of(GroupFiltered)}
+    assert [groups for groups in seen if len(groups) > 1] == trained
+    assert {group.prompt.id for groups in seen if len(groups) == 1 for group in groups} == filtered
+    assert filtered >= {"0", "4", "8"}
+
+
+def test_metrics_of_the_trainer_are_those_of_the_step():
+    class Telling(FakeTrainer):
+        async def step(self, batch):
+            result = await super().step(batch)
+            return evolve(result, metrics={**result.metrics, "loss": 100.0 + batch.step})
+
+    done = Run(trainer=Telling(), steps=3)()
+    assert [event.metrics["loss"] for event in done.of(StepEnded)] == [100.0, 101.0, 102.0]
 
 
 # ---------------------------------------------------------------------------------- validating, saving
