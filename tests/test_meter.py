@@ -1,4 +1,4 @@
-"""What the meter says of two overlapping generations, on virtual time."""
+"""The meter counts busy time, tokens and errors between two steps, on virtual time."""
 
 from __future__ import annotations
 

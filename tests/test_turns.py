@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import grpo_core as grpo
 from grpo_core.errors import EngineError
-from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.records import Completion, Feedback, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.testing.hosted import HostedEnvironment
@@ -171,6 +171,31 @@ def test_the_renderer_is_told_whether_the_model_has_ended_its_turn_itself(said, 
     )
     played(environment, FakeEngine(reply=lambda request, rng: said), renderer=Renderer())
     assert told == [ended]
+
+
+@pytest.mark.parametrize("max_turns", [1, 2])
+def test_the_template_is_checked_for_later_turns_if_there_may_be_some(max_turns):
+    checked = []
+
+    class Renderer(FakeRenderer):
+        def check_turns(self, *, tools):
+            checked.append(tools)
+
+    played(FakeEnvironment(max_turns=max_turns), FakeEngine(), renderer=Renderer())
+    assert checked == [False] * (max_turns - 1)
+
+
+@pytest.mark.parametrize("lost_in", [0, 1])
+def test_a_rollout_whose_engine_is_lost_is_no_orphan_of_its_environment(lost_in):
+    """The environment's answer is the last message when the engine fails in the second turn."""
+    engine = FakeEngine()
+    engine.fault = lambda r: EngineError("lost") if len(r.prompt_ids) > 8 or lost_in == 0 else None
+    go_on = FakeEnvironment(lambda e: Feedback(reward=0.0, done=False, messages="go on"), max_turns=3)
+    (rollout,) = played(go_on, engine)
+    assert (rollout.turns, rollout.error) == (lost_in, "lost")
+    assert cause(rollout) == "rollouts_lost"
+    (orphan,) = played(FakeEnvironment(lambda e: Feedback(error="restarted", lost=True)), FakeEngine())
+    assert cause(orphan) == "rollouts_orphaned"
 
 
 def test_one_prompt_with_other_tools_is_rendered_anew():

@@ -44,7 +44,7 @@ TESTS: dict[str, list[str]] = {
     "loss.py": ["loss", "trainer_exactness"],
     "tokens.py": ["tokens", "columns"],
 }
-"""What is looked for in each module, the quickest first: ``tests/test_NAME.py``, or the simulation."""
+"""Tests of each module by name, ``tests/test_NAME.py``, or the simulation; the quickest comes first."""
 
 OTHER: dict[type, type] = {
     ast.Lt: ast.LtE,
