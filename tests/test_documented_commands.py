@@ -25,6 +25,8 @@ COMMANDS = [command for page in PAGES for command in documents.commands(page)]
 OURS = [command for command in COMMANDS if command.program == "grpo-core"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
+CONFIGURATIONS = [b for page in PAGES for b in blocks(page, "toml") if "[project]" not in b.text]
+
 RUN_HERE = [page for page in PAGES if page.name != "tutorial.md"]
 """The tutorial is about a project, which test_tutorial.py makes: its files and commands are run there."""
 
@@ -38,6 +40,12 @@ NOT_RUN = {
     r"pass_at_k": "tests/test_validation_cli.py measures by it",
 }
 """Commands of ours that are parsed but not run, and why."""
+
+NOT_TRAINED = {
+    r'name = "vllm"': "vLLM is large; the tests of grpo-plugin-vllm run it",
+    r"reasoning_gym:": "it starts slowly; the tests of grpo-plugin-reasoning-gym play its tasks",
+}
+"""Configurations that are checked but not run, and why."""
 
 OTHERS = {
     "git": "this is a clone already",
@@ -74,6 +82,10 @@ def not_run(command):
     return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, str(command))), None)
 
 
+def not_trained(block):
+    return next((why for pattern, why in NOT_TRAINED.items() if re.search(pattern, block.text)), None)
+
+
 # ---------------------------------------------------------------------------------- what can be read
 
 
@@ -106,9 +118,7 @@ def test_every_other_command_names_what_there_is(command):
         assert (ROOT / "tests" / Path(*words[2].split("."))).with_suffix(".py").is_file()
 
 
-@pytest.mark.parametrize(
-    "block", [b for page in PAGES for b in blocks(page, "toml") if "[project]" not in b.text], ids=str
-)
+@pytest.mark.parametrize("block", CONFIGURATIONS, ids=str)
 def test_every_configuration_is_valid_and_names_what_is_offered(block):
     config = commands.configure([tomllib.loads(block.text)], {})[0]
     host = PluginHost.discover()
@@ -131,6 +141,9 @@ def test_a_configuration_that_names_what_is_not_offered_is_noticed():
 def test_every_reason_not_to_run_a_command_is_needed():
     assert {pattern for pattern in NOT_RUN if not any(re.search(pattern, str(c)) for c in OURS)} == set()
     assert set(OTHERS) <= {command.program for command in COMMANDS}
+    assert {
+        pattern for pattern in NOT_TRAINED if not any(re.search(pattern, b.text) for b in CONFIGURATIONS)
+    } == set()
 
 
 # ---------------------------------------------------------------------------------- what is run
@@ -200,3 +213,17 @@ def test_the_commands_of_a_page_run_in_their_order(page, workspace):
             arguments[arguments.index("path/to/model")] = str(model)
         ended = run(workspace, arguments)
         assert ended.returncode == 0, f"{shown(command)}\n{ended.stdout}\n{ended.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [b for b in CONFIGURATIONS if not not_trained(b)], ids=str)
+def test_every_configuration_trains(block, workspace):
+    """As printed, but without dynamic sampling, for which a model that knows nothing has no rewards.
+
+    A configuration that says nothing of tasks trains on sorting.
+    """
+    written = workspace / "block.toml"
+    written.write_text(block.text)
+    task = [] if "tasks" in tomllib.loads(block.text) else ["--env", "math:sort"]
+    ended = run(workspace, ["train", "block.toml", *task, "--set", "dynamic_sampling.enabled=false"])
+    assert ended.returncode == 0, f"{block}\n{ended.stdout}\n{ended.stderr}"
