@@ -5,6 +5,7 @@ The checker reads the files of the run as anybody could: it uses nothing of ``gr
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -269,12 +270,13 @@ def _metric_problems(run: Path) -> Iterator[str]:
 
 
 def _rollout_problems(run: Path, ready: dict[int, list[dict[str, Any]]]) -> Iterator[str]:
-    files = sorted(path.name for path in (run / "rollouts").iterdir())
-    if files != [f"step-{step:06}.jsonl" for step in range(1, STEPS + 1)]:
+    files = sorted(path.name for path in (run / "rollouts").glob("step-*"))
+    if files != [f"step-{step:06}.jsonl.gz" for step in range(1, STEPS + 1)]:
         yield f"rollouts {files}"
         return
     for step, groups in ready.items():
-        lines = (run / "rollouts" / f"step-{step + 1:06}.jsonl").read_text().splitlines()
+        with gzip.open(run / "rollouts" / f"step-{step + 1:06}.jsonl.gz", "rt", encoding="utf-8") as file:
+            lines = file.read().splitlines()
         logged = [(line["prompt"], line["reward"]) for line in map(json.loads, lines)]
         if logged != [(group["prompt"], reward) for group in groups for reward in group["rewards"]]:
             yield f"the rollouts of step {step} are not those that it trained"

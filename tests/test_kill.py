@@ -5,6 +5,7 @@ More: ``python tests/benchmarks kill`` (random moments) and ``crash`` (each proc
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections import Counter
@@ -176,11 +177,11 @@ def _longer(run):
 
 
 def _other_reward(run):
-    path = run / "rollouts" / "step-000007.jsonl"
-    first, *others = path.read_text().splitlines()
+    path = run / "rollouts" / "step-000007.jsonl.gz"
+    first, *others = gzip.decompress(path.read_bytes()).decode().splitlines()
     changed = json.loads(first)
     changed["reward"] = 1.0 - changed["reward"]
-    path.write_text("\n".join([json.dumps(changed), *others]) + "\n")
+    path.write_bytes(gzip.compress("\n".join([json.dumps(changed), *others, ""]).encode()))
 
 
 def _damaged(run):
