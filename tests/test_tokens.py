@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grpo_core import Completion, GenerationRequest, PluginError, Rollout, Tokens
 from grpo_core.engines import wire
 from grpo_core.records import Row
-from grpo_core.tokens import as_ids
+from grpo_core.tokens import as_ids, concatenated
 
 ids = st.integers(-(2**31), 2**31 - 1)
 singles = st.floats(width=32, allow_nan=False)
@@ -151,3 +151,13 @@ def test_requests_and_completions_cross_between_processes_as_they_are():
 def test_short_commands_and_environments_load_no_numpy():
     code = "import sys, grpo_core.records, grpo_core.cli; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(st.lists(st.lists(ids, max_size=5), max_size=4))
+def test_joined_ids_are_those_of_the_parts_in_order_and_cannot_be_written(parts):
+    given_parts = [as_ids(part) for part in parts]
+    joined = concatenated(given_parts)
+    assert joined.tolist() == [token for part in parts for token in part]
+    assert joined.dtype == np.int32
+    assert not joined.flags.writeable
+    assert len(parts) != 1 or joined is given_parts[0]

@@ -42,7 +42,7 @@ TESTS: dict[str, list[str]] = {
     "training/batching.py": ["batching"],
     "training/logprobs.py": ["logprobs"],
     "loss.py": ["loss", "trainer_exactness"],
-    "tokens.py": ["tokens", "columns"],
+    "tokens.py": ["tokens", "columns", "turns"],
 }
 """Tests of each module by name, ``tests/test_NAME.py``, or the simulation; the quickest comes first."""
 
