@@ -144,12 +144,14 @@ def test_scoring_no_position_is_allowed() -> None:
     assert found.shape == (0,)
 
 
-def test_no_tensor_of_all_logits_is_ever_made() -> None:
-    n, v, chunk = 512, 1000, 16
+@pytest.mark.parametrize("given", [16, None])
+def test_no_tensor_of_all_logits_is_ever_made(given: int | None) -> None:
+    n, v, chunk = 512, 1000, 16 if given else 20
     hidden, weight, targets, _ = make(n, 8, v, torch.float32)
     with pytest.MonkeyPatch.context() as patch, _LargestTensor() as largest:
         patch.setattr(fused, "KEEP_BYTES", 0)
-        token_logprobs(hidden, weight, targets, chunk=chunk)[0].sum().backward()
+        patch.setattr(fused, "CHUNK_BYTES", 20 * v * 4)
+        token_logprobs(hidden, weight, targets, chunk=given)[0].sum().backward()
     assert chunk * v <= largest.numel <= 2 * chunk * v
 
 

@@ -182,7 +182,7 @@ def main() -> int:
         "--mutants", type=int, default=160, help="how many are drawn, from all modules together"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=300.0, help="a test that takes longer hangs")
+    parser.add_argument("--seconds", type=float, default=120.0, help="a test that takes longer hangs")
     given = parser.parse_args()
     known = {module: list(mutants((PACKAGE / module).read_text())) for module in given.modules}
     every = [(module, *mutant) for module, some in known.items() for mutant in some]
