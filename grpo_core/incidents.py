@@ -15,6 +15,8 @@ from typing import Literal
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.unicode import well_formed
+
 Kind = Literal[
     "batch_failed",  # a batch failed while its parts, tried one by one, succeeded
     "call_failed",  # a call of an environment failed
@@ -74,9 +76,8 @@ def report(kind: Kind, component: str, message: str, *, traceback: str = "") -> 
     """Report a fault that was survived; call it on the event loop of the run."""
     if len(message) > MESSAGE:
         message = message[: MESSAGE - 1] + "…"
-    _receive.get()(
-        Incident(kind=kind, component=component, message=message, traceback=traceback[-TRACEBACK:])
-    )
+    texts = {"message": well_formed(message), "traceback": well_formed(traceback[-TRACEBACK:])}
+    _receive.get()(Incident(kind=kind, component=component, **texts))
 
 
 @contextmanager
