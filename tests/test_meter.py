@@ -28,6 +28,7 @@ def test_time_counts_as_busy_once_however_many_generate():
     async def story():
         meter = Meter()
         await asyncio.sleep(1.0)
+        meter.begin()
         running = asyncio.gather(*(generate(meter, b, s) for b, s in ((0.0, 4.0), (2.0, 3.0), (6.0, 5.0))))
         await asyncio.sleep(8.0)
         first = read(meter, waited=8.0)
@@ -45,7 +46,7 @@ def test_time_counts_as_busy_once_however_many_generate():
 def test_the_busier_side_counts_and_a_failed_generation_too():
     async def story():
         meter = Meter()
-        read(meter)
+        meter.begin()
         with contextlib.suppress(ValueError), meter.generating():
             await asyncio.sleep(1.0)
             raise ValueError("lost")
@@ -63,7 +64,7 @@ def test_sampled_tokens_and_errors_are_counted_from_one_step_to_the_next():
 
     async def story():
         meter = Meter()
-        read(meter)
+        meter.begin()
         for task, each in (("a", rollout(3)), ("a", rollout(4, "lost")), ("b", rollout(1, "lost"))):
             meter.count(task, each)
         await asyncio.sleep(2.0)
