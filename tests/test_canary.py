@@ -143,20 +143,23 @@ def test_without_a_canary_nothing_is_asked():
     assert run(story()) == 0.0
 
 
-@pytest.mark.parametrize(("dtype", "refused"), [("float32", True), ("bfloat16", False)])
-def test_without_a_tolerance_the_dtype_of_the_weights_decides(dtype, refused):
-    """A logprob that differs by 0.05 is explained by bfloat16, and not by float32."""
+@pytest.mark.parametrize(
+    ("dtype", "used", "refused"),
+    [("float32", 0.5, "tolerance 0.001"), ("bfloat16", 0.5, None), ("bfloat16", 2.0, "tolerance 0.1")],
+)
+def test_without_a_tolerance_the_dtype_of_the_weights_decides(dtype, used, refused):
+    """A logprob that differs by 0.05 is explained by bfloat16, and not by float32; 0.2 is by neither."""
     info = TensorInfo(name="a", dtype=dtype, shape=(1,), offset=0, checksum=0)
     sung = Canary(prompt_ids=PROMPT, token_ids=(1, 2), logprobs=(-1.0, -5.0))
     weights = Weights(version=0, location="", nbytes=4, tensors=(info,), canary=(sung,))
 
     async def story():
-        engine = Listener(used=lambda version: 0.5)
+        engine = Listener(used=lambda version: used)
         await engine.update_weights(weights)
         return await canary.verify(engine, weights, tolerance=0.0, deadline=10)
 
     if refused:
-        with pytest.raises(WeightSyncError, match=r"tolerance 0\.001"):
+        with pytest.raises(WeightSyncError, match=refused):
             run(story())
     else:
         assert run(story()) == pytest.approx(0.05)

@@ -528,6 +528,19 @@ def test_a_run_that_is_stopped_begins_no_validation():
     assert begun == [0, 1, 2, 3]
 
 
+def test_without_a_schedule_only_the_end_is_saved_and_nothing_is_validated():
+    saved, begun = [], []
+    run_ = Run(steps=3)
+
+    async def validate(version):
+        begun.append(version)
+
+    run_.pipeline.save, run_.pipeline.validate = cut(run_, saved), validate
+    run_()
+    assert [version for version, *_ in saved] == [3]
+    assert begun == []
+
+
 # ---------------------------------------------------------------------------------- waiting
 
 
