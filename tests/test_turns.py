@@ -563,6 +563,8 @@ def test_a_compared_group_is_evaluated_when_no_member_calls_a_tool():
     rollouts = played(HostedEnvironment(environment), FakeEngine(reply=reply), n=3)
     assert environment.sizes == [3]
     assert [r.turns for r in rollouts] == [1, 2, 3]
+    answers = [[m["content"] for m in r.messages if m["role"] == "tool"] for r in rollouts]
+    assert answers == [[], ["7"], ["7", "7"]], "tools answer although the group is not complete"
     assert [r.reward for r in rollouts] == [0.0, 1.0, 2.0]
 
 
