@@ -161,3 +161,11 @@ def test_joined_ids_are_those_of_the_parts_in_order_and_cannot_be_written(parts)
     assert joined.dtype == np.int32
     assert not joined.flags.writeable
     assert len(parts) != 1 or joined is given_parts[0]
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+@pytest.mark.parametrize("beyond", [2**31, -(2**31) - 1, 2**40])
+def test_an_id_beyond_32_bits_is_refused_and_does_not_wrap_around(kind, beyond):
+    with pytest.raises(ValueError, match="32 bits"):
+        as_ids(kind([1, beyond]))
+    assert as_ids(kind([2**31 - 1, -(2**31)])).tolist() == [2**31 - 1, -(2**31)]

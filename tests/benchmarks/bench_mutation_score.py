@@ -116,7 +116,11 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
         yield changed
     elif _removable(node):
         yield ast.copy_location(ast.Pass(), node)
-    elif isinstance(node, ast.Call) and len(node.args) > 1 and not any(map(_stays, node.args[:2])):
+    elif (
+        isinstance(node, ast.Call)
+        and len(node.args) > 1
+        and not any(map(_stays, [node.func, *node.args[:2]]))
+    ):
         changed = copy.copy(node)
         changed.args = [node.args[1], node.args[0], *node.args[2:]]
         yield changed
@@ -132,7 +136,9 @@ def _removable(node: ast.AST) -> bool:
 
 
 def _stays(argument: ast.expr) -> bool:
-    """Whether an argument is not exchanged with another: several at once, or words for people."""
+    """Whether arguments are not exchanged: several at once, words for people, and where it says the same."""
+    if ast.unparse(argument) in ("min", "max", "math.isclose"):
+        return True
     words = isinstance(argument, ast.Constant) and " " in str(argument.value)
     return words or isinstance(argument, ast.Starred | ast.JoinedStr)
 
