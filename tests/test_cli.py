@@ -382,8 +382,8 @@ def one_short(groups):
 @pytest.mark.parametrize(
     ("part", "name", "message"),
     [
-        ("loss", "raises", "loss './objectives.py:raises' of plugin 'objectives.py' (a file) raised Attr"),
-        ("advantage", "one_short", "advantage './objectives.py:one_short' of plugin 'objectives.py' (a file) "
+        ("loss", "raises", "loss '{file}:raises' of plugin '{file}' (a file) raised Attr"),
+        ("advantage", "one_short", "advantage '{file}:one_short' of plugin '{file}' (a file) "
          "returned groups of sizes [3, 3, 3, 3]; expected one number or None for each rollout: [4, 4, 4, 4]"),
     ],
 )  # fmt: skip
@@ -393,7 +393,7 @@ def test_a_broken_loss_or_advantage_is_one_line_that_names_it(here, part, name, 
         here, "train", *FORTY, *LONG, "--set", f"{part}.name=./objectives.py:{name}", "--output", "run"
     )
     (line,) = [line for line in done.stderr.splitlines() if line]
-    assert line.startswith(f"grpo-core: {message}")
+    assert line.startswith("grpo-core: " + message.format(file=here / "objectives.py"))
     assert done.returncode == 1
     log = (here / "run" / "logs" / "trainer.log").read_text()
     assert ("Traceback" in log and "nothing_like_it" in log) == (part == "loss"), "where it was raised"
