@@ -382,8 +382,8 @@ def one_short(groups):
 @pytest.mark.parametrize(
     ("part", "name", "message"),
     [
-        ("loss", "raises", "loss '{file}:raises' of plugin '{file}' (a file) raised Attr"),
-        ("advantage", "one_short", "advantage '{file}:one_short' of plugin '{file}' (a file) "
+        ("loss", "raises", "loss '{file}:raises' of plugin 'objectives.py' (a file) raised Attr"),
+        ("advantage", "one_short", "advantage '{file}:one_short' of plugin 'objectives.py' (a file) "
          "returned groups of sizes [3, 3, 3, 3]; expected one number or None for each rollout: [4, 4, 4, 4]"),
     ],
 )  # fmt: skip
@@ -584,7 +584,7 @@ def test_one_bad_prompt_is_skipped_and_the_run_goes_on(here):
     assert done.returncode == 0, done.stderr
     (skip,) = events(here / "run", "PromptSkipped")
     assert "KeyError" in skip["error"]
-    assert "skipped prompt" in done.stdout
+    assert f"prompt {skip['prompt']!r} is skipped after 2 attempts" in done.stdout
 
 
 @pytest.mark.slow

@@ -291,7 +291,7 @@ class PluginHost:
         plugin = next((p for p in self.plugins if p.module == str(path.expanduser().resolve())), None)
         if plugin is None:
             plugin = Plugin(
-                name=str(path), distribution="a file", version="", module=str(path.expanduser().resolve())
+                name=path.name, distribution="a file", version="", module=str(path.expanduser().resolve())
             )
             self._load(plugin, lambda: import_file(Path(plugin.module)))
         if plugin.fault is not None:
