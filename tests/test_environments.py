@@ -264,7 +264,7 @@ def test_bad_prompts_are_errors_that_name_task_plugin_and_prompt(scenes, mode, m
     host = EnvironmentHost("play", f"{scenes}:Scenes", {"mode": mode}, plugins=PluginSelection(allow=()))
     with pytest.raises(PluginError) as caught:
         host.prompts("train")
-    who = f"task 'play': environment '{scenes}:Scenes' of plugin '{scenes}' (a file): "
+    who = f"task 'play': environment '{scenes}:Scenes' of plugin 'scenes.py' (a file): "
     assert str(caught.value).startswith(who + message)
 
 
@@ -348,7 +348,7 @@ def test_results_of_a_wrong_number_or_type_are_fatal_although_single_episodes_wo
     async def story(process):
         with pytest.raises(PluginError) as caught:
             await process.evaluate(episodes(*["a"] * replies))
-        who = f"task 'play': environment '{scenes}:Scenes' of plugin '{scenes}' (a file): "
+        who = f"task 'play': environment '{scenes}:Scenes' of plugin 'scenes.py' (a file): "
         assert str(caught.value) == who + message
 
     run(scenes, story, mode=mode)
