@@ -223,7 +223,8 @@ def test_a_prompt_with_a_surrogate_is_refused_with_its_task_and_id(project):
         project, "train", "--env", "./odd.py:Words", *SMALL, "--output", "run2",
         "--set", "tasks.words.source.path=rows.jsonl",
     )  # fmt: skip
-    assert "task 'words': source 'rows.jsonl', row 3: prompt 'r2' has a text with the lone" in message
+    source = str(project / "rows.jsonl")
+    assert f"task 'words': source {source!r}, row 3: prompt 'r2' has a text with the lone" in message
 
 
 # ---------------------------------------------------------------------------------- repeated tags
