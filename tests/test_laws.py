@@ -209,6 +209,15 @@ def test_each_law_is_awake(law, change):
     assert LAWS[law] in text
 
 
+def test_an_event_outside_of_a_life_says_where_it_is():
+    laws = Laws()
+    laws.observe({"event": "Synced", "step": 1})
+    for event in [*a_run(), {"event": "Synced", "step": 3}]:
+        laws.observe(event)
+    said = [violation.what for violation in laws.violations if violation.law == "end"]
+    assert said == ["Synced comes before RunStarted", "Synced comes after RunEnded"]
+
+
 @pytest.mark.parametrize(("apart", "lost", "noticed"), [
     (False, [], False), (False, [1], True), (True, [1], False), (True, [0, 1], True),
 ])  # fmt: skip

@@ -198,6 +198,37 @@ def test_a_rollout_whose_engine_is_lost_is_no_orphan_of_its_environment(lost_in)
     assert cause(orphan) == "rollouts_orphaned"
 
 
+def test_in_lockstep_a_rollout_that_has_failed_is_not_evaluated_again():
+    def feedback(episode):
+        lost = episode.session == first and episode.turn == 0
+        return Feedback(error="lost") if lost else Feedback(reward=0.0, done=episode.turn == 2, messages="on")
+
+    environment, engine = FakeEnvironment(feedback, max_turns=3), FakeEngine()
+
+    async def story():
+        await engine.update_weights(weights(0))
+        return await play(
+            [RolloutRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts(3))],
+            engine=engine,
+            environments={"task": environment},
+            renderer=FakeRenderer(),
+            sampling=SAMPLING,
+            lockstep=True,
+        )
+
+    first = None
+    opening = environment.open
+
+    async def open(sessions):
+        nonlocal first
+        first = next(iter(sessions))
+        return await opening(sessions)
+
+    environment.open = open
+    assert [rollout.error for rollout in run(story())] == ["lost", None, None]
+    assert environment.calls == [3, 2, 2]
+
+
 def test_one_prompt_with_other_tools_is_rendered_anew():
     tools = ({"type": "function", "function": {"name": "a"}}, {"type": "function", "function": {"name": "b"}})
 

@@ -67,10 +67,10 @@ class Terms:
     policy: str
     max_retries: int
     group_size: int
-    validates_apart: bool = False
+    validates_apart: bool
     """Whether validation has its own engine."""
-    validate_every: int = 0
-    save_every: int = 0
+    validate_every: int
+    save_every: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Terms:
