@@ -23,6 +23,9 @@ input is wrong.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+LONGEST_TRACEBACK = 20_000
+"""Largest number of characters of a traceback that is sent or written: a message can hold all of a batch."""
+
 
 class GrpoError(Exception):
     """Base class of all errors that grpo-core raises on purpose.  ``str(error)`` is written for users."""
@@ -103,6 +106,11 @@ def shortened(text: str, most: int = 2000) -> str:
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-most // 2 :]}"
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text whose end is left out if it has more than ``most`` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def one_line(error: BaseException, longest: int = 300) -> str:

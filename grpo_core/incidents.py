@@ -15,6 +15,7 @@ from typing import Literal
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.errors import LONGEST_TRACEBACK, cut
 from grpo_core.unicode import well_formed
 
 Kind = Literal[
@@ -35,8 +36,8 @@ Kind = Literal[
     "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
 ]
 
-MESSAGE, TRACEBACK = 2_000, 20_000
-"""Largest number of characters of a message, and of a traceback, whose end is kept."""
+MESSAGE = 2_000
+"""Largest number of characters of a message."""
 EVERY = 10.0
 """Seconds between two events of one kind and component within a step."""
 LINE, LINE_EVERY = 300, 60.0
@@ -74,9 +75,8 @@ _receive: ContextVar[Receive] = ContextVar("receiver of incidents", default=_to_
 
 def report(kind: Kind, component: str, message: str, *, traceback: str = "") -> None:
     """Report a fault that was survived; call it on the event loop of the run."""
-    if len(message) > MESSAGE:
-        message = message[: MESSAGE - 1] + "…"
-    texts = {"message": well_formed(message), "traceback": well_formed(traceback[-TRACEBACK:])}
+    message, traceback = cut(message, MESSAGE), traceback[-LONGEST_TRACEBACK:]  # the end names the error
+    texts = {"message": well_formed(message), "traceback": well_formed(traceback)}
     _receive.get()(Incident(kind=kind, component=component, **texts))
 
 
@@ -180,8 +180,7 @@ class Lines:
             return ""
         since, self._said[key] = self._since.pop(key), now
         text = " ".join(message.split())
-        text = text if len(text) <= LINE else text[: LINE - 1] + "…"
-        return f"{component}: {text}" + (f" ({since} more times)" if said is not None else "")
+        return f"{component}: {cut(text, LINE)}" + (f" ({since} more times)" if said is not None else "")
 
 
 def by_kind(counts: Mapping[str, float]) -> str:

@@ -47,9 +47,6 @@ from grpo_core import errors
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 
-LONGEST_TRACEBACK = 20_000
-"""Characters of a traceback that a child sends: a message can hold all of a batch."""
-
 
 @frozen
 class Call:
@@ -362,7 +359,7 @@ class Connection:
 
     def fail(self, id: int, error: BaseException) -> None:
         """Send an error; an error that cannot be pickled is sent as a GrpoError with its type and text."""
-        text = errors.shortened("".join(traceback.format_exception(error)), LONGEST_TRACEBACK)
+        text = errors.shortened("".join(traceback.format_exception(error)), errors.LONGEST_TRACEBACK)
         try:
             frame = _frame(Answer(id, error=error, traceback=text))
             pickle.loads(frame[_LENGTH.size :])

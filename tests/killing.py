@@ -60,9 +60,6 @@ class Run:
     ) -> None:
         self.cwd, self.directory = cwd, cwd / "run"
         self.kills = 0
-        self.temporary = cwd / "temporary"
-        """The run's folder for temporary files."""
-        self.temporary.mkdir(exist_ok=True)
         self.memory: set[Path] = set()
         """Named shared memory that was in use at the last kill."""
         (cwd / "words.py").write_text(environment or WORDS.format(seconds=feedback))
@@ -77,8 +74,19 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, MARK: str(self.cwd), "TMPDIR": str(self.temporary)},
+            env={**os.environ, MARK: str(self.cwd), **self.environ()},
         )
+
+    def environ(self) -> dict[str, str]:
+        """Return environment variables for the run."""
+        return {"TMPDIR": str(self.temporary)}
+
+    @property
+    def temporary(self) -> Path:
+        """The run's folder for temporary files."""
+        path = self.cwd / "temporary"
+        path.mkdir(exist_ok=True)
+        return path
 
     def resume(self) -> None:
         self._start("--resume", "run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from attrs import evolve, fields_dict
 from grpo_core.config import Config, PluginChoice, SourceConfig
 from grpo_core.data.sources import FILES
 from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.installed import in_file
 
 
 def with_absolute_paths(config: Config, host: PluginHost) -> Config:
@@ -47,7 +47,7 @@ def plugin_files(config: Config) -> set[Path]:
     names = [choice.name for _, choice in _choices(config)]
     names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
     names += [config.validation.engine.name] if config.validation.engine else []
-    return {Path(match[1]).expanduser() for name in names if (match := _in_file(name))}
+    return {place[0] for name in names if (place := in_file(name))}
 
 
 def _choices(config: Config) -> Iterator[tuple[str, PluginChoice]]:
@@ -57,13 +57,10 @@ def _choices(config: Config) -> Iterator[tuple[str, PluginChoice]]:
             yield section, choice
 
 
-def _in_file(name: str) -> re.Match[str] | None:
-    return re.fullmatch(r"(.+\.py)((?::.*)?)", name)
-
-
 def _absolute_name(name: str) -> str:
-    match = _in_file(name)
-    return _absolute(match[1]) + match[2] if match else name
+    if (place := in_file(name)) is None:
+        return name
+    return ":".join(part for part in (os.path.abspath(place[0]), place[1]) if part)
 
 
 def _absolute_source(source: SourceConfig) -> SourceConfig:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from attrs import define, field
 
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.host import Slotted, calls_of
+from grpo_core.environments.host import Slotted, in_slots
 from grpo_core.errors import GrpoError, PluginError
 from grpo_core.protocols import EnvironmentClient
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart
@@ -207,7 +207,7 @@ class BatchedEnvironment:
         return await self._environment.open(prompts)
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        if self._slots == "all" or (self._slots == "tools" and all(map(calls_of, episodes))):
+        if in_slots(self._slots, episodes):
             return await self._environment.evaluate(episodes)
         return await self.batcher.submit(episodes)
 

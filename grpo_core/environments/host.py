@@ -45,6 +45,11 @@ Slotted = Literal["none", "tools", "all"]
 """The calls that run in slots, one episode each: none, those of tools and ``open``, or all."""
 
 
+def in_slots(slotted: Slotted, episodes: Sequence[Episode]) -> bool:
+    """Return whether an evaluation of these episodes, or of these tool calls, runs in slots."""
+    return slotted == "all" or (slotted == "tools" and all(map(calls_of, episodes)))
+
+
 @attrs.define(eq=False)
 class Session:
     """The result of ``open``, and the tools of its rollout."""

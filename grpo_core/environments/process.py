@@ -27,7 +27,7 @@ from attrs import frozen
 
 from grpo_core.aio import gather
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.host import UNREADABLE, Slotted, calls_of, units
+from grpo_core.environments.host import UNREADABLE, Slotted, in_slots, units
 from grpo_core.environments.slots import Slots
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, describe
 from grpo_core.incidents import report
@@ -174,8 +174,8 @@ class EnvironmentProcess:
         await self._started()
         parts = units(episodes, whole_groups=self.needs_group)
         kind = _Kind[Episode, Feedback]("evaluate", lambda error: Feedback(error=error))
-        in_slots = self.slots == "all" or (self.slots == "tools" and all(map(calls_of, episodes)))
-        feedback = await (self._in_slots if in_slots else self._in_a_batch)(kind, parts)
+        play = self._in_slots if in_slots(self.slots, episodes) else self._in_a_batch
+        feedback = await play(kind, parts)
         if lost := sum(each.lost for each in feedback):
             report("session_lost", self._name, f"{lost} sessions ended with the process that held them")
         return feedback

@@ -18,7 +18,6 @@ import functools
 import importlib
 import inspect
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +30,14 @@ import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean
 from grpo_core.plugins.hints import install_command
-from grpo_core.plugins.installed import import_file, import_plugin, installed, module_name, names_of
+from grpo_core.plugins.installed import (
+    import_file,
+    import_plugin,
+    in_file,
+    installed,
+    module_name,
+    names_of,
+)
 from grpo_core.plugins.offers import (
     FROM_THE_CORE,
     HOOKS,
@@ -199,8 +205,8 @@ class PluginHost:
 
     def find(self, kind: Kind, name: str) -> Offer:
         """Find the offer with this name; an offer that is a string is not imported yet."""
-        if (spelled := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is not None:
-            return self._find_in_file(kind, name, Path(spelled[1]), spelled[2] or "")
+        if (place := in_file(name)) is not None:
+            return self._find_in_file(kind, name, *place)
         for plugin in self.plugins:
             if name.startswith(f"{plugin.name}:"):
                 if plugin.fault is not None:
@@ -288,17 +294,16 @@ class PluginHost:
     # ------------------------------------------------------------------------------ files
 
     def _find_in_file(self, kind: Kind, name: str, path: Path, wanted: str) -> Offer:
-        plugin = next((p for p in self.plugins if p.module == str(path.expanduser().resolve())), None)
+        module_file = path.resolve()
+        plugin = next((p for p in self.plugins if p.module == str(module_file)), None)
         if plugin is None:
-            plugin = Plugin(
-                name=path.name, distribution="a file", version="", module=str(path.expanduser().resolve())
-            )
-            self._load(plugin, lambda: import_file(Path(plugin.module)))
+            plugin = Plugin(name=path.name, distribution="a file", version="", module=str(module_file))
+            self._load(plugin, lambda: import_file(module_file))
         if plugin.fault is not None:
             raise self._broken(kind, name, plugin)
         if (found := matching(plugin.offers.get(kind, {}), wanted)) is not None:
             return Offer(kind, name, plugin, *found)
-        module = sys.modules[module_name(Path(plugin.module))]
+        module = sys.modules[module_name(module_file)]
         factory = getattr(module, wanted, None) if wanted else None
         if callable(factory):
             return Offer(kind, name, plugin, factory)

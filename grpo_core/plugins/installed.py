@@ -48,6 +48,13 @@ def names_of(plugin: Plugin, entry: EntryPoint) -> set[str]:
     return {plugin.name, entry.name, plugin.distribution}
 
 
+def in_file(name: str) -> tuple[Path, str] | None:
+    """Split the name of an offer that is in a file, ``PATH.py`` or ``PATH.py:NAME``; None for any other."""
+    if (match := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is None:
+        return None
+    return Path(match[1]).expanduser(), match[2] or ""
+
+
 def import_plugin(entry: EntryPoint) -> Any:
     """Check the requirement on grpo-core, which an installation may have ignored, and import the module."""
     from packaging.requirements import Requirement

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from grpo_core.errors import cut
 from grpo_core.events import (
     ErrorRaised,
     Event,
@@ -247,5 +248,4 @@ def _clock(seconds: float) -> str:
 
 
 def _short(text: str, width: int = 60) -> str:
-    text = inert(" ".join(text[: 4 * width].split()))
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return cut(inert(" ".join(text[: 4 * width].split())), width)

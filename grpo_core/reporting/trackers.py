@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from grpo_core.errors import GrpoError, TrackingError, shortened
+from grpo_core.errors import LONGEST_TRACEBACK, GrpoError, TrackingError, shortened
 from grpo_core.events import (
     Event,
     GroupsReady,
@@ -38,8 +38,6 @@ PATIENCE = 30.0
 """Seconds that the end of a run waits for a tracker to finish."""
 REQUIRED_PATIENCE = 300.0
 """Seconds that a run waits for a tracker that it needs: for a disk that is slow, not for one that is gone."""
-LONGEST_TRACEBACK = 20_000
-"""Number of characters of a traceback that trackers receive."""
 
 log = logging.getLogger(__name__)
 
