@@ -39,7 +39,7 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.events import Event, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Validate, Written
+from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
@@ -90,11 +90,8 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     own = assembly.validation_engine(model)
     await asyncio.to_thread(_import_what_is_needed_soon)
     await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
-    engines = [each for each in (config.engine, config.validation.engine) if each is not None]
-    renderer = await asyncio.to_thread(load_renderer, model, config.model, engines)
-    step = run.resume.step if run.resume else 0
-    found = await first_look(step, config.rollout, run.tasks.environments, prompts, renderer)
-    run.warnings.extend(found)
+    renderer = await assembly.renderer(model)
+    run.warnings.extend(await assembly.first_look(prompts, renderer))
     loaders = assembly.loaders(prompts)
     stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
     if run.resume:
@@ -133,11 +130,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         canary=canary_prompts(prompts, renderer),
         canary_tolerance=canary_tolerance(config.health, config.engine),
         limits=health_limits(config.health),
-        watch=(
-            trainer.watch,
-            run.trackers.watch,
-            *((validate.watch,) if isinstance(validate, DedicatedValidator) else ()),
-        ),
+        watch=assembly.watched(trainer, validate),
     )
 
 
@@ -229,6 +222,17 @@ class Assembly:
         self.run.stack.push_async_callback(made.aclose)
         return made
 
+    async def renderer(self, model: str) -> Renderer:
+        sections = (self.config.engine, self.config.validation.engine)
+        engines = [each for each in sections if each is not None]
+        return await asyncio.to_thread(load_renderer, model, self.config.model, engines)
+
+    async def first_look(self, prompts: Prompts, renderer: Renderer) -> list[WarningRaised]:
+        """Return warnings about what would keep the model from learning."""
+        run = self.run
+        step = run.resume.step if run.resume else 0
+        return await first_look(step, self.config.rollout, run.tasks.environments, prompts, renderer)
+
     def loaders(self, prompts: Prompts) -> dict[str, TaskLoader]:
         tasks, seed = self.config.tasks, self.config.seed
         return {
@@ -281,6 +285,11 @@ class Assembly:
             canary_tolerance=canary_tolerance(config.health, section),
             canary_deadline=section.deadline + SYNC_GRACE,
         )
+
+    def watched(self, trainer: Trainer, validate: Validate) -> Sequence[Watch]:
+        """Return the functions that raise when a part that runs beside the pipeline has failed."""
+        beside = (trainer.watch, self.run.trackers.watch)
+        return (*beside, validate.watch) if isinstance(validate, DedicatedValidator) else beside
 
     def save(
         self,

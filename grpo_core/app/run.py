@@ -83,23 +83,7 @@ async def train(
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(reported_to(trackers.report))
             interruptible = stack.enter_context(_signals(trackers.status))
-            trackers.status("starting the environments")
-            placement = make_placement(config.placement, host)
-            context = RunContext(
-                directory=run,
-                plugins=host,
-                placement=placement,
-                tasks=await stack.enter_async_context(_tasks(config, placement, logs=run.logs)),
-                resume=resume,
-                trackers=trackers,
-                stack=stack,
-            )
-            pipeline = await assemble(config, context)
-            emit(_started(config, context, pipeline))
-            for warning in context.warnings:
-                emit(warning)
-            for reason in resume.passed_over if resume else ():
-                report("passed_over", "checkpoints", f"passed over {reason}")
+            pipeline = await _start(config, run, host, resume, trackers, stack)
             interruptible(pipeline)
             reason = await pipeline.run()
         step = pipeline.buffer.step
@@ -225,6 +209,35 @@ def _prepare(prepare: Callable[[], None], threads: int) -> None:
 
     cpu.prepare(threads)
     prepare()
+
+
+async def _start(
+    config: Config,
+    run: RunDirectory,
+    host: PluginHost,
+    resume: checkpoint.Found | None,
+    trackers: Trackers,
+    stack: contextlib.AsyncExitStack,
+) -> Pipeline:
+    """Start every part of a run, and tell the trackers that the run has started."""
+    trackers.status("starting the environments")
+    placement = make_placement(config.placement, host)
+    context = RunContext(
+        directory=run,
+        plugins=host,
+        placement=placement,
+        tasks=await stack.enter_async_context(_tasks(config, placement, logs=run.logs)),
+        resume=resume,
+        trackers=trackers,
+        stack=stack,
+    )
+    pipeline = await assemble(config, context)
+    trackers.emit(_started(config, context, pipeline))
+    for warning in context.warnings:
+        trackers.emit(warning)
+    for reason in resume.passed_over if resume else ():
+        report("passed_over", "checkpoints", f"passed over {reason}")
+    return pipeline
 
 
 @contextlib.asynccontextmanager

@@ -79,6 +79,9 @@ ObserveAttempt = Callable[[str, Sequence[Rollout], int], None]
 Save = Callable[[int], Awaitable[Written]]
 """Takes the cut at a version before its first await, and returns when training may go on."""
 
+Watch = Callable[[], Coroutine[Any, Any, None]]
+"""Raises if a part that runs beside the pipeline has died."""
+
 
 async def _nothing_to_flush() -> None:
     return
@@ -137,7 +140,7 @@ class Pipeline:
     """Largest difference of logprobs between engine and trainer after a weight sync; 0: by rounding."""
     limits: Mapping[str, health.Limits] = field(factory=dict)
     """Health limits by metric."""
-    watch: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    watch: Sequence[Watch] = ()
     """Background watchers; each raises if a process that the run needs has died."""
 
     _changes: Changes = field(init=False, factory=Changes)
