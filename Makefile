@@ -49,10 +49,11 @@ demo: $(READY)
 	@$(BIN)/grpo-core train --env math:sort
 
 test: $(READY) $(RAY) $(VLLM)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto -m "not slow"
+	@$(BIN)/python -m pytest -m slow
 
 test-fast: $(READY)
-	@$(BIN)/python -m pytest -n auto -m "not slow"
+	@$(BIN)/python -m pytest -n auto -m "not slow and not long"
 
 lint: $(READY) $(RAY)
 	@$(BIN)/ruff check .

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 GRPO = Path(sys.executable).with_name("grpo-core")
 
 FILE = """

@@ -12,6 +12,8 @@ from grpo_core.config import build, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.run_directory import RunDirectory
 
+pytestmark = pytest.mark.long
+
 SORT = ["--env", "math:sort"]
 DEEP = "[" * 5000 + "]" * 5000
 

@@ -106,19 +106,19 @@ def test_mutants_have_different_names():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", mutants.load(), ids=lambda mutant: mutant["name"])
 def test_the_mutants_follow_the_source(mutant):
     assert not same_code(mutants.mutated(mutant), (mutants.PACKAGE / mutant["file"]).read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", [m for m in mutants.load() if m["name"] in SOME], ids=lambda m: m["name"])
 def test_a_mutant_is_killed(mutant):
     assert mutants.killer(mutant, seeds=range(50))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_fault_nothing_is_found():
     """Or the mutants above would die of something else."""
     assert mutants.killer(mutants.NOTHING, seeds=range(50), tests=()) is None

@@ -26,14 +26,14 @@ def holds(seed, policy, max_staleness, **changes):
 
 @pytest.mark.parametrize(("policy", "max_staleness"), CASES)
 def test_whatever_fails_and_dies_every_prompt_is_trained_once_or_recorded_as_skipped(policy, max_staleness):
-    ends = {life.split(":")[0] for seed in range(15) for life in holds(seed, policy, max_staleness).lives}
+    ends = {life.split(":")[0] for seed in range(5) for life in holds(seed, policy, max_staleness).lives}
     assert {"finished", "killed", "failed"} <= ends
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "max_staleness"), CASES)
 def test_all_laws_hold_over_many_more_seeds(policy, max_staleness):
-    for seed in range(1000, 1100):
+    for seed in range(1000, 1050):
         holds(seed, policy, max_staleness)
 
 
@@ -133,7 +133,7 @@ def test_an_engine_that_dies_answers_the_canary_that_it_had_left_unanswered():
     assert unanswered > sum(len(failures(outcome)) for outcome in outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_seed_gives_the_same_trace_in_every_process():
     """Whatever the hash seed: no order of a set has a part in it."""
 

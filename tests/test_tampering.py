@@ -23,7 +23,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import LAWS, Laws
 from grpo_core.reporting.audit import audit
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 STEPS = 8
