@@ -80,7 +80,8 @@ def killer(
         if not tests:
             return None
         files = [str(ROOT / "tests" / f"test_{name}.py") for name in tests]
-        pytest = [sys.executable, "-m", "pytest", "-qx", "-m", "not slow and not long", "-p", "no:cacheprovider"]
+        pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
+        pytest += ["-m", "not slow and not long"]
         pytest += files
         said = _fails(pytest, scratch, environ, seconds)
         return None if said is None else f"tests: {said}"
