@@ -30,6 +30,8 @@ class StatusChanged(Event):
 
 @frozen(kw_only=True)
 class RunStarted(Event):
+    """The run has started: all its parts are there."""
+
     directory: str
     config: Mapping[str, Any]
     resumed: bool = False
@@ -105,6 +107,8 @@ class ValidationPlayed(Event):
 
 @frozen(kw_only=True)
 class Validated(Event):
+    """The results of a validation: ``{task: {metric: number}}``."""
+
     version: int
     results: Mapping[str, Mapping[str, float]]
 
@@ -116,6 +120,8 @@ class Saving(Event):
 
 @frozen(kw_only=True)
 class Saved(Event):
+    """A checkpoint is complete."""
+
     directory: str
 
 
@@ -145,11 +151,15 @@ class IncidentReported(Event):
 
 @frozen(kw_only=True)
 class ErrorRaised(Event):
+    """The error that ends the run."""
+
     message: str
     traceback: str = ""
 
 
 @frozen(kw_only=True)
 class RunEnded(Event):
+    """The end of the run, for any reason; the last event."""
+
     reason: str
     """"finished", "interrupted", or "failed"."""

@@ -112,9 +112,11 @@ class LossInputs:
     """Entropy of the policy's distribution that each token was sampled from, in nats, at the sampling
     temperature; None unless the loss needs "entropy"."""
     advantages: Tensor
+    """Advantage of the token's rollout."""
     rows: Tensor
     """Index of the row that a token belongs to: an integer from 0, below the number of rows."""
     step: int
+    """Version of the weights that the step trains."""
     update: int
     """Number of the update within its step, from 0."""
 

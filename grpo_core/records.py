@@ -91,6 +91,7 @@ class Prompt:
     environment: str = ""
     """Name of its task, which the loader fills in."""
     info: Mapping[str, Any] = field(factory=dict)
+    """Other data for the environment, such as the other fields of a source's row; the model never sees it."""
 
 
 @frozen(kw_only=True)
@@ -98,8 +99,12 @@ class Episode:
     """A rollout as its environment sees it: messages, no tokens."""
 
     prompt: Prompt
+    """The prompt that is played."""
     messages: tuple[Message, ...] = field(converter=_messages)
+    """The whole conversation: the prompt's messages, the model's turns, and the answers of environment and
+    tools."""
     turn: int = 0
+    """Number of the turn that is judged, from 0."""
     session: Any = None
     """The object that ``open`` returned; in the core's process it is the session's name."""
     group: str = ""
@@ -120,13 +125,20 @@ class Feedback:
     """The judgement of an episode.  An episode without a reward is *unscored*, which is not a reward of 0."""
 
     reward: float | None = None
+    """Reward of this turn; the rewards of a rollout's turns are added.  None with ``done`` is unscored; None
+    without ``done`` adds nothing."""
     done: bool = True
+    """Whether the rollout ends; if not, the model goes on after ``messages``."""
     messages: tuple[Message, ...] = field(default=(), converter=_messages)
-    """The environment's answer if ``done`` is False; the model's next turn follows it."""
+    """The environment's answer if ``done`` is False; the model's next turn follows it.  A ``str`` is one user
+    message."""
     metrics: Mapping[str, float] = field(factory=dict)
+    """Named numbers beside the reward, such as its parts; the run reports their means as
+    ``feedback_NAME/TASK``."""
     answer: str | None = None
     """The reply's answer, in a form in which equal answers are equal texts: a majority votes on it."""
     error: str | None = None
+    """Why the episode is unscored."""
     lost: bool = False
     """Whether the session died with its process, through no fault of its own; only the core sets it."""
 
@@ -163,11 +175,13 @@ class GenerationRequest:
     """A request for one completion."""
 
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
-    """int32 [P]; any sequence of whole numbers is converted."""
+    """Tokens of the prompt, int32 [P]; any sequence of whole numbers is converted."""
     max_tokens: int
+    """Largest number of tokens to sample."""
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens after which generation ends; the token stays in the completion."""
     stop: tuple[str, ...] = ()
     """Strings after which generation ends; the string stays in the completion."""
     seed: int = 0
@@ -194,7 +208,9 @@ class Completion:
     """
 
     tokens: Tokens
+    """The tokens as arrays, all of them sampled."""
     finish_reason: FinishReason
+    """``"stop"`` after a stop token or stop string, ``"length"`` after ``max_tokens``."""
 
     def __init__(
         self,
@@ -221,17 +237,17 @@ class Completion:
 
     @property
     def token_ids(self) -> Ids:
-        """int32 [n], read-only."""
+        """Sampled tokens, int32 [n], read-only."""
         return self.tokens.ids
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """float32 [n], read-only."""
+        """Logprob of each token, float32 [n], read-only."""
         return self.tokens.logprobs
 
     @property
     def versions(self) -> Ids:
-        """int32 [n], read-only."""
+        """Weights that sampled each token, int32 [n], read-only."""
         return self.tokens.versions
 
 
@@ -240,10 +256,13 @@ class TensorInfo:
     """The place of a tensor in the bytes of a ``Weights``."""
 
     name: str
+    """Name of the parameter in transformers' model."""
     dtype: str
     """Torch's name of the type without its prefix, such as ``"float32"``."""
     shape: tuple[int, ...]
+    """Sizes of its dimensions."""
     offset: int
+    """Place of its first byte."""
     checksum: int
     """Sum of the tensor's bytes read as integers, modulo 2**64 (``grpo_core.weights.layout.checksum``)."""
 
@@ -253,6 +272,7 @@ class Canary:
     """A prompt with its likeliest next tokens, by the trainer's own forward pass."""
 
     prompt_ids: tuple[int, ...]
+    """Tokens of the prompt."""
     token_ids: tuple[int, ...]
     """The likeliest next tokens, in falling order."""
     logprobs: tuple[float, ...]
@@ -264,11 +284,14 @@ class Weights:
     """A version of the weights, ready to be read by an engine."""
 
     version: int
+    """Number of steps that made them: a step trains version n into n + 1."""
     location: str
     """A path that can be memory-mapped by any process of this machine while the trainer lives; or, for an
     engine that declares other transports, what ``grpo_core.engine_kit.read_weights`` reads."""
     nbytes: int
+    """Bytes of all tensors together."""
     tensors: tuple[TensorInfo, ...]
+    """Where each tensor is, and what it must be."""
     canary: tuple[Canary, ...] = ()
     """Predictions that an engine with these weights must reproduce; see ``grpo_core.loop.canary``."""
 
@@ -280,10 +303,13 @@ class EngineSetup:
     model: str
     """A directory or hub id; complete before the first ``update_weights``."""
     trust_remote_code: bool = False
+    """Whether code that comes with the model may run."""
     threads: int = 1
     """Number of torch's threads, on a CPU."""
     seed: int = 0
+    """Seed of the run; each request has a seed of its own."""
     log_directory: str | None = None
+    """Directory for the engine's log files; None means standard error."""
     deadline: float = 600.0
     """Seconds for the start and for a weight update."""
 
@@ -310,19 +336,23 @@ class Rollout:
     """One prompt played to its end."""
 
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
-    """int32 [P]; any sequence of whole numbers is converted."""
+    """Tokens of the prompt, int32 [P]; any sequence of whole numbers is converted."""
     tokens: Tokens = field(factory=_no_tokens)
     """All tokens after the prompt: the engine's sampled tokens and, between turns, the environment's."""
     messages: tuple[Message, ...] = ()
+    """The whole conversation, as its environment saw it."""
     reward: float | None = None
     """Sum of the rewards of its turns; None is unscored."""
     success: bool | None = None
     """Whether the reward is a success; None if it is unscored, or its environment declares no ``success``."""
     metrics: Mapping[str, float] = field(factory=dict)
+    """``Feedback.metrics`` of all its turns; of each name the last value."""
     answer: str | None = None
     """The answer in its last feedback."""
     turns: int = 0
+    """Number of its completions."""
     tool_calls: int = 0
+    """Number of tool calls that the model made."""
     finish_reason: str = ""
     """An ``EndReason``; empty before the first completion."""
     error: str | None = None
@@ -342,14 +372,19 @@ class Group:
     """The rollouts of one prompt, each with feedback."""
 
     prompt: Prompt
+    """The prompt that all of its rollouts played; ``prompt.environment`` is the task."""
     rollouts: tuple[Rollout, ...]
+    """Its rollouts, ``rollout.group_size`` of them."""
     generation_version: int
+    """Weights that the engine held when the slot was reserved."""
     target_version: int
+    """Last step that may train on it."""
     slot: int = -1
     """Place of the prompt in the stream, from 0."""
 
     @property
     def rewards(self) -> list[float | None]:
+        """The reward of each rollout."""
         return [rollout.reward for rollout in self.rollouts]
 
 
@@ -358,9 +393,11 @@ class Row:
     """A rollout as the trainer sees it."""
 
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
-    """int32 [P]; any sequence of whole numbers is converted."""
+    """Tokens of the prompt, int32 [P]; any sequence of whole numbers is converted."""
     tokens: Tokens
+    """All tokens after the prompt; those that were sampled are trained."""
     advantage: float
+    """Advantage of its sampled tokens."""
     group: int
     """Identifier that is equal for the rows of one group."""
 
@@ -370,8 +407,11 @@ class Batch:
     """The rows that one step trains."""
 
     step: int
+    """Version of the weights that the step trains."""
     rows: tuple[Row, ...]
+    """Rows to train; there may be none."""
     temperature: float
+    """Sampling temperature of the completions, which logprobs have to be computed at."""
     masked: Mapping[str, int] = field(factory=dict)
     """Rollouts without a row because the advantage function masked them, by task."""
 
@@ -381,4 +421,6 @@ class StepResult:
     """The result of one step."""
 
     version: int
+    """Version of the weights that the step made."""
     metrics: Mapping[str, float]
+    """Metrics of the step by name."""

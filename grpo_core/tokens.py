@@ -50,13 +50,14 @@ def concatenated(parts: Sequence[Ids]) -> Ids:
 
 @frozen(eq=False, repr=False)
 class Tokens:
-    """n tokens in order.  All arrays are read-only, contiguous and equally long.
+    """A sequence of n tokens.  All arrays are read-only, contiguous and equally long.
 
     The constructor takes any sequences; it copies what is not a read-only array of the right type.  Raises
     ValueError if they differ in length, or hold what is not a number of the right kind.
     """
 
     ids: Ids = field(converter=as_ids)
+    """Token ids."""
     sampled: NDArray[np.bool_] = field(converter=_as_flags)
     """Whether the engine sampled a token; what it did not sample is not trained."""
     logprobs: NDArray[np.float32] = field(converter=_as_logprobs)

@@ -51,6 +51,7 @@ GENERATED = {
     "configuration": "docs/configuration.md",
     "options": "docs/options.md",
     "metrics": "docs/metrics.md",
+    "records": "docs/plugins.md",
     "architecture": "ARCHITECTURE.md",
 }
 """Generator in docs/, and the page that it writes."""
@@ -74,6 +75,16 @@ def test_every_option_has_a_type_and_a_meaning():
     )
     assert len(rows) > 40
     assert [row for row in rows if not all(cell.strip("` ") for cell in row)] == []
+
+
+def test_every_field_of_a_record_has_a_meaning():
+    text = (ROOT / "docs/plugins.md").read_text().partition("<!-- begin records")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", text.partition("### Events")[0], re.M)
+    assert len(rows) > 90
+    assert [row for row in rows if not all(cell.strip("` ") for cell in row)] == []
+    told = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", text.partition("### Events")[2], re.M)
+    assert len(told) > 15
+    assert all(meaning for _, meaning in told)
 
 
 def test_the_options_page_knows_every_offer_of_this_repository():
