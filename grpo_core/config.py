@@ -134,8 +134,11 @@ class EngineConfig(PluginChoice):
     replaced, once for each update."""
     workers: int = field(default=1, validator=ge(1))
     """Number of engines that share the requests, on this machine or in workers of a cluster."""
+    gpus: list[int] = field(factory=list)
+    """GPUs of this machine for the engines, shared evenly among `workers`: with two workers, `[0, 1, 2, 3]`
+    gives the first engine 0 and 1.  If the list is empty, they share all GPUs but the trainer's."""
     gpus_per_worker: float = field(default=0.0, validator=ge(0))
-    """Number of GPUs of each engine worker in a cluster."""
+    """Number of GPUs of each engine worker in a cluster; with 0, a worker sees none."""
     placement: Literal["pack", "spread"] = "pack"
     """Place the engine workers of a cluster on as few machines as possible ("pack") or on as many
     ("spread")."""
@@ -257,6 +260,9 @@ class TrainerConfig(PluginChoice):
     """Recompute activations in the backward pass to save memory."""
     device: str = "auto"
     """Device of the trainer: "cpu", "cuda", or "auto" for CUDA if it is available."""
+    gpus: list[int] = field(factory=list)
+    """The trainer computes on this GPU of this machine, as in `[7]`.  If the list is empty, on the
+    first one that no engine is given."""
     threads: int = field(default=0, validator=ge(0))
     """Number of torch threads on the CPU; 0 uses half of the cores if generation runs at the same time,
     otherwise all."""

@@ -13,7 +13,7 @@ An engine:
 
 A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):
 
-    Placement, EnvironmentSpec, EnvironmentWorker, Retain    its contract
+    Placement, Devices, EnvironmentSpec, EnvironmentWorker, Retain    its contract
     EnvironmentProcess, PluginHost, PluginSelection, Offer   make environments and engines in a worker
     Copies, WeightsLease, mapped, COLLECTIVE                 keep and read published weights
     pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING
 from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
+    from grpo_core.app.gpus import Devices as Devices
     from grpo_core.app.placement import EnvironmentSpec as EnvironmentSpec
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
     from grpo_core.config import EngineConfig as EngineConfig
     from grpo_core.config import EnvironmentConfig as EnvironmentConfig
+    from grpo_core.config import TrainerConfig as TrainerConfig
     from grpo_core.engines.child import ChildEngine as ChildEngine
     from grpo_core.engines.decoding_server import DecodingServer as DecodingServer
     from grpo_core.engines.decoding_server import check_request as check_request
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "grpo_core.config": ["EngineConfig", "EnvironmentConfig"],
+        "grpo_core.config": ["EngineConfig", "EnvironmentConfig", "TrainerConfig"],
         "grpo_core.engines.child": ["ChildEngine"],
         "grpo_core.engines.decoding_server": ["DecodingServer", "check_request"],
         "grpo_core.engines.transports": ["Transport", "takes_weights_by"],
@@ -77,6 +79,7 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "grpo_core.environments.pool": ["EnvironmentWorker"],
         "grpo_core.environments.process": ["EnvironmentProcess"],
+        "grpo_core.app.gpus": ["Devices"],
         "grpo_core.app.placement": ["EnvironmentSpec", "Placement", "Retain"],
         "grpo_core.incidents": ["Incident", "report", "reported_to"],
         "grpo_core.plugins.host": ["PluginHost"],

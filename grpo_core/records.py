@@ -312,6 +312,8 @@ class EngineSetup:
     """Directory for the engine's log files; None means standard error."""
     deadline: float = 600.0
     """Seconds for the start and for a weight update."""
+    env_vars: Mapping[str, str] = field(factory=dict)
+    """Environment variables of the engine's process, such as those that name its GPUs."""
 
 
 @frozen(kw_only=True)

@@ -1001,6 +1001,18 @@ def test_the_child_makes_the_trainer_of_its_setup(model: str, monkeypatch: pytes
     assert made.description()["parameters"] == 4_192
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_trainer_that_shares_its_gpu_gives_free_memory_back_before_the_engine_takes_weights(
+    model: str, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """The engine wakes up for the weights: its memory must be there by then."""
+    trainer = TorchTrainer(attrs.evolve(setup(model), shares_gpu=shares))
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    trainer.publish([(5, 6)])
+    assert len(given_back) == shares
+
+
 def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
     host = PluginHost.discover(block=["math"])
     config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))

@@ -195,8 +195,8 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
     "config", [EngineConfig(gpus_per_worker=1), EngineConfig(env_vars={"A": "1"})], ids=str
 )
 def test_cluster_options_are_errors_on_this_machine(config):
-    with pytest.raises(ConfigError, match="is for workers in a cluster; add --ray"):
-        LocalPlacement(PluginHost.discover([])).check(config)
+    with pytest.raises(ConfigError, match=r"engine\..* is for workers in a cluster; add --ray"):
+        LocalPlacement(PluginHost.discover([])).check(None, {"engine": config})
 
 
 def test_an_engine_is_given_an_absolute_path_which_any_worker_can_look_up():

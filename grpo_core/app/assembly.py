@@ -12,6 +12,7 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.app import workers
 from grpo_core.app.first_look import first_look
+from grpo_core.app.gpus import Devices
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -20,6 +21,7 @@ from grpo_core.app.parts import (
     check_lengths,
     dynamic_sampling,
     engine_setup,
+    engines_of,
     error_budgets,
     health_limits,
     load_renderer,
@@ -80,7 +82,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     """Make the pipeline of a run, and start everything that it needs."""
     prompts = await run.tasks.prompts("train")
     held_out = await run.tasks.prompts("validation") if config.validation.every else {}
-    assembly = Assembly(config, run)
+    assembly = Assembly(config, run, await choose_devices(config, run))
     start = await assembly.start_model(prompts)
     check_lengths(config.rollout, start.positions)
     model = start.path
@@ -134,6 +136,15 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     )
 
 
+async def choose_devices(config: Config, run: RunContext) -> Devices:
+    """Choose the GPUs of the run's processes, and tell the user."""
+    engines = engines_of(config, trains=True)
+    devices = await asyncio.to_thread(run.placement.devices, config.trainer, engines)
+    if devices.told:
+        run.trackers.status(devices.told)
+    return devices
+
+
 def _import_what_is_needed_soon() -> None:
     """Import modules that take a second, while the trainer starts."""
     for module in ("transformers.tokenization_utils_tokenizers", "torchdata.stateful_dataloader"):
@@ -146,6 +157,8 @@ class Assembly:
 
     config: Config
     run: RunContext
+    devices: Devices = field(factory=Devices)
+    """GPUs of the run's processes."""
 
     async def start_model(self, prompts: Prompts) -> StartModel:
         """Return the model that the run starts from, which may have to be made first."""
@@ -189,6 +202,8 @@ class Assembly:
             ),
             collective_host=config.engine.collective_host,
             max_non_finite=config.health.max_non_finite,
+            env_vars=self.devices.trainer,
+            shares_gpu=self.devices.shared,
             plugins=run.plugins.selection.allow,
             block=run.plugins.selection.block,
             log=str(run.directory.logs / "trainer.log"),
@@ -200,7 +215,9 @@ class Assembly:
         return self.config.pipeline.max_staleness > 0
 
     def engine(self, model: str) -> Engine:
-        return self._engine(self.config.engine, model, self.run.directory.logs, colocated=self.colocated)
+        return self._engine(
+            "engine", self.config.engine, model, self.run.directory.logs, colocated=self.colocated
+        )
 
     def validation_engine(self, model: str) -> Engine | None:
         """Make the engine that only validation uses, if one is configured."""
@@ -209,15 +226,16 @@ class Assembly:
             return None
         logs = self.run.directory.logs / "validation"
         logs.mkdir(exist_ok=True)
-        return self._engine(engine, model, logs, colocated=True)
+        return self._engine("validation.engine", engine, model, logs, colocated=True)
 
-    def _engine(self, engine: EngineConfig, model: str, logs: Path, *, colocated: bool) -> Engine:
+    def _engine(self, key: str, engine: EngineConfig, model: str, logs: Path, *, colocated: bool) -> Engine:
         config = self.config
         made = workers.make_engine(
             engine,
             engine_setup(model, config.model, engine, seed=config.seed, logs=logs, colocated=colocated),
             self.run.placement,
             tolerance=canary_tolerance(config.health, engine),
+            env_vars=self.devices.engines.get(key, ()),
         )
         self.run.stack.push_async_callback(made.aclose)
         return made

@@ -105,7 +105,7 @@ def validate(
     with wrong_input():
         measured = drop_overridden(find(target, offered), changes, tasks=bool(envs))
     config, host = configure([measured.table], changes, block)
-    _check(config, host, purpose="measure")
+    _check(config, host, trains=False)
     console = Console(stderr=True)
     for note in measured.notes:
         console.print(Text(inert(note)), soft_wrap=True)
@@ -142,10 +142,10 @@ def report(*, directory: Path) -> int:
     return 0
 
 
-def _check(config: Config, host: PluginHost, *, purpose: str = "train on") -> None:
+def _check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     """Check what the configuration names; whatever is wrong with it is wrong input."""
     with wrong_input():
-        preflight.check(config, host, purpose=purpose)
+        preflight.check(config, host, trains=trains)
 
 
 def configure(

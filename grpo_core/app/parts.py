@@ -12,6 +12,7 @@ from attrs import evolve
 from grpo_core.app.placement import Placement
 from grpo_core.config import (
     CheckpointConfig,
+    Config,
     DynamicSamplingConfig,
     EngineConfig,
     HealthConfig,
@@ -101,6 +102,15 @@ def engine_setup(
         log_directory=str(logs.absolute()) if logs else None,
         deadline=engine.deadline,
     )
+
+
+def engines_of(config: Config, *, trains: bool) -> dict[str, EngineConfig]:
+    """Return the sections of the engines that training, or a validation alone, starts, by key."""
+    own = config.validation.engine
+    if trains:
+        with_own = own is not None and config.validation.every
+        return {"engine": config.engine} | ({"validation.engine": own} if own and with_own else {})
+    return {"engine": config.engine} if own is None else {"validation.engine": own}
 
 
 def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> float:

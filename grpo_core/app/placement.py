@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from attrs import field, frozen
 
-from grpo_core.config import EngineConfig, EnvironmentConfig
+from grpo_core.app import gpus
+from grpo_core.app.gpus import Devices
+from grpo_core.config import EngineConfig, EnvironmentConfig, TrainerConfig
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError
@@ -43,11 +45,22 @@ class Placement(Protocol):
     remote: bool
     """Whether workers may run on other machines than the trainer."""
 
-    def check(self, engine: EngineConfig) -> None:
-        """Raise ConfigError if a key of an engine's section has no meaning here."""
+    def check(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> None:
+        """Raise ConfigError if a key of these sections has no meaning here, or names what is not here.
+
+        Args:
+            trainer: None if nothing is trained.
+            engines: sections by key, as in "validation.engine".
+        """
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
         """Connect for a run with this many workers.  Raises ConfigError if that is impossible."""
+
+    def devices(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> Devices:
+        """Choose GPUs, and reserve the trainer's if others could take it; called once, when connected.
+
+        The arguments are those of ``check``, and so are the errors.
+        """
 
     def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
         """Start the engine with this number, without waiting for it."""
@@ -72,13 +85,24 @@ class LocalPlacement:
     def __init__(self, plugins: PluginHost) -> None:
         self._plugins = plugins
 
-    def check(self, engine: EngineConfig) -> None:
-        for key, given in (("gpus_per_worker", engine.gpus_per_worker), ("env_vars", engine.env_vars)):
-            if given:
-                raise ConfigError(f"engine.{key} is for workers in a cluster; add --ray, or leave it out")
+    def check(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> None:
+        for section, engine in engines.items():
+            if engine.gpus_per_worker:
+                raise ConfigError(
+                    f"{section}.gpus_per_worker is for workers in a cluster; add --ray, or name the GPUs in "
+                    f"{section}.gpus"
+                )
+            if engine.env_vars:
+                raise ConfigError(
+                    f"{section}.env_vars is for workers in a cluster; add --ray, or leave it out"
+                )
+        self.devices(trainer, engines)
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def devices(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> Devices:
+        return gpus.choose(trainer, engines, gpus.visible())
 
     def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
         if setup.log_directory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_core.app.parts import make_placement, make_sampler
+from grpo_core.app.parts import engines_of, make_placement, make_sampler
 from grpo_core.app.workers import transport
 from grpo_core.config import Config, TaskConfig
 from grpo_core.data.samplers import sampler_state
@@ -12,14 +12,14 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.selection import check_trackers
 
 
-def check(config: Config, host: PluginHost, *, purpose: str = "train on") -> None:
+def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     """Raise ConfigError, PluginError or ModelError for the first choice that cannot work.
 
     The modules of the selected plugins are imported, except environments that are offered as a string: these
     may be loadable only in their own process.
     """
     if not config.tasks:
-        raise _no_task(purpose, host)
+        raise _no_task("train on" if trains else "measure", host)
     for task in config.tasks.values():
         _check_environment(task, host)
     weights = {name: task.weight for name, task in config.tasks.items()}
@@ -34,7 +34,7 @@ def check(config: Config, host: PluginHost, *, purpose: str = "train on") -> Non
     host.check_options("advantage", config.advantage.name, config.advantage.options)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
     check_trackers(config.tracking, host)
-    _check_placement(config, host)
+    _check_placement(config, host, trains=trains)
     model_source(config.model, host).check()
 
 
@@ -46,12 +46,10 @@ def _no_task(purpose: str, host: PluginHost) -> ConfigError:
     )
 
 
-def _check_placement(config: Config, host: PluginHost) -> None:
+def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
     placement = make_placement(config.placement, host)
-    placement.check(config.engine)
+    placement.check(config.trainer if trains else None, engines_of(config, trains=trains))
     own = config.validation.engine if config.validation.every else None
-    if own is not None:
-        placement.check(own)
     transport(config.engine, own, placement, host)
 
 

@@ -19,6 +19,7 @@ from grpo_core.app.assembly import RunContext, assemble
 from grpo_core.app.parts import (
     canary_tolerance,
     engine_setup,
+    engines_of,
     load_renderer,
     make_placement,
     make_validation,
@@ -127,7 +128,8 @@ async def validate(
     from grpo_core.weights.layout import load_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
-    engine_config = config.validation.engine or config.engine
+    engines = engines_of(config, trains=False)
+    ((key, engine_config),) = engines.items()
     placement = make_placement(config.placement, host)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(_said(status)))
@@ -137,6 +139,7 @@ async def validate(
         if empty := [task for task, prompts in held_out.items() if not prompts]:
             raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
         path = model or await _start_model(config, host, tasks, stack, status)
+        devices = await asyncio.to_thread(placement.devices, None, engines)
         engine = workers.make_engine(
             engine_config,
             engine_setup(
@@ -144,6 +147,7 @@ async def validate(
             ),
             placement,
             tolerance=canary_tolerance(config.health, engine_config),
+            env_vars=devices.engines.get(key, ()),
         )
         stack.push_async_callback(engine.aclose)
         status("loading the model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from attrs import evolve
@@ -26,22 +26,31 @@ def make_engine(
     placement: Placement,
     *,
     tolerance: float,
+    env_vars: Sequence[Mapping[str, str]] = (),
 ) -> Engine:
     """Make the engine of a section, or a pool of engines.
 
     Args:
         setup: setup of a single engine; a pool divides its threads.
         tolerance: tolerance of the pool's canaries.
+        env_vars: environment variables of each engine's process, by number.
     """
     if config.workers == 1 and not placement.pooled:
-        return placement.engine(0, config, setup)
+        return placement.engine(0, config, evolve(setup, env_vars=_of(env_vars, 0)))
     return EnginePool(
-        lambda number: placement.engine(number, config, _share(config, setup, number)),
+        lambda number: placement.engine(
+            number, config, _share(config, evolve(setup, env_vars=_of(env_vars, number)), number)
+        ),
         config.workers,
         tolerance=tolerance,
         deadline=config.deadline,
         hold=placement.retain(),
     )
+
+
+def _of(env_vars: Sequence[Mapping[str, str]], number: int) -> Mapping[str, str]:
+    """Return the variables of the engine with this number; further engines share the places of the first."""
+    return env_vars[number % len(env_vars)] if env_vars else {}
 
 
 def _share(config: EngineConfig, setup: EngineSetup, number: int) -> EngineSetup:

@@ -128,6 +128,7 @@ class ChildEngine:
                 "MKL_NUM_THREADS": threads,
                 "TOKENIZERS_PARALLELISM": "false",
                 **self._env_vars,
+                **self._setup.env_vars,
             },
             log=self._log,
         )

@@ -39,7 +39,9 @@ class ProcessTrainer(Trainer):
     def __init__(self, setup: TrainerSetup) -> None:
         self._deadline = setup.trainer.deadline
         self._log = Path(setup.log) if setup.log else None
-        self._child = Child(self.target, {"setup": setup}, name="trainer", log=self._log)
+        self._child = Child(
+            self.target, {"setup": setup}, name="trainer", environ=setup.env_vars, log=self._log
+        )
 
     async def started(self) -> None:
         with self._explaining("cannot be made"):

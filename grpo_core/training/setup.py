@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from attrs import field, frozen
@@ -41,5 +41,10 @@ class TrainerSetup:
     """Allow-list of the plugins that a loss may come from; None allows all."""
     block: tuple[str, ...] = ()
     """Plugins that are not imported."""
+    env_vars: Mapping[str, str] = field(factory=dict)
+    """Environment variables of the trainer's process, such as those that name its GPU."""
+    shares_gpu: bool = False
+    """Whether an engine computes on the trainer's GPU, so that it needs the memory which is free between
+    steps."""
     log: str | None = None
     """File for the trainer's output; None means standard error."""

@@ -293,7 +293,10 @@ class TorchTrainer:
         """The current weights, where engines read them; what was published before is overwritten."""
         dtype = compute_dtype(self._setup.model, self._device)
         weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
-        return evolve(weights, canary=self.model.next_tokens(canary))
+        weights = evolve(weights, canary=self.model.next_tokens(canary))
+        if self._setup.shares_gpu:
+            torch.cuda.empty_cache()  # what the step used: an engine on the same GPU takes the weights now
+        return weights
 
     def save(self, directory: Path) -> None:
         """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""

@@ -8,13 +8,25 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from grpo_core import ConfigError, Engine, EngineSetup
-from grpo_core.engine_kit import EngineConfig, EnvironmentSpec, EnvironmentWorker, PluginHost, Retain
+from grpo_core.engine_kit import (
+    Devices,
+    EngineConfig,
+    EnvironmentSpec,
+    EnvironmentWorker,
+    PluginHost,
+    Retain,
+    TrainerConfig,
+)
 from grpo_plugin_ray.cluster import PluginRequirement, connected
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
 from grpo_plugin_ray.environments import EnvironmentSetup, RayEnvironment
+from grpo_plugin_ray.gpus import Reservation, gpus_here
 
 STRATEGIES = {"pack": "DEFAULT", "spread": "SPREAD"}
 """Ray's names of ``engine.placement``."""
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""Environment variables of a worker without GPUs, which Ray would let see all of its machine."""
 
 
 class RayPlacement:
@@ -33,13 +45,50 @@ class RayPlacement:
         self.remote = bool(address)
         self._plugins, self._address = plugins, address
         self._store = Store()
+        self._reservation: Reservation | None = None
 
-    def check(self, engine: EngineConfig) -> None:
-        """Raise ConfigError if ``env_vars`` names a variable that is not set."""
-        from_here(engine.env_vars)
+    def check(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> None:
+        """Raise ConfigError for keys that name GPUs, and if ``env_vars`` names a variable that is not set."""
+        for key, engine in engines.items():
+            if engine.gpus:
+                raise ConfigError(
+                    f"{key}.gpus = {engine.gpus}: Ray chooses the GPUs of its workers; leave it out, and set "
+                    f"{key}.gpus_per_worker"
+                )
+            from_here(engine.env_vars)
+        if trainer is not None and (trainer.gpus or trainer.device.startswith("cuda:")):
+            given = f"gpus = {trainer.gpus}" if trainer.gpus else f'device = "{trainer.device}"'
+            raise ConfigError(
+                f"trainer.{given}: Ray reserves a GPU of this machine for the trainer; leave it out"
+            )
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
         return connected(self._address, cpus=max(workers, os.cpu_count() or 1))
+
+    def devices(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> Devices:
+        """Reserve a GPU of this machine for the trainer, if it uses one and the cluster has one here.
+
+        Engines whose ``gpus_per_worker`` is below 1 share the only GPU of a machine with the trainer.
+        Raises ConfigError if there are too few.
+        """
+        here = gpus_here() if trainer is not None and trainer.device != "cpu" else 0
+        if not here:
+            return Devices()
+        shares = here == 1 and any(0 < engine.gpus_per_worker < 1 for engine in engines.values())
+        asked = sum(engine.workers * engine.gpus_per_worker for engine in engines.values())
+        if not self.remote and asked > (here if shares else here - 1):
+            raise ConfigError(
+                f"this machine has {here} GPU{'s' * (here > 1)}; the engines ask for {asked:g} "
+                "(engine.workers x engine.gpus_per_worker) besides the trainer's: lower one of both. Below 1 "
+                "GPU for each worker, engines share the only GPU of a machine with the trainer"
+            )
+        if shares:
+            return Devices(shared=True, told="the trainer shares this machine's only GPU with engines")
+        self._reservation = Reservation()
+        return Devices(
+            trainer=self._reservation.env_vars(),
+            told=f"Ray has reserved GPU {self._reservation.gpu} of this machine for the trainer",
+        )
 
     def engine(self, number: int, config: EngineConfig, setup: EngineSetup) -> Engine:
         return RayEngine(
@@ -48,7 +97,7 @@ class RayPlacement:
                 origin=PluginRequirement.of(self._plugins.find("engine", config.name)),
                 setup=setup,
                 options=config.options,
-                env_vars=from_here(config.env_vars),
+                env_vars=({} if config.gpus_per_worker else NO_GPU) | from_here(config.env_vars),
             ),
             store=self._store,
             resources={

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("grpo_plugin_ray")
 
-from grpo_core.config import EngineConfig
+from grpo_core.config import EngineConfig, TrainerConfig
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_ray.cluster import PluginRequirement, absolute, brief
@@ -33,18 +33,44 @@ def test_the_placement_is_chosen_by_name_and_loads_no_ray():
         "from grpo_core.plugins.host import PluginHost\n"
         "chosen = PlacementConfig(name='ray', options={'address': 'auto'})\n"
         "made = make_placement(chosen, PluginHost.discover())\n"
-        "made.check(EngineConfig(gpus_per_worker=1, env_vars={'A': '1'}))\n"
+        "made.check(None, {'engine': EngineConfig(gpus_per_worker=1, env_vars={'A': '1'})})\n"
         "assert made.pooled and made.remote\n"
         "assert 'ray' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def check(engine, trainer=None):
+    RayPlacement(plugins=None).check(trainer, {"engine": engine})
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "message"),
+    [
+        (
+            EngineConfig(gpus=[0, 1]),
+            None,
+            r"engine\.gpus = \[0, 1\]: .*; leave it out, and set engine\.gpus_per_",
+        ),
+        (
+            EngineConfig(),
+            TrainerConfig(gpus=[7]),
+            r"trainer\.gpus = \[7\]: Ray reserves a GPU .* leave it out",
+        ),
+        (EngineConfig(), TrainerConfig(device="cuda:7"), r'trainer\.device = "cuda:7": Ray reserves a GPU'),
+    ],
+    ids=str,
+)
+def test_numbers_of_gpus_are_refused_since_ray_chooses_them(engine, trainer, message):
+    with pytest.raises(ConfigError, match=message):
+        check(engine, trainer)
+
+
 def test_variables_of_workers_may_come_from_this_process(monkeypatch):
     monkeypatch.setenv("HERE", "a secret")
     assert from_here({"A": "1", "B": "$HERE", "C": "${HERE}"}) == {"A": "1", "B": "a secret", "C": "a secret"}
     with pytest.raises(ConfigError, match="the environment variable NOT_HERE is not set"):
-        RayPlacement(plugins=None).check(EngineConfig(env_vars={"A": "$NOT_HERE"}))
+        check(EngineConfig(env_vars={"A": "$NOT_HERE"}))
 
 
 def test_the_plugin_without_ray_names_the_command_that_installs_it_and_starts_nothing(tmp_path):

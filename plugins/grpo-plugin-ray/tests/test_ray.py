@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -523,6 +524,7 @@ def test_a_run_loses_nothing_when_workers_die_and_leaves_no_process_behind(tmp_p
     run = RayRun(tmp_path)
     try:
         run.wait(lambda: run.steps >= 2)
+        assert seen_by(run, "logs/engine-0/engine-local.log") == "", "it asks for no GPU, and sees none"
         victim = random.Random(0).choice(run.workers())
         os.kill(victim, signal.SIGKILL)
         at = run.steps
@@ -537,6 +539,92 @@ def test_a_run_loses_nothing_when_workers_die_and_leaves_no_process_behind(tmp_p
     finally:
         if run.running:
             os.killpg(run.process.pid, signal.SIGKILL)
+
+
+class OnThreeGpus(Run):
+    """A run on a cluster of this machine that believes to have three GPUs."""
+
+    def _start(self, *arguments: str) -> None:
+        super()._start(*arguments, "--ray", "--set", "engine.workers=2", "--set", "engine.gpus_per_worker=1")
+
+    def environ(self) -> dict[str, str]:
+        return {"RAY_OVERRIDE_RESOURCES": '{"GPU": 3}'}
+
+
+def seen_by(run: Run, log: str) -> str:
+    """What a process, found by the file of its output, sees of the GPUs."""
+    for pid in run.everything():
+        with suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/1").endswith(log):
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                variables = dict(line.split(b"=", 1) for line in environ if line)
+                return variables[b"CUDA_VISIBLE_DEVICES"].decode()
+    return "nothing: it is not there"
+
+
+def test_ray_gives_no_engine_the_gpu_of_the_trainer(tmp_path):
+    run = OnThreeGpus(tmp_path)
+    try:
+        run.wait(lambda: run.steps >= 1)
+        trainer = seen_by(run, "logs/trainer.log")
+        engines = [seen_by(run, f"logs/engine-{i}/engine-local.log") for i in range(2)]
+        assert sorted([trainer, *engines]) == ["0", "1", "2"]
+    finally:
+        os.killpg(run.process.pid, signal.SIGINT)
+        said = run.end()
+    assert f"Ray has reserved GPU {trainer} of this machine for the trainer" in said
+
+
+CHOICES = """
+import os, ray
+from grpo_core.config import EngineConfig, TrainerConfig
+from grpo_core.engine_kit import PluginHost
+from grpo_core.errors import ConfigError
+from grpo_plugin_ray import cluster
+from grpo_plugin_ray.placement import RayPlacement
+
+def choose(trainer=TrainerConfig(), address="", **engine):
+    placement = RayPlacement(PluginHost.discover(), address=address)
+    try:
+        devices = placement.devices(trainer, {"engine": EngineConfig(**engine)})
+        free = ray.available_resources().get("GPU", 0)
+        print(dict(devices.trainer), devices.shared, free)
+    except ConfigError as error:
+        print(error)
+
+with cluster.connected("", cpus=4):
+    choose(gpus_per_worker=0.5)
+    choose(gpus_per_worker=1)
+    choose(TrainerConfig(device="cpu"), gpus_per_worker=1)
+    choose(None, gpus_per_worker=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (0, ["{} False 0"] * 4),
+        (
+            1,
+            [
+                "{} True 1.0",
+                "this machine has 1 GPU; the engines ask for 1 (engine.workers x engine.gpus_per_worker)",
+                "{} False 1.0",
+                "{} False 1.0",
+            ],
+        ),
+    ],
+)
+def test_only_a_trainer_that_needs_a_gpu_of_its_own_reserves_one(gpus, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", CHOICES],
+        env=os.environ | {"RAY_OVERRIDE_RESOURCES": f'{{"GPU": {gpus}}}'},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
 
 
 def test_a_driver_that_is_killed_takes_its_cluster_along(publisher):

@@ -1,0 +1,218 @@
+"""Chooses the GPUs of this machine that the trainer sees, and those that each engine sees.
+
+A process sees GPUs by its environment variable ``CUDA_VISIBLE_DEVICES``.  GPUs are numbered as grpo-core sees
+them, which may be fewer than the machine has.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from attrs import field, frozen
+
+from grpo_core.config import EngineConfig, TrainerConfig
+from grpo_core.errors import ConfigError
+
+Group = tuple[int, ...]
+"""The GPUs of one process; empty for a process that uses none."""
+
+DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
+"""Files of which a machine with GPUs has one: of NVIDIA's driver, AMD's, and that of Windows' Linux."""
+
+
+@frozen(kw_only=True)
+class Devices:
+    """The choice of GPUs for a run: the environment variables by which its processes see theirs."""
+
+    trainer: Mapping[str, str] = field(factory=dict)
+    """Environment variables of the trainer's process."""
+    engines: Mapping[str, Sequence[Mapping[str, str]]] = field(factory=dict)
+    """Environment variables of each worker, by the engine's key; none if they get GPUs otherwise."""
+    shared: bool = False
+    """Whether the trainer shares a GPU with an engine."""
+    told: str = ""
+    """The choice in words, for the user; empty if there was nothing to choose."""
+
+
+def visible() -> int:
+    """Return the number of GPUs that this process sees."""
+    if not any(Path(path).exists() for path in DRIVERS):
+        return 0  # importing torch takes a second
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def choose(trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], count: int) -> Devices:
+    """Give the trainer a GPU, and each worker of each engine some, as configured or else by this rule.
+
+    The trainer gets the first GPU that no engine is given, and the workers share the rest evenly; where they
+    are more than GPUs, they take turns.  With ``cuda_ipc`` the engine gets the trainer's GPU first.
+
+    Args:
+        trainer: None if nothing is trained.
+        engines: sections by key, as in "validation.engine".
+        count: number of GPUs of this machine.
+
+    Raises ConfigError if the configured GPUs are not there, or are not the right number, or collide.
+    """
+    for key, gpus in _configured(trainer, engines):
+        _check_list(key, gpus, count)
+    given = {key: _given_groups(key, engine) for key, engine in engines.items()}
+    if not count:
+        return Devices()
+    taken = {gpu for groups in given.values() for group in groups or () for gpu in group}
+    trains = _of_trainer(trainer, engines, taken, count)
+    rest = [gpu for gpu in range(count) if gpu not in taken and gpu not in trains]
+    rest = rest or [gpu for gpu in range(count) if gpu not in trains] or [*trains]
+    shares = _shares(rest, sum(engines[key].workers for key, groups in given.items() if groups is None))
+    chosen = {
+        key: [next(shares) for _ in range(engines[key].workers)] if groups is None else groups
+        for key, groups in given.items()
+    }
+    for key, engine in engines.items():
+        if engine.transport == "cuda_ipc" and trains and given[key] is None:
+            chosen[key] = [(*trains, *(gpu for gpu in rest if gpu not in trains))]
+        _check_overlap(key, engine, trains)
+    used = {gpu for groups in chosen.values() for group in groups for gpu in group}
+    alone = count == 1
+    return Devices(
+        trainer={} if alone or (trainer and _index(trainer.device) is not None) else _variables(trains),
+        engines={
+            key: [{} if alone or _has_own_choice(engines[key]) else _variables(group) for group in groups]
+            for key, groups in chosen.items()
+        },
+        shared=bool(used & {*trains}),
+        told="" if alone else _told(trains, chosen),
+    )
+
+
+# ---------------------------------------------------------------------------------- what is configured
+
+
+def _configured(
+    trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the lists of GPUs by key.  Raises ConfigError if the trainer's contradicts its device."""
+    if trainer is not None and trainer.gpus:
+        if len(trainer.gpus) > 1:
+            raise ConfigError(f"trainer.gpus = {trainer.gpus}: a trainer computes on one GPU; name one")
+        if trainer.device not in ("auto", "cuda"):
+            raise ConfigError(
+                f'trainer.gpus = {trainer.gpus} and trainer.device = "{trainer.device}" exclude each other; '
+                "leave one of them out"
+            )
+        yield "trainer.gpus", trainer.gpus
+    for key, engine in engines.items():
+        if engine.gpus:
+            yield f"{key}.gpus", engine.gpus
+
+
+def _check_list(key: str, gpus: Sequence[int], count: int) -> None:
+    if twice := [gpu for gpu, times in Counter(gpus).items() if times > 1]:
+        raise ConfigError(f"{key} = {list(gpus)}: GPU {twice[0]} is named twice")
+    if absent := [gpu for gpu in gpus if not 0 <= gpu < count]:
+        here = f"{count}, numbered from 0 to {count - 1}" if count else "none that torch can use"
+        raise ConfigError(f"{key} = {list(gpus)}: this machine has no GPU {absent[0]}; it has {here}")
+
+
+def _given_groups(key: str, engine: EngineConfig) -> list[Group] | None:
+    """Return the groups that the section asks for, or None if it leaves the choice."""
+    if engine.gpus:
+        size, left = divmod(len(engine.gpus), engine.workers)
+        if left or not size:
+            raise ConfigError(
+                f"{key}.gpus = {engine.gpus}: {len(engine.gpus)} GPUs for {engine.workers} workers "
+                f"({key}.workers); each gets the same number: name {engine.workers * (size + 1)}"
+                + (f" or {engine.workers * size}" if size else "")
+            )
+        return [tuple(engine.gpus[i * size : (i + 1) * size]) for i in range(engine.workers)]
+    if _has_own_choice(engine):
+        index = _index(engine.options["device"])
+        return [() if index is None else (index,)] * engine.workers
+    return None
+
+
+def _has_own_choice(engine: EngineConfig) -> bool:
+    """Whether an option of the engine, not ``gpus``, says where it computes: on the CPU, or on "cuda:1"."""
+    device = engine.options.get("device")
+    return not engine.gpus and (device == "cpu" or _index(device) is not None)
+
+
+def _index(device: object) -> int | None:
+    """Return the number in "cuda:1"."""
+    found = re.fullmatch(r"cuda:(\d+)", device) if isinstance(device, str) else None
+    return int(found[1]) if found else None
+
+
+def _of_trainer(
+    trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], taken: set[int], count: int
+) -> Group:
+    if trainer is None or trainer.device == "cpu":
+        return ()
+    if trainer.gpus:
+        return tuple(trainer.gpus)
+    if (index := _index(trainer.device)) is not None:
+        return (index,)
+    for engine in engines.values():
+        if engine.transport == "cuda_ipc" and engine.gpus:
+            return (engine.gpus[0],)
+    free = [gpu for gpu in range(count) if gpu not in taken]
+    if not free and count > 1 and any(engine.gpus for engine in engines.values()):
+        raise ConfigError(
+            f"the engines are given all {count} GPUs of this machine: leave one for the trainer, or name the "
+            "trainer's in trainer.gpus"
+        )
+    return (free[0] if free else 0,)
+
+
+def _check_overlap(key: str, engine: EngineConfig, trains: Group) -> None:
+    """Refuse an engine that is given the trainer's GPU, unless this can only be meant."""
+    gpus = {*engine.gpus}
+    if not gpus or not trains:
+        return
+    if engine.transport == "cuda_ipc":
+        if not gpus & {*trains}:
+            raise ConfigError(
+                f'{key}.transport = "cuda_ipc": the engine must see the trainer\'s GPU {trains[0]}, and '
+                f'{key}.gpus = {engine.gpus}; name it there first, or use "collective" or "shm"'
+            )
+    elif gpus & {*trains} and gpus != {*trains}:
+        raise ConfigError(
+            f"{key}.gpus = {engine.gpus}: GPU {trains[0]} is the trainer's; leave it out there, or name "
+            "another one in trainer.gpus. They share a GPU only if it is the only one of both"
+        )
+
+
+# ---------------------------------------------------------------------------------- the choice
+
+
+def _shares(gpus: Sequence[int], workers: int) -> Iterator[Group]:
+    """Yield an equal share of the GPUs for each worker."""
+    size = max(1, len(gpus) // max(1, workers))
+    for worker in range(workers):
+        yield tuple(gpus[(worker * size + i) % len(gpus)] for i in range(size))
+
+
+def _variables(group: Group) -> dict[str, str]:
+    """Return the environment variables of a process that sees these GPUs, which count among this one's."""
+    if not group:
+        return {}
+    here = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in here.split(",")] if here else None
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in group),
+        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # as nvidia-smi counts
+    }
+
+
+def _told(trains: Group, chosen: Mapping[str, Sequence[Group]]) -> str:
+    parts = [f"trainer {trains[0]}"] if trains else []
+    for key, groups in chosen.items():
+        if any(groups):
+            parts.append(f"{key} " + ", ".join("+".join(map(str, group)) for group in groups))
+    return "GPUs: " + "; ".join(parts) if parts else ""

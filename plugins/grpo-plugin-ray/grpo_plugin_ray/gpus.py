@@ -1,0 +1,57 @@
+"""The GPU of the driver's machine that the trainer uses: Ray must not give it to a worker."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from grpo_core import ConfigError
+from grpo_plugin_ray.cluster import load
+
+PATIENCE = 30.0
+"""Seconds for Ray to give the trainer a GPU, which is at once if one is free."""
+
+
+def gpus_here() -> int:
+    """Return the number of GPUs that Ray has on this machine; 0 if this machine is not in the cluster."""
+    ray = load()
+    if ray.util.client.ray.is_connected():
+        return 0  # the driver is a client of the cluster, with a machine of its own
+    here = ray.get_runtime_context().get_node_id()
+    return sum(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["NodeID"] == here)
+
+
+class Holder:
+    """An actor that has a GPU and leaves it to the trainer."""
+
+    def visible(self) -> str:
+        """Return what Ray has set ``CUDA_VISIBLE_DEVICES`` to."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+class Reservation:
+    """A GPU of this machine that Ray gives to nobody else for as long as the driver is connected.
+
+    Raises ConfigError if none is free.
+    """
+
+    def __init__(self) -> None:
+        ray = load()
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        actor: Any = ray.remote(Holder)
+        self._holder = actor.options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy).remote()
+        try:
+            self.gpu: str = ray.get(self._holder.visible.remote(), timeout=PATIENCE)
+        except ray.exceptions.GetTimeoutError:
+            ray.kill(self._holder)
+            raise ConfigError(
+                f"the trainer needs a GPU of this machine, and Ray gave it none within {PATIENCE:g} s; the "
+                f"cluster has {ray.available_resources()} free. End what uses the GPUs, or set "
+                'trainer.device = "cpu"'
+            ) from None
+
+    def env_vars(self) -> dict[str, str]:
+        """Return the environment variables with which a process sees this GPU alone."""
+        return {"CUDA_VISIBLE_DEVICES": self.gpu}

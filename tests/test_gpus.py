@@ -1,0 +1,231 @@
+"""Which process sees which GPU: the choice, its mistakes, and whole runs whose processes have it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from killing import GRPO, Run
+
+from grpo_core.app import gpus
+from grpo_core.app.gpus import choose
+from grpo_core.config import EngineConfig, TrainerConfig
+from grpo_core.errors import ConfigError
+
+TRAINER = TrainerConfig()
+ONE, TWO, THREE = (EngineConfig(workers=n) for n in (1, 2, 3))
+
+
+def seen(trainer, count, engine, validation=None):
+    """GPUs of the trainer, then of each worker: "0" or "1,2"; "" for a process whose variables are left."""
+    engines = {"engine": engine} | ({"validation.engine": validation} if validation else {})
+    devices = choose(trainer, engines, count)
+    workers = [worker for key in engines for worker in devices.engines.get(key, ())]
+    return [of.get("CUDA_VISIBLE_DEVICES", "") for of in (devices.trainer, *workers)], devices.shared
+
+
+@pytest.fixture(autouse=True)
+def all_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "count", "expected", "shared"),
+    [
+        (TRAINER, TWO, 0, [""], False),
+        (TRAINER, TWO, 1, ["", "", ""], True),
+        (TRAINER, ONE, 2, ["0", "1"], False),
+        (TRAINER, ONE, 4, ["0", "1,2,3"], False),
+        (TRAINER, THREE, 8, ["0", "1,2", "3,4", "5,6"], False),
+        (TRAINER, THREE, 3, ["0", "1", "2", "1"], False),
+        (TrainerConfig(gpus=[7]), TWO, 8, ["7", "0,1,2", "3,4,5"], False),
+        (TrainerConfig(device="cuda:7"), TWO, 8, ["", "0,1,2", "3,4,5"], False),
+        (TrainerConfig(device="cpu"), TWO, 2, ["", "0", "1"], False),
+        (None, TWO, 2, ["", "0", "1"], False),
+        (TrainerConfig(gpus=[7]), EngineConfig(workers=2, gpus=[0, 1]), 8, ["7", "0", "1"], False),
+        (TRAINER, EngineConfig(workers=2, gpus=[3, 0, 1, 2]), 8, ["4", "3,0", "1,2"], False),
+        (TrainerConfig(gpus=[1]), EngineConfig(gpus=[1]), 2, ["1", "1"], True),
+        (TRAINER, EngineConfig(gpus=[0]), 1, ["", ""], True),
+        (TRAINER, EngineConfig(options={"device": "cpu"}), 2, ["0", ""], False),
+        (TRAINER, EngineConfig(options={"device": "cuda:0"}), 2, ["1", ""], False),
+        (TRAINER, EngineConfig(transport="cuda_ipc"), 4, ["0", "0,1,2,3"], True),
+        (TRAINER, EngineConfig(transport="cuda_ipc", gpus=[2, 3]), 4, ["2", "2,3"], True),
+    ],
+    ids=str,
+)
+def test_the_trainer_has_a_gpu_of_its_own_and_the_engines_share_the_others(
+    trainer, engine, count, expected, shared
+):
+    assert seen(trainer, count, engine) == (expected, shared)
+
+
+def test_an_engine_for_validation_has_its_own_share():
+    assert seen(TRAINER, 4, TWO, ONE)[0] == ["0", "1", "2", "3"]
+    assert seen(TRAINER, 4, EngineConfig(workers=3, gpus=[0, 1, 2]), ONE)[0] == ["3", "0", "1", "2", "0,1,2"]
+    assert seen(TRAINER, 4, TWO, EngineConfig(gpus=[0]))[0] == ["1", "2", "3", "0"]
+
+
+def test_gpus_are_numbered_as_this_process_sees_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b,GPU-c")
+    assert seen(TrainerConfig(gpus=[2]), 3, TWO)[0] == ["GPU-c", "GPU-a", "GPU-b"]
+
+
+def test_the_choice_is_told_unless_there_is_none():
+    assert choose(TRAINER, {"engine": THREE}, 8).told == "GPUs: trainer 0; engine 1+2, 3+4, 5+6"
+    assert choose(TRAINER, {"engine": THREE}, 1).told == ""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "count", "message"),
+    [
+        (
+            TrainerConfig(gpus=[7]),
+            ONE,
+            4,
+            r"^trainer.gpus = \[7\]: this machine has no GPU 7; it has 4, .* to 3$",
+        ),
+        (TrainerConfig(gpus=[7]), ONE, 0, "no GPU 7; it has none that torch can use"),
+        (TrainerConfig(gpus=[6, 7]), ONE, 8, "a trainer computes on one GPU; name one"),
+        (TrainerConfig(gpus=[1], device="cpu"), ONE, 8, 'trainer.device = "cpu" exclude each other'),
+        (TrainerConfig(gpus=[1], device="cuda:1"), ONE, 8, 'trainer.device = "cuda:1" exclude each other'),
+        (TRAINER, EngineConfig(gpus=[1, 1]), 8, r"engine.gpus = \[1, 1\]: GPU 1 is named twice"),
+        (TRAINER, EngineConfig(gpus=[-1]), 8, "no GPU -1"),
+        (TRAINER, EngineConfig(workers=2, gpus=[1, 2, 3]), 8, "3 GPUs for 2 workers .* name 4 or 2$"),
+        (TRAINER, EngineConfig(workers=2, gpus=[1]), 8, "1 GPUs for 2 workers .* name 2$"),
+        (
+            TRAINER,
+            EngineConfig(workers=2, gpus=[0, 1]),
+            2,
+            "all 2 GPUs of this machine: leave one for the tr",
+        ),
+        (TrainerConfig(gpus=[0]), EngineConfig(workers=2, gpus=[0, 1]), 8, "GPU 0 is the trainer's"),
+        (
+            TrainerConfig(gpus=[0]),
+            EngineConfig(transport="cuda_ipc", gpus=[1]),
+            8,
+            r'engine.transport = "cuda_ipc": the engine must see the trainer\'s GPU 0',
+        ),
+    ],
+    ids=str,
+)
+def test_gpus_that_cannot_be_meant_are_refused_in_one_line(trainer, engine, count, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        choose(trainer, {"engine": engine}, count)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_driver_is_asked_before_torch_is_imported(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(gpus, "DRIVERS", ("/nowhere",))
+    assert gpus.visible() == 0
+    monkeypatch.setattr(gpus, "DRIVERS", ("/",))
+    assert gpus.visible() == 3
+
+
+# ---------------------------------------------------------------------------------- whole runs
+
+FOUR = "import grpo_core.app.gpus\ngrpo_core.app.gpus.visible = lambda: 4\n"
+"""A ``sitecustomize`` for a machine whose driver tells of four GPUs; torch still computes on the CPU."""
+
+
+def with_four(directory: Path) -> dict[str, str]:
+    (directory / "site").mkdir()
+    (directory / "site" / "sitecustomize.py").write_text(FOUR)
+    return {"PYTHONPATH": os.pathsep.join([str(directory / "site"), os.environ.get("PYTHONPATH", "")])}
+
+
+class OnFour(Run):
+    def environ(self):
+        return super().environ() | with_four(self.cwd)
+
+    def seen_by(self):
+        """What each of the run's processes sees, by where its output goes."""
+        found = {}
+        for pid in self.everything():
+            try:
+                log = Path(os.readlink(f"/proc/{pid}/fd/1")).relative_to(self.directory / "logs")
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except (OSError, ValueError):
+                continue
+            variables = dict(line.split(b"=", 1) for line in environ if b"=" in line)
+            found[str(log)] = pid, variables.get(b"CUDA_VISIBLE_DEVICES", b"all").decode()
+        return found
+
+
+@pytest.mark.slow
+def test_each_process_of_a_run_sees_its_own_gpus_and_one_that_replaces_it_the_same(tmp_path):
+    settings = {
+        "trainer.steps": 200,
+        "trainer.gpus": "[3]",
+        "engine.workers": 2,
+        "engine.gpus": "[1, 0]",
+        "validation.every": 0,
+    }
+    expected = {
+        "trainer.log": "3",
+        "engine-0/engine-local.log": "1",
+        "engine-1/engine-local.log": "0",
+        "environment-words.log": "",
+    }
+    run = OnFour(tmp_path, settings=settings)
+    try:
+        run.wait(lambda: run.steps >= 1)
+        before = run.seen_by()
+        assert {log: gpu for log, (_, gpu) in before.items()} == expected
+        os.kill(before["engine-1/engine-local.log"][0], signal.SIGKILL)
+        run.wait(
+            lambda: (
+                run.seen_by().get("engine-1/engine-local.log", before["trainer.log"])[0]
+                not in [pid for pid, _ in before.values()]
+            )
+        )
+        assert {log: gpu for log, (_, gpu) in run.seen_by().items()} == expected
+    finally:
+        os.kill(run.process.pid, signal.SIGINT)
+        said = run.end()
+    assert "GPUs: trainer 3; engine 1, 0" in said
+
+
+@pytest.mark.parametrize("command", ["train", "validate"])
+def test_gpus_that_are_not_there_end_a_command_before_anything_starts(tmp_path, command):
+    target = ["tiny"] if command == "validate" else ["--output", "run"]
+    done = subprocess.run(
+        [GRPO, command, *target, "--env", "math:sort", "--set", "engine.gpus=[4]"],
+        cwd=tmp_path,
+        env=os.environ | with_four(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ConfigError.exit_status
+    assert done.stderr.strip() == (
+        "grpo-core: engine.gpus = [4]: this machine has no GPU 4; it has 4, numbered from 0 to 3"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_trainers_gpu_does_not_hinder_a_validation_elsewhere(tmp_path):
+    done = subprocess.run(
+        [
+            GRPO,
+            "validate",
+            "tiny",
+            "--env",
+            "math:sort",
+            "--set",
+            "trainer.gpus=[7]",
+            "--set",
+            "validation.prompts=4",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
