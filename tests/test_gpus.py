@@ -144,7 +144,7 @@ class OnFour(Run):
         return super().environ() | with_four(self.cwd)
 
     def seen_by(self):
-        """What each of the run's processes sees, by where its output goes."""
+        """Return pid and GPUs of each of the run's processes, by where its output goes."""
         found = {}
         for pid in self.everything():
             try:

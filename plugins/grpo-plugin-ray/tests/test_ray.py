@@ -552,7 +552,7 @@ class OnThreeGpus(Run):
 
 
 def seen_by(run: Run, log: str) -> str:
-    """What a process, found by the file of its output, sees of the GPUs."""
+    """Return the GPUs that a process sees, which is found by the file of its output."""
     for pid in run.everything():
         with suppress(OSError):
             if os.readlink(f"/proc/{pid}/fd/1").endswith(log):
