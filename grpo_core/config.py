@@ -120,6 +120,15 @@ class DynamicSamplingConfig:
     each group of a step."""
 
 
+def _ports(instance: object, attribute: object, value: tuple[int, int]) -> None:
+    first, last = value
+    if tuple(value) != (0, 0) and not 1 <= first <= last <= 65535:
+        raise ValueError(
+            "'collective_ports' must be [first, last] with 1 <= first <= last <= 65535, or [0, 0] for any "
+            f"free port: {list(value)}"
+        )
+
+
 @frozen(kw_only=True)
 class EngineConfig(PluginChoice):
     """The engine, which generates completions."""
@@ -152,6 +161,9 @@ class EngineConfig(PluginChoice):
     collective_host: str = "127.0.0.1"
     """Engines reach the trainer at this address of its machine (`collective` only); on a cluster use an
     address of its network."""
+    collective_ports: tuple[int, int] = field(default=(0, 0), validator=_ports)
+    """Engines reach the trainer at the first free port of this range, [first, last] (`collective` only);
+    [0, 0] is any free port. A firewall has to let the range through."""
 
 
 @frozen(kw_only=True)

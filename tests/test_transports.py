@@ -29,6 +29,8 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 from grpo_core.weights import collective, cuda_ipc
 from grpo_core.weights.collective import CollectiveWriter, pulled
+from grpo_core.weights.line import Line, proof
+from grpo_core.weights.nccl import _store
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 
@@ -68,7 +70,7 @@ def test_no_version_is_written_over_while_it_is_sent(writer):
     size = 64 << 20  # more than the buffers of a socket
     ones = writer.write(1, [("a", torch.ones(size, dtype=torch.uint8))])
     *where, publication = json.loads(ones.location.removeprefix("collective:"))
-    partner = collective._Partner(*where)
+    partner = collective._Partner(*where, CPU)
     assert partner._ask({"publication": publication}) == {}, "it is being sent from now on"
     twos = [("a", torch.full((size,), 2, dtype=torch.uint8))]
     writing = threading.Thread(target=writer.write, args=(2, twos))
@@ -101,8 +103,8 @@ def test_a_tensor_that_changed_on_its_way_is_named(writer):
 def test_the_trainer_answers_nothing_without_the_secret_and_listens_on_loopback(writer):
     host, port, secret, _ = json.loads(writer.write(1, named(1.0)).location.removeprefix("collective:"))
     assert host == "127.0.0.1"
-    wrong = b'{"proof": "%s", "nonce": "0", "cuda": false}\n' % (b"0" * 64)
-    plain = b'{"proof": "%s", "nonce": "0", "cuda": false}\n' % secret.encode()
+    wrong = b'{"proof": "%s", "nonce": "0", "device": null}\n' % (b"0" * 64)
+    plain = b'{"proof": "%s", "nonce": "0", "device": null}\n' % secret.encode()
     deep = b"[" * 900 + b"\n"
     for said in (wrong, plain, b"hello\n", b"[]\n", b"{}\n", b'{"publication": 1}\n', deep, b"x" * 5000):
         with stranger_at(host, port) as (stranger, nonce):
@@ -116,11 +118,11 @@ def test_a_proof_counts_for_its_own_connection_and_direction_only(writer):
     host, port, secret, _ = json.loads(writer.write(1, named(1.0)).location.removeprefix("collective:"))
     with stranger_at(host, port) as (first, nonce), stranger_at(host, port) as (second, other):
         assert nonce != other
-        for stranger, proof in (
-            (first, collective._proof(secret, "trainer", nonce)),
-            (second, collective._proof(secret, "engine", nonce)),
+        for stranger, said in (
+            (first, proof(secret, "trainer", nonce)),
+            (second, proof(secret, "engine", nonce)),
         ):
-            stranger.sendall(json.dumps({"proof": proof, "nonce": "0", "cuda": False}).encode() + b"\n")
+            stranger.sendall(json.dumps({"proof": said, "nonce": "0", "device": None}).encode() + b"\n")
             assert closed(stranger)
 
 
@@ -135,7 +137,7 @@ def test_an_engine_takes_nothing_from_one_that_cannot_prove_to_be_its_trainer(wr
         with connection, connection.makefile("rb") as lines:
             connection.sendall(b'{"nonce": "00"}\n')
             heard.append(lines.readline())
-            answer = {"proof": json.loads(heard[0])["proof"], "cuda": False}  # it sends back what it got
+            answer = {"proof": json.loads(heard[0])["proof"], "nccl": False}  # it sends back what it got
             connection.sendall(json.dumps(answer).encode() + b"\n")
             heard.append(lines.readline())
 
@@ -215,14 +217,14 @@ def closed(stranger):
 @pytest.mark.slow
 def test_the_addresses_of_a_group_travel_over_the_proven_connection():
     """The store on which NCCL meets, on both ends of a connection, carries a group of gloo here."""
-    ends = [collective._Line(end) for end in socket.socketpair()]
+    ends = [Line(end) for end in socket.socketpair()]
     received = torch.zeros(4)
 
     def member(rank):
         options = torch.distributed.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=30)
         options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = torch.distributed.ProcessGroupGloo(collective._line_store(ends[rank]), rank, 2, options)
+        group = torch.distributed.ProcessGroupGloo(_store(ends[rank]), rank, 2, options)
         if rank:
             group.recv([received], 0, 0).wait()
         else:
@@ -247,31 +249,6 @@ def test_a_trainer_that_is_gone_is_an_error_with_a_name():
     )
     with pytest.raises(WeightSyncError, match=r"did not arrive.*Connection refused.*engine\.collective_host"):
         read_weights(weights)
-
-
-PARTNER = """
-import json, sys, time
-from grpo_core.weights import collective
-*where, publication = json.loads(sys.argv[1].removeprefix("collective:"))
-partner = collective._Partner(*where)
-if sys.argv[2] == "asks":
-    partner._line.send({"publication": publication})  # and does not receive what is sent
-print("here", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["idle", "asks"])
-def test_an_engine_that_dies_does_not_stop_the_trainer(writer, moment):
-    size = [("a", torch.ones(50 << 20, dtype=torch.uint8))]
-    weights = writer.write(1, size)
-    command = [sys.executable, "-c", PARTNER, weights.location, moment]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as partner:
-        assert partner.stdout is not None
-        assert partner.stdout.readline() == b"here\n"
-        partner.kill()
-    assert read_weights(writer.write(2, size))["a"].all()
 
 
 @pytest.mark.slow
@@ -324,7 +301,9 @@ READER = """
 import pickle, sys
 from grpo_core.weights.reading import read_weights
 weights = pickle.loads(bytes.fromhex(sys.argv[1]))
-print([float(tensor.float().mean()) for tensor in read_weights(weights).values()])
+import torch
+tensors = read_weights(weights, device=torch.device("cuda")).values()
+print([float(tensor.float().mean()) for tensor in tensors], {tensor.device.type for tensor in tensors})
 """
 
 
@@ -346,7 +325,7 @@ def test_another_process_reads_the_memory_of_a_gpu(kind):
         text=True,
         check=False,
     )
-    assert told.stdout == "[2.5, 2.5]\n", told.stderr
+    assert told.stdout == "[2.5, 2.5] {'cuda'}\n", told.stderr
 
 
 # ---------------------------------------------------------------------------------- which

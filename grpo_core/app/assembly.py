@@ -201,6 +201,7 @@ class Assembly:
                 run.plugins,
             ),
             collective_host=config.engine.collective_host,
+            collective_ports=config.engine.collective_ports,
             max_non_finite=config.health.max_non_finite,
             env_vars=self.devices.trainer,
             shares_gpu=self.devices.shared,

@@ -35,6 +35,8 @@ class TrainerSetup:
     """Transport of weights to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
     collective_host: str = "127.0.0.1"
     """Address at which engines reach the trainer, for ``collective``."""
+    collective_ports: tuple[int, int] = (0, 0)
+    """First and last port of which the trainer takes one that is free, for ``collective``."""
     max_non_finite: float = 0.1
     """Share of an update's rows whose loss may be not finite; see ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None

@@ -101,11 +101,13 @@ class TorchTrainer:
         ModelError: the model cannot be loaded.
         PluginError: the loss cannot be found or does not take its options.
         CheckpointError: ``setup.resume_from`` cannot be continued.
+        ConfigError: torch cannot use the device, or engines could not reach the trainer.
     """
 
     def __init__(self, setup: TrainerSetup, build: BuildModel = FullModel.build) -> None:
         self._setup, self._config = setup, setup.trainer
         self._device = cpu.resolve_device(self._config.device, "trainer.device")
+        self._writer = _writer(setup, self._device)  # before the model is made: its port may be taken
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
@@ -126,7 +128,6 @@ class TorchTrainer:
         self._overhead = _overhead(self.model.parameters, self._device)
         self._budget = token_budget(self._config, self.model.vocabulary, self._device)
         self._optimizer = _adamw(self._parameters, self._config)
-        self._writer = _writer(setup, self._device)
         self._snapshot = Snapshot(copies=setup.async_save)
         self._lost_updates = 0
         self.version = 0
@@ -368,7 +369,8 @@ def _spelled(state: Mapping[str, tuple[torch.Size, torch.dtype]]) -> str:
 
 def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
     if setup.transport == "collective":
-        return CollectiveWriter(device, setup.collective_host)
+        first, last = setup.collective_ports
+        return CollectiveWriter(device, setup.collective_host, range(first, last + 1))
     if setup.transport == "cuda_ipc" and device.type == "cuda":
         return CudaIpcWriter(device)
     return SharedMemoryWriter()

@@ -2,15 +2,20 @@
 
     engine                              trainer (one socket)
                     <------ nonce
-    proof, nonce    ------>                       HMAC-SHA256 by the secret of both nonces: each end knows
+    proof, nonce,
+    its GPU         ------>                       HMAC-SHA256 by the secret of both nonces: each end knows
                     <------ proof                 that the other has it, and nobody learns it by listening
+                    <-----> NCCL's addresses and one byte, if the two have a GPU each
     publication     ------>
                     <------ yes or no, and the block
 
-NCCL moves the block over groups of two, so that engines can come and go and a slow engine keeps only itself
-waiting; its addresses travel over the proven connection.  An engine asks for a publication by number.  The
-trainer refuses any number but the last, and writes no other while it sends one, so an engine gets one whole
-version.
+Between two GPUs NCCL moves the block, in a group of two (see ``nccl``).  To an engine on the CPU, or on the
+trainer's own GPU, where NCCL does not work, the block goes over the connection.
+
+An engine asks for a publication by number, when it has memory for it.  Each engine is served by a thread of
+its own, so none waits for another.  The trainer refuses any number but the last.  Before it writes the next
+publication it waits ``PATIENCE`` seconds for engines that are still receiving, and then hangs up on them; so
+an engine gets one whole version or an error, and a slow engine never stops the trainer.
 
 The location contains the address of the trainer's socket and a secret.  Whoever has the secret can read the
 weights.  Nothing is encrypted, so bind the socket to a trusted network only.
@@ -19,40 +24,36 @@ weights.  Nothing is encrypted, so bind the socket to a trusted network only.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from datetime import timedelta
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed
 
-from grpo_core.errors import WeightSyncError
+from grpo_core.errors import ConfigError, WeightSyncError, one_line
 from grpo_core.records import Weights
 from grpo_core.weights import COLLECTIVE
 from grpo_core.weights.layout import pack
+from grpo_core.weights.line import Line, proof, proves, shut
+from grpo_core.weights.nccl import ENGINE, TRAINER, Pair, device_id, settle
 
-_dist: Any = torch.distributed
-"""``torch.distributed``, untyped: its contents depend on how torch was built."""
-
-SECONDS = 300.0
-"""Seconds to wait for a partner in the middle of a transfer."""
 PROOF_SECONDS = 10.0
 """Seconds in which a new connection has to prove that it has the secret."""
 MOST_UNPROVEN = 64
 """Largest number of connections that have not proven it yet; one more closes the oldest."""
-LONGEST = 1000
-"""Largest size of a message in bytes."""
-CHUNK = 64 << 20
-"""Bytes of a block that are sent at once: each part has its own time limit."""
-_TRAINER, _ENGINE = 0, 1
-"""Ranks of the two members of a group."""
+MEETING = 30.0
+"""Seconds that an engine waits for the trainer to accept its connection, and for each answer."""
+SECONDS = 300.0
+"""Seconds that either end waits for the next part of a block."""
+PATIENCE = 60.0
+"""Seconds that the trainer waits for engines that still receive a version, before it writes the next one."""
+RELEASE = 5.0
+"""Seconds in which the transfers to engines that were hung up on have to end."""
 
 
 class CollectiveWriter:
@@ -61,18 +62,24 @@ class CollectiveWriter:
     Args:
         device: device of the block.
         host: address of the socket at which engines reach the trainer.
+        ports: ports of which the socket takes the first one that is free; 0 is any.
+
+    Raises ConfigError if the trainer cannot listen there.
     """
 
-    def __init__(self, device: torch.device, host: str) -> None:
+    def __init__(self, device: torch.device, host: str, ports: Iterable[int] = (0,)) -> None:
         self._device, self._host = device, host
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
+        self._state = threading.Condition()
+        """Guards the three attributes below."""
         self._publication = 0
         self._version: int | None = None
         """Version of the block's contents; None while they are written."""
-        self._sending = threading.Lock()
+        self._readers: set[Line] = set()
+        """Connections over which the block is being sent."""
         self._secret = secrets.token_hex(16)
         self._unproven: deque[socket.socket] = deque()
-        self._socket = socket.create_server((host, 0), family=_family(host))
+        self._socket = _listen(host, ports)
         threading.Thread(target=self._accept, name="collective", daemon=True).start()
 
     def write(
@@ -82,16 +89,34 @@ class CollectiveWriter:
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:
-        """Copy the tensors into the block, after all running transfers of the version before."""
+        """Copy the tensors into the block, when no engine receives the version before any more."""
+        self._withdraw()
         port = self._socket.getsockname()[1]
-        with self._sending:
-            self._version = None
-            self._publication += 1
-            location = f"{COLLECTIVE}{json.dumps([self._host, port, self._secret, self._publication])}"
-            weights = pack(version, tensors, block=self._memory, location=lambda: location, dtype=dtype)
-            _settle(self._block)
+        location = f"{COLLECTIVE}{json.dumps([self._host, port, self._secret, self._publication])}"
+        weights = pack(version, tensors, block=self._memory, location=lambda: location, dtype=dtype)
+        settle(self._device)
+        with self._state:
             self._version = version
         return weights
+
+    def _withdraw(self) -> None:
+        """End the present publication, within ``PATIENCE + RELEASE`` seconds."""
+        with self._state:
+            before, self._version = self._version, None
+            self._publication += 1
+            if self._state.wait_for(lambda: not self._readers, PATIENCE):
+                return
+            print(
+                f"collective: {len(self._readers)} engines have not received version {before} after "
+                f"{PATIENCE:g} s more; they are disconnected, and can ask for the next version",
+                flush=True,
+            )
+            for line in self._readers:
+                line.hang_up()
+            if not self._state.wait_for(lambda: not self._readers, RELEASE):
+                # a transfer that does not end keeps the block, and the next version gets another one
+                self._readers = set()
+                self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         if self._block.numel() != nbytes:
@@ -108,157 +133,140 @@ class CollectiveWriter:
                 continue
             self._unproven.append(connection)
             if len(self._unproven) > MOST_UNPROVEN:
-                _shut(self._unproven.popleft())
+                shut(self._unproven.popleft())
             threading.Thread(target=self._serve, args=(connection,), name="collective", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Serve one engine until it closes the connection."""
-        with contextlib.closing(_Line(connection)) as line, _aside(self._device):
+        pair = None
+        with contextlib.closing(Line(connection)) as line:
             try:
-                group = self._meet(line)
+                pair = self._meet(line)
                 while asked := line.receive():
-                    self._answer(line, group, asked["publication"])
+                    line.limit(SECONDS)
+                    self._answer(line, pair, asked["publication"])
+                    line.limit(None)  # an engine asks when there is something to ask for
             except PermissionError:
                 pass  # a stranger, which is none of the user's engines
             except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-                print(f"collective: an engine has gone: {error}", flush=True)
+                print(f"collective: an engine has gone: {one_line(error)}", flush=True)
             finally:
                 self._forget(connection)
+                if pair is not None:
+                    pair.abort()
 
-    def _meet(self, line: _Line) -> Any:
+    def _meet(self, line: Line) -> Pair | None:
         """Return the group of NCCL with a proven engine, or None without NCCL; raises PermissionError."""
         line.limit(PROOF_SECONDS)
         nonce = secrets.token_hex(16)
         try:
             line.send({"nonce": nonce})
             hello = line.receive() or {}
-            known = hmac.compare_digest(str(hello["proof"]), _proof(self._secret, "engine", nonce))
+            known = proves(hello["proof"], self._secret, "engine", nonce)
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise PermissionError from None
         if not known:
             raise PermissionError
         self._forget(line.socket)
-        cuda = bool(hello["cuda"]) and self._device.type == "cuda"
-        line.send({"proof": _proof(self._secret, "trainer", str(hello["nonce"])), "cuda": cuda})
-        line.limit(None)  # an engine asks when there is something to ask for
-        return _nccl(line, _TRAINER) if cuda else None
+        here, there = device_id(self._device), hello["device"]
+        nccl = None not in (here, there) and here != there
+        line.send({"proof": proof(self._secret, "trainer", str(hello["nonce"])), "nccl": nccl})
+        pair = Pair(line, TRAINER, self._device) if nccl else None
+        line.limit(None)
+        return pair
 
     def _forget(self, connection: socket.socket) -> None:
         with contextlib.suppress(ValueError):
             self._unproven.remove(connection)
 
-    def _answer(self, line: _Line, group: Any, publication: int) -> None:
-        with self._sending:
-            if publication != self._publication or self._version is None:
-                line.send({"problem": f"the trainer holds version {self._version} now"})
+    def _answer(self, line: Line, pair: Pair | None, publication: int) -> None:
+        with self._reading(line, publication) as block:
+            if block is None:
+                version = self._version
+                does = "is writing the next version" if version is None else f"holds version {version}"
+                line.send({"problem": f"the trainer {does} now"})
                 return
             line.send({})
-            if group is None:
-                line.send_block(self._block)
-                return
-            group.send([self._block], _ENGINE, 0).wait(timedelta(seconds=SECONDS))
-            _settle(self._block)
+            if pair is None:
+                line.send_block(block)
+            else:
+                pair.move(block)
 
-
-class _Line:
-    """One end of a connection between the trainer and an engine: JSON lines and blocks of bytes."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.keys: dict[str, bytes] = {}
-        """Keys and values that either end has put into the store of the group."""
-        self._read = connection.makefile("rb")
-
-    def limit(self, seconds: float | None) -> None:
-        """Let every later wait end after this time; None waits for ever."""
-        self.socket.settimeout(seconds)
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> dict[str, Any] | None:
-        """Receive a message that is not for the store, or None if the other end has closed the connection."""
-        while (message := self._message()) is not None and "key" in message:
-            self.keys[message["key"]] = bytes.fromhex(message["value"])
-        return message
-
-    def receive_key(self, key: str) -> bytes:
-        """Return a value of the store; wait until the other end sends it."""
-        while key not in self.keys:
-            message = self._message()
-            if message is None or "key" not in message:
-                raise ConnectionError(f"expected the key {key!r} of a group, got {message}")
-            self.keys[message["key"]] = bytes.fromhex(message["value"])
-        return self.keys[key]
-
-    def send_block(self, block: torch.Tensor) -> None:
-        data: Any = block.cpu().numpy()
-        self.limit(SECONDS)
-        for begin in range(0, len(data), CHUNK):
-            self.socket.sendall(data[begin : begin + CHUNK])
-        self.limit(None)
-
-    def receive_block(self, block: torch.Tensor) -> None:
-        data: Any = memoryview(block.numpy().data)
-        begin = 0
-        while begin < len(data):
-            n = self._read.readinto(data[begin : begin + CHUNK])
-            if not n:
-                raise ConnectionError(f"the trainer has hung up after {begin} of {len(data)} bytes")
-            begin += n
-
-    def close(self) -> None:
-        self._read.close()
-        self.socket.close()
-
-    def _message(self) -> dict[str, Any] | None:
-        line = self._read.readline(LONGEST)
-        message = json.loads(line) if line else None
-        if not isinstance(message, dict | None):
-            raise ValueError(f"a message that is {line[:80]!r}; expected a JSON object")
-        return message
+    @contextlib.contextmanager
+    def _reading(self, line: Line, publication: int) -> Iterator[torch.Tensor | None]:
+        """Keep the block of a publication as it is; None if there is another one by now."""
+        with self._state:
+            readers = self._readers
+            present = publication == self._publication and self._version is not None
+            block = self._block if present else None
+            if present:
+                readers.add(line)
+        try:
+            yield block
+        finally:
+            with self._state:
+                readers.discard(line)
+                self._state.notify_all()
 
 
 class _Partner:
     """An engine's connection to one trainer, with the last block that it received."""
 
-    def __init__(self, host: str, port: int, secret: str) -> None:
-        self._line = _Line(socket.create_connection((host, port), timeout=SECONDS))
+    def __init__(self, host: str, port: int, secret: str, device: torch.device) -> None:
         try:
-            cuda = self._meet(secret)
-            self._group = _nccl(self._line, _ENGINE) if cuda else None
+            self._line = Line(socket.create_connection((host, port), timeout=MEETING))
+        except OSError as error:
+            raise ConnectionError(
+                f"there is no connection to {host}, port {port} ({error}); engine.collective_host must be an "
+                "address at which engines reach the trainer"
+            ) from None
+        self._pair: Pair | None = None
+        try:
+            nccl = self._meet(secret, device)
+            self._pair = Pair(self._line, ENGINE, device) if nccl else None
         except BaseException:
             self.close()
             raise
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
-        self._block = torch.empty(0, dtype=torch.uint8, device=device)
+        self._device = device if nccl else torch.device("cpu")
+        self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._publication: int | None = None
 
-    def _meet(self, secret: str) -> bool:
+    def _meet(self, secret: str, device: torch.device) -> bool:
         """Return whether the block comes by NCCL.  Raises ConnectionError if the other end is a stranger."""
         greeting, nonce = self._received(), secrets.token_hex(16)
-        proof = _proof(secret, "engine", str(greeting.get("nonce")))
-        answer = self._ask({"proof": proof, "nonce": nonce, "cuda": torch.cuda.is_available()})
-        if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "trainer", nonce)):
+        said = proof(secret, "engine", str(greeting.get("nonce")))
+        answer = self._ask({"proof": said, "nonce": nonce, "device": device_id(device)})
+        if not proves(answer.get("proof"), secret, "trainer", nonce):
             raise ConnectionError("whoever listens there is not the trainer of this run")
-        return bool(answer["cuda"])
+        return bool(answer["nccl"])
 
     def pull(self, publication: int, nbytes: int) -> torch.Tensor:
         if self._publication == publication:
             return self._block
         self._publication = None
+        if (
+            self._block.numel() != nbytes
+        ):  # before it asks: if there is no memory, the trainer waits for nothing
+            self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        settle(self._device)  # the memory may still be read by what this thread started
+        self._line.limit(MEETING)
         answer = self._ask({"publication": publication})
         if "problem" in answer:
             raise ValueError(answer["problem"])
-        if self._block.numel() != nbytes:
-            self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._block.device)
-        if self._group is None:
-            self._line.receive_block(self._block)
-        else:
-            with _aside(self._block.device):
-                self._group.recv([self._block], _TRAINER, 0).wait(timedelta(seconds=SECONDS))
-                _settle(self._block)
+        self._line.limit(SECONDS)
+        try:
+            if self._pair is None:
+                self._line.receive_block(self._block)
+            else:
+                self._pair.move(self._block)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"{error}: the trainer has ended, or writes the next version, for which it waits at most "
+                f"{PATIENCE:g} s for an engine that is still receiving"
+            ) from None
+        except TimeoutError:
+            raise TimeoutError(f"the trainer has sent nothing for {SECONDS:g} s") from None
         self._publication = publication
         return self._block
 
@@ -267,35 +275,45 @@ class _Partner:
         return self._received()
 
     def _received(self) -> dict[str, Any]:
-        answer = self._line.receive()
+        try:
+            answer = self._line.receive()
+        except TimeoutError:
+            raise TimeoutError(f"the trainer has not answered for {MEETING:g} s") from None
         if answer is None:
             raise ConnectionError("the trainer has hung up")
         return answer
 
     def close(self) -> None:
         self._line.close()
+        if self._pair is not None:
+            self._pair.abort()
 
 
-_partners: dict[tuple[str, int, str], _Partner] = {}
+_partners: dict[tuple[str, int, str, torch.device], _Partner] = {}
 """The connection to the last trainer."""
 
 
-def pulled(weights: Weights) -> torch.Tensor:
+def pulled(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
     """Return a copy of the trainer's block, uint8 [nbytes]; it overwrites the copy of another version.
 
-    Raises WeightSyncError if the trainer cannot be reached, or already holds another version.
+    Args:
+        device: of the engine.  The copy is there if it is a GPU that NCCL can use, else on the CPU.
+
+    Raises WeightSyncError if the trainer cannot be reached or ends, if it holds another version by now, or
+    if there is no memory for the copy.
     """
     try:
         host, port, secret, publication = json.loads(weights.location.removeprefix(COLLECTIVE))
-        if (host, port, secret) not in _partners:
+        key = host, port, secret, device or torch.device("cpu")
+        if key not in _partners:
             _hang_up()
-            _partners[host, port, secret] = _Partner(host, port, secret)
-        return _partners[host, port, secret].pull(publication, weights.nbytes)
+            _partners[key] = _Partner(*key)
+        return _partners[key].pull(publication, weights.nbytes)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         _hang_up()
         raise WeightSyncError(
-            f"version {weights.version} did not arrive from the trainer: {error} (engine.transport is "
-            '"collective"; engine.collective_host must be an address at which engines reach the trainer)'
+            f"version {weights.version} did not arrive from the trainer by engine.transport = "
+            f'"collective": {one_line(error)}'
         ) from None
 
 
@@ -304,56 +322,19 @@ def _hang_up() -> None:
         _partners.popitem()[1].close()
 
 
-def _nccl(line: _Line, rank: int) -> Any:
-    """Make a group of two that uses NCCL, independent of the default group of the process."""
-    chosen = _dist.ProcessGroupNCCL.Options()
-    chosen._timeout = timedelta(seconds=SECONDS)
-    return _dist.ProcessGroupNCCL(_line_store(line), rank, 2, chosen)
-
-
-def _line_store(line: _Line) -> Any:
-    """Make the store in which the two of a group find each other; its keys travel over their connection."""
-
-    class LineStore(_dist.Store):  # type: ignore[misc]
-        def set(self, key: str, value: bytes) -> None:
-            line.keys[key] = bytes(value)
-            line.send({"key": key, "value": bytes(value).hex()})
-
-        def get(self, key: str) -> bytes:
-            return line.receive_key(key)
-
-        def check(self, keys: list[str]) -> bool:
-            return all(key in line.keys for key in keys)
-
-        def wait(self, keys: list[str], timeout: Any = None) -> None:
-            for key in keys:
-                line.receive_key(key)
-
-    return LineStore()
-
-
-def _proof(secret: str, who: str, nonce: str) -> str:
-    """Return what only an end with the secret can say; ``who`` keeps an answer from being sent back."""
-    return hmac.digest(secret.encode(), f"{who} {nonce}".encode(), "sha256").hex()
-
-
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has gone already
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _aside(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Use a separate CUDA stream on a GPU, so that a transfer does not wait for training or decoding."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-def _settle(block: torch.Tensor) -> None:
-    """Wait until the GPU has finished what this thread started on its tensors."""
-    if block.is_cuda:
-        torch.cuda.current_stream(block.device).synchronize()
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None)[0][0]
+def _listen(host: str, ports: Iterable[int]) -> socket.socket:
+    """Return a socket that listens at the first free port."""
+    ports = list(ports)
+    problem: OSError | None = None
+    for port in ports:
+        try:
+            family = socket.getaddrinfo(host, None)[0][0]
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            problem = error
+    where = f"port {ports[0]}" if len(ports) == 1 else f"any of the ports {ports[0]}-{ports[-1]}"
+    raise ConfigError(
+        f"the trainer cannot listen at {host!r}, {where if ports != [0] else 'any port'}: {problem}; set "
+        "engine.collective_host to an address of the trainer's machine, and engine.collective_ports to free "
+        'ports ("" takes any)'
+    )

@@ -29,7 +29,7 @@ class Server(DecodingServer):
         super().__init__()
         cpu.prepare(setup.threads)
         self._setup = setup
-        self._device = device
+        self._device = cpu.resolve_device(device, "engine.options.device")
         self._dtype = dtype
         self._max_rows = max_rows
         self._model: Model | None = None
@@ -37,7 +37,7 @@ class Server(DecodingServer):
 
     def load(self, weights: Weights) -> None:
         begin = time.perf_counter()
-        tensors = read_weights(weights)
+        tensors = read_weights(weights, device=self._device)
         if self._decoder is None:
             model = self._make_model(tensors)
             decoder = Decoder(model, max_rows=self._max_rows, stops=StopStrings(self._setup.model))
@@ -72,15 +72,17 @@ class Server(DecodingServer):
         self._decoder.cancel(keys)
 
     def _make_model(self, tensors: dict[str, torch.Tensor]) -> Model:
-        device = cpu.resolve_device(self._device, "engine.options.device")
         dtype = next(iter(tensors.values())).dtype if self._dtype == "auto" else getattr(torch, self._dtype)
         shape = Shape.of(_read_config(self._setup.model, self._setup.trust_remote_code))
         if shape is not None:
-            return Llama(shape, device=device, dtype=dtype)
+            return Llama(shape, device=self._device, dtype=dtype)
         from grpo_core.engines.local.hf import TransformersModel
 
         return TransformersModel(
-            self._setup.model, device=device, dtype=dtype, trust_remote_code=self._setup.trust_remote_code
+            self._setup.model,
+            device=self._device,
+            dtype=dtype,
+            trust_remote_code=self._setup.trust_remote_code,
         )
 
 

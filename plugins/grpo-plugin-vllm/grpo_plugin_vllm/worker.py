@@ -60,7 +60,7 @@ def _fetch(table: dict[str, Any], device: torch.device) -> str:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     try:
-        read_weights(from_table(**table))
+        read_weights(from_table(**table), device=device)
     except WeightSyncError as error:
         return str(error)
     return ""
@@ -101,7 +101,7 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
         _synchronize()  # the trainer may write there again once this returns
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        tensors = read_weights(from_table(**vars(update_info)), verify=False)
+        tensors = read_weights(from_table(**vars(update_info)), verify=False, device=self.device)
         loaded = self.model.load_weights(iter(tensors.items()))
         missing = self._names - loaded if loaded is not None else set()
         if missing:

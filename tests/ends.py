@@ -1,0 +1,166 @@
+"""A trainer and engines of the transport ``collective`` in processes of their own, which tests stop and kill.
+
+An end can be told to halt at a moment of a transfer: it says so, and waits until it is told to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+
+import fake_gpus
+import torch
+
+from grpo_core.errors import WeightSyncError
+from grpo_core.weights import collective, nccl
+from grpo_core.weights.collective import CollectiveWriter
+from grpo_core.weights.line import Line
+from grpo_core.weights.nccl import Pair
+from grpo_core.weights.reading import read_weights
+
+CPU = torch.device("cpu")
+PATIENCE, RELEASE, SECONDS = 0.3, 1.0, 2.0
+"""Time limits in these processes, in seconds; see ``collective``."""
+HEARS = 30.0
+"""Seconds after which a test gives up on a process."""
+SIZE = 48 << 20
+"""Bytes of a block: more than the buffers of a socket."""
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["grpo_core.weights.reading"])  # each process would import torch anew
+
+
+class End:
+    """A process and the pipe to it."""
+
+    def __init__(self, what, uuid=None):
+        self._pipe, there = _processes.Pipe()
+        self._process = _processes.Process(target=what, args=(there, uuid), daemon=True)
+        self._process.start()
+        there.close()
+
+    def tell(self, *message):
+        self._pipe.send(message)
+
+    def hear(self):
+        """Return what it says.  Raises TimeoutError if it says nothing, EOFError if it has ended."""
+        if not self._pipe.poll(HEARS):
+            raise TimeoutError("it says nothing")
+        return self._pipe.recv()
+
+    def signal(self, number):
+        os.kill(self._process.pid, number)
+
+    def kill(self):
+        self._process.kill()
+        self._process.join(HEARS)
+        self._pipe.close()
+
+
+class Trainer(End):
+    def __init__(self, uuid=None):
+        super().__init__(_trainer, uuid)
+
+    def write(self, version, halt=""):
+        """Publish; return the weights.  ``halt``: a moment, "before" or "during", of the first transfer."""
+        self.tell(version, halt)
+        return self.hear()
+
+
+class Engine(End):
+    def __init__(self, uuid=None):
+        super().__init__(_engine, uuid)
+
+    def read(self, weights, halt=""):
+        """Receive weights; return the version that is in the block, or a WeightSyncError."""
+        self.tell(weights, halt)
+        return self.hear()
+
+
+@contextlib.contextmanager
+def ends(*kinds):
+    """Start ends, and kill them in the end.  ``kinds``: pairs of a class and a GPU's UUID or None."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for kind, uuid in kinds:
+            made.append(kind(uuid))
+            stack.callback(made[-1].kill)
+        yield made
+
+
+class _Halt:
+    """The moment at which this process halts next."""
+
+    def __init__(self, pipe, *, for_ever=False):
+        self._pipe, self._for_ever, self.moment = pipe, for_ever, ""
+
+    def at(self, moment):
+        if self.moment == moment:
+            self.moment = ""
+            self._pipe.send(moment)
+            if self._for_ever:
+                threading.Event().wait()
+            self._pipe.recv()
+
+    def before(self, owner, name, moment, when=lambda *arguments: True):
+        """Halt before a method is called."""
+        real = getattr(owner, name)
+
+        def method(*arguments):
+            if when(*arguments):
+                self.at(moment)
+            return real(*arguments)
+
+        setattr(owner, name, method)
+
+    def amid(self, name):
+        """Halt when half of a block has been moved over a connection."""
+        real = getattr(Line, name)
+
+        def method(line, block):
+            half = block.numel() // 2
+            real(line, block[:half])
+            self.at("during")
+            real(line, block[half:])
+
+        setattr(Line, name, method)
+
+    def amid_nccl(self):
+        self.before(Pair, "move", "during", lambda pair, block: block.numel() > 1)
+
+
+def _prepare(uuid):
+    collective.PATIENCE, collective.RELEASE = PATIENCE, RELEASE
+    collective.SECONDS = nccl.SECONDS = collective.MEETING = SECONDS
+    if uuid is not None:
+        fake_gpus.install(uuid)
+    return CPU if uuid is None else fake_gpus.GPU
+
+
+def _trainer(pipe, uuid):
+    device = _prepare(uuid)
+    writer = CollectiveWriter(device, "127.0.0.1")
+    halt = _Halt(pipe, for_ever=True)  # the pipe is read by the thread that writes
+    halt.before(CollectiveWriter, "_answer", "before")
+    halt.amid("send_block")
+    halt.amid_nccl()
+    while True:
+        version, halt.moment = pipe.recv()
+        pipe.send(writer.write(version, [("a", torch.full((SIZE,), version, dtype=torch.uint8))]))
+
+
+def _engine(pipe, uuid):
+    device = _prepare(uuid)
+    halt = _Halt(pipe)
+    halt.before(collective._Partner, "_ask", "before", lambda partner, message: "publication" in message)
+    halt.amid("receive_block")
+    halt.amid_nccl()
+    while True:
+        weights, halt.moment = pipe.recv()
+        try:
+            block = read_weights(weights, device=device)["a"]
+            pipe.send(int(block[0]) if block.eq(block[0]).all() else "parts of two versions")
+        except WeightSyncError as error:
+            pipe.send(error)

@@ -1,0 +1,361 @@
+"""The transport ``collective``: a failing or slow end takes no other one down, and nothing waits for ever.
+
+Each fault is played with processes, once over a connection, as on CPUs, and once in groups of NCCL, for which
+``fake_gpus`` stands in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import fake_gpus
+import pytest
+import torch
+from attrs import evolve
+from ends import CPU, SECONDS, Engine, Trainer, ends
+from fake_gpus import GPU, ProcessGroup
+
+from grpo_core.config import build
+from grpo_core.engines.local.server import Server
+from grpo_core.errors import ConfigError, ModelError, WeightSyncError
+from grpo_core.records import EngineSetup
+from grpo_core.training.setup import TrainerSetup
+from grpo_core.training.trainer import _writer
+from grpo_core.weights import collective, cuda_ipc, nccl
+from grpo_core.weights.collective import CollectiveWriter, pulled
+from grpo_core.weights.reading import read_weights
+
+WAYS = pytest.mark.parametrize(
+    ("there", "here"), [(None, None), ("GPU-0", "GPU-1")], ids=["connection", "nccl"]
+)
+"""The GPU of the trainer and of an engine, or None."""
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let this process see one GPU: it is both the trainer and an engine, whose GPU is GPU-1."""
+    fake_gpus.install("GPU-0", monkeypatch.setattr)
+    names = iter(["GPU-1", "GPU-0"] * 100)  # an engine connects, and then the trainer looks
+    monkeypatch.setattr(ProcessGroup, "groups", [])
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
+    properties = type("Properties", (), {"uuid": property(lambda self: next(names))})
+    monkeypatch.setattr(nccl.torch.cuda, "get_device_properties", lambda device: properties())
+    yield ProcessGroup.groups
+    collective._hang_up()
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing():
+    yield
+    collective._hang_up()
+
+
+def named(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((3, 5), value))]
+
+
+# ---------------------------------------------------------------------------------- an engine fails
+
+
+@pytest.mark.slow
+@WAYS
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_an_engine_that_is_killed_keeps_neither_the_trainer_nor_other_engines_waiting(there, here, moment):
+    with ends((Trainer, there), (Engine, here), (Engine, here)) as (trainer, dying, other):
+        first = trainer.write(1)
+        if moment == "after":
+            assert dying.read(first) == 1
+        else:
+            assert dying.read(first, moment) == moment
+        dying.kill()
+        assert other.read(first) == 1
+        assert other.read(trainer.write(2)) == 2
+
+
+@pytest.mark.slow
+@WAYS
+def test_an_engine_without_memory_gets_an_error_and_the_trainer_never_waits_for_it(there, here):
+    with ends((Trainer, there), (Engine, here)) as (trainer, engine):
+        first = trainer.write(1)
+        error = engine.read(evolve(first, nbytes=1 << 60), "before")
+        assert isinstance(error, WeightSyncError), "it fails before it asks for the weights"
+        assert "allocate" in str(error)
+        assert engine.read(first) == 1
+        assert engine.read(trainer.write(2)) == 2
+
+
+@pytest.mark.slow
+@WAYS
+def test_an_engine_that_stops_reading_holds_no_other_up_and_is_disconnected_by_the_next_version(there, here):
+    with ends((Trainer, there), (Engine, here), (Engine, here)) as (trainer, slow, other):
+        first = trainer.write(1)
+        assert slow.read(first, "during") == "during"
+        slow.signal(signal.SIGSTOP)
+        assert other.read(first) == 1, "while the stopped one is in the middle of its transfer"
+        second = trainer.write(2)
+        assert other.read(second) == 2
+        slow.signal(signal.SIGCONT)
+        slow.tell("go on")
+        error = slow.hear()
+        assert isinstance(error, WeightSyncError)
+        assert "writes the next version, for which it waits at most" in str(error)
+        assert slow.read(second) == 2
+
+
+def test_a_transfer_that_cannot_be_ended_keeps_its_block_and_the_next_version_gets_another(monkeypatch):
+    monkeypatch.setattr(collective, "PATIENCE", 0.0)
+    monkeypatch.setattr(collective, "RELEASE", 0.0)
+    begun, end = threading.Event(), threading.Event()
+    sent = []
+
+    def stuck(line, block):
+        begun.set()
+        end.wait()
+        sent.append(block)
+
+    monkeypatch.setattr(collective.Line, "send_block", stuck)
+    writer = CollectiveWriter(CPU, "127.0.0.1")
+    *where, publication = json.loads(writer.write(1, named(1.0)).location.removeprefix("collective:"))
+    partner = collective._Partner(*where, CPU)
+    partner._line.send({"publication": publication})
+    begun.wait()
+    writer.write(2, named(2.0))
+    end.set()
+    assert partner._received() == {}
+    with pytest.raises(ConnectionError):
+        partner._received()
+    assert sent[0][:60].view(torch.float32).tolist() == [1.0] * 15
+    partner.close()
+
+
+# ---------------------------------------------------------------------------------- the trainer fails
+
+
+@pytest.mark.slow
+@WAYS
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_an_engine_whose_trainer_is_killed_gets_an_error_and_serves_the_next_one(there, here, moment):
+    with ends((Trainer, there), (Engine, here), (Trainer, there)) as (dying, engine, following):
+        if moment == "after":
+            assert engine.read(dying.write(1)) == 1
+            dying.kill()
+        else:
+            engine.tell(dying.write(1, moment), "")
+            assert dying.hear() == moment
+            dying.kill()
+            error = engine.hear()
+            assert isinstance(error, WeightSyncError)
+            assert re.search(
+                r"version 1 did not arrive from the trainer.*(hung up|trainer has ended)", str(error)
+            )
+        assert engine.read(following.write(2)) == 2
+
+
+@pytest.mark.slow
+@WAYS
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_an_engine_whose_trainer_stops_gets_an_error_after_its_time_limit(there, here, moment):
+    with ends((Trainer, there), (Engine, here)) as (trainer, engine):
+        engine.tell(trainer.write(1, moment), "")
+        assert trainer.hear() == moment
+        trainer.signal(signal.SIGSTOP)
+        error = engine.hear()
+        assert isinstance(error, WeightSyncError)
+        assert re.search(rf"(sent nothing|not answered) for {SECONDS:g} s", str(error))
+
+
+def test_an_engine_without_the_secret_gets_an_error_and_the_trainer_serves_on():
+    writer = CollectiveWriter(CPU, "127.0.0.1")
+    weights = writer.write(1, named(1.0))
+    with pytest.raises(WeightSyncError, match="the trainer has hung up"):
+        read_weights(evolve(weights, location=weights.location.replace(writer._secret, "0" * 32)))
+    assert read_weights(weights)["a"].eq(1).all()
+
+
+# ---------------------------------------------------------------------------------- by NCCL or not
+
+
+def test_weights_go_by_nccl_from_one_gpu_to_another(gpus):
+    writer = CollectiveWriter(GPU, "127.0.0.1")
+    for version in (1, 2):
+        weights = writer.write(version, named(version))
+        assert read_weights(weights, device=GPU)["a"].eq(version).all()
+    assert [group.moved for group in gpus] == [[1, weights.nbytes, weights.nbytes]] * 2, (
+        "the communicator is made by one byte, when the two meet"
+    )
+
+
+def test_a_group_neither_ends_its_process_nor_waits_for_ever_nor_fills_the_gpu(gpus):
+    pulled(CollectiveWriter(GPU, "127.0.0.1").write(1, named(1.0)), GPU)
+    for group in gpus:
+        assert group.blocking_wait == "1", "torch starts no watchdog"
+        assert group.nonblocking_timeout == f"{nccl.MEETING:.0f}"
+        assert (group.options.config.blocking, group.options.config.max_ctas) == (0, nccl.MAX_CTAS)
+        assert group.options._timeout.total_seconds() == nccl.SECONDS
+        assert not group.aborted.is_set()
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "other groups of the process are as they were"
+    collective._hang_up()
+    for group in gpus:
+        assert group.aborted.wait(30), "its memory on the GPU is freed"
+
+
+def test_a_setting_of_the_user_for_other_groups_is_kept(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
+    with nccl._watched_by_nobody():
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
+
+
+def test_torch_has_the_options_that_are_set():
+    """The stand-in takes nothing that ``ProcessGroupNCCL`` has not; this torch may be built without it."""
+    stub = Path(torch.__file__).with_name("_C") / "_distributed_c10d.pyi"
+    _, _, nccl_group = stub.read_text().partition("class ProcessGroupNCCL(")
+    assert "def abort(self)" in nccl_group
+    for name in fake_gpus.Config.__slots__:
+        assert f"{name}: int" in nccl_group
+    for name in ("is_completed", "wait"):
+        assert hasattr(torch._C._distributed_c10d.Work, name)
+    assert hasattr(torch.distributed.ProcessGroupGloo._Options(), "_timeout")
+
+
+def test_an_error_of_nccl_is_an_error_of_the_weight_sync_and_aborts_the_group(gpus, monkeypatch):
+    def refuses(self, tensors, rank, tag):
+        raise RuntimeError("Duplicate GPU detected")
+
+    monkeypatch.setattr(ProcessGroup, "recv", refuses)
+    monkeypatch.setattr(ProcessGroup, "send", refuses)
+    weights = CollectiveWriter(GPU, "127.0.0.1").write(1, named(1.0))
+    with pytest.raises(WeightSyncError, match="Duplicate GPU detected"):
+        read_weights(weights, device=GPU)
+    for group in gpus:
+        assert group.aborted.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "by_nccl"),
+    [
+        ("GPU-0", "GPU-1", True),
+        ("GPU-0", "GPU-0", False),  # NCCL refuses two ranks on one GPU
+        ("GPU-0", None, False),
+        (None, "GPU-1", False),
+        (None, None, False),
+    ],
+)
+def test_nccl_connects_two_gpus_only(gpus, monkeypatch, trainer, engine, by_nccl):
+    uuids = {torch.device("cuda", 0): trainer, torch.device("cuda", 1): engine}
+    monkeypatch.setattr(
+        nccl.torch.cuda,
+        "get_device_properties",
+        lambda device: type("Properties", (), {"uuid": uuids[device]}),
+    )
+    monkeypatch.setattr(collective, "Pair", FakePair)
+    monkeypatch.setattr(FakePair, "made", [])
+    monkeypatch.setattr(collective, "settle", lambda device: None)
+    writer = CollectiveWriter(torch.device("cuda", 0) if trainer else CPU, "127.0.0.1")
+    weights = writer.write(1, named(1.0))
+    pulled(weights, torch.device("cuda", 1) if engine else CPU)
+    assert sorted(FakePair.made) == ([0, 1] if by_nccl else [])
+
+
+class FakePair:
+    """A group that moves nothing."""
+
+    made: list[int] = []  # noqa: RUF012
+
+    def __init__(self, line, rank, device):
+        self.made.append(rank)
+
+    def move(self, block):
+        pass
+
+    def abort(self):
+        pass
+
+
+def test_torch_without_nccl_takes_the_connection(gpus, monkeypatch):
+    monkeypatch.setattr(fake_gpus.Distributed, "is_nccl_available", lambda: False)
+    assert read_weights(CollectiveWriter(GPU, "127.0.0.1").write(1, named(1.0)), device=GPU)["a"].eq(1).all()
+    assert not gpus
+
+
+def test_an_engine_on_the_cpu_of_a_machine_with_gpus_takes_the_connection(gpus, monkeypatch, tmp_path):
+    """The engine `local` says where it computes; what else the machine has does not count."""
+    given = []
+    real = collective.pulled
+    monkeypatch.setattr(
+        collective, "pulled", lambda weights, device: given.append(device) or real(weights, device)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    server = Server(EngineSetup(model=str(tmp_path)), device="cpu", dtype="auto", max_rows=1)
+    with pytest.raises(ModelError, match=r"config\.json"):  # there is no model, but the weights came
+        server.load(CollectiveWriter(GPU, "127.0.0.1").write(1, named(1.0)))
+    assert given == [CPU]
+    assert not gpus
+
+
+def test_a_handle_to_gpu_memory_is_made_and_opened(gpus, monkeypatch):
+    shared = {}
+
+    def share(storage):
+        shared[b"handle"] = storage
+        return 0, b"handle", storage.nbytes(), 0, b"counter", 0, b"event", True
+
+    def opened(number, handle, size, offset, counter, counter_offset, event, must_wait):
+        assert (number, size, must_wait) == (0, shared[handle].nbytes(), True)
+        return shared[handle]
+
+    fake_gpus.install("GPU-0", monkeypatch.setattr)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share, raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(opened), raising=False)
+    writer = cuda_ipc.CudaIpcWriter(GPU)
+    for version in (1, 2):
+        weights = writer.write(version, named(version))
+        assert read_weights(weights)["a"].eq(version).all(), "also when the handle is open already"
+    assert "GPU-0" in weights.location
+
+
+# ---------------------------------------------------------------------------------- ports
+
+
+def test_the_trainer_listens_at_the_first_free_port_of_its_range():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"port {port}: .*in use.*set engine\.collective_host.*collective_ports"
+        ):
+            CollectiveWriter(CPU, "127.0.0.1", [port])
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            other = free.getsockname()[1]
+        writer = CollectiveWriter(CPU, "127.0.0.1", [port, other])
+    assert writer._socket.getsockname()[1] == other
+    assert read_weights(writer.write(1, named(1.0)))["a"].eq(1).all()
+
+
+def test_an_address_of_another_machine_is_one_clear_error():
+    with pytest.raises(
+        ConfigError, match=r"cannot listen at '192\.0\.2\.1', any port: .*engine\.collective_host"
+    ):
+        CollectiveWriter(CPU, "192.0.2.1")
+
+
+def test_the_trainer_takes_its_ports_from_the_configuration():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = build([{"engine": {"transport": "collective", "collective_ports": [port, port]}}])
+    setup = TrainerSetup(transport="collective", collective_ports=config.engine.collective_ports)
+    assert _writer(setup, CPU)._socket.getsockname()[1] == port
+
+
+@pytest.mark.parametrize("ports", [[0, 1], [2, 1], [1, 65536], [-1, 5]])
+def test_ports_that_cannot_be_are_refused(ports):
+    with pytest.raises(ConfigError, match=r"'engine'.*'collective_ports' must be"):
+        build([{"engine": {"collective_ports": ports}}])
