@@ -36,6 +36,7 @@ from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest
 from grpo_core.testing.engines import ids_of
 from grpo_core.training import model as models
 from grpo_core.weights.layout import Writer
+from grpo_core.weights.names import checkpoint_tensors, module_tensors
 from grpo_core.weights.shm import SharedMemoryWriter
 
 PATIENCE = 60.0
@@ -84,9 +85,8 @@ class EngineUnderTest:
         return self._module
 
     def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        """Versions lie far apart: the logprobs of two differ by whole units."""
-        factor = 1.5 + 0.75 * (version % 3) + 0.01 * version
-        return [(name, tensor.detach() * factor) for name, tensor in self.module.named_parameters()]
+        """The tensors of a version, under the names of the model's checkpoint."""
+        return list(_scaled(checkpoint_tensors(self.module), version).items())
 
     def publish(self, version: int, *, without: str = "") -> Weights:
         """With a canary; ``without`` the tensor of that name."""
@@ -110,7 +110,7 @@ class EngineUnderTest:
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int], version: int, temperature: float = 1.0) -> torch.Tensor:
         """By transformers, of the token after each of ``ids``, under the weights of ``version``: [T, V]."""
-        weights = dict(self.tensors(version))
+        weights = _scaled(module_tensors(self.module), version)
         logits = torch.func.functional_call(self.module, weights, (torch.tensor([ids]),)).logits[0]
         return torch.log_softmax(logits.float() / (temperature or 1), -1)
 
@@ -120,6 +120,15 @@ class EngineUnderTest:
         logprobs = self.logprobs([*request.prompt_ids.tolist(), *tokens], version, request.temperature)
         expected = logprobs[n - 1 : -1][torch.arange(len(tokens)), tokens]
         return (expected - torch.tensor(completion.logprobs)).abs()
+
+
+def _scaled(tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """Versions lie far apart: the logprobs of two differ by whole units."""
+    factor = 1.5 + 0.75 * (version % 3) + 0.01 * version
+    return {
+        name: tensor if isinstance(tensor, torch.nn.Buffer) else tensor * factor
+        for name, tensor in tensors.items()
+    }
 
 
 def mixed(n: int) -> list[GenerationRequest]:

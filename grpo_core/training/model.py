@@ -21,6 +21,7 @@ from grpo_core.models import keep_softcapping
 from grpo_core.records import Canary
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.policy import MicroBatch
+from grpo_core.weights.names import checkpoint_tensors, module_tensors
 
 SHORT = 64
 """Tokens of a row, padding included, up to which its attention scores are computed as a whole."""
@@ -72,7 +73,7 @@ class Model(Protocol):
         ...
 
     def published(self) -> Sequence[tuple[str, Tensor]]:
-        """The tensors that engines load, under the names of the model's checkpoint; tied ones once."""
+        """The tensors that engines load, as ``grpo_core.weights.names.checkpoint_tensors`` returns them."""
         ...
 
     def saved(self) -> Mapping[str, Tensor]:
@@ -99,6 +100,8 @@ class FullModel:
         reference: the frozen copy; None if ``reference_logprobs`` is never called.
         tokenizer: directory or hub id of the tokenizer that is saved with the weights.
         trust_remote_code: whether to run code that comes with the tokenizer.
+
+    Raises ModelError if the tensors cannot be published; see ``checkpoint_tensors``.
     """
 
     def __init__(
@@ -112,6 +115,9 @@ class FullModel:
         self.policy, self.reference = policy, reference
         self._tokenizer_source, self._trust_remote_code = tokenizer, trust_remote_code
         self._named = list(policy.module.named_parameters())  # tied tensors once
+        self._places: list[int] = []
+        self._views: list[tuple[str, Tensor]] = []
+        self.published()  # a model that cannot be published is refused now
         self.parameters = sum(parameter.numel() for _, parameter in self._named)
         self.vocabulary = policy.vocabulary
 
@@ -152,8 +158,12 @@ class FullModel:
     def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
         return self.policy.next_tokens(prompts)
 
-    def published(self) -> list[tuple[str, nn.Parameter]]:
-        return self._named
+    def published(self) -> list[tuple[str, Tensor]]:
+        """The views of the last call, unless a tensor of the module has moved in memory since."""
+        places = [tensor.data_ptr() for tensor in module_tensors(self.policy.module).values()]
+        if places != self._places:
+            self._places, self._views = places, list(checkpoint_tensors(self.policy.module).items())
+        return self._views
 
     def saved(self) -> Mapping[str, Tensor]:
         state: Mapping[str, Tensor] = self.policy.module.state_dict()

@@ -53,10 +53,11 @@ def pack(
     Args:
         block: makes the block, uint8 [n], for a size in bytes; n may be larger.
         location: returns the location of the block.
-        dtype: dtype of floating-point tensors in the block; None keeps theirs.  Nothing else is copied.
+        dtype: dtype of floating-point tensors in the block; None keeps theirs.  Integers and buffers
+            (``torch.nn.Buffer``), such as the biases that choose experts, keep theirs in any case.
     """
-    named = [(name, tensor.detach()) for name, tensor in tensors]
-    dtypes = [dtype if dtype and tensor.is_floating_point() else tensor.dtype for _, tensor in named]
+    named = list(tensors)
+    dtypes = [dtype if dtype and _is_cast(tensor) else tensor.dtype for _, tensor in named]
     offsets, nbytes = [], 0
     for (_, tensor), sent in zip(named, dtypes, strict=True):
         offsets.append(nbytes)
@@ -66,7 +67,7 @@ def pack(
     for (name, tensor), sent, offset in zip(named, dtypes, offsets, strict=True):
         size = tensor.numel() * sent.itemsize
         there = target[offset : offset + size].view(sent).view(tensor.shape)
-        there.copy_(tensor)
+        there.copy_(tensor.detach())
         infos.append(
             TensorInfo(
                 name=name,
@@ -77,6 +78,10 @@ def pack(
             )
         )
     return Weights(version=version, location=location(), nbytes=nbytes, tensors=tuple(infos))
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and not isinstance(tensor, torch.nn.Buffer)
 
 
 def unpack(weights: Weights, block: torch.Tensor) -> dict[str, torch.Tensor]:

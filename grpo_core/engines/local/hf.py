@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_core.engines.local.llama import copy_all
 from grpo_core.errors import ModelError
 from grpo_core.models import keep_softcapping
+from grpo_core.weights.names import checkpoint_tensors, module_tensors
 
 
 class TransformersModel:
@@ -46,15 +47,18 @@ class TransformersModel:
         self.max_positions = int(getattr(text, "max_position_embeddings", None) or 2**31)
         self.description = f"transformers' forward ({config.model_type})"
         self._arguments = set(inspect.signature(module.forward).parameters)
-        self._places = dict(module.named_parameters())
-        self._tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(self._places)
-        self._buffers = {name: value for name, value in module.named_buffers() if name in module.state_dict()}
+        self._names = checkpoint_tensors(module), module_tensors(module)
+        """Places of the tensors by the names of the family's checkpoints, and by those of its modules."""
+        self._tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(
+            self._names[1]
+        )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        named = dict(tensors)
-        for name, place in self._buffers.items():  # a trainer may leave them out
-            named.setdefault(name, place)
-        copy_all(named, {**self._places, **self._buffers}, tied=self._tied)
+        """Copy the tensors; the names of modules are those of a checkpoint that was saved with them."""
+        checkpoint, modules = self._names
+        places = modules if tensors.keys() & modules.keys() - checkpoint.keys() else checkpoint
+        buffers = {name: place for name, place in places.items() if isinstance(place, torch.nn.Buffer)}
+        copy_all({**buffers, **tensors}, places, tied=self._tied)  # a trainer may leave buffers out
 
     def new_cache(self) -> TransformersCache:
         return TransformersCache(self)

@@ -24,7 +24,8 @@ PLAIN_LINEAR = "GRPO_CORE_VLLM_PLAIN_LINEAR"
 """Environment variable for vLLM on a CPU: "1" makes it multiply by the parameters themselves.
 
 By default it multiplies by copies in its own layout.  They cannot be updated in place, and the copy of
-an output layer that is tied to the embeddings is forgotten: it keeps the old weights.
+an output layer that is tied to the embeddings is forgotten: it keeps the old weights.  The weights of experts
+are put into that layout once, and what is loaded later stays in another.
 """
 
 LAYERWISE = "GRPO_CORE_VLLM_LAYERWISE"
@@ -76,9 +77,50 @@ def register() -> None:
         import vllm.model_executor.layers.utils as layers
 
         layers.dispatch_cpu_unquantized_gemm = _plain_linear
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+
+        Experts.process_weights_after_loading = _as_loaded
+        Experts.apply = _plain_experts
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
     from torch.nn.functional import linear
 
     layer.cpu_linear = linear  # type: ignore[assignment]
+
+
+def _as_loaded(experts: Any, layer: torch.nn.Module) -> None:
+    """Keep the weights of the experts as they were loaded."""
+
+
+def _plain_experts(
+    experts: Any,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
+    """Compute each expert's two matrices for the tokens that the router sent to it."""
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+    output.zero_()
+    for expert in sorted(set(topk_ids.flatten().tolist())):
+        tokens, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        both = linear(hidden_states[tokens], w1[expert], _of(experts.w1_bias, expert))
+        inner = both.new_empty(len(both), w2.shape[-1])
+        apply_moe_activation(activation, inner, both)
+        result = linear(inner, w2[expert], _of(experts.w2_bias, expert))
+        if not apply_router_weight_on_input:  # or the hidden states have been multiplied already
+            result = result * topk_weights[tokens, choice, None].to(result.dtype)
+        output.index_add_(0, tokens, result.to(output.dtype))
+
+
+def _of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else bias[expert]

@@ -1,0 +1,65 @@
+"""The tensors of a transformers model under the names and shapes of its checkpoint.
+
+transformers loads some families into modules with other names, and with the matrices of all experts in one
+tensor.  Engines such as vLLM read checkpoints.  So the trainer publishes the names of the checkpoint, and an
+engine that computes with transformers' modules takes them by the same function: on both sides each tensor of
+the checkpoint is a view of a module's tensor, and no name is translated while weights travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from grpo_core.errors import ModelError
+
+
+class _Views(TorchFunctionMode):
+    """Lets ``contiguous`` return its tensor as it is: parts of a tensor stay views of it."""
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if function is Tensor.contiguous else function(*args, **(kwargs or {}))
+
+
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return views of a module's parameters, tied ones once, and of its persistent buffers, by their names.
+
+    Buffers are instances of ``torch.nn.Buffer``.
+    """
+    kept = module.state_dict().keys()
+    named: dict[str, Tensor] = {name: tensor.detach() for name, tensor in module.named_parameters()}
+    return named | {name: nn.Buffer(value.detach()) for name, value in module.named_buffers() if name in kept}
+
+
+def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return ``module_tensors`` of a transformers model under the names and shapes of its checkpoint.
+
+    The views follow every change in place, so they are made once.  Buffers come last.
+
+    Raises ModelError if transformers cannot say how the checkpoint has a tensor, or only by copying it.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    named = module_tensors(module)
+    storages = {tensor.untyped_storage()._cdata for tensor in named.values()}
+    family = f"model family {getattr(getattr(module, 'config', None), 'model_type', '')!r}"
+    try:
+        with _Views():
+            views: dict[str, Tensor] = revert_weight_conversion(module, named)
+    except Exception as error:
+        raise ModelError(
+            f"{family}: transformers cannot name its tensors as its checkpoint does "
+            f"({type(error).__name__}: {error}), so no engine could take its weights; use another model"
+        ) from error
+    if copied := [name for name, view in views.items() if view.untyped_storage()._cdata not in storages]:
+        raise ModelError(
+            f"{family}: {copied[0]} of its checkpoint is computed from several tensors of transformers' "
+            f"modules ({len(copied)} of {len(views)} are), which grpo-core does not do at each weight sync; "
+            "use another model"
+        )
+    return dict(sorted(views.items(), key=lambda item: isinstance(item[1], nn.Buffer)))
