@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from grpo_core.app import check
 from grpo_core.cli import app
 from grpo_core.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.testing import check_environment
+from grpo_core.testing import check_environment, decoding, run
 from grpo_core.testing.contracts import environment_findings
 
 GRPO = Path(sys.executable).with_name("grpo-core")
@@ -324,6 +325,20 @@ def test_a_sampler_that_breaks_its_contract_is_shown_with_the_shortest_calls(cap
     assert "state = Contract()" in told
 
 
+def test_a_sampler_that_raises_is_a_finding_with_its_line(capsys, tmp_path):
+    (tmp_path / "deaf.py").write_text(
+        "import grpo_core as grpo\nclass Deaf:\n    def sample(self, loaders, request):\n"
+        "        return grpo.take_prompts(loaders, [min(loaders)] * request.expected_prompts)\n"
+        "    def observe(self, groups):\n        return [g.prompt.task for g in groups]\n"
+    )
+    status, told = checked(capsys, tmp_path / "deaf.py:Deaf")
+    assert status == 1
+    assert "FAILED  its contract: AttributeError: 'Prompt' object has no attribute 'task'" in told
+    assert "(deaf.py, line 6: return [g.prompt.task for g in groups])" in told
+    assert "state.hear_of_groups(" in told
+    assert told.splitlines()[-1] == "1 passed, 1 failed"
+
+
 def test_a_validation_strategy_is_checked(capsys):
     status, told = checked(capsys, "greedy")
     assert (status, told.splitlines()[-1]) == (0, "6 passed, 0 failed")
@@ -349,6 +364,14 @@ def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):
     with pytest.raises(ConfigError, match="tell what it is with --kind: environment, sampler"):
         check.find(host, f"{file}:make")
     assert check.find(host, f"{file}:make", "sampler").kind == "sampler"
+    file = tmp_path / "trackers.py"
+    file.write_text(
+        "import grpo_core as grpo\n\nclass Mine(grpo.Tracker): ...\n\n"
+        "@grpo.hookimpl\ndef grpo_trackers():\n    return {'mine': Mine}\n"
+    )
+    for name in (f"{file}:Mine", f"{file}:mine", "terminal"):
+        with pytest.raises(ConfigError, match="is a tracker, and there are no checks of trackers"):
+            check.find(host, name)
     with pytest.raises(ConfigError, match="--kind trainer: cannot be checked; one of environment, sampler"):
         check.find(host, f"{file}:make", "trainer")
 
@@ -420,7 +443,11 @@ EACH = "it returns one loss and one of each metric for each token"
         ("mean", EACH, "losses have shape (), expected (18,)"),
         ("scalar_metric", EACH, "metric 'mine' has shape (), expected (18,)"),
         ("nothing", "it trains the policy", "does not depend on policy_logprobs"),
-        ("overflows", "extreme inputs have finite losses and gradients", "the loss is not finite"),
+        (
+            "overflows",
+            "extreme inputs have finite losses and gradients",
+            "the loss is not finite; limit a log ratio",
+        ),
         ("by_row_number", "the order of rows does not matter", "rows in another order: the losses differ"),
         (
             "by_batch",
@@ -587,6 +614,104 @@ def test_a_broken_engine_is_reported_with_the_place():
     assert all(failed.values()), "each says what is wrong"
 
 
+class Careless:
+    """An engine that decodes exactly, and does not check its requests, know stop strings or name a tensor."""
+
+    def __init__(self, setup):
+        self.setup, self.model, self.version = setup, None, -1
+
+    async def generate(self, requests):
+        if self.model is None:
+            raise grpo.EngineError("careless: no weights")
+        return [self.decode(request) for request in requests]
+
+    def decode(self, request):
+        import torch
+
+        random = torch.Generator().manual_seed(request.seed)
+        ids, logprobs = list(request.prompt_ids), []
+        for _ in range(request.max_tokens):
+            logits = self.model(torch.tensor([ids])).logits[0, -1].detach()
+            likely = (logits / (request.temperature or 1.0)).log_softmax(-1)
+            drawn = torch.multinomial(likely.exp(), 1, generator=random)
+            ids.append(int(drawn if request.temperature else likely.argmax()))
+            logprobs.append(float(likely[ids[-1]]))
+            if ids[-1] in request.stop_token_ids:
+                break
+        sampled = ids[len(request.prompt_ids) :]
+        stopped = bool(sampled) and sampled[-1] in request.stop_token_ids
+        return grpo.Completion(
+            token_ids=sampled,
+            logprobs=logprobs,
+            versions=[self.version] * len(sampled),
+            finish_reason="stop" if stopped else "length",
+        )
+
+    async def update_weights(self, weights):
+        import torch
+
+        from grpo_core.engine_kit import read_weights
+        from grpo_core.training import model
+
+        tensors = read_weights(weights)
+        self.model = self.model or model.load(self.setup.model, device=torch.device("cpu"))
+        parameters = dict(self.model.named_parameters())
+        if parameters.keys() != tensors.keys():
+            raise grpo.WeightSyncError("careless: weights of another model")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[name])
+        self.version = weights.version
+
+    async def aclose(self):
+        self.model = None
+
+
+def told_by_the_laws(tmp_path, *laws):
+    """What each law says about ``Careless``."""
+    model = decoding.make_test_model(tmp_path)
+    told = {}
+    with asyncio.Runner() as runner:
+        tried = decoding.EngineUnderTest(
+            engine=runner.run(decoding.start_engine(Careless, model)), model=model
+        )
+        runner.run(tried.update())
+        for law in laws:
+            with pytest.raises(AssertionError) as caught:
+                runner.run(decoding.ENGINE_LAWS[law](tried))
+            told[law] = str(caught.value)
+    return told
+
+
+@pytest.mark.slow
+def test_a_law_of_engines_says_what_was_asked_and_what_was_expected(tmp_path):
+    refused, stop, another = (
+        "what cannot be generated is refused and harms nobody",
+        "a stop string ends a completion and stays in it",
+        "weights of another model are refused and change nothing",
+    )
+    told = told_by_the_laws(tmp_path, refused, stop, another)
+    assert "a request with {'prompt_ids': ()} raised " in told[refused]
+    assert "; expected EngineError, see check_request of grpo_core.engine_kit" in told[refused]
+    assert "stop=" in told[stop]
+    assert "expected it to end with the token" in told[stop]
+    assert (
+        "WeightSyncError('careless: weights of another model'), which does not name the tensor"
+        in told[another]
+    )
+
+
+class Stuck(Careless):
+    async def generate(self, requests):
+        await asyncio.Event().wait()
+
+
+def test_a_law_of_engines_says_how_long_it_waited_and_for_what(tmp_path):
+    tried = decoding.EngineUnderTest(engine=Stuck(None), model=tmp_path)
+    with pytest.raises(AssertionError, match="1 requests for at most 5 tokens each took longer than 60 s"):
+        run(tried.ask(decoding.SMALL))
+
+
 class Deaf(Constant):
     """An engine that takes no weights."""
 
@@ -598,5 +723,7 @@ class Deaf(Constant):
 def test_an_engine_that_takes_no_weights_is_a_finding_and_not_asked_for_more():
     host = PluginHost.discover()
     found = list(check.findings(host, check.find(host, f"{__file__}:Deaf"), {}))
-    assert {f.check: f.told for f in found}["it takes weights"] == "RuntimeError('no room')"
+    assert {f.check: f.told for f in found}["it takes weights"].startswith(
+        "RuntimeError: no room (test_check"
+    )
     assert [f.outcome for f in found] == ["passed", "failed", "failed", "passed"]

@@ -98,6 +98,14 @@ def test_the_directory_replaces_an_unfinished_one(tmp_path: Path) -> None:
     assert not (tmp_path / "m" / "rest").exists()
 
 
+def test_nothing_is_printed_while_it_is_made(tmp_path: Path, capfd) -> None:  # type: ignore[no-untyped-def]
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    make_tiny_model(tmp_path / "m", (), warm_start_steps=0)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_only_the_replies_of_a_demonstration_are_learnt() -> None:
     row = tiny._row("7:", "7", "3:", "37")
     assert tuple(row.prompt_ids) == tiny.encode("7:")

@@ -16,7 +16,7 @@ from rich.text import Text
 from grpo_core.app.parts import make_sampler
 from grpo_core.config import EnvironmentConfig, SamplerConfig, build, merge, parse_setting
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import ConfigError, GrpoError, PluginError
+from grpo_core.errors import ConfigError, GrpoError, PluginError, describe
 from grpo_core.incidents import Incident, reported_to
 from grpo_core.inert import inert
 from grpo_core.loss import needs_of
@@ -86,10 +86,24 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
         found = {each: offer for each, offer in found.items() if _is_a(each, offer)}
     if len(found) == 1:
         return next(iter(found.values()))
+    for each in get_args(Kind) if kind is None else ():
+        if each not in CHECKED and _offered(host, each, name):
+            raise ConfigError(
+                f"{name} is a {each}, and there are no checks of {each}s; a run tells what it raises"
+            )
     if found or len(missing) < len(CHECKED):
         raise ConfigError(f"{name}: tell what it is with --kind: {', '.join(found or CHECKED)}")
     near = (error for error in missing.values() if "Did you mean" in str(error))
     raise next(near, missing["environment"])
+
+
+def _offered(host: PluginHost, kind: Kind, name: str) -> bool:
+    """Return whether a hook offers this name, or the attribute of a file that it names, as this kind."""
+    try:
+        offer = host.find(kind, name)
+    except PluginError:
+        return False
+    return offer.given in offer.plugin.offers.get(kind, {}).values()
 
 
 def environment_config(options: dict[str, Any]) -> EnvironmentConfig:
@@ -177,10 +191,10 @@ def _sampler(
         check_sampler(make, tasks=sizes)
     except ConfigError as error:
         yield Finding("its options", "failed", f"{error}{advice}")
-    except (AssertionError, GrpoError) as error:
+    except Exception as error:  # of the contract, or of the sampler, which may raise anything
         calls = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         yield Finding(
-            "its contract", "failed", "\n".join([f"{error}{advice}", *(f"        {c}" for c in calls)])
+            "its contract", "failed", "\n".join([f"{_told(error)}{advice}", *(f"        {c}" for c in calls)])
         )
     else:
         yield Finding(
@@ -266,7 +280,13 @@ def _found(check: str, ask: Callable[[], object]) -> Finding:
     try:
         ask()
     except Exception as error:  # of the contract, or of what is checked, which may raise anything
-        told = str(error) if isinstance(error, AssertionError | GrpoError) else f"{error!r}"
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return Finding(check, "failed", told or f"this does not hold: {where.line}")
+        return Finding(check, "failed", _told(error))
     return Finding(check, "passed", "")
+
+
+def _told(error: Exception) -> str:
+    """Return what an error says; if what is checked raised it, also the line that did."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, AssertionError | GrpoError):
+        return str(error) or f"this does not hold: {where.line}"
+    return f"{describe(error)} ({Path(where.filename).name}, line {where.lineno}: {where.line})"

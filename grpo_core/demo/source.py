@@ -77,11 +77,8 @@ class TinyRecipe:
     def __call__(self) -> None:
         if _complete(Path(self.path)):
             return
-        from transformers.utils import logging
-
         from grpo_core.demo.tiny import make_tiny_model
 
-        logging.disable_progress_bar()  # of a file that is written in a millisecond
         make_tiny_model(
             Path(self.path),
             self.demonstrations,

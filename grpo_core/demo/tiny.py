@@ -53,6 +53,7 @@ def make_tiny_model(
             "model.options.warm_start_steps = 0"
         )
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -74,6 +75,7 @@ def make_tiny_model(
     warm_start(model, demonstrations, steps=warm_start_steps, seed=seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     beside = directory.with_name(f"{directory.name}.{os.getpid()}.part")
+    logging.disable_progress_bar()  # of a file that is written in a millisecond
     model.save_pretrained(beside)
     write_tokenizer(beside)
     shutil.rmtree(directory, ignore_errors=True)

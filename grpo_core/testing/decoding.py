@@ -42,6 +42,8 @@ from grpo_core.weights.shm import SharedMemoryWriter
 PATIENCE = 60.0
 """Seconds after which what should have been answered is lost."""
 
+REFUSED = "expected EngineError, see check_request of grpo_core.engine_kit"
+
 SMALL = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=5, seed=3)
 
 
@@ -104,8 +106,13 @@ class EngineUnderTest:
         self.version += 1
 
     async def ask(self, *requests: GenerationRequest) -> list[Completion]:
-        async with asyncio.timeout(PATIENCE):
-            return await self.engine.generate(requests)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await self.engine.generate(requests)
+        except TimeoutError:
+            longest = max(request.max_tokens for request in requests)
+            asked = f"{len(requests)} requests for at most {longest} tokens each"
+            raise AssertionError(f"{asked} took longer than {PATIENCE:g} s") from None
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int], version: int, temperature: float = 1.0) -> torch.Tensor:
@@ -154,6 +161,27 @@ def endless(n: int) -> list[GenerationRequest]:
     return [GenerationRequest(prompt_ids=(5, i % 90), max_tokens=CONTEXT - 2, seed=i) for i in range(n)]
 
 
+def of_one(completion: Completion, version: int) -> None:
+    found = set(completion.versions.tolist())
+    assert found == {version}, f"tokens of the versions {found}, expected {version} alone"
+
+
+def exact(
+    tried: EngineUnderTest,
+    request: GenerationRequest,
+    completion: Completion,
+    version: int | None = None,
+    part: slice = slice(None),
+) -> None:
+    """Compare the logprobs of a part of the tokens with transformers'."""
+    named = tried.version if version is None else version
+    off = tried.difference(request, completion, named)[part]
+    assert not len(off) or off.max() <= tried.tolerance, (
+        f"logprobs of version {named} at temperature {request.temperature:g} differ from transformers' by up "
+        f"to {off.max():.3g}, expected at most {tried.tolerance:g}"
+    )
+
+
 # ---------------------------------------------------------------------------------- the laws
 
 
@@ -163,11 +191,16 @@ async def logprobs_are_those_of_the_model(tried: EngineUnderTest) -> None:
     completions = await tried.ask(*requests)
     for request, completion in zip(requests, completions, strict=True):
         stopped = completion.token_ids[-1] in request.stop_token_ids
-        assert not set(completion.token_ids[:-1]) & set(request.stop_token_ids)
-        assert completion.finish_reason == ("stop" if stopped else "length")
-        assert stopped or len(completion.token_ids) == request.max_tokens
-        assert set(completion.versions) == {tried.version}
-        assert tried.difference(request, completion, tried.version).max() <= tried.tolerance
+        early = set(completion.token_ids[:-1]) & set(request.stop_token_ids)
+        assert not early, f"tokens follow the stop token {early}"
+        assert completion.finish_reason == ("stop" if stopped else "length"), (
+            f"finish reason {completion.finish_reason!r} after the token {completion.token_ids[-1]}; the "
+            f"stop tokens are {request.stop_token_ids}"
+        )
+        n = len(completion.token_ids)
+        assert stopped or n == request.max_tokens, f"{n} tokens for max_tokens={request.max_tokens}"
+        of_one(completion, tried.version)
+        exact(tried, request, completion)
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
 
 
@@ -175,11 +208,11 @@ async def tokens_do_not_depend_on_what_else_is_decoded(tried: EngineUnderTest) -
     requests = mixed(24)
     crowd = await tried.ask(*requests)
     alone = [(await tried.ask(request))[0] for request in requests[::5]]
-    assert ids_of(crowd[::5]) == ids_of(alone)
+    assert ids_of(crowd[::5]) == ids_of(alone), "requests in one call have other tokens than each alone"
     sampled = await tried.ask(*(evolve(SMALL, seed=seed, max_tokens=12) for seed in range(6)))
-    assert len(set(map(tuple, ids_of(sampled)))) == 6
+    assert len(set(map(tuple, ids_of(sampled)))) == 6, "six seeds do not sample six completions"
     greedy = await tried.ask(*(evolve(SMALL, seed=seed, temperature=0.0) for seed in range(6)))
-    assert len(set(map(tuple, ids_of(greedy)))) == 1
+    assert len(set(map(tuple, ids_of(greedy)))) == 1, "at temperature 0 the seed changes the completion"
 
 
 async def what_cannot_be_generated_is_refused_and_harms_nobody(tried: EngineUnderTest) -> None:
@@ -193,11 +226,12 @@ async def what_cannot_be_generated_is_refused_and_harms_nobody(tried: EngineUnde
             await tried.ask(evolve(SMALL, **change))
         except EngineError:
             continue
-        raise AssertionError(f"a request with {change} was completed")
+        except Exception as error:
+            raise AssertionError(f"a request with {change} raised {error!r}; {REFUSED}") from error
+        raise AssertionError(f"a request with {change} was completed; {REFUSED}")
     nothing, one = await tried.ask(evolve(SMALL, max_tokens=0), evolve(SMALL, max_tokens=1))
-    assert not len(nothing.tokens)
-    assert nothing.finish_reason == "length"
-    assert len(one.token_ids) == 1
+    assert (len(nothing.tokens), nothing.finish_reason) == (0, "length"), f"max_tokens=0 gives {nothing}"
+    assert len(one.token_ids) == 1, f"max_tokens=1 gives {one}"
 
 
 async def a_stop_string_ends_a_completion_and_stays_in_it(tried: EngineUnderTest) -> None:
@@ -210,9 +244,12 @@ async def a_stop_string_ends_a_completion_and_stays_in_it(tried: EngineUnderTest
     stop = "".join(texts[20:22])
     end = next(i for i in range(41) if stop in "".join(texts[:i]))
     stopped, other = await tried.ask(evolve(request, stop=(stop, "\0never")), request)
-    assert ids_of([stopped]) == [free.token_ids[:end].tolist()]
-    assert stopped.finish_reason == "stop"
-    assert ids_of([other]) == ids_of([free])
+    assert ids_of([stopped]) == [free.token_ids[:end].tolist()], (
+        f"a request with stop={stop!r} gave {len(stopped.tokens)} tokens; expected it to end with the token "
+        f"that completes the string, which is number {end}"
+    )
+    assert stopped.finish_reason == "stop", f"finish reason {stopped.finish_reason!r} after a stop string"
+    assert ids_of([other]) == ids_of([free]), "the stop string of a request changed another one"
 
 
 async def each_token_is_of_the_version_that_it_names(tried: EngineUnderTest) -> None:
@@ -228,12 +265,14 @@ async def each_token_is_of_the_version_that_it_names(tried: EngineUnderTest) -> 
         f"has tokens of both versions {old} and {new}: take weights between two tokens of running requests"
     )
     for request, completion in list(zip(requests, completions, strict=True))[::8]:
-        assert list(completion.versions) == sorted(completion.versions)
-        assert set(completion.versions) <= {old, new}
-        before = completion.versions.tolist().count(old)
-        assert not before or tried.difference(request, completion, old)[:before].max() <= tried.tolerance
-        after = tried.difference(request, completion, new)[before:]
-        assert not tried.recomputes or not len(after) or after.max() <= tried.tolerance
+        versions = completion.versions.tolist()
+        told = f"a completion's tokens have the versions {versions}, expected {old} and then {new}"
+        assert versions == sorted(versions), told
+        assert set(versions) <= {old, new}, told
+        before = versions.count(old)
+        exact(tried, request, completion, old, slice(before))
+        if tried.recomputes:
+            exact(tried, request, completion, new, slice(before, None))
 
 
 async def nothing_of_older_weights_is_left(tried: EngineUnderTest) -> None:
@@ -243,8 +282,8 @@ async def nothing_of_older_weights_is_left(tried: EngineUnderTest) -> None:
         await tried.update()
         for _ in range(2):
             (completion,) = await tried.ask(request)
-            assert set(completion.versions) == {tried.version}
-            assert tried.difference(request, completion, tried.version).max() <= tried.tolerance
+            of_one(completion, tried.version)
+            exact(tried, request, completion)
 
 
 async def weights_of_another_model_are_refused_and_change_nothing(tried: EngineUnderTest) -> None:
@@ -253,11 +292,13 @@ async def weights_of_another_model_are_refused_and_change_nothing(tried: EngineU
     try:
         await tried.engine.update_weights(tried.publish(tried.version + 1, without=lost))
     except WeightSyncError as error:
-        said = str(error)
+        said = error
     else:
-        said = "they were taken"
-    assert lost in said, said
-    assert await tried.ask(SMALL) == before
+        raise AssertionError(f"update_weights without the tensor {lost!r} raised no WeightSyncError")
+    assert lost in str(said), (
+        f"update_weights without the tensor {lost!r} raised {said!r}, which does not name the tensor"
+    )
+    assert await tried.ask(SMALL) == before, "weights that were refused changed what is sampled"
     await tried.update()
 
 

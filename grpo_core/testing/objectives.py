@@ -108,8 +108,9 @@ class LossContract:
                         losses.sum(), inputs.policy_logprobs, materialize_grads=True
                     )
                     where = f"policy logprobs {here:g}, proximal and generation {there:g}, {dtype}"
-                    assert bool(losses.isfinite().all()), f"{where}: the loss is not finite"
-                    assert bool(gradient.isfinite().all()), f"{where}: the gradient is not finite"
+                    advice = "; limit a log ratio before exp(), as in log_ratio.clamp(-20, 20)"
+                    assert bool(losses.isfinite().all()), f"{where}: the loss is not finite{advice}"
+                    assert bool(gradient.isfinite().all()), f"{where}: the gradient is not finite{advice}"
 
     def the_order_of_rows_does_not_matter(self) -> None:
         import torch
