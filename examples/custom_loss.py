@@ -28,8 +28,10 @@ def gspo(
     rows, advantages = inputs.rows, inputs.advantages
     log_ratio = inputs.policy_logprobs - inputs.proximal_logprobs
     sums = log_ratio.new_zeros(int(rows.max()) + 1).index_add(0, rows, log_ratio)
-    ratio = (sums / rows.bincount())[rows].clamp(-20, 20).exp()  # of its row, for each token
+    lengths = rows.bincount()
+    ratio = (sums / lengths)[rows].clamp(-20, 20).exp()  # of its row, for each token
     losses = -(ratio * advantages).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    losses = losses * inputs.update_tokens / (inputs.update_rows * lengths[rows])  # the mean over rows
     if inputs.entropy is not None:
         losses = losses - bonus * inputs.entropy
     return losses, {"sequence_ratio_max": ratio}

@@ -119,6 +119,11 @@ class LossInputs:
     """Version of the weights that the step trains."""
     update: int
     """Number of the update within its step, from 0."""
+    update_tokens: int
+    """Sampled tokens of the whole update, by which the core divides the sum of the losses."""
+    update_rows: int
+    """Rows of the whole update.  With L a row's number of tokens, losses times ``update_tokens`` /
+    (``update_rows`` * L) are averaged over rows instead of tokens."""
 
 
 @needs("reference", "all_rows", when="kl_coefficient")

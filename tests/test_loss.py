@@ -38,6 +38,8 @@ def loss_and_gradient(
         rows=torch.zeros(len(policy), dtype=torch.int64),
         step=0,
         update=0,
+        update_tokens=len(policy),
+        update_rows=1,
     )
     losses, metrics = grpo(inputs, **options)
     loss = losses.sum() / len(policy)

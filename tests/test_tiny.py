@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
+from grpo_core.training.microbatch import collate
 from grpo_core.training.model import Scorer
-from grpo_core.training.policy import collate
 
 SORTED = tuple(
     (f"{a}{b}{c}=", "".join(sorted(f"{a}{b}{c}"))) for a in range(5) for b in range(5) for c in range(5)
@@ -102,7 +102,7 @@ def test_nothing_is_printed_while_it_is_made(tmp_path: Path, capfd) -> None:  # 
     from transformers.utils import logging
 
     logging.enable_progress_bar()
-    make_tiny_model(tmp_path / "m", (), warm_start_steps=0)
+    tiny.make_tiny_model(tmp_path / "m", (), warm_start_steps=0)
     assert capfd.readouterr() == ("", "")
 
 

@@ -38,7 +38,7 @@ from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.tokens import Tokens
-from grpo_core.training import policy
+from grpo_core.training import microbatch
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource, compute_dtype
 from grpo_core.training.process import ProcessTrainer, thread_count
@@ -126,7 +126,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> Non
     for step in range(3):
         result = trainer.step(batch(before, step))
     assert result.version == 3 == trainer.publish().version
-    found, _ = trainer.model.score(policy.collate(rows, trainer._device), 1.0)
+    found, _ = trainer.model.score(microbatch.collate(rows, trainer._device), 1.0)
     change = found.detach() - torch.tensor([v for r in before for v in r.tokens.logprobs])
     assert change[:4].mean() > 0.02
     assert change[4:].mean() < -0.02
@@ -141,7 +141,7 @@ def test_the_trainer_scores_exactly_the_sampled_tokens_as_the_engine_did(
     result = TorchTrainer(setup(model)).step(batch(rows, temperature=temperature))
     assert result.metrics["logprob_diff_mean"] < 1e-6
     assert result.metrics["importance_ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert result.metrics["tokens/trained"] == sum(map(policy.length, rows))
+    assert result.metrics["tokens/trained"] == sum(map(microbatch.length, rows))
 
 
 def test_tokens_of_the_environment_are_read_but_not_trained(model: str) -> None:
@@ -161,7 +161,7 @@ def test_tokens_after_the_last_sampled_one_cost_nothing(model: str) -> None:
     a, b = TorchTrainer(setup(model)), TorchTrainer(setup(model))
     assert a.step(batch([short])).metrics["loss"] == b.step(batch([longer])).metrics["loss"]
     assert same(a, b)
-    assert policy.length(longer) == 4
+    assert microbatch.length(longer) == 4
 
 
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 24, 50, 10**6])
@@ -338,6 +338,11 @@ def with_bonus(inputs, *, coefficient=0.0):
     losses = -inputs.policy_logprobs
     return (losses - coefficient * inputs.entropy if coefficient else losses), {}
 
+def mean_of_rows(inputs):
+    lengths = inputs.rows.bincount()[inputs.rows]
+    no_ratio = 1 + inputs.policy_logprobs - inputs.policy_logprobs.detach()
+    return no_ratio * inputs.advantages * inputs.update_tokens / (inputs.update_rows * lengths), {}
+
 def forgets_the_policy(inputs):
     return -inputs.advantages, {}
 
@@ -387,6 +392,15 @@ def test_a_loss_that_needs_the_entropy_trains_it(model: str, losses: Path, sign:
     rows = [row("ab=", "good", 0.0), row("cd=", "evil", 0.0)]
     entropy = [trainer.step(batch(rows, step)).metrics["entropy"] for step in range(4)]
     assert (entropy[-1] - entropy[0]) * sign > 1e-3
+
+
+@pytest.mark.parametrize("budget", [8192, 20])
+def test_a_loss_can_average_over_the_rows_of_an_update(model: str, losses: Path, budget: int) -> None:
+    rows = ragged()
+    given = setup(model, tokens_per_microbatch=budget)
+    metrics = TorchTrainer(with_loss(given, f"{losses}:mean_of_rows")).step(batch(rows)).metrics
+    mean = sum(each.advantage for each in rows) / len(rows)
+    assert metrics["loss"] == pytest.approx(mean, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])

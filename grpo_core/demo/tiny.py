@@ -21,8 +21,8 @@ from grpo_core.demo.demonstrations import CONTEXT
 from grpo_core.errors import ConfigError
 from grpo_core.records import Row
 from grpo_core.tokens import NOT_SAMPLED, Tokens
+from grpo_core.training.microbatch import collate
 from grpo_core.training.model import Scorer
-from grpo_core.training.policy import collate
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 CHARACTERS = "\n" + "".join(c for c in map(chr, range(32, 127)) if c in string.printable)

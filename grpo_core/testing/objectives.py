@@ -168,7 +168,7 @@ class LossContract:
             trained = name in ("policy_logprobs", "entropy")
             if tensor is not None and tensor.is_floating_point():
                 made[name] = tensor.detach().clone().requires_grad_(trained)
-        return LossInputs(**made, step=3, update=1)
+        return LossInputs(**made, step=3, update=1, update_tokens=n, update_rows=len(LENGTHS))
 
 
 def _rows() -> Tensor:

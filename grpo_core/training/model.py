@@ -20,7 +20,7 @@ from grpo_core.errors import ModelError
 from grpo_core.models import keep_softcapping
 from grpo_core.records import Canary
 from grpo_core.training.logprobs import rounded, token_logprobs
-from grpo_core.training.policy import MicroBatch
+from grpo_core.training.microbatch import MicroBatch
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
 
 SHORT = 64

@@ -33,11 +33,10 @@ from grpo_core.config import TrainerConfig
 from grpo_core.errors import CheckpointError, PluginError, TrainerError, one_line
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
-from grpo_core.training import policy
 from grpo_core.training.batching import microbatches, split_updates
 from grpo_core.training.logprobs import KEEP_BYTES
+from grpo_core.training.microbatch import MicroBatch, collate, length
 from grpo_core.training.model import BuildModel, FullModel, ModelSource, compute_dtype
-from grpo_core.training.policy import MicroBatch
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
@@ -166,7 +165,7 @@ class TorchTrainer:
         self.version += 1
         metrics = totals.metrics()
         seconds = time.perf_counter() - begun
-        used, padded = sum(map(policy.length, rows)), sum(m.input_ids.numel() for u in updates for m in u)
+        used, padded = sum(map(length, rows)), sum(m.input_ids.numel() for u in updates for m in u)
         metrics |= {
             "time/train": seconds,
             "tokens_per_second/training": used / seconds,
@@ -176,9 +175,9 @@ class TorchTrainer:
         return StepResult(version=self.version, metrics=metrics)
 
     def _microbatches(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        lengths = [policy.length(row) for row in rows]
+        lengths = [length(row) for row in rows]
         parts = microbatches(lengths, self._budget, overhead=self._overhead)
-        return [policy.collate([rows[i] for i in part], self._device) for part in parts]
+        return [collate([rows[i] for i in part], self._device) for part in parts]
 
     @torch.no_grad()
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
@@ -197,8 +196,8 @@ class TorchTrainer:
         ]
 
     def _update(self, batch: Batch, number: int, update: Sequence[MicroBatch], totals: Totals) -> None:
-        tokens = sum(micro.targets.numel() for micro in update)
-        bad = [self._backward(batch, number, micro, tokens, totals) for micro in update]
+        sizes = sum(micro.targets.numel() for micro in update), sum(len(micro.rows) for micro in update)
+        bad = [self._backward(batch, number, micro, sizes, totals) for micro in update]
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         self._check_rows(batch, number, update, bad, totals)
         if self._gradient_is_finite(batch, number, norm, totals):
@@ -209,9 +208,12 @@ class TorchTrainer:
             totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([lr])})
         self._optimizer.zero_grad()
 
-    def _backward(self, batch: Batch, number: int, micro: MicroBatch, tokens: int, totals: Totals) -> Tensor:
+    def _backward(
+        self, batch: Batch, number: int, micro: MicroBatch, sizes: tuple[int, int], totals: Totals
+    ) -> Tensor:
         """Add the gradient of one micro-batch, without the rows whose loss is not finite: these are returned.
 
+        ``sizes`` are the numbers of sampled tokens and of rows of the whole update.
         The gradient is stopped at the model's outputs, so that what is not finite in one row reaches no
         parameter.
         """
@@ -219,8 +221,8 @@ class TorchTrainer:
         logprobs, entropy = self.model.score(micro, batch.temperature, entropy_gradient=needs_entropy)
         outputs = [logprobs, entropy] if needs_entropy else [logprobs]
         leaves = [output.detach().requires_grad_() for output in outputs]
-        per_token, metrics = self._token_losses(batch, number, micro, *leaves)
-        gradients = torch.autograd.grad(per_token.sum() / tokens, leaves, materialize_grads=True)
+        per_token, metrics = self._token_losses(batch, number, micro, sizes, *leaves)
+        gradients = torch.autograd.grad(per_token.sum() / sizes[0], leaves, materialize_grads=True)
         wrong = ~per_token.detach().isfinite()
         for gradient in gradients:
             wrong = wrong | ~gradient.isfinite()
@@ -262,7 +264,13 @@ class TorchTrainer:
         return False
 
     def _token_losses(
-        self, batch: Batch, number: int, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None = None
+        self,
+        batch: Batch,
+        number: int,
+        micro: MicroBatch,
+        sizes: tuple[int, int],
+        logprobs: Tensor,
+        entropy: Tensor | None = None,
     ) -> losses.LossOutput:
         """One loss for each token, and metrics; ``entropy`` is None unless the loss needs it."""
         generation, before = micro.generation_logprobs, micro.proximal_logprobs
@@ -278,6 +286,8 @@ class TorchTrainer:
             rows=micro.row_of,
             step=batch.step,
             update=number,
+            update_tokens=sizes[0],
+            update_rows=sizes[1],
         )
         per_token, metrics = _checked(self._loss(inputs), str(self._loss), len(logprobs))
         if not per_token.requires_grad:
