@@ -668,7 +668,7 @@ class Careless:
 
 
 def told_by_the_laws(tmp_path, *laws):
-    """What each law says about ``Careless``."""
+    """Return the message with which ``Careless`` breaks each law."""
     model = decoding.make_test_model(tmp_path)
     told = {}
     with asyncio.Runner() as runner:
