@@ -24,7 +24,7 @@ from grpo_core import (
 )
 from grpo_core.engine_kit import DecodingServer, check_request
 from grpo_plugin_vllm import completing
-from grpo_plugin_vllm.options import Options, arguments, has_tokenizer, prepare
+from grpo_plugin_vllm.options import Options, arguments, has_tokenizer, prepare, use_exact_products
 from grpo_plugin_vllm.transfer import as_table, difference
 
 SOON, LATER = 0, 1
@@ -146,6 +146,7 @@ class Server(DecodingServer):
 
         dtype = weights.tensors[0].dtype if self._options.dtype == "auto" else self._options.dtype
         chosen = arguments(self._options, self._setup, device=self._device, dtype=dtype)
+        use_exact_products(self._device, dtype)
         try:
             engine = LLMEngine.from_engine_args(vllm.EngineArgs(**chosen))
             engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
@@ -175,8 +176,16 @@ class Server(DecodingServer):
             self._asleep = True
 
     def _wake(self) -> None:
+        """Take the GPU's memory again.  Raises EngineError if there is too little; it can be tried again."""
         if self._asleep:
-            self._engine.wake_up()
+            try:
+                self._engine.wake_up()
+            except Exception as error:
+                traceback.print_exc()
+                raise EngineError(
+                    f"engine vllm: cannot take its GPU memory again ({type(error).__name__}: {error}); "
+                    "the trainer may hold it: lower engine.options.memory_fraction"
+                ) from error
             self._asleep = False
 
 

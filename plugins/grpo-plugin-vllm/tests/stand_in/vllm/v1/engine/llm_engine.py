@@ -1,0 +1,82 @@
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+HERE = Path(os.environ["STAND_IN"])
+SETTINGS = ("TRITON_F32_DEFAULT", "VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK")
+
+
+def called(name, *given):
+    with (HERE / "calls").open("a") as calls:
+        calls.write(json.dumps([name, *given]) + "\n")
+    fault = HERE / "fault"
+    if fault.exists() and fault.read_text() == name:
+        fault.unlink()
+        raise RuntimeError(f"{name}: CUDA out of memory")
+
+
+class LLMEngine:
+    def __init__(self):
+        self.model_config = SimpleNamespace(
+            architecture="Stand-in",
+            dtype="float32",
+            max_model_len=100,
+            get_vocab_size=lambda: 100,
+            get_head_size=lambda: 64,
+        )
+        self.engine_core = SimpleNamespace()  # it decodes in this process
+        self.version = ""
+        self.requests = {}
+
+    @classmethod
+    def from_engine_args(cls, given):
+        called("start", {**vars(given)}, {key: os.environ.get(key) for key in SETTINGS})
+        return cls()
+
+    def collective_rpc(self, method, args=(), kwargs=None):
+        called(method)
+        return [""]
+
+    def add_request(self, key, prompt, params, priority):
+        called("add_request")
+        self.requests[key] = prompt, params
+
+    def step(self):
+        called("step")
+        done, self.requests = self.requests, {}
+        return [self._output(key, prompt, params) for key, (prompt, params) in done.items()]
+
+    def _output(self, key, prompt, params):
+        n = params.max_tokens
+        completed = SimpleNamespace(
+            token_ids=[7] * n,
+            logprobs=SimpleNamespace(logprobs=[-0.5] * n),
+            weight_versions=[SimpleNamespace(version=self.version, start=0, end=n)],
+            finish_reason="length",
+        )
+        return SimpleNamespace(
+            finished=True,
+            request_id=key,
+            outputs=[completed],
+            prompt_token_ids=prompt["prompt_token_ids"],
+            num_cached_tokens=0,
+        )
+
+    def abort_request(self, keys):
+        called("abort_request")
+        for key in keys:
+            del self.requests[key]
+
+    def set_weight_version(self, version):
+        called("set_weight_version")
+        self.version = version
+
+    def reset_prefix_cache(self, reset_running_requests):
+        called("reset_prefix_cache")
+
+    def sleep(self, level, mode="abort"):
+        called(f"sleep {level}")
+
+    def wake_up(self, tags=None):
+        called("wake_up" if tags is None else f"wake_up {tags[0]}")

@@ -1,0 +1,227 @@
+"""The engine `vllm` as it is on a GPU, with a stand-in for vLLM: its calls, and what happens when one fails.
+
+The child process, its server and its options are the real ones; only the package ``vllm`` is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from grpo_core import EngineError, EngineSetup, GenerationRequest, TensorInfo, Weights, WeightSyncError
+from grpo_core.engine_kit import reported_to
+from grpo_plugin_vllm.engine import VllmEngine
+
+STAND_IN = Path(__file__).parent / "stand_in"
+REQUEST = GenerationRequest(prompt_ids=(5, 8, 2), max_tokens=3)
+
+pytestmark = pytest.mark.long
+
+
+def weights(version, dtype="float32"):
+    one = TensorInfo(name="w", dtype=dtype, shape=(1,), offset=0, checksum=0)
+    return Weights(version=version, location="nowhere", nbytes=4, tensors=(one,))
+
+
+class Tried:
+    """An engine on the stand-in, and what its calls were."""
+
+    def __init__(self, directory, **options):
+        self.directory = directory
+        setup = EngineSetup(model=str(directory), log_directory=str(directory), deadline=60.0)
+        self.engine = VllmEngine(setup, **{"device": "cuda", **options})
+
+    def fails(self, call):
+        (self.directory / "fault").write_text(call)
+
+    def calls(self):
+        return [json.loads(line) for line in (self.directory / "calls").read_text().splitlines()]
+
+    def names(self):
+        return [call for call, *_ in self.calls()]
+
+    async def generate(self):
+        (completion,) = await self.engine.generate([REQUEST])
+        assert completion.token_ids.tolist() == [7, 7, 7]
+        return completion.versions.tolist()
+
+    async def called(self, name, times=1):
+        async with asyncio.timeout(30):
+            while self.names().count(name) < times:  # noqa: ASYNC110 - another process calls
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def tried(tmp_path, monkeypatch):
+    """Run a story with an engine, which is closed after it."""
+    monkeypatch.setenv("STAND_IN", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
+
+    def run(story, **options):
+        incidents = []
+
+        async def whole():
+            tried = Tried(tmp_path, **options)
+            tried.incidents = incidents
+            try:
+                with reported_to(incidents.append):
+                    await story(tried)
+            finally:
+                await tried.engine.aclose()
+
+        asyncio.run(whole())
+
+    return run
+
+
+# ---------------------------------------------------------------------------------- the calls
+
+
+@pytest.mark.parametrize(
+    ("dtype", "set_by_user", "expected"),
+    [("float32", None, "ieee"), ("float32", "tf32", "tf32"), ("bfloat16", None, None)],
+)
+def test_on_a_gpu_processes_are_spawned_and_float32_is_exact_unless_the_user_says_otherwise(
+    tried, monkeypatch, dtype, set_by_user, expected
+):
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    if set_by_user:
+        monkeypatch.setenv("TRITON_F32_DEFAULT", set_by_user)
+
+    async def story(tried):
+        await tried.engine.update_weights(weights(0, dtype))
+        ((_, given, environ),) = (call for call in tried.calls() if call[0] == "start")
+        assert given["dtype"] == dtype
+        assert given["gpu_memory_utilization"] == 0.5
+        assert given["enable_sleep_mode"] is False
+        assert not {"enforce_eager", "block_size", "kv_cache_memory_bytes"} & set(given), "as on a CPU"
+        assert environ == {
+            "TRITON_F32_DEFAULT": expected,
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+
+    tried(story, memory_fraction=0.5)
+
+
+def test_an_update_follows_vllms_sequence(tried):
+    async def story(tried):
+        await tried.engine.update_weights(weights(3))
+        assert await tried.generate() == [3, 3, 3]
+        assert tried.names() == [
+            "start",
+            "init_weight_transfer_engine",
+            "fetch_weights",
+            "fetched_weights",
+            "sleep 0",
+            "start_weight_update",
+            "update_weights",
+            "finish_weight_update",
+            "set_weight_version",
+            "reset_prefix_cache",
+            "wake_up scheduling",
+            "add_request",
+            "step",
+        ]
+
+    tried(story)
+
+
+def test_an_engine_that_gives_its_memory_back_takes_it_again_for_a_request_and_for_weights(tried):
+    async def story(tried):
+        await tried.engine.update_weights(weights(0))
+        await tried.called("sleep 1")
+        assert await tried.generate() == [0, 0, 0]
+        await tried.called("sleep 1", 2)
+        await tried.engine.update_weights(weights(1))
+        names = tried.names()
+        assert names.index("wake_up") < names.index("add_request")
+        second = len(names) - 1 - names[::-1].index("fetch_weights")
+        assert names[second + 2 : second + 4] == ["wake_up", "sleep 0"], "before anything is written"
+        assert tried.incidents == []
+
+    tried(story, sleep_after=0.001)
+
+
+# ---------------------------------------------------------------------------------- a call fails
+
+
+@pytest.mark.parametrize(
+    "call", ["step", "sleep 1", "fetch_weights", "start_weight_update", "reset_prefix_cache"]
+)
+def test_a_call_after_which_vllms_state_is_unknown_ends_its_process_and_another_takes_over(tried, call):
+    """Whoever waits gets an EngineError with the cause; the next one is answered."""
+
+    async def story(tried):
+        await tried.engine.update_weights(weights(0))
+        pid = tried.engine.pid
+        tried.fails(call)
+        if call == "step":
+            with pytest.raises(EngineError, match=r"died while it generated(.|\n)*step: CUDA out of memory"):
+                await tried.generate()
+        elif call == "sleep 1":
+            await tried.called("sleep 1")
+            async with asyncio.timeout(30):
+                while tried.engine._child.alive:  # noqa: ASYNC110 - it ends by itself
+                    await asyncio.sleep(0.01)
+        else:
+            await tried.engine.update_weights(weights(1))
+        version = 0 if call in ("step", "sleep 1") else 1
+        assert await tried.generate() == [version] * 3
+        assert tried.engine.pid != pid
+        (incident,) = tried.incidents
+        assert (incident.kind, incident.component) == ("died", "engine vllm")
+
+    tried(story, sleep_after=0.5 if call == "sleep 1" else 0.0)
+
+
+def test_a_request_that_vllm_refuses_fails_alone(tried):
+    async def story(tried):
+        await tried.engine.update_weights(weights(0))
+        pid = tried.engine.pid
+        tried.fails("add_request")
+        with pytest.raises(EngineError, match="vLLM refuses a request: RuntimeError: add_request"):
+            await tried.generate()
+        assert await tried.generate() == [0, 0, 0]
+        assert tried.engine.pid == pid
+
+    tried(story)
+
+
+def test_memory_that_is_not_there_yet_fails_a_request_or_an_update_and_is_asked_for_again(tried):
+    async def story(tried):
+        await tried.engine.update_weights(weights(0))
+        pid = tried.engine.pid
+        await tried.called("sleep 1")
+        tried.fails("wake_up")
+        with pytest.raises(EngineError, match=r"cannot take its GPU memory .*out of memory.*memory_fraction"):
+            await tried.generate()
+        assert await tried.generate() == [0, 0, 0]
+        await tried.called("sleep 1", 2)
+        tried.fails("wake_up")
+        with pytest.raises(WeightSyncError, match=r"does not hold version 1: .*cannot take its GPU memory"):
+            await tried.engine.update_weights(weights(1))
+        assert await tried.generate() == [0, 0, 0], "nothing was written"
+        await tried.engine.update_weights(weights(1))
+        assert await tried.generate() == [1, 1, 1]
+        assert tried.engine.pid == pid
+
+    tried(story, sleep_after=0.2)
+
+
+@pytest.mark.parametrize("call", ["start", "init_weight_transfer_engine"])
+def test_an_engine_that_does_not_start_says_why(tried, call):
+    async def story(tried):
+        tried.fails(call)
+        with pytest.raises(
+            WeightSyncError, match=rf"vLLM does not start: RuntimeError: {call}: CUDA out of memory"
+        ):
+            await tried.engine.update_weights(weights(0))
+        await tried.engine.update_weights(weights(0))
+        assert await tried.generate() == [0, 0, 0]
+
+    tried(story)
