@@ -154,7 +154,7 @@ def test_an_engine_that_gives_its_memory_back_takes_it_again_for_a_request_and_f
     "call", ["step", "sleep 1", "fetch_weights", "start_weight_update", "reset_prefix_cache"]
 )
 def test_a_call_after_which_vllms_state_is_unknown_ends_its_process_and_another_takes_over(tried, call):
-    """Whoever waits gets an EngineError with the cause; the next one is answered."""
+    """Callers that wait get an EngineError with the cause; the next one is answered."""
 
     async def story(tried):
         await tried.engine.update_weights(weights(0))
