@@ -23,6 +23,8 @@ input is wrong.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from grpo_core.unicode import well_formed
+
 LONGEST_TRACEBACK = 20_000
 """Largest number of characters of a traceback that is sent or written: a message can hold all of a batch."""
 
@@ -98,7 +100,8 @@ def wrong_input() -> Iterator[None]:
 def describe(error: BaseException) -> str:
     """The message of a GrpoError; of any other exception its type and the ends of its message."""
     text = str(error) if isinstance(error, GrpoError) else shortened(f"{type(error).__name__}: {error}")
-    return text.encode(errors="backslashreplace").decode()  # a lone surrogate could not be written
+    said: str = well_formed(text)
+    return said
 
 
 def shortened(text: str, most: int = 2000) -> str:

@@ -43,6 +43,11 @@ def test_whatever_is_made_well_formed_can_be_written_and_well_formed_text_stays_
         assert made == value
 
 
+def test_an_error_that_quotes_a_surrogate_is_described_with_its_replacement():
+    assert describe(ValueError(f"read a{HIGH}b")) == "ValueError: read a\ufffdb"
+    assert describe(PluginError(HIGH)) == "\ufffd"
+
+
 def test_a_lone_surrogate_is_replaced_and_its_neighbours_stay():
     assert well_formed(f"a{HIGH}b{LOW}c{HIGH}") == "a\ufffdb\ufffdc\ufffd"
     assert well_formed(HIGH + LOW) == "\N{GRINNING FACE}", "two halves are one character"
@@ -113,7 +118,6 @@ def test_feedback_has_only_texts_that_can_be_written():
     assert not lone_surrogate([given.messages, given.metrics, given.answer])
     (failed,) = as_feedback([Feedback(error=HIGH)], 1, "e")
     assert failed.error == "\ufffd"
-    assert describe(ValueError(HIGH)) == "ValueError: \\ud83d"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -683,67 +683,6 @@ def test_weights_last_until_the_last_member_has_them():
     run(story())
 
 
-# ---------------------------------------------------------------------------------- joining and leaving
-
-
-def test_a_leaving_member_finishes_its_requests():
-    async def story():
-        world = World()
-        pool = world.pool(1)
-        await pool.update_weights(weights(0))
-        call = asyncio.create_task(pool.generate(group(0)))
-        await asyncio.sleep(0.5)
-        assert pool.join() == 1
-        await asyncio.sleep(0.5)
-        leaving = asyncio.create_task(pool.leave(0))
-        await pool.generate(group(1))
-        await leaving
-        assert len(await call) == 4
-        assert world.made[0].closed
-        assert {seed // 1000 for seed in world.made[1].seeds} == {1}
-        with pytest.raises(EngineError, match=r"there is no member 0, only \[1\]"):
-            await pool.leave(0)
-        await pool.aclose()
-
-    run(story())
-
-
-def test_a_leaving_member_gets_no_more_requests_although_it_has_the_least_to_do():
-    async def story():
-        world = World()
-        pool = world.pool(2)
-        await pool.update_weights(weights(0))
-        running = asyncio.create_task(pool.generate([*group(0, 1, tokens=5), *group(1, tokens=50)]))
-        await asyncio.sleep(0.5)
-        (leaver,) = (worker for worker in world.made if 0 in worker.seeds)
-        leaving = asyncio.create_task(pool.leave(leaver.number))
-        await asyncio.sleep(0.5)
-        await pool.generate(group(2))
-        assert leaver.seeds == [0]
-        await leaving
-        await running
-        await pool.aclose()
-
-    run(story())
-
-
-def test_a_request_waits_while_no_member_serves():
-    async def story():
-        world = World()
-        pool = world.pool(1)
-        await pool.update_weights(weights(0))
-        await pool.leave(0)
-        with pytest.raises(EngineError, match="no member is left"):
-            await pool.generate(group(0))
-        number = pool.join()
-        world.of(number).update_seconds = 7.0
-        assert len(await pool.generate(group(0))) == 4
-        assert now() > 7.0
-        await pool.aclose()
-
-    run(story())
-
-
 # ---------------------------------------------------------------------------------- the laws
 
 ACTS = st.one_of(
@@ -753,7 +692,6 @@ ACTS = st.one_of(
     st.tuples(st.just("die"), st.integers(0, 9), st.integers(0, 0)),
     st.tuples(st.just("slow"), st.integers(0, 9), st.sampled_from([0, 2, 30])),
     st.tuples(st.just("join"), st.integers(0, 0), st.integers(0, 0)),
-    st.tuples(st.just("leave"), st.integers(0, 9), st.integers(0, 0)),
 )
 
 
@@ -797,12 +735,6 @@ class Story:
 
     async def join(self, *_):
         self.pool.join()
-
-    async def leave(self, which, _):
-        if self.pool.statistics().members > 1:
-            numbers = [member.number for member in self.pool._members if not member.leaving]
-            if len(numbers) > 1:
-                self.calls.append(asyncio.create_task(self.pool.leave(numbers[which % len(numbers)])))
 
 
 @given(

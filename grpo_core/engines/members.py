@@ -37,7 +37,7 @@ class Member:
     number: int
     engine: Engine
     changed: Callable[[], None]
-    """Called when the engine has failed, and when it finishes a request while it leaves."""
+    """Called when the engine has failed."""
     holds: WeightsLease | None = None
     """Weights that the engine holds; None if it holds no weights, or unknown ones."""
     refuses: WeightsLease | None = None
@@ -46,7 +46,6 @@ class Member:
     """Number of tokens of its running requests: prompts plus the most that may be sampled."""
     budget: RestartBudget = field(factory=lambda: RestartBudget(MAX_FAILURES))
     """Number of engines in a row that finished nothing."""
-    leaving: bool = False
     supervisor: asyncio.Task[None] | None = None
     _doubts: int = 0
     _calls: set[asyncio.Task[Completion]] = field(factory=set)
@@ -85,8 +84,6 @@ class Member:
         def finished(call: asyncio.Task[Completion]) -> None:
             self.tokens -= tokens
             self._calls.discard(call)
-            if self.leaving:
-                self.changed()
 
         call.add_done_callback(finished)
         return call

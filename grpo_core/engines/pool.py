@@ -164,9 +164,8 @@ class EnginePool:
             self._aim(before)
             raise
         for member in self._holders(before):
-            if not member.leaving:
-                what = f"it does not hold version {weights.version}, {seconds:.3g} s after another member did"
-                report("late", member.name, f"{what}, and gets no requests until it does")
+            what = f"it does not hold version {weights.version}, {seconds:.3g} s after another member did"
+            report("late", member.name, f"{what}, and gets no requests until it does")
         self._current = held
         self._notify()
 
@@ -192,17 +191,6 @@ class EnginePool:
         )
         return member.number
 
-    async def leave(self, number: int) -> None:
-        """Let a member finish its requests, and close it.  Raises EngineError for an unknown number."""
-        member = next((m for m in self._members if m.number == number), None)
-        if member is None or member.supervisor is None:
-            raise EngineError(
-                f"engine pool: there is no member {number}, only {[m.number for m in self._members]}"
-            )
-        member.leaving = True
-        self._notify()
-        await asyncio.wait([member.supervisor])
-
     def statistics(self) -> Statistics:
         return Statistics(
             serving=len(self._serving()),
@@ -221,7 +209,7 @@ class EnginePool:
 
     def _serving(self) -> list[Member]:
         good = [held for held in (self._current, self._target) if held is not None]
-        return [m for m in self._members if not m.leaving and any(m.holds is held for held in good)]
+        return [m for m in self._members if any(m.holds is held for held in good)]
 
     # ------------------------------------------------------------------------------ generating
 
@@ -267,13 +255,12 @@ class EnginePool:
     # ------------------------------------------------------------------------------ keeping
 
     async def _keep(self, member: Member) -> None:
-        """Keep a member on the target weights until it leaves, is given up, or the pool is closed."""
+        """Keep a member on the target weights until it is given up, or the pool is closed."""
         try:
-            while not member.leaving:
-                await self._until(lambda: member.leaving or self._lacks(member))
-                if self._target is not None and not member.leaving:
+            while True:
+                await self._until(lambda: self._lacks(member))
+                if self._target is not None:
                     await self._sync(member, self._target)
-            await self._until(lambda: not member.tokens)
         except Exception as error:  # raised by the calls that wait for the pool
             self._fault = self._fault or (None if member.number in self._given_up else error)
         self._members.remove(member)
