@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,63 @@ def test_an_engine_that_gives_its_memory_back_takes_it_again_for_a_request_and_f
         assert tried.incidents == []
 
     tried(story, sleep_after=0.001)
+
+
+WORKER = """
+from types import SimpleNamespace
+import torch
+from vllm.model_executor.model_loader.reload import calls
+torch.cuda.set_device = lambda device: calls.append(f"use-{device}")
+torch.accelerator.is_available = lambda: True
+torch.accelerator.synchronize = lambda: calls.append("synchronize")
+from grpo_plugin_vllm import worker
+from grpo_plugin_vllm.transfer import as_table
+from grpo_core import TensorInfo, Weights
+
+class Model(torch.nn.Linear):
+    def load_weights(self, weights):
+        calls.append("load")
+        return {name for name, _ in weights}
+
+def read_weights(weights, *, device, verify=True):
+    calls.append(f"read-on-{device}" + "-verified" * verify)
+    return {"weight": torch.ones(2, 2)}
+
+worker.read_weights = read_weights
+gpu = torch.device("cuda", 1)
+info = TensorInfo(name="weight", dtype="float32", shape=(2, 2), offset=0, checksum=0)
+table = as_table(Weights(version=1, location="nowhere", nbytes=16, tensors=(info,)))
+fetching = worker.Fetching()
+fetching.device = gpu
+fetching.fetch_weights(table)
+assert fetching.fetched_weights(True) == ""
+backend = worker.Backend(Model(2, 2, bias=False), SimpleNamespace(quantization=None), gpu)
+backend.start_weight_update()
+backend.update_weights(table)
+backend.finish_weight_update()
+print(*calls)
+"""
+
+
+def test_a_worker_on_a_gpu_loads_layer_by_layer_and_waits_for_the_copies_before_it_says_so():
+    path = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [
+        "use-cuda:1",
+        "read-on-cuda:1-verified",
+        "initialize",
+        "read-on-cuda:1",
+        "load",
+        "synchronize",
+        "finalize",
+        "synchronize",
+    ], done.stderr
 
 
 # ---------------------------------------------------------------------------------- a call fails

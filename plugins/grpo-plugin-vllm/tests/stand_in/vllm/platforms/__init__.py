@@ -1,0 +1,6 @@
+class Gpu:
+    def is_cpu(self):
+        return False
+
+
+current_platform = Gpu()

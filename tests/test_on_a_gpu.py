@@ -1,0 +1,153 @@
+"""Branches for GPUs, executed on a CPU by tensors that say that they are on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_core import cpu
+from grpo_core.engines.local import columns
+from grpo_core.engines.local.llama import Llama, Shape
+from grpo_core.errors import ConfigError
+from grpo_core.training import logprobs as fused
+from grpo_core.training import model as models
+from grpo_core.training import trainer as trainers
+from grpo_core.training.logprobs import token_logprobs
+from grpo_core.training.setup import TrainerSetup
+from grpo_core.training.snapshot import Snapshot
+from grpo_core.weights.cuda_ipc import CudaIpcWriter
+from grpo_core.weights.shm import SharedMemoryWriter
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class OnGpu(torch.Tensor):
+    """A tensor in the host's memory that passes for one of a GPU.
+
+    It multiplies as a GPU does where a CPU cannot: rounded factors, wider products and sums.
+    """
+
+    wide: list[int] = []  # noqa: RUF012 - rows of each such product
+    pinned: list[bool] = []  # noqa: RUF012 - whether each new tensor of the host was asked to be pinned
+
+    is_cuda = property(lambda self: True)
+
+    @classmethod
+    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
+        given = dict(kwargs or {})
+        if function is torch.mm and "out_dtype" in given:
+            dtype = given.pop("out_dtype")
+            assert {factor.dtype for factor in args} == {torch.bfloat16}
+            cls.wide.append(len(args[0]))
+            args = tuple(factor.to(dtype) for factor in args)
+        if function is torch.empty_like and given.get("device") == "cpu":
+            cls.pinned.append(given.pop("pin_memory"))
+            return super().__torch_function__(function, kinds, args, given).as_subclass(torch.Tensor)
+        return super().__torch_function__(function, kinds, args, given)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    OnGpu.wide.clear()
+    OnGpu.pinned.clear()
+
+
+def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().as_subclass(OnGpu).requires_grad_(tensor.requires_grad)
+
+
+# ---------------------------------------------------------------------------------- the trainer
+
+
+def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks(monkeypatch):
+    """Its logprobs and gradients are those of a CPU, which rounds the same factors."""
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 16 * 30 * 4)
+    monkeypatch.setattr(fused, "CUDA_CHUNK_BYTES", 40 * 30 * 4)
+    monkeypatch.setattr(fused, "KEEP_BYTES", 0)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(100, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    targets, upstream = torch.randint(30, (100,)), torch.randn(100)
+    found = []
+    for hidden_here, weight_here in ((hidden, weight), (on_gpu(hidden), on_gpu(weight))):
+        logprobs, entropy = token_logprobs(
+            hidden_here, weight_here, targets, temperature=0.7, product_dtype=torch.bfloat16
+        )
+        gradients = torch.autograd.grad(logprobs, (hidden_here, weight_here), upstream)
+        found.append([each.detach().as_subclass(torch.Tensor) for each in (logprobs, entropy, *gradients)])
+    assert OnGpu.wide[:3] == [40, 40, 20], "as many tokens as fit"
+    for name, here, there, tolerance in zip(
+        ("logprobs", "entropy", "hidden", "weight"), *found, (1e-5, 1e-5, 0.02, 0.1), strict=True
+    ):
+        assert torch.allclose(here, there, atol=tolerance), name
+
+
+def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on(monkeypatch):
+    tensor = on_gpu(torch.arange(4.0))
+    seen = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("synchronized"))
+    snapshot = Snapshot()
+    snapshot.save({"a": tensor}, lambda state: seen.append(state["a"].tolist()))
+    snapshot.written().result()
+    assert seen == ["synchronized", [0.0, 1.0, 2.0, 3.0]], "the copies were begun without waiting"
+    snapshot.save({"a": tensor + 1}, lambda state: seen.append(state["a"].tolist()))
+    snapshot.written().result()
+    assert seen[2:] == ["synchronized", [1.0, 2.0, 3.0, 4.0]]
+    assert OnGpu.pinned == [True], "once: the memory is kept"
+
+
+def test_a_gpu_has_larger_microbatches_and_pays_more_for_each():
+    assert trainers._overhead(90_000, CUDA) == 256 > trainers._overhead(4_000_000, CPU)
+    assert trainers._overhead(8_000_000_000, CUDA) > trainers._overhead(8_000_000_000, CPU) == 4
+
+
+def test_weights_stay_on_the_gpu_for_cuda_ipc_and_on_a_cpu_they_are_shared_memory():
+    setup = TrainerSetup(transport="cuda_ipc")
+    assert isinstance(trainers._writer(setup, CUDA), CudaIpcWriter)
+    assert isinstance(trainers._writer(setup, CPU), SharedMemoryWriter)
+
+
+def test_a_gpu_chooses_its_attention_itself():
+    for enabled in (True, False):
+        torch.backends.cuda.enable_flash_sdp(enabled)
+        models._choose_attention(SimpleNamespace(device=CUDA, shape=(2, 4)))
+        assert torch.backends.cuda.flash_sdp_enabled() is enabled
+    models._choose_attention(torch.zeros(2, 10_000, dtype=torch.long))
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_auto_is_a_gpu_if_there_is_one_and_a_device_that_is_not_there_is_named(monkeypatch):
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert cpu.resolve_device("auto", "trainer.device").type == ("cuda" if there else "cpu")
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.device is 'cuda:99', which torch .* cannot use here: .*"
+    ):
+        cpu.resolve_device("cuda:99", "trainer.device")
+
+
+# ---------------------------------------------------------------------------------- the engine `local`
+
+
+def test_the_engine_local_uses_the_fused_kernels_of_a_gpu():
+    """In a device without memory: the shapes are all that counts."""
+    shape = Shape.of(
+        {
+            "model_type": "llama",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "vocab_size": 20,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": True,
+        }
+    )
+    meta = torch.device("meta")
+    assert Llama(shape, device=meta, dtype=torch.float32).rows_first
+    assert not Llama(shape, device=CPU, dtype=torch.float32).rows_first
+    zeros = columns._zeros(5, torch.empty(0, device=meta))
+    assert (zeros.device.type, zeros.shape) == ("meta", (5,))
