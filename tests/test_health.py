@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,63 @@ def test_a_mismatch_that_grows_is_a_warning_first_and_then_the_end_of_the_run():
     warnings = drifting.of(WarningRaised)
     assert [event.step for event in warnings] == list(range(13, 23)), "medians of five steps above 1"
     assert {event.cause for event in warnings} == {"logprob_diff_mean"}
+
+
+class Comparing(FakeTrainer):
+    """A trainer that disagrees with an engine whose completions have three tokens."""
+
+    async def step(self, batch):
+        result = await super().step(batch)
+        wrong = any(row.tokens.n_sampled == 3 for row in batch.rows)
+        return StepResult(
+            version=result.version, metrics={**result.metrics, "logprob_diff_mean": 5.0 if wrong else 0.0}
+        )
+
+
+def wrong_engine():
+    return FakeEngine(reply=lambda request, rng: rng.choice("ab") * 3)
+
+
+def resumed_with(engine):
+    """A run that continues from a checkpoint that holds groups of the wrong engine."""
+    kept = []
+
+    async def save(step):
+        kept.append((step, first.buffer.state_dict()))
+
+        async def written():
+            return Path()
+
+        return written
+
+    options = {"steps": 20, "max_staleness": 3}
+    first = Run(
+        engine=wrong_engine(), trainer=Comparing(), save=save, schedule={"save_every": 1}, **options
+    )
+    first()
+    step, state = next((step, state) for step, state in kept if step > 1 and len(state["ready"]) > 2)
+    second = Run(
+        engine=engine, trainer=Comparing(), limits={"logprob_diff_mean": Limits(soft=1.0, hard=2.0)}, **options
+    )
+    second.buffer.load_state_dict(state)
+    second.stream.take(state["dispatched"])
+    second.trainer.version = step
+    return second
+
+
+def test_groups_of_an_engine_that_was_wrong_before_the_resume_end_no_run():
+    resumed = resumed_with(FakeEngine())()
+    assert resumed.result == "finished"
+    warnings = resumed.of(WarningRaised)
+    assert warnings
+    assert all("finished before the run was resumed" in event.message for event in warnings)
+
+
+def test_an_engine_that_is_still_wrong_after_the_resume_ends_the_run():
+    resumed = resumed_with(wrong_engine())
+    with pytest.raises(TrainerError, match=r"logprob_diff_mean is 5, above its hard limit 2"):
+        resumed()
+    assert resumed.of(WarningRaised), "the groups of the checkpoint are only warned of"
 
 
 # ---------------------------------------------------------------------------------- nothing is learnt

@@ -154,6 +154,8 @@ class Pipeline:
     """Held during a trainer step, and during a validation that pauses training."""
     _meter: Meter = field(init=False, factory=Meter)
     _recent: deque[Mapping[str, float]] = field(init=False, factory=lambda: deque(maxlen=health.WINDOW))
+    _carried: frozenset[int] = field(init=False, default=frozenset())
+    """Slots of the groups that were finished before the run was resumed."""
 
     # ------------------------------------------------------------------------------ public methods
 
@@ -163,6 +165,7 @@ class Pipeline:
         Raises the first error of any task, after the other tasks have been cancelled and have ended.
         """
         self._trained = self.buffer.step
+        self._carried = frozenset(slot.id for slot, _ in self.buffer.state_dict()["ready"])
         await self._update_engine(await self.trainer.publish(self.canary))
         if self._trained == 0:
             await self._validate(0)
@@ -321,13 +324,22 @@ class Pipeline:
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
         metrics |= self.incidents()
         self.emit(StepEnded(step=self._trained, metrics=metrics))
-        self._check_health(metrics)
+        self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
         if self._save_is_due():
             await self._synced()
             await self._save(self._trained)
 
-    def _check_health(self, metrics: Mapping[str, float]) -> None:
-        """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit."""
+    def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
+        """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
+
+        A step that trains ``carried`` groups only warns: their logprobs are from before the resume, and what
+        was wrong then may be corrected by now.
+        """
+        if carried:
+            for finding in health.check_limits([metrics], self.limits):
+                told = f"{finding.message}. Some of its groups were finished before the run was resumed"
+                self.emit(WarningRaised(step=self._trained, cause=finding.metric, message=told))
+            return
         self._recent.append(metrics)
         for finding in (
             *health.check_limits(self._recent, self.limits),
