@@ -131,14 +131,11 @@ def resumed_with(engine):
         return written
 
     options = {"steps": 20, "max_staleness": 3}
-    first = Run(
-        engine=wrong_engine(), trainer=Comparing(), save=save, schedule={"save_every": 1}, **options
-    )
+    first = Run(engine=wrong_engine(), trainer=Comparing(), save=save, schedule={"save_every": 1}, **options)
     first()
     step, state = next((step, state) for step, state in kept if step > 1 and len(state["ready"]) > 2)
-    second = Run(
-        engine=engine, trainer=Comparing(), limits={"logprob_diff_mean": Limits(soft=1.0, hard=2.0)}, **options
-    )
+    limits = {"logprob_diff_mean": Limits(soft=1.0, hard=2.0)}
+    second = Run(engine=engine, trainer=Comparing(), limits=limits, **options)
     second.buffer.load_state_dict(state)
     second.stream.take(state["dispatched"])
     second.trainer.version = step
