@@ -45,12 +45,14 @@ if TYPE_CHECKING:
     from grpo_core.records import Canary as Canary
     from grpo_core.records import Completion as Completion
     from grpo_core.records import EndReason as EndReason
+    from grpo_core.records import EngineLoad as EngineLoad
     from grpo_core.records import EngineSetup as EngineSetup
     from grpo_core.records import Episode as Episode
     from grpo_core.records import Feedback as Feedback
     from grpo_core.records import FinishReason as FinishReason
     from grpo_core.records import GenerationRequest as GenerationRequest
     from grpo_core.records import Group as Group
+    from grpo_core.records import MemoryPart as MemoryPart
     from grpo_core.records import Message as Message
     from grpo_core.records import Prompt as Prompt
     from grpo_core.records import Rollout as Rollout
@@ -112,12 +114,14 @@ __getattr__, __dir__, __all__ = attach(
             "Canary",
             "Completion",
             "EndReason",
+            "EngineLoad",
             "EngineSetup",
             "Episode",
             "Feedback",
             "FinishReason",
             "GenerationRequest",
             "Group",
+            "MemoryPart",
             "Message",
             "Prompt",
             "Rollout",

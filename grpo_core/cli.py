@@ -1,7 +1,8 @@
-"""The command line: ``train``, ``validate``, ``verify``, ``report``, ``check``, ``plugins``.
+"""The command line: ``train``, ``validate``, ``verify``, ``report``, ``check``, ``doctor``, ``plugins``.
 
 The exit status is 0 if all went well, 1 if something failed, 2 if the input is wrong, and 130 after ctrl-C.
-Commands import what they need: ``--help``, ``plugins`` and ``check`` (except of an engine) load no torch.
+Commands import what they need: ``--help``, ``plugins``, ``check`` (except of an engine) and ``doctor``
+without a configuration load no torch.
 """
 
 from __future__ import annotations
@@ -180,6 +181,47 @@ def check(
     from grpo_core.app import check
 
     return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
+
+
+@app.command
+def doctor(
+    config: Path | None = None,
+    *,
+    env: Annotated[list[str] | None, Parameter(negative="")] = None,
+    engine: str | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    json: bool = False,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Look at this machine, and estimate the memory that a run takes; start nothing.
+
+    The exit status is 1 if something would stop a run.
+
+    Parameters
+    ----------
+    config
+        A TOML file, as for "train".  Without it and the options, only the machine is looked at.
+    env
+        Environment to train on, as "math:sort"; may be repeated.
+    engine
+        Engine that generates completions.
+    set_
+        Set a configuration key, as in "trainer.tokens_per_microbatch=4096"; may be repeated.
+    json
+        Print what was found as JSON.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.app import doctor as machine
+
+    return machine.main(
+        config,
+        envs=env or [],
+        chosen={} if engine is None else {"engine": engine},
+        settings=set_ or [],
+        as_json=json,
+        block=no_plugin or [],
+    )
 
 
 @app.command

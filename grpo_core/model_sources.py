@@ -53,7 +53,9 @@ class ModelRequest:
 class ModelSource(Protocol):
     """A source of models, which finds a model or makes it.
 
-    A plugin offers sources by the hook ``grpo_models``, and ``model.path`` selects one by name.
+    A plugin offers sources by the hook ``grpo_models``, and ``model.path`` selects one by name.  Optional:
+    ``configuration() -> Mapping``, the contents of the config.json that the model will have, for an estimate
+    of the run's memory.
     """
 
     @property

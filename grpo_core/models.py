@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,21 @@ def local_directory(path: str) -> str:
     check_path(path)
     directory = Path(path).expanduser()
     return str(directory) if directory.is_dir() else _download(path)
+
+
+def directory_here(path: str) -> Path | None:
+    """Return the directory of a model path, or of a hub id that was downloaded before; ask no hub."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if path.count("/") != 1:
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(_PATTERNS), local_files_only=True))
+    except Exception:  # it is not there, or only a part of it
+        return None
 
 
 def check_path(path: str) -> None:
@@ -54,6 +70,8 @@ def _download(repository: str) -> str:
         ) from error
 
 
+_LONGEST_HEADER = 100_000_000
+"""Bytes of a header that safetensors accepts."""
 UNKNOWN_SIZE = 2**31
 """A size that the model's configuration does not give."""
 
@@ -72,6 +90,35 @@ def size_of(directory: str, name: str) -> int:
             f"model {directory!r}: {path.name} is no configuration: {str(error)[:200]}"
         ) from None
     return given if isinstance(given, int) and given > 0 else UNKNOWN_SIZE
+
+
+def parameters_in(directory: Path) -> int | None:
+    """Count a model's parameters by the headers of its safetensors files; tied ones count once.
+
+    Returns None if the files do not tell: there are none, they are quantised, or they hold other models too.
+    """
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        headers = [_header(path) for path in sorted(directory.glob("*.safetensors"))]
+        if not headers or {"quantization_config", "text_config"} & config.keys():
+            return None
+        shapes = {name: info["shape"] for header in headers for name, info in header.items()}
+        if config.get("tie_word_embeddings"):
+            shapes.pop("lm_head.weight", None)
+        return sum(int(prod(shape)) for shape in shapes.values())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Return name, dtype and shape of the tensors in a safetensors file.  Raises ValueError, OSError."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length < _LONGEST_HEADER:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return dict(header)
 
 
 def keep_softcapping(model: Any) -> None:

@@ -317,6 +317,45 @@ class EngineSetup:
 
 
 @frozen(kw_only=True)
+class MemoryPart:
+    """A part of the memory that a process of a run takes."""
+
+    name: str
+    """Name of the part, such as "weights"."""
+    nbytes: int
+    device: str = "host"
+    """Device whose memory it is: "host", or one of the GPUs that the process sees ("cuda", "cuda:1")."""
+    certain: bool = True
+    """Whether the run needs all of it in any case.  The others are estimates, and a run is never refused
+    because of them."""
+    change: str = ""
+    """Configuration keys that make it smaller, for messages."""
+
+
+@frozen(kw_only=True)
+class EngineLoad:
+    """The model and the work of an engine, for an estimate of its memory.
+
+    The factory of an engine may have a function ``memory(load: EngineLoad, **options)`` that returns
+    ``MemoryPart``s, a static method for example.  It is called with the engine's options before anything is
+    started, and must load neither torch nor a model.
+    """
+
+    parameters: int
+    """Number of the model's parameters; tied ones count once."""
+    config: Mapping[str, Any]
+    """Contents of the model's config.json."""
+    dtype: str
+    """Dtype of the weights that the trainer sends, as in "bfloat16"."""
+    requests: int
+    """Largest number of requests at once."""
+    tokens: int
+    """Number of tokens of a request and its completion together."""
+    gpu_bytes: int = 0
+    """Memory of the engine's GPU; 0 where there is no GPU that torch can use."""
+
+
+@frozen(kw_only=True)
 class RunInfo:
     """The run that a tracker records, as an argument of its factory."""
 

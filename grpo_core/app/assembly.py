@@ -13,6 +13,7 @@ from attrs import define, evolve, field, frozen
 from grpo_core.app import workers
 from grpo_core.app.first_look import first_look
 from grpo_core.app.gpus import Devices
+from grpo_core.app.memory import checked
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -166,7 +167,7 @@ class Assembly:
         async def given() -> Prompts:
             return prompts
 
-        return await model_source(self.config.model, self.run.plugins).start_model(
+        start = await model_source(self.config.model, self.run.plugins).start_model(
             ModelRequest(
                 directory=self.run.directory.model,
                 prompts=given,
@@ -174,6 +175,11 @@ class Assembly:
                 seed=self.config.seed,
             )
         )
+        if start.prepare is None:  # it may have been downloaded just now
+            step = self.run.resume.step if self.run.resume else 0
+            tight = await asyncio.to_thread(checked, self.config, self.run.plugins, Path(start.path))
+            self.run.warnings.extend(WarningRaised(step=step, cause="memory", message=told) for told in tight)
+        return start
 
     def trainer(self, model: StartModel) -> Trainer:
         """Start the trainer, which makes the model if need be."""

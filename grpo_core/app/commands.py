@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.app import preflight, run
+from grpo_core.app import memory, preflight, run
 from grpo_core.app import resume as continuing
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, parse_setting, read_toml, replace_parts
@@ -22,6 +22,7 @@ from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.inert import inert
 from grpo_core.loop import checkpoint
 from grpo_core.model_sources import model_source
+from grpo_core.models import directory_here
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.audit import audit
 from grpo_core.reporting.report import write as write_report
@@ -57,6 +58,7 @@ def train(
     if resume is None:
         config, host = configure([read_toml(config_file)] if config_file else [], changes, block)
         _check(config, host)
+        _check_memory(config, host)
         config = with_absolute_paths(config, host)
         directory = RunDirectory.create(output or _new_name(config), config)
     else:
@@ -73,6 +75,7 @@ def train(
         resumed, host = continuing.find(path, changes, block)
         directory, config, found = resumed.directory, resumed.config, resumed.found
         _check(config, host)
+        _check_memory(config, host)
         continuing.begin(resumed)
         for note in resumed.notes:
             _say(note)
@@ -148,6 +151,12 @@ def _check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         preflight.check(config, host, trains=trains)
 
 
+def _check_memory(config: Config, host: PluginHost) -> None:
+    """Refuse a run that cannot fit, if its model is on this machine."""
+    if not host.offers("model", config.model.path) and (directory := directory_here(config.model.path)):
+        memory.checked(config, host, directory)
+
+
 def configure(
     layers: Sequence[Mapping[str, Any]], changes: Mapping[str, Any], block: Sequence[str] = ()
 ) -> tuple[Config, PluginHost]:
@@ -159,6 +168,19 @@ def configure(
     host = PluginHost.discover(config.plugins, block)
     preset = model_source(config.model, host).preset
     return (build([replace_parts(preset, given), given]) if preset else config), host
+
+
+def configured(
+    config_file: Path | None,
+    *,
+    envs: Sequence[str],
+    chosen: Mapping[str, str],
+    settings: Sequence[str],
+    block: Sequence[str],
+) -> tuple[Config, PluginHost]:
+    """Build the configuration of a command from its file and its options; return it and the plugins."""
+    tables = [read_toml(config_file)] if config_file else []
+    return configure(tables, _changes(envs, chosen, settings), block)
 
 
 def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[str]) -> dict[str, Any]:

@@ -43,6 +43,12 @@ class TinyModel:
     def check(self) -> None:
         """Accept: nothing can be missing."""
 
+    def configuration(self) -> Mapping[str, Any]:
+        """Return the contents of config.json of the model that will be made."""
+        from grpo_core.demo.tiny import tiny_config
+
+        return tiny_config(width=self._width, layers=self._layers)
+
     async def start_model(self, request: ModelRequest) -> StartModel:
         """Return a model in the run's directory, or the one that an earlier start made there."""
         path = str(request.directory)

@@ -14,6 +14,7 @@ import shutil
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +32,24 @@ LR = 4e-3
 
 Demonstrations = Sequence[Sequence[str]]
 """Conversations: a prompt, a reply, an answer, a reply, ..., with a reply at the end."""
+
+
+def tiny_config(*, width: int, layers: int) -> dict[str, Any]:
+    """Return the contents of the model's config.json."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 3 + len(CHARACTERS),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
 
 
 def make_tiny_model(
@@ -57,21 +76,7 @@ def make_tiny_model(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=3 + len(CHARACTERS),
-                hidden_size=width,
-                intermediate_size=2 * width,
-                num_hidden_layers=layers,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                max_position_embeddings=CONTEXT,
-                tie_word_embeddings=True,
-                pad_token_id=0,
-                bos_token_id=None,
-                eos_token_id=1,
-            )
-        )
+        model = LlamaForCausalLM(LlamaConfig(**tiny_config(width=width, layers=layers)))
     warm_start(model, demonstrations, steps=warm_start_steps, seed=seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     beside = directory.with_name(f"{directory.name}.{os.getpid()}.part")

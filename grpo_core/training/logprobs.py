@@ -59,6 +59,15 @@ def token_logprobs(
     return logprobs, entropy
 
 
+def extra_bytes_on_gpu(n: int, vocabulary: int) -> int:
+    """Return how much more a pass over n tokens takes on a GPU: its chunks of logits are larger.
+
+    There are two such buffers at a time, of float32 in the forward pass.
+    """
+    all_logits = n * vocabulary * torch.float32.itemsize
+    return 2 * (min(CUDA_CHUNK_BYTES, all_logits) - min(CHUNK_BYTES, all_logits))
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -189,13 +189,21 @@ class Scorer:
         module: a transformers causal language model with float32 weights.
         compute_dtype: of its matrix products (bfloat16: autocast); logprobs are float32 in any case, and so
             are the sums in its head.
+        plain_head: whether the logits are a linear function of the base model's output; None finds it out by
+            computing a few.
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype = torch.float32,
+        *,
+        plain_head: bool | None = None,
+    ) -> None:
         self.module = module
         self.device = next(module.parameters()).device
         self._compute_dtype = compute_dtype
-        self._plain_head = _has_plain_head(module)
+        self._plain_head = _has_plain_head(module) if plain_head is None else plain_head
 
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
@@ -304,8 +312,12 @@ def load(
             f"model {str(path)!r}: {len(faults)} of its tensors cannot be loaded and would be random: "
             f"{some}. Its safetensors are incomplete or do not fit its config.json: copy or download it again"
         )
+    return for_training(model.to(device), checkpointing=checkpointing)
+
+
+def for_training(model: Any, *, checkpointing: bool) -> nn.Module:
+    """Set up a transformers model as the trainer uses it: no dropout, and checkpointing if it is wanted."""
     keep_softcapping(model)
-    model.to(device)
     # The engine samples without dropout; with it the trainer would score another policy.
     for module in model.modules():
         for name in ("p", "dropout", "attention_dropout"):

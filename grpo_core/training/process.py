@@ -13,6 +13,7 @@ from grpo_core.errors import ChildDied, GrpoError, TrainerError, one_line
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
+from grpo_core.training.memory import trainer_parts
 from grpo_core.training.setup import TrainerSetup
 
 RESUME = (
@@ -35,6 +36,8 @@ class ProcessTrainer(Trainer):
 
     target: ClassVar[str] = "grpo_core.training.trainer:create"
     """Makes the trainer in the child from ``setup``, as ``module:function``; a subclass may name another."""
+
+    memory = staticmethod(trainer_parts)
 
     def __init__(self, setup: TrainerSetup) -> None:
         self._deadline = setup.trainer.deadline

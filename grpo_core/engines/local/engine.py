@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grpo_core.engines.child import ChildEngine
+from grpo_core.engines.local.memory import memory
 from grpo_core.engines.transports import takes_weights_by
 from grpo_core.records import EngineSetup
 
@@ -16,6 +17,8 @@ class LocalEngine(ChildEngine):
         dtype: type of weights, keys and values: "float32", "bfloat16", or "auto": as the trainer sends them.
         max_rows: requests that are decoded at once.  The others wait in order; those for one token go first.
     """
+
+    memory = staticmethod(memory)
 
     def __init__(
         self, setup: EngineSetup, *, device: str = "auto", dtype: str = "auto", max_rows: int = 512

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_core import EngineSetup
 from grpo_core.engine_kit import ChildEngine, takes_weights_by
+from grpo_plugin_vllm.memory import memory
 from grpo_plugin_vllm.options import Options
 
 
@@ -38,6 +39,8 @@ class VllmEngine(ChildEngine):
 
     requires = MappingProxyType({"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"})
     """Packages that have to be installed, each with the command for it."""
+
+    memory = staticmethod(memory)
 
     def __init__(
         self,

@@ -1,0 +1,343 @@
+"""``grpo-core doctor``: says whether this machine can do a run, and how much memory a run takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import asdict, frozen
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import grpo_core
+from grpo_core.app import machine, memory, preflight
+from grpo_core.app.commands import RUNS, configured
+from grpo_core.config import Config
+from grpo_core.errors import GrpoError, describe, one_line
+from grpo_core.inert import inert
+from grpo_core.model_sources import model_source
+from grpo_core.models import directory_here
+from grpo_core.plugins.host import PluginHost
+
+FORMAT = 1
+"""Version of the JSON; it is raised when a field changes its meaning or disappears."""
+LEAST_FILES = 1024
+"""Open files that a run with some dozens of workers needs."""
+LEAST_SHARED = 1 << 30
+"""Bytes of /dev/shm below which Ray and NCCL are in trouble; Docker gives 64 MiB."""
+LEAST_DISK = 1 << 30
+PACKAGES = ("transformers", "vllm", "ray")
+
+Status = Literal["ok", "warning", "problem"]
+STYLES: Mapping[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+@frozen(kw_only=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    found: str
+    status: Status = "ok"
+    advice: str = ""
+    """What to do; empty if nothing is wrong."""
+
+
+def main(
+    config_file: Path | None,
+    *,
+    envs: Sequence[str],
+    chosen: Mapping[str, str],
+    settings: Sequence[str],
+    as_json: bool,
+    block: Sequence[str],
+) -> int:
+    """Print what is found; return the exit status, which is 1 if something would stop a run."""
+    python = machine.resident()
+    config: Config | None = None
+    if config_file or envs or chosen or settings:
+        config, host = configured(config_file, envs=envs, chosen=chosen, settings=settings, block=block)
+    else:
+        host = PluginHost.discover(block=block)
+    gpus = machine.gpus()
+    checks = [*of_machine(gpus), *_of_plugins(host)]
+    footprint: memory.Footprint | None = None
+    if config is not None:
+        checks += _of_configuration(config, host, gpus)
+        footprint, more = _of_memory(config, host, gpus, python)
+        checks += more
+    if as_json:
+        print(json.dumps(as_data(checks, footprint, gpus), indent=2))
+    else:
+        show(Console(highlight=False), checks, footprint)
+    return 1 if any(check.status == "problem" for check in checks) else 0
+
+
+# ---------------------------------------------------------------------------------- the machine
+
+
+def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
+    """Look at versions, devices and limits."""
+    yield Check(name="grpo-core", found=f"{grpo_core.__version__}, in {Path(grpo_core.__file__).parent}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check(
+        name="Python",
+        found=f"{platform.python_version()}, {platform.system()} {platform.machine()}, {cores} cores",
+    )
+    yield from _of_torch(gpus)
+    for package in PACKAGES:
+        yield Check(name=package, found=machine.installed(package) or "not installed")
+    yield Check(name="NCCL", found=machine.nccl() or "not installed")
+    yield from _of_memory_of_machine(gpus)
+    yield _of_shared_memory()
+    yield _of_open_files()
+    yield _of_disk(0)
+
+
+def _of_torch(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
+    build, version = machine.build_of_torch(), machine.installed("torch")
+    if build is None:
+        yield Check(
+            name="torch", found="not installed", status="problem",
+            advice="pip install torch, for this machine as https://pytorch.org says",
+        )  # fmt: skip
+        return
+    yield Check(name="torch", found=f"{version}, built for {build or 'CPUs only'}")
+    if not gpus:
+        yield Check(name="GPUs", found="none that nvidia-smi shows: a run computes on the CPU")
+        return
+    names = "; ".join(
+        f"{gpu.name}, {memory.size(gpu.memory.available)} of {memory.size(gpu.memory.total)} free"
+        if gpu.memory
+        else f"{gpu.name}, memory unknown"
+        for gpu in gpus
+    )
+    yield Check(
+        name="GPUs",
+        found=f"{names}; driver {gpus[0].driver or 'unknown'}",
+        status="ok" if build else "warning",
+        advice="" if build else "this torch cannot use them: install a build for CUDA (https://pytorch.org)",
+    )
+
+
+def _of_memory_of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
+    host = machine.host_memory()
+    if host is None:
+        return
+    limit = f", the limit in {host.limit}" if host.limit else ""
+    yield Check(
+        name="memory",
+        found=f"{memory.size(host.available)} available of {memory.size(host.total)}{limit}",
+    )
+
+
+def _of_shared_memory() -> Check:
+    directory = Path("/dev/shm")
+    if not directory.is_dir():
+        return Check(name="shared memory", found="there is no /dev/shm; weights go through files")
+    stat = os.statvfs(directory)
+    total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    small = min(total, free) < LEAST_SHARED
+    return Check(
+        name="shared memory",
+        found=f"/dev/shm has {memory.size(free)} free of {memory.size(total)}",
+        status="warning" if small else "ok",
+        advice="Ray, NCCL and source.workers may need more; with Docker: --shm-size=8g" if small else "",
+    )
+
+
+def _of_open_files() -> Check:
+    limits = machine.open_files()
+    if limits is None:
+        return Check(name="open files", found="no limit")
+    soft, hard = limits
+    few = soft < LEAST_FILES
+    return Check(
+        name="open files",
+        found=f"{soft} at once (hard limit {hard})",
+        status="warning" if few else "ok",
+        advice=f"each worker takes some: ulimit -n {max(hard, LEAST_FILES)}" if few else "",
+    )
+
+
+def _of_disk(needed: int) -> Check:
+    directory, free = machine.disk(RUNS)
+    least = max(needed, LEAST_DISK)
+    found = f"{memory.size(free)} free in {directory}"
+    if free >= least:
+        return Check(name="disk", found=found + (f"; checkpoints take {memory.size(needed)}" * bool(needed)))
+    told = f"; checkpoints take up to {memory.size(needed)}" if needed else ""
+    return Check(
+        name="disk",
+        found=found + told,
+        status="problem" if free < needed else "warning",
+        advice="make room, choose another disk with --output, or lower checkpoint.keep",
+    )
+
+
+def _of_plugins(host: PluginHost) -> Iterator[Check]:
+    good = [f"{p.name} {p.version}".strip() for p in host.plugins if p.fault is None]
+    yield Check(name="plugins", found=", ".join(good))
+    for plugin in host.plugins:
+        if plugin.fault is not None:
+            yield Check(
+                name="plugin",
+                found=f"{plugin} is broken: {plugin.error}",
+                status="warning",
+                advice=f"no run can use it; repair it, or leave it out with --no-plugin {plugin.name}",
+            )
+
+
+# ---------------------------------------------------------------------------------- a configuration
+
+
+def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
+    about = f"{', '.join(config.tasks) or 'no task'} with model {config.model.path}"
+    try:
+        preflight.check(config, host)
+    except GrpoError as error:
+        yield Check(name="configuration", found=about, status="problem", advice=str(error))
+    else:
+        yield Check(name="configuration", found=about)
+    device = config.trainer.device
+    number = device.removeprefix("cuda").removeprefix(":") or "0"
+    if device.startswith("cuda") and not (number.isdigit() and int(number) < len(gpus)):
+        yield Check(
+            name="trainer.device",
+            found=f"{device}, and nvidia-smi shows {len(gpus)} GPUs",
+            status="problem",
+            advice='choose "auto" or "cpu", or look at CUDA_VISIBLE_DEVICES',
+        )
+
+
+def _of_memory(
+    config: Config, host: PluginHost, gpus: Sequence[machine.Gpu], python: int
+) -> tuple[memory.Footprint | None, list[Check]]:
+    """Estimate the memory of a run; whatever is wrong becomes a check."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="grpo-core-") as scratch:
+            directory = _model_directory(config, host, Path(scratch))
+            if directory is None:
+                told = f"model {config.model.path!r} is made by a plugin that does not tell its size"
+                return None, [Check(name="run's memory", found=f"unknown: {told}")]
+            found = memory.footprint(config, host, directory, gpus, python)
+    except Exception as error:  # a plugin's function or the model's own code may raise anything
+        told = describe(error) if isinstance(error, GrpoError) else one_line(error)
+        return None, [Check(name="run's memory", found=f"unknown: {told}", status="warning")]
+    missing = [
+        Check(name="run's memory", found=f"a part is unknown: {told}", status="warning")
+        for told in found.missing
+    ]
+    checkpoint = 3 * 4 * found.parameters * (config.checkpoint.keep + 1)
+    return found, [*_of_capacities(found, config, gpus), *missing, _of_disk(checkpoint)]
+
+
+def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:
+    """Return a directory with the model's config.json, or the hub id that has one."""
+    if not host.offers("model", config.model.path):
+        return str(directory_here(config.model.path) or config.model.path)
+    describe_model = getattr(model_source(config.model, host), "configuration", None)
+    if describe_model is None:
+        return None
+    (scratch / "config.json").write_text(json.dumps(describe_model()))
+    return str(scratch)
+
+
+def _of_capacities(found: memory.Footprint, config: Config, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
+    for capacity in memory.capacities(found.processes, gpus):
+        share = config.health.max_memory
+        status: Status = "ok"
+        advice = ""
+        if capacity.refused(share):
+            status, advice = "problem", memory.refusal(capacity, found.processes)
+        elif capacity.tight:
+            status = "warning"
+            advice = f"tight. What makes it smaller: {memory.changes(found.processes, capacity.device)}"
+        yield Check(
+            name="run's memory",
+            found=f"{capacity.device}: {memory.size(capacity.needed)} at the peak, of them "
+            f"{memory.size(capacity.certain)} for certain; {memory.size(capacity.memory.available)} are "
+            "available",
+            status=status,
+            advice=advice,
+        )
+
+
+# ---------------------------------------------------------------------------------- output
+
+
+def as_data(
+    checks: Sequence[Check], footprint: memory.Footprint | None, gpus: Sequence[machine.Gpu]
+) -> dict[str, Any]:
+    """Return plain data, as ``--json`` prints it; docs/doctor.md describes it."""
+    worst = max((check.status for check in checks), key=list(STYLES).index, default="ok")
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "status": worst,
+        "checks": [asdict(check) for check in checks],
+        "memory": None,
+    }
+    if footprint is not None:
+        rows, tokens = footprint.microbatch
+        data["memory"] = {
+            "parameters": footprint.parameters,
+            "microbatch": {"rows": rows, "tokens": tokens},
+            "parts": [
+                {
+                    "process": process.name,
+                    "count": process.count,
+                    "name": part.name,
+                    "device": memory.device_of(part),
+                    "bytes": part.nbytes,
+                    "certain": part.certain,
+                }
+                for process in footprint.processes
+                for part in process.parts
+            ],
+            "devices": [
+                {
+                    "device": capacity.device,
+                    "needed": capacity.needed,
+                    "certain": capacity.certain,
+                    "available": capacity.memory.available,
+                    "total": capacity.memory.total,
+                }
+                for capacity in memory.capacities(footprint.processes, gpus)
+            ],
+        }
+    return data
+
+
+def show(console: Console, checks: Sequence[Check], footprint: memory.Footprint | None) -> None:
+    """Print the checks, and the parts of the memory of a run."""
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    for check in checks:
+        text = Text(inert(check.found))
+        if check.advice:
+            text.append("\n" + inert(check.advice), style=STYLES[check.status])
+        lines.add_row(Text(check.status, style=STYLES[check.status]), inert(check.name), text)
+    console.print(lines)
+    if footprint is None:
+        return
+    rows, tokens = footprint.microbatch
+    console.print(
+        f"\nMemory of a run with {footprint.parameters:,} parameters and micro-batches of {rows} x {tokens} "
+        "tokens:"
+    )
+    parts = Table.grid(padding=(0, 2, 0, 0))
+    for process in footprint.processes:
+        name = process.name + (f" (each of {process.count})" if process.count > 1 else "")
+        for part in sorted(process.parts, key=lambda part: -part.nbytes):
+            device = memory.device_of(part)
+            where = "" if device == memory.HOST else device
+            parts.add_row(
+                inert(name), inert(part.name), Text(memory.size(part.nbytes), justify="right"), where
+            )
+            name = ""
+    console.print(parts)

@@ -1,0 +1,191 @@
+"""Reads what this machine has: memory, GPUs, limits and versions.  Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from attrs import frozen
+
+QUERY = "index,uuid,name,memory.total,memory.free,driver_version"
+"""Fields that nvidia-smi prints for each GPU."""
+SECONDS = 20.0
+"""Time limit of nvidia-smi, which wakes drivers up."""
+ROOT = Path("/")
+
+
+@frozen(kw_only=True)
+class Memory:
+    """The memory of a device, in bytes."""
+
+    total: int
+    available: int
+    limit: str = ""
+    """The file that sets the limit, if it is not the machine itself."""
+
+
+@frozen(kw_only=True)
+class Gpu:
+    """A GPU that the processes of a run can see."""
+
+    name: str
+    memory: Memory | None
+    """None where nvidia-smi does not tell: a part of a GPU, or a GPU that shares the machine's memory."""
+    driver: str
+
+
+def host_memory(root: Path | None = None) -> Memory | None:
+    """Return the memory of this machine, or of the container or batch job; None where Linux's files are not.
+
+    Free swap counts as available.
+    """
+    root = root or ROOT
+    meminfo = _fields(root / "proc/meminfo")
+    if "MemTotal" not in meminfo:
+        return None
+    swap = meminfo.get("SwapFree", 0) << 10
+    machine = Memory(
+        total=(meminfo["MemTotal"] << 10) + (meminfo.get("SwapTotal", 0) << 10),
+        available=(meminfo.get("MemAvailable", meminfo["MemTotal"]) << 10) + swap,
+    )
+    limits = [limit for limit in _cgroup_limits(root) if limit.total < machine.total]
+    return min([machine, *limits], key=lambda memory: memory.available)
+
+
+def _cgroup_limits(root: Path) -> Iterator[Memory]:
+    """Yield the limits of the control groups that this process is in, of version 2 and of version 1."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = base / path.strip("/")
+        for each in (group, *group.parents):
+            if each.is_relative_to(base) and (found := _limit(each, *names)) is not None:
+                yield found
+
+
+def _limit(group: Path, limit: str, usage: str, inactive: str) -> Memory | None:
+    try:
+        most, used = int((group / limit).read_text()), int((group / usage).read_text())
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+    cache = _fields(group / "memory.stat").get(inactive, 0)  # the kernel drops these pages when it needs room
+    return Memory(total=most, available=max(0, most - used + cache), limit=str(group / limit))
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with lines such as ``MemTotal:  24 kB`` or ``inactive_file 24``."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    found = (re.match(r"(\w+):?\s+(\d+)", line) for line in lines)
+    return {match[1]: int(match[2]) for match in found if match}
+
+
+def resident(pid: int | str = "self", field: str = "VmRSS") -> int:
+    """Return the resident bytes of a process; 0 where Linux's files are not."""
+    return _fields(Path("/proc") / str(pid) / "status").get(field, 0) << 10
+
+
+# ---------------------------------------------------------------------------------- GPUs
+
+
+def gpus() -> list[Gpu]:
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, as nvidia-smi describes them.
+
+    An empty list means that there is none, or no nvidia-smi that answers.
+    """
+    rows = [line.split(", ") for line in _nvidia_smi().splitlines() if line.count(", ") == QUERY.count(",")]
+    found = {}
+    for index, uuid, name, total, free, driver in rows:
+        told = total.isdigit() and free.isdigit()
+        memory = Memory(total=int(total) << 20, available=int(free) << 20) if told else None
+        found[index, uuid] = Gpu(name=name, memory=memory, driver=driver)
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None or not found:
+        return list(found.values())
+    chosen = [each.strip() for each in shown.split(",") if each.strip()]
+    return [
+        next(
+            (gpu for names, gpu in found.items() if _named(each, *names)),
+            Gpu(name=each, memory=None, driver=""),
+        )
+        for each in chosen
+    ]
+
+
+def _named(chosen: str, index: str, uuid: str) -> bool:
+    return chosen == index if chosen.isdigit() else uuid.startswith(chosen)
+
+
+def _nvidia_smi() -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    arguments = [command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def build_of_torch() -> str | None:
+    """Return for which GPUs torch is built, as "cuda 12.8" or "hip 6.4"; "" for none, None without torch."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    try:
+        text = Path(spec.submodule_search_locations[0], "version.py").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^(cuda|hip)\b[^=\n]*= *['\"]([\w.-]+)['\"]", text, re.M)
+    return f"{match[1]} {match[2]}" if match else ""
+
+
+# ---------------------------------------------------------------------------------- versions and limits
+
+
+def installed(distribution: str) -> str:
+    """Return the version of a distribution, or an empty string."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def nccl() -> str:
+    """Return the version of NCCL that came with torch's packages, or an empty string."""
+    return next((found for cuda in (13, 12, 11) if (found := installed(f"nvidia-nccl-cu{cuda}"))), "")
+
+
+def open_files() -> tuple[int, int] | None:
+    """Return the soft and the hard limit of open files; None where there is none."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else (soft, hard)
+
+
+def disk(directory: Path) -> tuple[Path, int]:
+    """Return the nearest directory that exists, and the free bytes of its disk."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    return there, shutil.disk_usage(there).free

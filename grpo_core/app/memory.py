@@ -1,0 +1,393 @@
+"""The memory that a run takes, by process and part, and whether this machine has it.
+
+``checked`` is cheap: it reads the headers of the model's files and counts what is certain.  ``footprint``
+adds the rest, which needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from grpo_core.app import machine
+from grpo_core.app.gpus import choose
+from grpo_core.app.parts import engines_of, make_placement
+from grpo_core.app.workers import transport
+from grpo_core.config import Config, EngineConfig
+from grpo_core.errors import ConfigError, ModelError
+from grpo_core.loss import needs_of
+from grpo_core.models import parameters_in, size_of
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import EngineLoad, MemoryPart
+from grpo_core.training.memory import FLOAT32, PUBLISHED, kept_bytes
+
+HOST = "host"
+PROMPT_TOKENS = 256
+"""Tokens of a prompt that an estimate assumes, for each completion of ``rollout.max_tokens``."""
+SMALLEST = 1 << 30
+"""Bytes of a trainer below which nvidia-smi, which takes some time, is not asked."""
+TIGHT = 0.9
+"""Share of the available memory from which a run is called tight."""
+
+
+@frozen(kw_only=True)
+class ProcessMemory:
+    """The memory of the processes of one kind."""
+
+    name: str
+    parts: tuple[MemoryPart, ...]
+    count: int = 1
+    """Number of processes, each with these parts."""
+
+
+@frozen(kw_only=True)
+class Capacity:
+    """A device, the memory that a run needs of it, and the memory that it has."""
+
+    device: str
+    needed: int
+    certain: int
+    """Bytes that the run needs in any case."""
+    memory: machine.Memory
+
+    def refused(self, share: float) -> bool:
+        """Whether the run cannot fit, with ``share`` of the available memory."""
+        return bool(share) and self.certain > share * self.memory.available
+
+    @property
+    def tight(self) -> bool:
+        return self.needed > TIGHT * self.memory.available
+
+
+def capacities(processes: Sequence[ProcessMemory], gpus: Sequence[machine.Gpu]) -> list[Capacity]:
+    """Return what a run needs of each device whose memory is known."""
+    found = []
+    for device in dict.fromkeys(device_of(part) for process in processes for part in process.parts):
+        memory = memory_of(device, gpus)
+        if memory is not None:
+            there = [(process.count, part) for process, part in parts_on(processes, device)]
+            needed = sum(count * part.nbytes for count, part in there)
+            certain = sum(count * part.nbytes for count, part in there if part.certain)
+            found.append(Capacity(device=device, needed=needed, certain=certain, memory=memory))
+    return found
+
+
+def device_of(part: MemoryPart) -> str:
+    """Return the device of a part, with the number of a GPU: torch's "cuda" is the first."""
+    return "cuda:0" if part.device == "cuda" else part.device
+
+
+def memory_of(device: str, gpus: Sequence[machine.Gpu]) -> machine.Memory | None:
+    """Return the memory of a device; None if it is not known."""
+    if device == HOST:
+        return machine.host_memory()
+    number = device.removeprefix("cuda:")
+    return gpus[int(number)].memory if number.isdigit() and int(number) < len(gpus) else None
+
+
+def parts_on(processes: Sequence[ProcessMemory], device: str) -> Iterator[tuple[ProcessMemory, MemoryPart]]:
+    for process in processes:
+        for part in process.parts:
+            if device_of(part) == device:
+                yield process, part
+
+
+# ---------------------------------------------------------------------------------- parts that are certain
+
+
+def checked(config: Config, host: PluginHost, directory: Path) -> list[str]:
+    """Check that a run fits, as far as the size of its model tells; return warnings.
+
+    Args:
+        directory: of the model.  Nothing is checked if its files do not tell its size.
+
+    Raises ConfigError if the run cannot fit.
+    """
+    parameters = parameters_in(directory) if config.health.max_memory else None
+    if parameters is None:
+        return []
+    gpus = machine.gpus() if 4 * FLOAT32 * parameters >= SMALLEST else []
+    processes = certain_parts(config, host, str(directory), parameters, gpus)
+    found = capacities(processes, gpus)
+    for capacity in found:
+        if capacity.refused(config.health.max_memory):
+            raise ConfigError(refusal(capacity, processes))
+    return [
+        f"memory is tight: {told(capacity)}; grpo-core doctor CONFIG estimates the other parts, too"
+        for capacity in found
+        if capacity.certain > TIGHT * capacity.memory.available
+    ]
+
+
+def certain_parts(
+    config: Config, host: PluginHost, directory: str, parameters: int, gpus: Sequence[machine.Gpu]
+) -> list[ProcessMemory]:
+    """Return the trainer and the engines with the parts that follow from the number of parameters."""
+    placement = make_placement(config.placement, host)
+    engines = engines_of(config, trains=True)
+    device = trainer_device(config, gpus)
+    dtype = _dtype(config, device)
+    devices = choose(config.trainer, {} if placement.remote else engines, len(gpus))
+    found = []
+    if (of_trainer := _memory(host.find("trainer", config.trainer.name).load())) is not None:
+        loss = host.function("loss", config.loss.name, **config.loss.options)
+        parts = of_trainer(
+            parameters=parameters,
+            dtype=dtype,
+            device=device,
+            transport=transport(config.engine, engines.get("validation.engine"), placement, host),
+            reference="reference" in needs_of(loss.function, loss.options),
+            async_save=config.checkpoint.async_save,
+        )
+        found.append(_process("trainer", parts, _seen(devices.trainer, len(gpus))))
+    for key, engine in engines.items() if not placement.remote else ():
+        of_engine = _memory(host.find("engine", engine.name).load())
+        variables = [*devices.engines.get(key, ()), *[{}] * engine.workers][: engine.workers]
+        for seen, count in Counter(_seen(each, len(gpus)) for each in variables).items():
+            if of_engine is not None:
+                load = _load(config, directory, parameters, dtype, engine, [gpus[gpu] for gpu in seen])
+                parts = of_engine(load, **engine.options)
+                found.append(_process(key.replace(".", " "), parts, seen, key=key, count=count))
+    return found
+
+
+def _process(
+    name: str, parts: Sequence[MemoryPart], seen: Sequence[int], *, key: str = "engine", count: int = 1
+) -> ProcessMemory:
+    """Make a process whose parts are on GPUs as this process counts them.
+
+    Args:
+        seen: the GPUs that the process sees; its "cuda:1" is the second of them.
+        key: section of the configuration that an engine's hints are about.
+    """
+    placed = []
+    for part in parts:
+        number = part.device.removeprefix("cuda").removeprefix(":") or "0"
+        device = f"cuda:{seen[int(number)]}" if number.isdigit() and int(number) < len(seen) else part.device
+        placed.append(evolve(part, device=device, change=part.change.replace("engine.", f"{key}.")))
+    return ProcessMemory(name=name, parts=tuple(placed), count=count)
+
+
+def _seen(variables: Mapping[str, str], count: int) -> tuple[int, ...]:
+    """Return the GPUs that a process with these environment variables sees, as this process counts them."""
+    shown = variables.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return tuple(range(count))
+    here = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in here.split(",")] if here else [str(gpu) for gpu in range(count)]
+    return tuple(names.index(name) for name in shown.split(","))
+
+
+def trainer_device(config: Config, gpus: Sequence[machine.Gpu]) -> str:
+    """Return "host" or the GPU on which the trainer computes."""
+    chosen = config.trainer.device
+    if chosen == "auto":
+        return "cuda" if gpus and machine.build_of_torch() else HOST
+    return HOST if chosen == "cpu" else chosen
+
+
+def _dtype(config: Config, device: str) -> str:
+    """Return the dtype of the trainer's products and of the published weights, as the trainer chooses it."""
+    chosen = config.model.dtype
+    if chosen == "auto":
+        return "float32" if device == HOST else "bfloat16"
+    return chosen
+
+
+def row_tokens(config: Config, positions: int) -> int:
+    """Return the tokens of a long row: prompt, completions and what the environment adds."""
+    rollout = config.rollout
+    turns = max(1, rollout.max_turns)
+    return min(positions, rollout.max_total_tokens or turns * (rollout.max_tokens + PROMPT_TOKENS))
+
+
+def outstanding(config: Config) -> int:
+    """Return the largest number of rollouts that an engine works at, at the same time."""
+    rollouts = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+    held_out = config.validation.prompts * len(config.tasks) if config.validation.every else 0
+    return max(rollouts * config.rollout.group_size, held_out)
+
+
+def _load(
+    config: Config,
+    directory: str,
+    parameters: int,
+    dtype: str,
+    engine: EngineConfig,
+    gpus: Sequence[machine.Gpu],
+) -> EngineLoad:
+    first = gpus[0].memory if gpus and machine.build_of_torch() else None
+    return EngineLoad(
+        parameters=parameters,
+        config=_config_of(directory),
+        dtype=dtype,
+        requests=-(-outstanding(config) // engine.workers),
+        tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
+        gpu_bytes=first.total if first else 0,
+    )
+
+
+def _memory(factory: Any) -> Any:
+    """Return the function with which a factory tells its memory; one that it inherits may not fit it."""
+    return factory.memory if "memory" in getattr(factory, "__dict__", {}) else None
+
+
+def _config_of(directory: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+# ---------------------------------------------------------------------------------- everything else
+
+
+@frozen(kw_only=True)
+class Footprint:
+    """The memory of a run by process and part."""
+
+    processes: tuple[ProcessMemory, ...]
+    parameters: int
+    microbatch: tuple[int, int]
+    """Rows and tokens per row of the largest micro-batch."""
+    missing: tuple[str, ...]
+    """Reasons why some parts are not known."""
+
+
+def footprint(
+    config: Config, host: PluginHost, directory: str, gpus: Sequence[machine.Gpu], python: int
+) -> Footprint:
+    """Return all parts of a run's memory.  Imports torch and the model's code into this process.
+
+    A process of the run imports the same, so its size is measured here.
+
+    Args:
+        directory: directory with the model's config.json, or a hub id.
+        python: resident bytes of a process without torch.
+
+    Raises ModelError if the configuration makes no model.
+    """
+    import torch
+    import torchdata.stateful_dataloader  # noqa: F401 - as the main process does
+    import transformers.tokenization_utils_tokenizers  # noqa: F401 - as it does, too
+
+    with_torch = machine.resident()
+    from grpo_core.training.activations import Pass, activation_bytes, shapes
+    from grpo_core.training.logprobs import extra_bytes_on_gpu
+    from grpo_core.training.trainer import token_budget
+
+    trust = config.model.trust_remote_code
+    model = shapes(directory, trust_remote_code=trust)
+    bases = {"trainer": machine.resident(), "environment": python}
+    device = trainer_device(config, gpus)
+    processes = certain_parts(config, host, directory, model.parameters, gpus)
+    budget = token_budget(config.trainer, model.vocabulary, torch.device("cpu" if device == HOST else device))
+    tokens = row_tokens(config, size_of(directory, "max_position_embeddings"))
+    rows = config.trainer.prompts_per_step * config.rollout.group_size // config.trainer.updates_per_step
+    microbatch = max(1, min(budget // tokens, rows)), tokens
+    missing = [
+        f"the {each} {name!r} does not tell what memory it takes"
+        for each, name in (("trainer", config.trainer.name), ("engine", config.engine.name))
+        if each not in {process.name for process in processes}
+    ]
+    try:
+        work = Pass(
+            rows=microbatch[0],
+            tokens=tokens,
+            sampled=config.rollout.max_tokens * max(1, config.rollout.max_turns),
+            dtype=_dtype(config, device),
+            checkpointing=config.trainer.gradient_checkpointing,
+            again=rows > microbatch[0],
+        )
+        nbytes = activation_bytes(directory, work, trust_remote_code=trust)
+        if device != HOST:
+            nbytes += extra_bytes_on_gpu(work.rows * work.sampled, model.vocabulary)
+        activations = [_activations(nbytes, device)]
+        if device == HOST:
+            kept = kept_bytes(model.parameters, nbytes)
+            activations.append(MemoryPart(name="freed, not given back", nbytes=kept, certain=False))
+    except ModelError as error:
+        activations, missing = [], [*missing, str(error)]
+    found = [ProcessMemory(name="main", parts=(_base(with_torch), *_copies(config, processes)))]
+    for process in processes:
+        own = activations if process.name == "trainer" else []
+        base = _base(bases.get(process.name, with_torch))
+        found.append(evolve(process, parts=(base, *process.parts, *own)))
+    count = config.environment.workers * len(config.tasks)
+    if not make_placement(config.placement, host).remote:
+        found.append(ProcessMemory(name="environment", parts=(_base(python),), count=count))
+    return Footprint(
+        processes=tuple(found),
+        parameters=model.parameters,
+        microbatch=microbatch,
+        missing=tuple(missing),
+    )
+
+
+def _base(nbytes: int) -> MemoryPart:
+    return MemoryPart(name="Python and packages", nbytes=nbytes, certain=False)
+
+
+def _activations(nbytes: int, device: str) -> MemoryPart:
+    change = "trainer.tokens_per_microbatch, trainer.gradient_checkpointing = true"
+    return MemoryPart(name="activations", nbytes=nbytes, device=device, certain=False, change=change)
+
+
+def _copies(config: Config, processes: Sequence[ProcessMemory]) -> Iterator[MemoryPart]:
+    """Yield the copy of the published weights that a pool of engines keeps."""
+    published = [part for process in processes for part in process.parts if part.name == PUBLISHED]
+    if config.engine.workers > 1 and published:
+        yield evolve(published[0], name="copy of the weights", certain=False, change="engine.workers")
+
+
+# ---------------------------------------------------------------------------------- messages
+
+
+def told(capacity: Capacity) -> str:
+    """Say in one clause what a run needs of a device and what the device has."""
+    memory = capacity.memory
+    limit = f", the limit in {memory.limit}" if memory.limit else ""
+    return (
+        f"the run needs at least {size(capacity.certain)} of {place(capacity.device)}, which has "
+        f"{size(memory.available)} available (of {size(memory.total)}{limit})"
+    )
+
+
+def refusal(capacity: Capacity, processes: Sequence[ProcessMemory]) -> str:
+    """Write the message for a run that cannot fit: parts, and what to change."""
+    there = [(process, part) for process, part in parts_on(processes, capacity.device) if part.certain]
+    parts = ", ".join(
+        f"{process.name}'s {part.name} {size(part.nbytes)}"
+        + (f" x {process.count}" if process.count > 1 else "")
+        for process, part in there
+    )
+    return (
+        f"{told(capacity)}: {parts}. What makes it smaller: {changes(processes, capacity.device)}. If this "
+        "estimate is wrong, --set health.max_memory=0 turns the check off"
+    )
+
+
+def changes(processes: Sequence[ProcessMemory], device: str) -> str:
+    """Name what makes the parts on a device smaller, the largest parts first."""
+    parts = sorted((part for _, part in parts_on(processes, device)), key=lambda part: -part.nbytes)
+    return "; ".join(dict.fromkeys(part.change for part in parts if part.change))
+
+
+def place(device: str) -> str:
+    return "the host's memory" if device == HOST else f"GPU {device}"
+
+
+def size(nbytes: float) -> str:
+    """Format a number of bytes with three digits."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.3g} {unit}" if unit != "bytes" else f"{nbytes:.0f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.3g} TiB" if nbytes < 1000 else f"{nbytes:,.0f} TiB"

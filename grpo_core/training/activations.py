@@ -1,0 +1,158 @@
+"""Computes the activation memory of a model without its weights and without computing anything.
+
+The trainer's forward and backward pass runs on fake tensors, which have shapes and no contents, while every
+storage that comes and goes is counted.  So the figure follows the model's own code, the attention that torch
+chooses, and the chunks of the head, whatever the architecture.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from grpo_core.errors import ModelError, one_line
+from grpo_core.training.memory import FLOAT32
+from grpo_core.training.microbatch import MicroBatch
+from grpo_core.training.model import Scorer, for_training
+
+
+@frozen(kw_only=True)
+class Shapes:
+    """The figures of a model that its configuration determines."""
+
+    parameters: int
+    """Number of parameters; tied ones count once."""
+    vocabulary: int
+
+
+@frozen(kw_only=True)
+class Pass:
+    """The micro-batch of a forward and backward pass."""
+
+    rows: int
+    tokens: int
+    """Number of tokens of each row."""
+    sampled: int
+    """Number of tokens of each row that are trained."""
+    dtype: str
+    checkpointing: bool = False
+    again: bool = True
+    """Whether gradients of another micro-batch are there already."""
+
+    def microbatch(self) -> MicroBatch:
+        """Make the micro-batch, in the mode of fake tensors."""
+        n = self.rows * min(self.sampled, self.tokens)
+        places, numbers = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
+        return MicroBatch(
+            rows=(),
+            input_ids=torch.zeros(self.rows, self.tokens, dtype=torch.int64),
+            positions=places,
+            targets=places,
+            row_of=places,
+            generation_logprobs=numbers,
+            advantages=numbers,
+        )
+
+
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that operations make, until they are freed."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live: dict[int, int] = dict.fromkeys(known, 0)
+        self._now = 0
+        self.peak: int = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for each in tree_iter(result):
+            if isinstance(each, Tensor):
+                self._add(each.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = storage.nbytes()
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._drop, key).atexit = False
+
+    def _drop(self, key: int) -> None:
+        self._now -= self._live.pop(key, 0)
+
+
+def shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
+    """Return the figures of the model in a directory or of a hub id, from its configuration.
+
+    Raises ModelError if transformers cannot make such a model.
+    """
+    with torch.device("meta"):
+        module = _make(path, trust_remote_code)
+    embedding: Any = module.get_input_embeddings()
+    return Shapes(
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        vocabulary=int(embedding.weight.shape[0]),
+    )
+
+
+def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) -> int:
+    """Return the peak of everything that a forward and backward pass adds to weights and gradients.
+
+    Raises ModelError if the model's code depends on the contents of tensors, as that of some mixtures of
+    experts does.
+    """
+    from torch._subclasses import fake_tensor
+
+    log = logging.getLogger(fake_tensor.__name__)  # it prints errors that are raised as well
+    before, log.disabled = log.disabled, True
+    try:
+        with fake_tensor.FakeTensorMode():
+            module = for_training(_make(path, trust_remote_code), checkpointing=work.checkpointing)
+            parameters = list(module.parameters())
+            known = {tensor.untyped_storage()._cdata for tensor in (*parameters, *module.buffers())}
+            scorer = Scorer(module, getattr(torch, work.dtype), plain_head=_looks_plain(module))
+            with _Count(known) as count:
+                for _ in range(1 + work.again):
+                    logprobs, _ = scorer.score(work.microbatch(), 1.0)
+                    torch.autograd.backward(logprobs.sum())
+                    del logprobs
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the activations cannot be computed ahead ({type(error).__name__}: {one_line(error)})"
+        ) from error
+    finally:
+        log.disabled = before
+    gradients = sum(FLOAT32 * parameter.numel() for parameter in parameters)
+    return int(count.peak - gradients)
+
+
+def _make(path: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # code of the model, too
+        raise ModelError(
+            f"model {str(path)!r}: its configuration makes no causal language model "
+            f"({type(error).__name__}: {one_line(error)})"
+        ) from error
+
+
+def _looks_plain(module: Any) -> bool:
+    """Guess, without computing logits, whether ``Scorer`` finds a plain head."""
+    config = module.config.get_text_config()
+    scaled = any(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
+    return isinstance(module.get_output_embeddings(), torch.nn.Linear) and not scaled

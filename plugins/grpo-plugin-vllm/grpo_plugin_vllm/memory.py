@@ -1,0 +1,47 @@
+"""The memory of the engine ``vllm`` by part; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_core import EngineLoad, MemoryPart
+from grpo_plugin_vllm.options import CPU_CACHE_MIB
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def memory(load: EngineLoad, **options: Any) -> Sequence[MemoryPart]:
+    """Return the parts of an engine with these options.
+
+    On a GPU vLLM takes its share of the memory when it starts, whatever the model needs of it.
+    """
+    device = options.get("device", "auto")
+    on_gpu = device == "cuda" or (device == "auto" and load.gpu_bytes > 0)
+    shards = options.get("tensor_parallel", 1)
+    devices = [f"cuda:{gpu}" for gpu in range(shards)] if on_gpu else ["host"]
+    own = options.get("vllm") or {}
+    cache = options.get("cache_mib")
+    fraction = own.get("gpu_memory_utilization", options.get("memory_fraction", 0.85))
+    if on_gpu and cache is None and "kv_cache_memory_bytes" not in own:
+        return [
+            MemoryPart(
+                name="weights, keys and values",
+                nbytes=int(fraction * load.gpu_bytes),
+                device=device,
+                change="engine.options.memory_fraction",
+            )
+            for device in devices
+        ]
+    dtype = options.get("dtype", "auto")
+    size = ITEMSIZE[load.dtype if dtype == "auto" else dtype] * load.parameters
+    held = own.get("kv_cache_memory_bytes", (cache or CPU_CACHE_MIB) << 20)
+    smaller = 'engine.options.dtype = "bfloat16"'
+    return [
+        part
+        for device in devices
+        for part in (
+            MemoryPart(name="weights", nbytes=size // shards, device=device, change=smaller),
+            MemoryPart(name="keys and values", nbytes=held, device=device, change="engine.options.cache_mib"),
+        )
+    ]

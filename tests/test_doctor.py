@@ -1,0 +1,232 @@
+"""``grpo-core doctor`` and the refusal of ``train``, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_memory import EIGHT_PARAMETERS, eight_billion
+
+from grpo_core.app import commands, machine
+from grpo_core.demo.tiny import make_tiny_model
+from grpo_core.errors import ConfigError
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+BROKEN = "import grpo_core\nraise RuntimeError('no licence file')\n"
+
+
+def grpo(cwd, *arguments, **environ):
+    return subprocess.run(
+        [GRPO, *map(str, arguments)],
+        cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def doctor(cwd, *arguments, status=0, **environ):
+    """What ``doctor --json`` prints, and its checks by name."""
+    done = grpo(cwd, "doctor", *arguments, "--json", **environ)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    data = json.loads(done.stdout)
+    return data, {check["name"]: check for check in data["checks"]}
+
+
+@pytest.fixture
+def broken_plugin(tmp_path):
+    """A directory for PYTHONPATH with a distribution whose plugin does not import."""
+    site = tmp_path / "site"
+    info = site / "broken-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "broken_module.py").write_text(BROKEN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[grpo_core]\nbroken = broken_module\n")
+    return f"{site}:{os.environ.get('PYTHONPATH', '')}"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A directory with a small model."""
+    directory = tmp_path_factory.mktemp("models") / "small"
+    make_tiny_model(directory, (), warm_start_steps=0)
+    return directory
+
+
+# ---------------------------------------------------------------------------------- the machine
+
+
+def test_the_machine_is_described_without_torch(tmp_path):
+    program = (
+        "import sys\nfrom grpo_core.cli import main\nsys.argv = ['grpo-core', 'doctor', '--json']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'transformers', 'ray', 'vllm'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data.keys() == {"format", "status", "checks", "memory"}
+    assert data["format"] == 1
+    assert data["memory"] is None
+    for check in data["checks"]:
+        assert check.keys() == {"name", "found", "status", "advice"}
+        assert check["status"] in ("ok", "warning", "problem")
+        assert bool(check["advice"]) == (check["status"] != "ok")
+    names = [check["name"] for check in data["checks"]]
+    assert {"grpo-core", "Python", "torch", "GPUs", "vllm", "ray", "NCCL", "plugins"} <= set(names)
+    assert {"shared memory", "open files", "disk"} <= set(names)
+
+
+def test_a_broken_plugin_is_a_warning_with_its_reason(tmp_path, broken_plugin):
+    data, checks = doctor(tmp_path, PYTHONPATH=broken_plugin)
+    assert checks["plugin"]["status"] == data["status"] == "warning"
+    assert "RuntimeError: no licence file" in checks["plugin"]["found"]
+    assert "--no-plugin broken" in checks["plugin"]["advice"]
+
+
+def test_few_open_files_are_a_warning_with_the_command(tmp_path):
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 256 && exec {GRPO} doctor --json"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["open files"]["found"].startswith("256 at once")
+    assert "ulimit -n" in checks["open files"]["advice"]
+    assert done.returncode == 0
+
+
+def test_a_gpu_that_this_torch_cannot_use_is_a_warning(tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "0, GPU-aaaa, NVIDIA H200, 143771, 143000, 570.86.15"\n')
+    tool.chmod(0o755)
+    _, checks = doctor(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="0")
+    assert checks["GPUs"]["found"] == "NVIDIA H200, 140 GiB of 140 GiB free; driver 570.86.15"
+    built = "CPUs only" not in checks["torch"]["found"]
+    assert checks["GPUs"]["status"] == ("ok" if built else "warning")
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_the_text_fits_the_terminal(tmp_path, width):
+    done = grpo(tmp_path, "doctor", COLUMNS=str(width))
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= width
+    assert "shared memory" in done.stdout
+
+
+# ---------------------------------------------------------------------------------- a configuration
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_run_adds_up(tmp_path, small):
+    data, checks = doctor(tmp_path, "--env", "math:sort", "--set", f"model.path={small}")
+    memory = data["memory"]
+    assert memory.keys() == {"parameters", "microbatch", "parts", "devices"}
+    of_trainer = {part["name"]: part["bytes"] for part in memory["parts"] if part["process"] == "trainer"}
+    assert of_trainer["weights"] == of_trainer["gradients"] == 4 * memory["parameters"]
+    assert of_trainer["optimizer"] == 8 * memory["parameters"]
+    assert of_trainer["checkpoint copy"] == 12 * memory["parameters"]
+    assert of_trainer["activations"] > 0
+    assert {part["process"] for part in memory["parts"]} == {"main", "trainer", "engine", "environment"}
+    (host,) = memory["devices"]
+    assert host["needed"] == sum(part["bytes"] * part["count"] for part in memory["parts"])
+    assert host["certain"] == sum(p["bytes"] * p["count"] for p in memory["parts"] if p["certain"])
+    assert checks["run's memory"]["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_model_that_is_made_is_estimated_before_it_is_made(tmp_path):
+    data, _ = doctor(tmp_path, "--env", "math:sort", "--set", "model.options.width=128")
+    assert data["memory"]["parameters"] == 99 * 128 + 128 + 2 * (2 * 128 + 4 * 128**2 + 3 * 128 * 256)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_large_model_is_a_problem_with_its_parts(tmp_path):
+    directory = eight_billion(tmp_path / "eight")
+    settings = ["--set", f"model.path={directory}", "--set", "health.max_memory=0.001"]
+    data, checks = doctor(tmp_path, "--env", "math:sort", *settings, "--set", "trainer.device=cpu", status=1)
+    assert data["memory"]["parameters"] == EIGHT_PARAMETERS
+    assert checks["run's memory"]["status"] == "problem"
+    assert "trainer's optimizer 59.8 GiB" in checks["run's memory"]["advice"]
+
+
+@pytest.mark.slow
+def test_a_model_without_weights_is_estimated_all_the_same(tmp_path, small):
+    directory = tmp_path / "bare"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((small / name).read_bytes())
+    data, checks = doctor(tmp_path, "--env", "math:sort", "--set", f"model.path={directory}", status=1)
+    assert "no *.safetensors" in checks["configuration"]["advice"]
+    assert data["memory"]["parameters"] == 88_576
+
+
+@pytest.mark.slow
+def test_what_train_would_refuse_is_a_problem(tmp_path):
+    data, checks = doctor(tmp_path, "--env", "math:sort", "--set", "sampler.name=mixx", status=1)
+    assert data["status"] == "problem"
+    assert "Did you mean 'mix'?" in checks["configuration"]["advice"]
+
+
+@pytest.mark.slow
+def test_a_gpu_that_is_not_there_is_a_problem(tmp_path):
+    _, checks = doctor(
+        tmp_path, "--env", "math:sort", "--set", "trainer.device=cuda:7", status=1, CUDA_VISIBLE_DEVICES=""
+    )
+    assert "cuda:7, and nvidia-smi shows 0 GPUs" in checks["trainer.device"]["found"]
+
+
+def test_a_mistake_in_the_file_is_wrong_input(tmp_path):
+    (tmp_path / "wrong.toml").write_text("[trainer]\nstep = 3\n")
+    done = grpo(tmp_path, "doctor", "wrong.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "unknown configuration key 'trainer.step'. Did you mean 'steps'?" in done.stderr
+
+
+# ---------------------------------------------------------------------------------- train
+
+
+def test_train_refuses_a_run_that_cannot_fit_and_starts_nothing(tmp_path):
+    model = eight_billion(tmp_path / "eight")
+    settings = ["--set", f"model.path={model}", "--set", "trainer.device=cpu"]
+    settings += ["--env", "math:sort", "--output", "run", "--set", "health.max_memory=0.1"]
+    done = grpo(tmp_path, "train", *settings)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("grpo-core: the run needs at least 269 GiB of the host's memory, which has ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_tight_run_warns_and_a_resumed_run_is_refused_as_well(tmp_path, small, monkeypatch):
+    """A stand-in for /proc/meminfo has just enough for the 36 bytes of each of the 88,576 parameters."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    (tmp_path / "proc").mkdir()
+    meminfo = tmp_path / "proc" / "meminfo"
+    meminfo.write_text("MemTotal: 9999 kB\nMemAvailable: 3300 kB\n")
+    settings = [f"model.path={small}", "trainer.steps=2", "trainer.prompts_per_step=2",
+                "rollout.group_size=2", "rollout.max_tokens=4", "checkpoint.every=1",
+                "validation.every=0"]  # fmt: skip
+    assert train(envs=["math:sort"], settings=settings, output=Path("run")) == 0
+    warnings = [
+        line for line in Path("run/events.jsonl").read_text().splitlines() if '"WarningRaised"' in line
+    ]
+    assert "memory is tight: the run needs at least 3.04 MiB of the host's memory" in warnings[0]
+
+    meminfo.write_text("MemTotal: 9999 kB\nMemAvailable: 3000 kB\n")
+    before = Path("run/config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=r"the run needs at least 3\.04 MiB"):
+        train(settings=["trainer.steps=3"], resume="run")
+    assert Path("run/config.toml").read_bytes() == before
+    assert train(settings=["trainer.steps=3", "health.max_memory=0"], resume="run") == 0
+
+
+def train(**given):
+    """Run the command in this process, where a test can stand in for the machine."""
+    nothing = {"config_file": None, "envs": [], "chosen": {}, "settings": [], "output": None, "resume": None,
+               "ray": None, "block": []}  # fmt: skip
+    return commands.train(**{**nothing, **given})

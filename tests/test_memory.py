@@ -1,0 +1,471 @@
+"""The memory of a run: each part against numbers computed by hand, and against real allocations."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from grpo_core.app import machine, memory
+from grpo_core.app.commands import configured
+from grpo_core.app.machine import Gpu, Memory
+from grpo_core.demo.tiny import make_tiny_model
+from grpo_core.engines.local.engine import LocalEngine
+from grpo_core.errors import ConfigError, ModelError
+from grpo_core.models import parameters_in
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import EngineLoad, MemoryPart
+from grpo_core.training.activations import Pass, activation_bytes, shapes
+from grpo_core.training.memory import trainer_parts
+from grpo_core.training.model import Scorer, for_training
+
+GIB = 1 << 30
+EIGHT = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "tie_word_embeddings": False, "max_position_embeddings": 8192,
+}  # fmt: skip
+EIGHT_PARAMETERS = 8_030_261_248
+
+
+def model_files(directory: Path, config: dict[str, object], tensors: dict[str, list[int]]) -> Path:
+    """Write a model directory whose weights are a hole in a file: a real header, and no bytes on the disk."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer_config.json").write_text("{}")
+    offset, header = 0, {}
+    for name, shape in tensors.items():
+        size = 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    packed = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(packed)) + packed)
+        file.truncate(8 + len(packed) + offset)
+    return directory
+
+
+def eight_billion(directory: Path) -> Path:
+    d, i, v, kv = 4096, 14336, 128256, 1024
+    tensors = {"model.embed_tokens.weight": [v, d], "lm_head.weight": [v, d], "model.norm.weight": [d]}
+    for layer in range(32):
+        own = {"input_layernorm": [d], "post_attention_layernorm": [d], "mlp.gate_proj": [i, d],
+               "mlp.up_proj": [i, d], "mlp.down_proj": [d, i], "self_attn.q_proj": [d, d],
+               "self_attn.k_proj": [kv, d], "self_attn.v_proj": [kv, d],
+               "self_attn.o_proj": [d, d]}  # fmt: skip
+        tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return model_files(directory, EIGHT, tensors)
+
+
+@pytest.fixture
+def two_gpus(tmp_path, monkeypatch):
+    """A machine with two GPUs, as a stand-in for nvidia-smi tells it."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        "#!/bin/sh\n"
+        'test "$1" = "--query-gpu=index,uuid,name,memory.total,memory.free,driver_version" || exit 1\n'
+        'echo "0, GPU-aaaa, NVIDIA H200, 143771, 143000, 570.86.15"\n'
+        'echo "1, GPU-bbbb, NVIDIA L4, 23034, 22000, 570.86.15"\n'
+    )
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def sizes(parts):
+    return {part.name: (part.nbytes, part.device) for part in parts}
+
+
+# ---------------------------------------------------------------------------------- the trainer
+
+
+def parts_of(**changes):
+    chosen = {
+        "parameters": 1000, "dtype": "float32", "device": "host", "transport": "shm", "reference": False,
+        "async_save": True,
+    } | changes  # fmt: skip
+    return trainer_parts(**chosen)
+
+
+def test_a_trainer_on_the_host_holds_28_bytes_of_a_parameter_with_its_checkpoint():
+    assert sizes(parts_of()) == {
+        "weights": (4000, "host"),
+        "gradients": (4000, "host"),
+        "optimizer": (8000, "host"),
+        "published weights": (4000, "host"),
+        "checkpoint copy": (12000, "host"),
+    }
+    assert all(part.certain for part in parts_of())
+
+
+def test_a_trainer_on_a_gpu_leaves_publication_and_checkpoint_to_the_host():
+    assert sizes(parts_of(dtype="bfloat16", device="cuda:1", reference=True)) == {
+        "weights": (4000, "cuda:1"),
+        "gradients": (4000, "cuda:1"),
+        "optimizer": (8000, "cuda:1"),
+        "published weights": (2000, "host"),
+        "reference": (4000, "cuda:1"),
+        "checkpoint copy": (12000, "host"),
+    }
+
+
+def test_a_block_that_engines_read_on_the_gpu_is_there_and_no_copy_means_no_copy():
+    found = sizes(parts_of(dtype="bfloat16", device="cuda", transport="cuda_ipc", async_save=False))
+    assert found["published weights"] == (2000, "cuda")
+    assert "checkpoint copy" not in found
+
+
+# ---------------------------------------------------------------------------------- activations
+
+
+@pytest.fixture
+def llama(tmp_path):
+    def write(layers=2, vocabulary=4000):
+        directory = tmp_path / f"llama-{layers}-{vocabulary}"
+        LlamaConfig(
+            vocab_size=vocabulary, hidden_size=128, intermediate_size=320, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        ).save_pretrained(directory)  # fmt: skip
+        return str(directory)
+
+    return write
+
+
+WORK = Pass(rows=8, tokens=100, sampled=60, dtype="float32")
+
+
+def allocated(path: str, work: Pass) -> int:
+    """The peak of real allocations in two passes, as torch's profiler records them."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(path), dtype=torch.float32)
+    scorer = Scorer(
+        for_training(model, checkpointing=work.checkpointing), getattr(torch, work.dtype), plain_head=True
+    )
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        for _ in range(1 + work.again):
+            logprobs, _ = scorer.score(work.microbatch(), 1.0)
+            logprobs.sum().backward()
+            del logprobs
+    events = sorted(
+        (each for each in profile.kineto_results.events() if each.name() == "[memory]"),
+        key=lambda each: each.start_ns(),
+    )
+    now = peak = 0
+    for each in events:
+        now += each.nbytes()
+        peak = max(peak, now)
+    return peak - sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "work",
+    [
+        WORK,
+        evolve(WORK, again=False),
+        evolve(WORK, checkpointing=True),
+        evolve(WORK, dtype="bfloat16"),
+        evolve(WORK, tokens=40, rows=20),
+    ],
+    ids=["float32", "one micro-batch", "checkpointing", "bfloat16", "short rows"],
+)
+def test_activations_are_what_torch_really_allocates(llama, work):
+    path = llama()
+    assert activation_bytes(path, work) == pytest.approx(allocated(path, work), rel=0.05)
+
+
+def test_a_checkpointed_layer_keeps_its_input_and_nothing_else(llama):
+    work = evolve(WORK, checkpointing=True)
+    few, more = (activation_bytes(llama(layers), work) for layers in (2, 6))
+    assert more - few == 4 * (8 * 100 * 128 * 4)  # layers x tokens x width x bytes
+
+
+def test_shapes_come_from_the_configuration_and_tied_weights_count_once(llama):
+    d, i, v, kv = 128, 320, 4000, 64
+    layer = 2 * d + 2 * d * d + 2 * kv * d + 3 * i * d
+    assert shapes(llama()).parameters == v * d + d + 2 * layer
+    assert shapes(llama()).vocabulary == v
+
+
+def test_a_model_whose_code_looks_at_its_numbers_is_unknown_in_one_line(tmp_path, caplog, capfd):
+    MixtralConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2,
+    ).save_pretrained(tmp_path / "moe")  # fmt: skip
+    with pytest.raises(ModelError, match="the activations cannot be computed ahead") as caught:
+        activation_bytes(str(tmp_path / "moe"), WORK)
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err + caplog.text
+
+
+def test_a_configuration_that_is_no_model_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no such"}')
+    with pytest.raises(ModelError, match="makes no causal language model"):
+        shapes(str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------- the engine
+
+
+LOAD = EngineLoad(
+    parameters=1000,
+    config={"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "tie_word_embeddings": True},
+    dtype="bfloat16", requests=50, tokens=200,
+)  # fmt: skip
+
+
+def test_the_local_engine_tells_its_weights_and_its_cache():
+    found = sizes(LocalEngine.memory(LOAD))
+    assert found == {
+        "weights": (2000, "host"),
+        "keys and values": (50 * 320 * (2 * 3 * 2 * 16) * 2, "host"),
+        "logits": (2 * 50 * 100 * 4, "host"),
+        "head": (100 * 64 * 2, "host"),
+    }
+    few = sizes(LocalEngine.memory(LOAD, max_rows=10, dtype="float32", device="cuda"))
+    assert few["weights"] == (4000, "cuda")
+    assert few["keys and values"] == (10 * 320 * (2 * 3 * 2 * 16) * 4, "cuda")
+
+
+def test_only_the_weights_of_an_engine_are_certain():
+    assert [part.name for part in LocalEngine.memory(LOAD) if part.certain] == ["weights"]
+
+
+# ---------------------------------------------------------------------------------- files of a model
+
+
+def test_parameters_are_counted_by_the_headers_of_the_files(tmp_path, llama):
+    make_tiny_model(tmp_path / "tiny", (), warm_start_steps=0)
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
+    assert parameters_in(tmp_path / "tiny") == sum(p.numel() for p in made.parameters())
+    made.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert parameters_in(tmp_path / "shards") == parameters_in(tmp_path / "tiny")
+    assert parameters_in(eight_billion(tmp_path / "eight")) == EIGHT_PARAMETERS
+    assert shapes(str(tmp_path / "eight")).parameters == EIGHT_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("config", "content"),
+    [
+        ("{}", b""),
+        ("{}", b"\0" * 100),
+        ("{}", struct.pack("<Q", 2) + b"[]"),
+        ("{}", struct.pack("<Q", 1 << 60)),
+        ("[]", struct.pack("<Q", 2) + b"{}"),
+        ('{"quantization_config": {}}', struct.pack("<Q", 2) + b"{}"),
+        ("{}", None),
+    ],
+    ids=str,
+)
+def test_files_that_do_not_tell_their_size_are_left_to_the_trainer(tmp_path, config, content):
+    (tmp_path / "config.json").write_text(config)
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    assert parameters_in(tmp_path) is None
+
+
+# ---------------------------------------------------------------------------------- what does not fit
+
+
+def run_of(directory, *settings):
+    given = [f"model.path={directory}", "tasks.sort.env=math:sort", *settings]
+    return configured(None, envs=[], chosen={}, settings=given, block=[])
+
+
+def checked(directory, *settings):
+    config, host = run_of(directory, *settings)
+    return memory.checked(config, host, Path(directory))
+
+
+def test_eight_billion_parameters_do_not_fit_a_small_host(tmp_path):
+    there = machine.host_memory()
+    if there is None or there.available > 36 * EIGHT_PARAMETERS:
+        pytest.skip("this host would hold them")
+    with pytest.raises(ConfigError) as caught:
+        checked(eight_billion(tmp_path / "eight"), "trainer.device=cpu")
+    text = str(caught.value)
+    for told in (
+        f"the run needs at least {memory.size(36 * EIGHT_PARAMETERS)} of the host's memory, which has ",
+        f"trainer's optimizer {memory.size(8 * EIGHT_PARAMETERS)}",
+        f"engine's weights {memory.size(4 * EIGHT_PARAMETERS)}",
+        "checkpoint.async_save = false",
+        'model.dtype = "bfloat16"',
+        "--set health.max_memory=0 turns the check off",
+    ):
+        assert told in text
+    assert "\n" not in text
+
+
+def test_the_check_can_be_turned_off(tmp_path):
+    directory = eight_billion(tmp_path / "eight")
+    assert checked(directory, "trainer.device=cpu", "health.max_memory=0") == []
+
+
+def test_a_gpu_is_named_with_its_parts(tmp_path, two_gpus):
+    with pytest.raises(ConfigError) as caught:
+        checked(eight_billion(tmp_path / "eight"), "trainer.device=cuda:1", "checkpoint.async_save=false")
+    text = str(caught.value)
+    assert text.startswith("the run needs at least 120 GiB of GPU cuda:1, which has 21.5 GiB available")
+    assert "trainer's weights 29.9 GiB, trainer's gradients 29.9 GiB, trainer's optimizer 59.8 GiB" in text
+    assert "published" not in text
+
+
+@pytest.fixture
+def four_billion(tmp_path):
+    """A model of 4.1e9 parameters, of which a trainer holds 61 GiB."""
+    shape = {**EIGHT, "hidden_size": 2048, "vocab_size": 100_000, "num_hidden_layers": 1}
+    return model_files(tmp_path / "four", shape, {f"part.{i}": [100_000, 2048] for i in range(20)})
+
+
+FOUR = 20 * 100_000 * 2048
+
+
+def certain(directory, *settings):
+    """Bytes that are certain, by device."""
+    config, host = run_of(directory, *settings)
+    parts = memory.certain_parts(config, host, str(directory), parameters_in(directory), machine.gpus())
+    return {each.device: each.certain for each in memory.capacities(parts, machine.gpus())}
+
+
+ON_GPUS = ["trainer.device=cuda", "checkpoint.async_save=false", "engine.options.device=cuda"]
+
+
+def test_trainer_and_engines_are_counted_on_the_gpus_that_they_are_given(four_billion, two_gpus):
+    assert certain(four_billion, *ON_GPUS) == {
+        "cuda:0": 16 * FOUR, "cuda:1": 2 * FOUR, "host": 2 * FOUR,
+    }  # fmt: skip
+    assert certain(four_billion, *ON_GPUS, "trainer.gpus=[1]", "engine.workers=3") == {
+        "cuda:1": 16 * FOUR, "cuda:0": 3 * 2 * FOUR, "host": 2 * FOUR,
+    }  # fmt: skip
+    found = certain(four_billion, *ON_GPUS, "engine.options.dtype=float32", "engine.workers=2")
+    assert found["cuda:1"] == 2 * 4 * FOUR
+
+
+def test_a_gpu_that_the_trainer_and_the_engine_share_has_to_hold_both(four_billion, two_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa")
+    assert certain(four_billion, *ON_GPUS)["cuda:0"] == 18 * FOUR
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bbbb,GPU-aaaa")
+    assert certain(four_billion, *ON_GPUS, "trainer.gpus=[1]") == {
+        "cuda:1": 16 * FOUR, "cuda:0": 2 * FOUR, "host": 2 * FOUR,
+    }  # fmt: skip
+
+
+def test_several_engines_on_a_gpu_are_refused_together(four_billion, two_gpus):
+    with pytest.raises(ConfigError, match=r"GPU cuda:1.*engine's weights 7\.63 GiB x 3"):
+        checked(four_billion, *ON_GPUS, "engine.workers=3")
+
+
+def test_memory_that_is_nearly_used_up_is_a_warning():
+    here = Memory(total=100, available=100)
+    capacity = memory.Capacity(device="host", needed=95, certain=95, memory=here)
+    assert capacity.tight
+    assert not capacity.refused(1.0)
+    assert evolve(capacity, certain=101).refused(1.0)
+    assert evolve(capacity, certain=101).refused(0) is False
+
+
+def test_estimates_alone_never_refuse_a_run():
+    parts = (
+        MemoryPart(name="activations", nbytes=1 << 60, certain=False),
+        MemoryPart(name="weights", nbytes=1 << 10),
+    )
+    (found,) = memory.capacities([memory.ProcessMemory(name="trainer", parts=parts)], [])
+    assert found.needed > found.memory.total
+    assert not found.refused(1.0)
+
+
+def test_a_trainer_that_inherits_says_nothing_about_its_memory(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from grpo_core.training.process import ProcessTrainer\n"
+        "class Adapters(ProcessTrainer):\n    '''Trains something small.'''\n"
+    )
+    directory = eight_billion(tmp_path / "eight")
+    config, host = run_of(directory, f"trainer.name={tmp_path}/own.py:Adapters", "trainer.device=cpu")
+    found = memory.certain_parts(config, host, str(directory), EIGHT_PARAMETERS, [])
+    assert [process.name for process in found] == ["engine"]
+
+
+# ---------------------------------------------------------------------------------- the machine
+
+
+def test_gpus_are_read_in_the_order_of_the_visible_ones(two_gpus, monkeypatch):
+    h200 = Gpu(
+        name="NVIDIA H200", memory=Memory(total=143771 << 20, available=143000 << 20), driver="570.86.15"
+    )
+    l4 = Gpu(name="NVIDIA L4", memory=Memory(total=23034 << 20, available=22000 << 20), driver="570.86.15")
+    assert machine.gpus() == [h200, l4]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-aaaa")
+    assert machine.gpus() == [l4, h200]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cccc")
+    assert machine.gpus() == [Gpu(name="MIG-cccc", memory=None, driver="")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.gpus() == []
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.gpus() == []
+
+
+MEMINFO = "MemTotal: 8000 kB\nMemAvailable: 6000 kB\nSwapTotal: 2000 kB\nSwapFree: 1000 kB\n"
+
+
+def write(root, **files):
+    for path, text in files.items():
+        there = root / path
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_text(text)
+    return root
+
+
+def test_the_memory_of_the_machine_is_what_is_available_with_swap(tmp_path):
+    root = write(tmp_path, **{"proc/meminfo": MEMINFO})
+    assert machine.host_memory(root) == Memory(total=10000 << 10, available=7000 << 10)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/memory.max": str(4000 << 10),
+            "sys/fs/cgroup/job/memory.current": str(3000 << 10),
+            "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {500 << 10}\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+            "sys/fs/cgroup/job/step/memory.current": "1\n",
+        },
+        {
+            "proc/self/cgroup": "4:cpu,memory:/job\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(4000 << 10),
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(3000 << 10),
+            "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {500 << 10}\n",
+        },
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_limit_of_a_container_or_a_job_counts(tmp_path, files):
+    found = machine.host_memory(write(tmp_path, **{"proc/meminfo": MEMINFO}, **files))
+    assert found is not None
+    assert (found.total, found.available) == (4000 << 10, 1500 << 10)
+    assert found.limit.startswith(str(tmp_path / "sys/fs/cgroup"))
+
+
+def test_another_system_than_linux_has_unknown_memory(tmp_path):
+    assert machine.host_memory(tmp_path) is None
+
+
+def test_the_build_of_torch_is_read_without_importing_it():
+    assert machine.build_of_torch() == (f"cuda {torch.version.cuda}" if torch.version.cuda else "")
+
+
+def test_the_host_of_plugins_is_the_one_that_discovers(monkeypatch):
+    assert PluginHost.discover().find("engine", "local").load().memory is LocalEngine.memory
