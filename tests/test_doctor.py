@@ -27,7 +27,7 @@ def grpo(cwd, *arguments, **environ):
 
 
 def doctor(cwd, *arguments, status=0, **environ):
-    """What ``doctor --json`` prints, and its checks by name."""
+    """Return what ``doctor --json`` prints, and its checks by name."""
     done = grpo(cwd, "doctor", *arguments, "--json", **environ)
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

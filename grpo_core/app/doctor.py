@@ -46,7 +46,7 @@ class Check:
     found: str
     status: Status = "ok"
     advice: str = ""
-    """What to do; empty if nothing is wrong."""
+    """Advice to the user; empty if nothing is wrong."""
 
 
 def main(
