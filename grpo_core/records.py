@@ -323,6 +323,7 @@ class MemoryPart:
     name: str
     """Name of the part, such as "weights"."""
     nbytes: int
+    """Size of the part."""
     device: str = "host"
     """Device whose memory it is: "host", or one of the GPUs that the process sees ("cuda", "cuda:1")."""
     certain: bool = True
