@@ -22,11 +22,11 @@ from grpo_core.weights.reading import read_weights
 
 CPU = torch.device("cpu")
 PATIENCE, RELEASE, SECONDS = 0.3, 1.0, 2.0
-"""Time limits in these processes, in seconds; see ``collective``."""
+"""Time limits of a trainer (the first two) and of an engine, in seconds; see ``collective``."""
 HEARS = 30.0
 """Seconds after which a test gives up on a process."""
 SIZE = 48 << 20
-"""Bytes of a block: more than the buffers of a socket."""
+"""Bytes of a block: the buffers of a connection hold less than the part that follows a halt."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["grpo_core.weights.reading"])  # each process would import torch anew
@@ -36,6 +36,7 @@ class End:
     """A process and the pipe to it."""
 
     def __init__(self, what, uuid=None):
+        self.uuid = uuid
         self._pipe, there = _processes.Pipe()
         self._process = _processes.Process(target=what, args=(there, uuid), daemon=True)
         self._process.start()
@@ -116,14 +117,13 @@ class _Halt:
         setattr(owner, name, method)
 
     def amid(self, name):
-        """Halt when half of a block has been moved over a connection."""
+        """Halt when a part of a block has been moved over a connection."""
         real = getattr(Line, name)
 
         def method(line, block):
-            half = block.numel() // 2
-            real(line, block[:half])
+            real(line, block[: SIZE // 16])
             self.at("during")
-            real(line, block[half:])
+            real(line, block[SIZE // 16 :])
 
         setattr(Line, name, method)
 
@@ -133,7 +133,6 @@ class _Halt:
 
 def _prepare(uuid):
     collective.PATIENCE, collective.RELEASE = PATIENCE, RELEASE
-    collective.SECONDS = nccl.SECONDS = collective.MEETING = SECONDS
     if uuid is not None:
         fake_gpus.install(uuid)
     return CPU if uuid is None else fake_gpus.GPU
@@ -153,6 +152,7 @@ def _trainer(pipe, uuid):
 
 def _engine(pipe, uuid):
     device = _prepare(uuid)
+    collective.SECONDS = nccl.SECONDS = collective.MEETING = SECONDS
     halt = _Halt(pipe)
     halt.before(collective._Partner, "_ask", "before", lambda partner, message: "publication" in message)
     halt.amid("receive_block")

@@ -109,6 +109,20 @@ def test_an_engine_that_stops_reading_holds_no_other_up_and_is_disconnected_by_t
         assert slow.read(second) == 2
 
 
+@WAYS
+def test_an_engine_that_asks_and_never_receives_is_left_after_a_time_limit(gpus, monkeypatch, there, here):
+    monkeypatch.setattr(collective, "SECONDS", 0.05)
+    monkeypatch.setattr(nccl, "SECONDS", 0.05)
+    writer = CollectiveWriter(GPU if there else CPU, "127.0.0.1")
+    weights = writer.write(1, [("a", torch.ones(48 << 20, dtype=torch.uint8))])
+    *where, publication = json.loads(weights.location.removeprefix("collective:"))
+    partner = collective._Partner(*where, GPU if here else CPU)
+    assert partner._ask({"publication": publication}) == {}
+    with writer._state:
+        assert writer._state.wait_for(lambda: not writer._readers, 30)
+    partner.close()
+
+
 def test_a_transfer_that_cannot_be_ended_keeps_its_block_and_the_next_version_gets_another(monkeypatch):
     monkeypatch.setattr(collective, "PATIENCE", 0.0)
     monkeypatch.setattr(collective, "RELEASE", 0.0)

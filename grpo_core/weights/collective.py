@@ -244,9 +244,7 @@ class _Partner:
         if self._publication == publication:
             return self._block
         self._publication = None
-        if (
-            self._block.numel() != nbytes
-        ):  # before it asks: if there is no memory, the trainer waits for nothing
+        if self._block.numel() != nbytes:  # before it asks: the trainer waits for no memory
             self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         settle(self._device)  # the memory may still be read by what this thread started
@@ -336,5 +334,5 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
     raise ConfigError(
         f"the trainer cannot listen at {host!r}, {where if ports != [0] else 'any port'}: {problem}; set "
         "engine.collective_host to an address of the trainer's machine, and engine.collective_ports to free "
-        'ports ("" takes any)'
+        "ports ([0, 0] takes any)"
     )
