@@ -23,7 +23,7 @@ from grpo_core.weights.reading import read_weights
 CPU = torch.device("cpu")
 PATIENCE, RELEASE, SECONDS = 0.3, 1.0, 2.0
 """Time limits of a trainer (the first two) and of an engine, in seconds; see ``collective``."""
-HEARS = 30.0
+HEARS = 60.0
 """Seconds after which a test gives up on a process."""
 SIZE = 48 << 20
 """Bytes of a block: the buffers of a connection hold less than the part that follows a halt."""
@@ -33,12 +33,16 @@ _processes.set_forkserver_preload(["grpo_core.weights.reading"])  # each process
 
 
 class End:
-    """A process and the pipe to it."""
+    """A process and the pipe to it.
 
-    def __init__(self, what, uuid=None):
-        self.uuid = uuid
+    Args:
+        gpu: UUID of a GPU for which ``fake_gpus`` stands in, or "cuda:0" for a real one; None is the CPU.
+    """
+
+    def __init__(self, what, gpu=None):
+        self.gpu = gpu
         self._pipe, there = _processes.Pipe()
-        self._process = _processes.Process(target=what, args=(there, uuid), daemon=True)
+        self._process = _processes.Process(target=what, args=(there, gpu), daemon=True)
         self._process.start()
         there.close()
 
@@ -61,8 +65,8 @@ class End:
 
 
 class Trainer(End):
-    def __init__(self, uuid=None):
-        super().__init__(_trainer, uuid)
+    def __init__(self, gpu=None):
+        super().__init__(_trainer, gpu)
 
     def write(self, version, halt=""):
         """Publish; return the weights.  ``halt``: a moment, "before" or "during", of the first transfer."""
@@ -71,8 +75,8 @@ class Trainer(End):
 
 
 class Engine(End):
-    def __init__(self, uuid=None):
-        super().__init__(_engine, uuid)
+    def __init__(self, gpu=None):
+        super().__init__(_engine, gpu)
 
     def read(self, weights, halt=""):
         """Receive weights; return the version that is in the block, or a WeightSyncError."""
@@ -85,8 +89,8 @@ def ends(*kinds):
     """Start ends, and kill them in the end.  ``kinds``: pairs of a class and a GPU's UUID or None."""
     with contextlib.ExitStack() as stack:
         made = []
-        for kind, uuid in kinds:
-            made.append(kind(uuid))
+        for kind, gpu in kinds:
+            made.append(kind(gpu))
             stack.callback(made[-1].kill)
         yield made
 
@@ -131,15 +135,18 @@ class _Halt:
         self.before(Pair, "move", "during", lambda pair, block: block.numel() > 1)
 
 
-def _prepare(uuid):
+def _prepare(gpu):
     collective.PATIENCE, collective.RELEASE = PATIENCE, RELEASE
-    if uuid is not None:
-        fake_gpus.install(uuid)
-    return CPU if uuid is None else fake_gpus.GPU
+    if gpu is None:
+        return CPU
+    if gpu.startswith("cuda"):
+        return torch.device(gpu)
+    fake_gpus.install(gpu)
+    return fake_gpus.GPU
 
 
-def _trainer(pipe, uuid):
-    device = _prepare(uuid)
+def _trainer(pipe, gpu):
+    device = _prepare(gpu)
     writer = CollectiveWriter(device, "127.0.0.1")
     halt = _Halt(pipe, for_ever=True)  # the pipe is read by the thread that writes
     halt.before(CollectiveWriter, "_answer", "before")
@@ -150,9 +157,10 @@ def _trainer(pipe, uuid):
         pipe.send(writer.write(version, [("a", torch.full((SIZE,), version, dtype=torch.uint8))]))
 
 
-def _engine(pipe, uuid):
-    device = _prepare(uuid)
-    collective.SECONDS = nccl.SECONDS = collective.MEETING = SECONDS
+def _engine(pipe, gpu):
+    device = _prepare(gpu)
+    real = gpu is not None and gpu.startswith("cuda")  # CUDA and NCCL take their time to start
+    collective.SECONDS = nccl.SECONDS = collective.MEETING = 10 * SECONDS if real else SECONDS
     halt = _Halt(pipe)
     halt.before(collective._Partner, "_ask", "before", lambda partner, message: "publication" in message)
     halt.amid("receive_block")

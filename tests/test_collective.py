@@ -6,6 +6,7 @@ Each fault is played with processes, once over a connection, as on CPUs, and onc
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,23 +19,38 @@ import fake_gpus
 import pytest
 import torch
 from attrs import evolve
-from ends import CPU, SECONDS, Engine, Trainer, ends
+from ends import CPU, Engine, Trainer, ends
 from fake_gpus import GPU, ProcessGroup
 
 from grpo_core.config import build
+from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.server import Server
+from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import ConfigError, ModelError, WeightSyncError
-from grpo_core.records import EngineSetup
+from grpo_core.records import EngineSetup, GenerationRequest
+from grpo_core.testing import EngineUnderTest, make_test_model
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import _writer
 from grpo_core.weights import collective, cuda_ipc, nccl
 from grpo_core.weights.collective import CollectiveWriter, pulled
 from grpo_core.weights.reading import read_weights
 
-WAYS = pytest.mark.parametrize(
-    ("there", "here"), [(None, None), ("GPU-0", "GPU-1")], ids=["connection", "nccl"]
-)
+
+def real(count: int) -> list[pytest.MarkDecorator]:
+    missing = torch.cuda.device_count() < count
+    return [pytest.mark.gpu, pytest.mark.skipif(missing, reason=f"needs {count} CUDA devices")]
+
+
+PLAYED = [pytest.param(None, None, id="connection"), pytest.param("GPU-0", "GPU-1", id="nccl")]
 """The GPU of the trainer and of an engine, or None."""
+WAYS = pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        *PLAYED,
+        pytest.param("cuda:0", "cuda:0", id="one real GPU", marks=real(1)),
+        pytest.param("cuda:0", "cuda:1", id="two real GPUs", marks=real(2)),
+    ],
+)
 
 
 @pytest.fixture
@@ -109,7 +125,7 @@ def test_an_engine_that_stops_reading_holds_no_other_up_and_is_disconnected_by_t
         assert slow.read(second) == 2
 
 
-@WAYS
+@pytest.mark.parametrize(("there", "here"), PLAYED)
 def test_an_engine_that_asks_and_never_receives_is_left_after_a_time_limit(gpus, monkeypatch, there, here):
     monkeypatch.setattr(collective, "SECONDS", 0.05)
     monkeypatch.setattr(nccl, "SECONDS", 0.05)
@@ -149,6 +165,45 @@ def test_a_transfer_that_cannot_be_ended_keeps_its_block_and_the_next_version_ge
     partner.close()
 
 
+@pytest.mark.slow
+def test_engines_go_on_whatever_happens_to_them_or_to_the_trainer_in_a_weight_sync(tmp_path, monkeypatch):
+    """Of two engines in a pool one is killed in the middle of a transfer, and the other is frozen."""
+    made, killed, real = [], [], collective.Line.send_block
+
+    def killing(line, block):
+        if not killed:
+            killed.append(made[0].pid)
+            os.kill(made[0].pid, signal.SIGKILL)
+        real(line, block)
+
+    def make(number):
+        made.append(LocalEngine(setup, device="cpu", max_rows=8))
+        return made[-1]
+
+    async def story():
+        pool = EnginePool(make, 2, tolerance=1e-3, deadline=60.0)
+        tried = EngineUnderTest(engine=pool, model=model, writer=CollectiveWriter(CPU, "127.0.0.1"))
+        await pool.update_weights(tried.publish(0))
+        monkeypatch.setattr(collective.Line, "send_block", killing)
+        await tried.update()
+        os.kill(made[1].pid, signal.SIGSTOP)
+        await tried.update()
+        (completion,) = await tried.ask(GenerationRequest(prompt_ids=(5,), max_tokens=3))
+        assert set(completion.versions.tolist()) == {2}
+        os.kill(made[1].pid, signal.SIGCONT)
+        gone = evolve(tried.publish(3), location='collective:["127.0.0.1", 1, "secret", 1]')
+        with pytest.raises(WeightSyncError, match=r"no connection to 127\.0\.0\.1, port 1"):
+            await pool.update_weights(gone)
+        (completion,) = await tried.ask(GenerationRequest(prompt_ids=(5,), max_tokens=3))
+        assert set(completion.versions.tolist()) == {2}, "it keeps the version before"
+        await pool.aclose()
+
+    model = make_test_model(tmp_path)
+    setup = EngineSetup(model=str(model), log_directory=str(tmp_path), deadline=60.0)
+    asyncio.run(story())
+    assert killed
+
+
 # ---------------------------------------------------------------------------------- the trainer fails
 
 
@@ -182,7 +237,7 @@ def test_an_engine_whose_trainer_stops_gets_an_error_after_its_time_limit(there,
         trainer.signal(signal.SIGSTOP)
         error = engine.hear()
         assert isinstance(error, WeightSyncError)
-        assert re.search(rf"(sent nothing|not answered) for {SECONDS:g} s", str(error))
+        assert re.search(r"(sent nothing|not answered) for \d+ s", str(error))
 
 
 def test_an_engine_without_the_secret_gets_an_error_and_the_trainer_serves_on():

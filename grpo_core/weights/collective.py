@@ -107,8 +107,8 @@ class CollectiveWriter:
             if self._state.wait_for(lambda: not self._readers, PATIENCE):
                 return
             print(
-                f"collective: {len(self._readers)} engines have not received version {before} after "
-                f"{PATIENCE:g} s more; they are disconnected, and can ask for the next version",
+                f"collective: version {before} is still being sent to {len(self._readers)} of the engines "
+                f"after {PATIENCE:g} s more; they are disconnected, and can ask for the next version",
                 flush=True,
             )
             for line in self._readers:

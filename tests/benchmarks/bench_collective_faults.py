@@ -98,7 +98,7 @@ def trainer_killed(watch, trainer, engine, other):
         watch.begin()
         trainer.kill()
         watch.fails(engine.hear())
-    with ends((Trainer, trainer.uuid)) as (following,):
+    with ends((Trainer, trainer.gpu)) as (following,):
         expect(engine.read(following.write(2)) == 2, "version 2 of the next trainer")
 
 
@@ -109,7 +109,7 @@ def trainer_stopped(watch, trainer, engine, other):
     watch.begin()
     watch.fails(engine.hear())
     trainer.signal(signal.SIGCONT)
-    with ends((Trainer, trainer.uuid)) as (following,):
+    with ends((Trainer, trainer.gpu)) as (following,):
         expect(engine.read(following.write(2)) == 2, "version 2 of the next trainer")
 
 

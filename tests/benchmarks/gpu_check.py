@@ -70,10 +70,11 @@ def writers(device: str) -> dict[str, Callable[[], Writer]]:
     """Return the transports that one device allows."""
     ways: dict[str, Callable[[], Writer]] = {
         "shm": SharedMemoryWriter,
-        "collective over gloo": lambda: CollectiveWriter(torch.device("cpu"), "127.0.0.1"),
+        "collective over TCP": lambda: CollectiveWriter(torch.device("cpu"), "127.0.0.1"),
     }
     if device == "cuda":
         ways["cuda_ipc"] = lambda: CudaIpcWriter(torch.device("cuda", 0))
+        ways["collective on one GPU"] = lambda: CollectiveWriter(torch.device("cuda", 0), "127.0.0.1")
     if device == "cuda" and torch.cuda.device_count() > 1:
         ways["collective over NCCL"] = lambda: CollectiveWriter(torch.device("cuda", 1), "127.0.0.1")
     return ways
