@@ -126,7 +126,7 @@ def stranger(watch, trainer, engine, other):
 
 
 SAID = {"says nothing": b"", "says {}": b"{}\n", "does not end": b"x" * 2000}
-"""What a stranger says to the trainer, besides an engine without the secret."""
+"""A stranger says this to the trainer, at the same time as an engine without the secret."""
 FAULTS = {
     engine_killed: (("before", "during", "after"), PATIENCE + SLACK),
     engine_without_memory: (("",), PATIENCE + SLACK),
