@@ -634,6 +634,45 @@ def test_a_member_that_refuses_weights_that_another_takes_is_replaced():
     run(story())
 
 
+class Fallen(FakeEngine):
+    """Dies at a request, and is not started again for the weights that it held."""
+
+    fell = False
+
+    async def generate(self, requests):
+        if self.version == 0 and any(request.group for request in requests):
+            self.fell = True
+            raise EngineError("it died")
+        return await super().generate(requests)
+
+    async def update_weights(self, weights):
+        if self.fell and weights.version == 0:
+            raise WeightSyncError("it died once too often")
+        await super().update_weights(weights)
+
+
+def test_a_member_that_cannot_be_given_its_weights_is_told_of_even_if_newer_ones_come_at_once():
+    incidents = []
+
+    async def story():
+        pool = EnginePool(lambda number: FakeEngine() if number else Fallen(), 2)
+        await pool.update_weights(weights_without_canary(0))
+        generating = asyncio.create_task(pool.generate(group(0)))
+        await asyncio.sleep(0.5)
+        await pool.update_weights(weights_without_canary(1))
+        await generating
+        await asyncio.sleep(2)
+        assert (pool.statistics().serving, pool.statistics().replaced) == (2, 0)
+        await pool.aclose()
+
+    with reported_to(incidents.append):
+        run(story())
+    assert [(one.kind, one.component) for one in incidents] == [("retried", "engine 0"), ("late", "engine 0")]
+    assert incidents[1].message == (
+        "it did not take version 0, and is given newer weights: it died once too often"
+    )
+
+
 @pytest.mark.parametrize("liar", [0, 1])
 def test_the_canary_of_every_member_is_asked(liar):
     async def story():

@@ -285,6 +285,9 @@ class EnginePool:
                     await self._until(lambda: self._target is not held)
             if self._target is held:
                 await self._replace(member, error)
+            elif self._target is not None and self._target.weights.version > held.weights.version:
+                what = f"it did not take version {held.weights.version}, and is given newer weights"
+                report("late", member.name, f"{what}: {error}")
         except RECOVERABLE_ERRORS as error:
             await self._replace(member, error)
         self._notify()
