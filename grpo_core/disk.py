@@ -47,7 +47,9 @@ class Disk:
         path.rename(target)
 
     def remove(self, directory: Path) -> None:
-        """Remove a directory with its contents; a missing one is not an error."""
+        """Remove a directory with its contents, or a link in its place; a missing one is not an error."""
+        if directory.is_symlink():
+            directory.unlink()
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -67,7 +69,7 @@ def seal(disk: Disk, directory: Path) -> dict[str, dict[str, Any]]:
 def put(disk: Disk, partial: Path, final: Path) -> None:
     """Give a sealed directory its name; at every moment the name belongs to it or to its predecessor."""
     replaced = final.with_name(final.name + REPLACED)
-    if final.exists():
+    if os.path.lexists(final):
         disk.remove(replaced)
         disk.rename(final, replaced)
     disk.rename(partial, final)

@@ -108,6 +108,51 @@ def test_a_checkpoint_with_one_byte_changed_is_passed_over_with_the_reason(tmp_p
     )
 
 
+def moved_away(path, outside):
+    """Put a link to a file or directory outside of the run in its place."""
+    outside.mkdir()
+    path.rename(outside / path.name)
+    path.symlink_to(outside / path.name)
+
+
+@pytest.mark.parametrize("name", ["", "manifest.json", "trainer", "trainer/model.safetensors"])
+def test_a_checkpoint_with_a_link_is_passed_over_and_removed_without_what_it_leads_to(tmp_path, name):
+    parent, outside = tmp_path / "checkpoints", tmp_path / "outside"
+    good, bad = write(parent, 1), write(parent, 2)
+    before = {path.relative_to(bad): path.read_bytes() for path in bad.rglob("*") if path.is_file()}
+    moved_away(bad / name, outside)
+    found = checkpoint.newest(parent)
+    assert found.directory == good
+    said = f"step-000002: {name or 'step-000002'} is a symbolic link; put the original in its place"
+    assert found.passed_over == (said,)
+    write(parent, 1, keep=1)
+    assert [path.name for path in parent.iterdir()] == ["step-000001"]
+    kept = {path.name: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    assert kept.items() <= {path.name: data for path, data in before.items()}.items()
+    assert kept
+
+
+def test_a_link_in_the_place_of_a_new_checkpoint_is_replaced_and_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("step-000002", "step-000002.partial", "step-000003.partial"):
+        (tmp_path / name).symlink_to(outside if name != "step-000003.partial" else tmp_path / "nowhere")
+    for step in (2, 3):
+        write(tmp_path, step)
+    assert list(outside.iterdir()) == []
+    assert checkpoint.newest(tmp_path).step == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outside", "step-000002", "step-000003"]
+
+
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path):
+    (tmp_path / "secret").write_text("x")
+    bad = write(tmp_path / "checkpoints", 1)
+    manifest = json.loads((bad / "manifest.json").read_text())
+    manifest["files"]["../../secret"] = {"sha256": "0", "size": 1}
+    (bad / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.fault(bad) == "../../secret is missing"
+
+
 def test_if_all_checkpoints_are_damaged_all_are_named(tmp_path):
     write(tmp_path, 1).joinpath("pipeline.json").unlink()
     write(tmp_path, 2).joinpath("manifest.json").write_text("{")

@@ -417,6 +417,56 @@ def test_the_account_of_a_real_run_is_compared_number_by_number(finished):
             assert "conservation" in [violation.law for violation in laws.violations], (at, name)
 
 
+def halved(run, outside):
+    path = run / "checkpoints/step-000008/trainer/model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def linked(run, outside):
+    path = run / "checkpoints/step-000008/trainer"
+    shutil.move(path, outside / "trainer")
+    path.symlink_to(outside / "trainer")
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (halved, "step-000008: trainer/model.safetensors is not what was written (its sha256 differs)"),
+        (linked, "step-000008: trainer is a symbolic link; put the original in its place"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_by_every_command_and_not_used(run, tmp_path, damage, told):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    damage(run, outside)
+    before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    (run.parent / "words.py").write_text(ENVIRONMENT)
+    for status, *arguments in (
+        (1, "verify", "run"),
+        (0, "validate", "run"),
+        (0, "train", "--resume", "run", "--set", f"trainer.steps={STEPS + 1}"),
+    ):
+        done = subprocess.run(
+            [GRPO, *arguments], cwd=run.parent, capture_output=True, text=True, timeout=120, check=False
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == status, said
+        assert sum(told in line for line in said.splitlines()) == 1, said
+        assert "Traceback" not in said
+    assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
+    assert not audit(run).findings
+    shutil.rmtree(run / "checkpoints/step-000006", ignore_errors=True)
+    for directory in (run / "checkpoints").iterdir():
+        (directory / "pipeline.json").write_bytes(b"")
+    for arguments in (["validate", "run"], ["train", "--resume", "run", "--set", "trainer.steps=12"]):
+        done = subprocess.run(
+            [GRPO, *arguments], cwd=run.parent, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 2
+        assert "no checkpoint can be used" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_a_run_that_goes_on_after_tampering_does_not_hide_it(run):
     """The chain is continued from the last line, whatever was changed before it."""
     doubled("Synced", 0)(run)

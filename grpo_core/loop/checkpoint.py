@@ -93,8 +93,7 @@ async def begin(
         return final
 
     try:
-        if partial.exists():
-            await disk.run(lambda: disk.remove(partial))
+        await disk.run(lambda: disk.remove(partial))
         written = await save_trainer(partial)
     except OSError as error:
         raise await failed(error) from error
@@ -273,14 +272,18 @@ def newest(parent: Path) -> Found | None:
 def fault(directory: Path) -> str | None:
     """Return why a checkpoint cannot be used, or None if all its files are intact."""
     try:
+        for path in (directory, *directory.rglob("*")):
+            if path.is_symlink():  # the run writes none, and what it leads to is not the run's
+                name = directory.name if path == directory else path.relative_to(directory)
+                return f"{name} is a symbolic link; put the original in its place"
         manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             return f"written in format {manifest['format']}, this version reads format {FORMAT}"
+        there = {str(path.relative_to(directory)) for path in files(directory)}
         for name, expected in manifest["files"].items():
-            path = directory / name
-            if not path.is_file():
+            if name not in there:
                 return f"{name} is missing"
-            if fingerprint(path) != expected:
+            if fingerprint(directory / name) != expected:
                 return f"{name} is not what was written (its sha256 differs)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
