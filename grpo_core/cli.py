@@ -273,6 +273,9 @@ def main() -> None:
     except OSError as error:  # a full disk or a directory without permission
         _complain(f"grpo-core: {error}")
         status = 1
+    except MemoryError:
+        _complain(f"grpo-core: out of memory: {_memory_limit()}")
+        status = 1
     except KeyboardInterrupt:
         print("grpo-core: interrupted", file=sys.stderr)
         status = 130
@@ -282,6 +285,16 @@ def main() -> None:
         _complain(traceback.format_exc())
         status = 1
     sys.exit(status)
+
+
+def _memory_limit() -> str:
+    """Return what limits the memory of this process, and what helps."""
+    import resource
+
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY:
+        return "this machine or container has none left; end other programs, or give it more"
+    return f"this process may use {most // 2**20:,} MiB of address space (ulimit -v); raise the limit"
 
 
 def _complain(text: str) -> None:

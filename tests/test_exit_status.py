@@ -84,6 +84,22 @@ def test_values_that_are_nested_too_deeply_are_one_error(tmp_path):
         build([{"tasks": {"sort": options}}])
 
 
+def test_too_little_memory_is_one_line(tmp_path):
+    with open(tmp_path / "huge.toml", "wb") as file:
+        file.truncate(2**31)  # takes no room on the disk
+    done = subprocess.run(
+        ["prlimit", f"--as={2**30}", sys.executable, "-m", "grpo_core", "train", "huge.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("grpo-core: out of memory")
+    assert "1,024 MiB of address space (ulimit -v)" in line
+
+
 def test_a_run_of_a_newer_version_can_be_looked_at(tmp_path):
     """Its configuration has a key that this version does not know."""
     run = RunDirectory.create(tmp_path / "run", build([{"tasks": {"sort": {"env": "math:sort"}}}]))

@@ -72,7 +72,8 @@ def train(
                 "(--set tasks.NAME.env=... adds a task)"
             )
         path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
-        resumed, host = continuing.find(path, changes, block)
+        with wrong_input():
+            resumed, host = continuing.find(path, changes, block)
         directory, config, found = resumed.directory, resumed.config, resumed.found
         _check(config, host)
         _check_memory(config, host)
