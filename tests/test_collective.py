@@ -240,6 +240,13 @@ def test_an_engine_whose_trainer_stops_gets_an_error_after_its_time_limit(there,
         assert re.search(r"(sent nothing|not answered) for \d+ s", str(error))
 
 
+def test_the_documents_name_the_time_limits():
+    said = " ".join(Path(__file__).parent.parent.joinpath("docs", "cluster.md").read_text().split())
+    assert f"an engine waits at most {collective.MEETING:.0f} s for an answer" in said
+    assert f"and {collective.SECONDS:.0f} s for the next part" in said
+    assert f"the version before {collective.PATIENCE:.0f} s, and then disconnects them" in said
+
+
 def test_an_engine_without_the_secret_gets_an_error_and_the_trainer_serves_on():
     writer = CollectiveWriter(CPU, "127.0.0.1")
     weights = writer.write(1, named(1.0))
