@@ -231,7 +231,8 @@ class RolloutConfig:
     stop: list[str] = field(factory=list)
     """A completion ends with any of these strings, or with the tokenizer's end-of-sequence token."""
     deadline: float = field(default=600.0, validator=gt(0))
-    """Time limit in seconds for one attempt at a rollout; then it is tried again."""
+    """Time limit in seconds for one attempt at a rollout; then it is tried again.  It includes the time in
+    which requests wait for room in the engine: raise it for long completions."""
     max_retries: int = field(default=3, validator=ge(0))
     """Number of attempts after the first; then the prompt is skipped, and the skip is recorded."""
 

@@ -185,7 +185,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """Strings after which generation ends; the string stays in the completion."""
     seed: int = 0
-    """The sampled tokens are a function of weights, prompt and seed, whatever else is in the batch."""
+    """The sampled tokens are a function of weights, prompt and seed, whatever else is in the batch; not quite
+    so in bfloat16 on a GPU, where kernels are chosen by the size of the batch."""
     group: str = ""
     """Identifier that is equal for all requests of a group: a pool keeps them in one engine."""
 

@@ -129,7 +129,6 @@ def local_checks(device: str) -> Iterator[tuple[str, Check]]:
 def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
     from grpo_plugin_vllm.engine import VllmEngine
 
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # otherwise float32 attention rounds to TF32
     base: dict[str, Any] = {"device": device, "dtype": "float32", "max_rows": 64, "memory_fraction": 0.3}
     if device == "cpu":
         base["cache_mib"] = 64

@@ -36,6 +36,7 @@ class Server:
         self.most = 0
         self.gate: asyncio.Event | None = None
         self.changed = asyncio.Condition()
+        self.queries = {}
 
     async def __aenter__(self):
         app = web.Application()
@@ -52,6 +53,7 @@ class Server:
 
     async def answer(self, request):
         self.calls.append(request.path)
+        self.queries[request.path] = dict(request.query)
         body = await request.json() if request.can_read_body else None
         self.bodies.append(body)
         if self.faults.get(request.path):
@@ -180,6 +182,14 @@ def test_an_update_is_the_servers_own_sequence_with_a_label_that_no_token_may_ca
         assert server.bodies[-1]["sampling_params"]["logprobs"] == 0
 
     played(story)
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_running_requests_are_kept_by_a_pause_and_their_keys_and_values_if_asked_for(keep_cache):
+    async def story(engine, server):
+        assert server.queries["/pause"] == {"mode": "keep", "clear_cache": str(not keep_cache).lower()}
+
+    played(story, keep_cache=keep_cache)
 
 
 def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_path):
