@@ -207,7 +207,7 @@ def test_a_model_whose_code_looks_at_its_numbers_is_unknown_in_one_line(tmp_path
 
 def test_a_configuration_that_is_no_model_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
-    with pytest.raises(ModelError, match="makes no causal language model"):
+    with pytest.raises(ModelError, match="no configuration of a causal language model"):
         shapes(str(tmp_path))
 
 

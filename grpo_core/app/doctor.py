@@ -97,7 +97,7 @@ def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     yield from _of_memory_of_machine(gpus)
     yield _of_shared_memory()
     yield _of_open_files()
-    yield _of_disk(0)
+    yield _of_disk()
 
 
 def _of_torch(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
@@ -166,18 +166,26 @@ def _of_open_files() -> Check:
     )
 
 
-def _of_disk(needed: int) -> Check:
+def _of_disk() -> Check:
     directory, free = machine.disk(RUNS)
-    least = max(needed, LEAST_DISK)
-    found = f"{memory.size(free)} free in {directory}"
-    if free >= least:
-        return Check(name="disk", found=found + (f"; checkpoints take {memory.size(needed)}" * bool(needed)))
-    told = f"; checkpoints take up to {memory.size(needed)}" if needed else ""
+    full = free < LEAST_DISK
     return Check(
         name="disk",
-        found=found + told,
-        status="problem" if free < needed else "warning",
-        advice="make room, choose another disk with --output, or lower checkpoint.keep",
+        found=f"{memory.size(free)} free in {directory}",
+        status="warning" if full else "ok",
+        advice="make room, or choose another disk with --output" if full else "",
+    )
+
+
+def _of_checkpoints(needed: int) -> Check:
+    """Compare the bytes of all checkpoints, the one that is being written included, with the disk."""
+    directory, free = machine.disk(RUNS)
+    full = free < needed
+    return Check(
+        name="run's checkpoints",
+        found=f"up to {memory.size(needed)}; {memory.size(free)} are free in {directory}",
+        status="problem" if full else "ok",
+        advice="make room, choose another disk with --output, or lower checkpoint.keep" if full else "",
     )
 
 
@@ -235,7 +243,7 @@ def _of_memory(
         for told in found.missing
     ]
     checkpoint = 3 * 4 * found.parameters * (config.checkpoint.keep + 1)
-    return found, [*_of_capacities(found, config, gpus), *missing, _of_disk(checkpoint)]
+    return found, [*_of_capacities(found, config, gpus), *missing, _of_checkpoints(checkpoint)]
 
 
 def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:
@@ -252,13 +260,13 @@ def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | N
 def _of_capacities(found: memory.Footprint, config: Config, gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     for capacity in memory.capacities(found.processes, gpus):
         share = config.health.max_memory
+        smaller = f"What makes it smaller: {memory.changes(found.processes, capacity.device)}"
         status: Status = "ok"
         advice = ""
         if capacity.refused(share):
-            status, advice = "problem", memory.refusal(capacity, found.processes)
+            status, advice = "problem", f"it cannot fit: train refuses it. {smaller}; {memory.TURN_OFF}"
         elif capacity.tight:
-            status = "warning"
-            advice = f"tight. What makes it smaller: {memory.changes(found.processes, capacity.device)}"
+            status, advice = "warning", f"it is tight. {smaller}"
         yield Check(
             name="run's memory",
             found=f"{capacity.device}: {memory.size(capacity.needed)} at the peak, of them "
@@ -314,9 +322,17 @@ def as_data(
     return data
 
 
+def _columns(count: int) -> Table:
+    """Make a table without lines whose cells wrap, also within a long word."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(count):
+        table.add_column(overflow="fold")
+    return table
+
+
 def show(console: Console, checks: Sequence[Check], footprint: memory.Footprint | None) -> None:
     """Print the checks, and the parts of the memory of a run."""
-    lines = Table.grid(padding=(0, 2, 0, 0))
+    lines = _columns(3)
     for check in checks:
         text = Text(inert(check.found))
         if check.advice:
@@ -330,7 +346,7 @@ def show(console: Console, checks: Sequence[Check], footprint: memory.Footprint 
         f"\nMemory of a run with {footprint.parameters:,} parameters and micro-batches of {rows} x {tokens} "
         "tokens:"
     )
-    parts = Table.grid(padding=(0, 2, 0, 0))
+    parts = _columns(4)
     for process in footprint.processes:
         name = process.name + (f" (each of {process.count})" if process.count > 1 else "")
         for part in sorted(process.parts, key=lambda part: -part.nbytes):

@@ -32,6 +32,7 @@ PROMPT_TOKENS = 256
 """Tokens of a prompt that an estimate assumes, for each completion of ``rollout.max_tokens``."""
 SMALLEST = 1 << 30
 """Bytes of a trainer below which nvidia-smi, which takes some time, is not asked."""
+TURN_OFF = "if this estimate is wrong, --set health.max_memory=0 turns the check off"
 TIGHT = 0.9
 """Share of the available memory from which a run is called tight."""
 
@@ -369,8 +370,7 @@ def refusal(capacity: Capacity, processes: Sequence[ProcessMemory]) -> str:
         for process, part in there
     )
     return (
-        f"{told(capacity)}: {parts}. What makes it smaller: {changes(processes, capacity.device)}. If this "
-        "estimate is wrong, --set health.max_memory=0 turns the check off"
+        f"{told(capacity)}: {parts}. What makes it smaller: {changes(processes, capacity.device)}; {TURN_OFF}"
     )
 
 

@@ -146,7 +146,7 @@ def _make(path: str, trust_remote_code: bool) -> Any:
         )
     except Exception as error:  # code of the model, too
         raise ModelError(
-            f"model {str(path)!r}: its configuration makes no causal language model "
+            f"model {str(path)!r}: there is no configuration of a causal language model "
             f"({type(error).__name__}: {one_line(error)})"
         ) from error
 
