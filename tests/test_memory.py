@@ -439,7 +439,7 @@ def test_the_memory_of_the_machine_is_what_is_available_with_swap(tmp_path):
             "proc/self/cgroup": "0::/job/step\n",
             "sys/fs/cgroup/job/memory.max": str(4000 << 10),
             "sys/fs/cgroup/job/memory.current": str(3000 << 10),
-            "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {500 << 10}\n",
+            "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {300 << 10}\nactive_file {200 << 10}\n",
             "sys/fs/cgroup/job/step/memory.max": "max\n",
             "sys/fs/cgroup/job/step/memory.current": "1\n",
         },
@@ -447,7 +447,8 @@ def test_the_memory_of_the_machine_is_what_is_available_with_swap(tmp_path):
             "proc/self/cgroup": "4:cpu,memory:/job\n",
             "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(4000 << 10),
             "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(3000 << 10),
-            "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {500 << 10}\n",
+            "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 9\ntotal_inactive_file {300 << 10}\n"
+            f"total_active_file {200 << 10}\n",
         },
     ],
     ids=["version 2", "version 1"],

@@ -67,10 +67,10 @@ def _cgroup_limits(root: Path) -> Iterator[Memory]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
             base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         group = base / path.strip("/")
@@ -79,12 +79,13 @@ def _cgroup_limits(root: Path) -> Iterator[Memory]:
                 yield found
 
 
-def _limit(group: Path, limit: str, usage: str, inactive: str) -> Memory | None:
+def _limit(group: Path, limit: str, usage: str, prefix: str) -> Memory | None:
     try:
         most, used = int((group / limit).read_text()), int((group / usage).read_text())
     except (OSError, ValueError):  # "max" is no limit
         return None
-    cache = _fields(group / "memory.stat").get(inactive, 0)  # the kernel drops these pages when it needs room
+    stat = _fields(group / "memory.stat")  # of files; the kernel drops these pages when it needs room
+    cache = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
     return Memory(total=most, available=max(0, most - used + cache), limit=str(group / limit))
 
 
