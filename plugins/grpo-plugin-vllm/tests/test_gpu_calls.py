@@ -169,7 +169,10 @@ def read_weights(weights, *, device, verify=True):
     calls.append(f"read-on-{device}" + "-verified" * verify)
     return {"weight": torch.ones(2, 2)}
 
-worker.read_weights = read_weights
+def read_buckets(weights, **how):
+    yield read_weights(weights, **how)
+
+worker.read_weights, worker.read_buckets = read_weights, read_buckets
 gpu = torch.device("cuda", 1)
 info = TensorInfo(name="weight", dtype="float32", shape=(2, 2), offset=0, checksum=0)
 table = as_table(Weights(version=1, location="nowhere", nbytes=16, tensors=(info,)))
@@ -181,11 +184,25 @@ backend = worker.Backend(Model(2, 2, bias=False), SimpleNamespace(quantization=N
 backend.start_weight_update()
 backend.update_weights(table)
 backend.finish_weight_update()
-print(*calls)
+
+def told(quantization):
+    model = Model(2, 2, bias=False)
+    model.weight_scale = torch.nn.Parameter(torch.ones(1))
+    backend = worker.Backend(model, SimpleNamespace(quantization=quantization), gpu)
+    backend.start_weight_update()
+    try:
+        backend.update_weights(table)
+    except ValueError as error:
+        return str(error)
+
+assert told("fp8") is None
+assert told(None) == "version 1 has nothing for ['weight_scale']"
+print(*calls[:8])
 """
 
 
 def test_a_worker_on_a_gpu_loads_layer_by_layer_and_waits_for_the_copies_before_it_says_so():
+    """Parameters that no checkpoint names, as the scales of a quantised model, need not be brought."""
     path = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", WORKER],
