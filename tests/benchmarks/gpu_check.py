@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -26,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.records import Batch, EngineSetup, Row
+from grpo_core.errors import EngineError
+from grpo_core.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model
 from grpo_core.tokens import Tokens
 from grpo_core.training.setup import TrainerSetup
@@ -46,6 +48,8 @@ EXACT = ("tokens do not depend on what else is decoded", "a stop string ends a c
 """Laws that compare tokens, which differ in bfloat16: kernels are chosen by the size of the batch."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
 """Tolerance of a logprob.  The versions of the test model lie far apart, and so do their logits."""
+NOTICED = 1.0
+"""Seconds until the death of vLLM's process is noticed."""
 LEARNS = 0.15
 """Accuracy that a run must gain in 60 steps."""
 
@@ -134,6 +138,7 @@ def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
         base["cache_mib"] = 64
     for way, writer in writers(device).items():
         yield f"vllm, float32, {way}", partial(laws, partial(VllmEngine, **base), writer, "float32")
+    yield "vllm, EngineCore killed", partial(core_killed, partial(VllmEngine, **base))
     cases: dict[str, dict[str, Any]] = {
         "device auto": base | {"device": "auto"},
         "bfloat16": base | {"dtype": "bfloat16"},
@@ -150,6 +155,42 @@ def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
             f"vllm, {name}",
             partial(laws, partial(VllmEngine, **options), SharedMemoryWriter, options["dtype"]),
         )
+
+
+def core_killed(make: Callable[..., Any]) -> tuple[str, str, bool]:
+    """Kill the process in which vLLM decodes, which is a child of the engine's."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # on a CPU, too
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_test_model(Path(directory))
+        setup = EngineSetup(model=str(model), log_directory=directory, deadline=START)
+        seconds = asyncio.run(_until_noticed(partial(make, setup), model))
+    del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    return f"noticed within {NOTICED:g} s, and replaced", f"noticed after {seconds:.2f} s", seconds <= NOTICED
+
+
+async def _until_noticed(make: Callable[[], Any], model: Path) -> float:
+    engine = make()
+    request = GenerationRequest(prompt_ids=(5, 8, 2), max_tokens=250)
+    try:
+        await engine.update_weights(EngineUnderTest(engine=engine, model=model).publish(0))
+        generating = asyncio.create_task(engine.generate([request] * 64))
+        await engine.generate([evolve(request, max_tokens=1)])
+        core = _core_of(engine.pid)
+        began = time.perf_counter()
+        os.kill(core, signal.SIGKILL)
+        with contextlib.suppress(EngineError):
+            await asyncio.wait_for(generating, 60)
+        seconds = time.perf_counter() - began
+        await engine.generate([request])
+        return seconds
+    finally:
+        await engine.aclose()
+
+
+def _core_of(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (core,) = (child for child in children if b"EngineCor" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return int(core)
 
 
 # ---------------------------------------------------------------------------------- trainer, runs
