@@ -29,7 +29,7 @@ def grpo(cwd, *arguments, **environ):
 def doctor(cwd, *arguments, status=0, **environ):
     """Return what ``doctor --json`` prints, and its checks by name."""
     done = grpo(cwd, "doctor", *arguments, "--json", **environ)
-    assert done.returncode == status, done.stdout + done.stderr
+    assert status in (done.returncode, None), done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     data = json.loads(done.stdout)
     return data, {check["name"]: check for check in data["checks"]}
@@ -163,6 +163,26 @@ def test_a_model_without_weights_is_estimated_all_the_same(tmp_path, small):
     data, checks = doctor(tmp_path, "--env", "math:sort", "--set", f"model.path={directory}", status=1)
     assert "no *.safetensors" in checks["configuration"]["advice"]
     assert data["memory"]["parameters"] == 88_576
+
+
+@pytest.mark.slow
+def test_the_parts_on_a_gpu_are_where_the_trainer_is(tmp_path, small, two_gpus):
+    settings = [
+        "trainer.gpus=[1]",
+        "trainer.device=cuda",
+        "engine.options.device=cuda",
+        f"model.path={small}",
+    ]
+    more = [word for each in settings for word in ("--set", each)]
+    data, _ = doctor(tmp_path, "--env", "math:sort", *more, status=None)  # whether torch can use GPUs or not
+    at = {(part["process"], part["name"]): part["device"] for part in data["memory"]["parts"]}
+    assert at["trainer", "activations"] == at["trainer", "weights"] == "cuda:1"
+    assert at["engine", "weights"] == at["engine", "keys and values"] == "cuda:0"
+    assert at["trainer", "published weights"] == at["trainer", "checkpoint copy"] == "host"
+    assert ("trainer", "freed, not given back") not in at
+    cuda = {each["device"]: each for each in data["memory"]["devices"]}
+    assert cuda["cuda:1"]["total"] == 23034 << 20
+    assert cuda["cuda:1"]["certain"] == 16 * data["memory"]["parameters"] < cuda["cuda:1"]["needed"]
 
 
 @pytest.mark.slow

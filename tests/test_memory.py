@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 import struct
 from pathlib import Path
 
@@ -62,22 +60,6 @@ def eight_billion(directory: Path) -> Path:
                "self_attn.o_proj": [d, d]}  # fmt: skip
         tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
     return model_files(directory, EIGHT, tensors)
-
-
-@pytest.fixture
-def two_gpus(tmp_path, monkeypatch):
-    """A machine with two GPUs, as a stand-in for nvidia-smi tells it."""
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text(
-        "#!/bin/sh\n"
-        'test "$1" = "--query-gpu=index,uuid,name,memory.total,memory.free,driver_version" || exit 1\n'
-        'echo "0, GPU-aaaa, NVIDIA H200, 143771, 143000, 570.86.15"\n'
-        'echo "1, GPU-bbbb, NVIDIA L4, 23034, 22000, 570.86.15"\n'
-    )
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def sizes(parts):

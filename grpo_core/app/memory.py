@@ -275,70 +275,94 @@ def footprint(
 
     Raises ModelError if the configuration makes no model.
     """
-    import torch
     import torchdata.stateful_dataloader  # noqa: F401 - as the main process does
     import transformers.tokenization_utils_tokenizers  # noqa: F401 - as it does, too
 
     with_torch = machine.resident()
-    from grpo_core.training.activations import Pass, activation_bytes, shapes
-    from grpo_core.training.logprobs import extra_bytes_on_gpu
-    from grpo_core.training.trainer import token_budget
+    from grpo_core.training.activations import shapes
 
-    trust = config.model.trust_remote_code
-    model = shapes(directory, trust_remote_code=trust)
+    model = shapes(directory, trust_remote_code=config.model.trust_remote_code)
     bases = {"trainer": machine.resident(), "environment": python}
-    device = trainer_device(config, gpus)
+    remote = make_placement(config.placement, host).remote
     processes = certain_parts(config, host, directory, model.parameters, gpus)
-    budget = token_budget(config.trainer, model.vocabulary, torch.device("cpu" if device == HOST else device))
-    tokens = row_tokens(config, size_of(directory, "max_position_embeddings"))
-    rows = config.trainer.prompts_per_step * config.rollout.group_size // config.trainer.updates_per_step
-    microbatch = max(1, min(budget // tokens, rows)), tokens
+    microbatch = largest_microbatch(config, directory, model.vocabulary, trainer_device(config, gpus))
+    told = {process.name for process in processes}
     missing = [
         f"the {each} {name!r} does not tell what memory it takes"
         for each, name in (("trainer", config.trainer.name), ("engine", config.engine.name))
-        if each not in {process.name for process in processes}
+        if each not in told and not (remote and each == "engine")
     ]
-    try:
-        work = Pass(
-            rows=microbatch[0],
-            tokens=tokens,
-            sampled=config.rollout.max_tokens * max(1, config.rollout.max_turns),
-            dtype=_dtype(config, device),
-            checkpointing=config.trainer.gradient_checkpointing,
-            again=rows > microbatch[0],
-        )
-        nbytes = activation_bytes(directory, work, trust_remote_code=trust)
-        if device != HOST:
-            nbytes += extra_bytes_on_gpu(work.rows * work.sampled, model.vocabulary)
-        activations = [_activations(nbytes, device)]
-        if device == HOST:
-            kept = kept_bytes(model.parameters, nbytes)
-            activations.append(MemoryPart(name="freed, not given back", nbytes=kept, certain=False))
-    except ModelError as error:
-        activations, missing = [], [*missing, str(error)]
     found = [ProcessMemory(name="main", parts=(_base(with_torch), *_copies(config, processes)))]
     for process in processes:
-        own = activations if process.name == "trainer" else []
-        base = _base(bases.get(process.name, with_torch))
-        found.append(evolve(process, parts=(base, *process.parts, *own)))
-    count = config.environment.workers * len(config.tasks)
-    if not make_placement(config.placement, host).remote:
+        parts = (_base(bases.get(process.name, with_torch)), *process.parts)
+        if process.name == "trainer":
+            try:
+                device = process.parts[0].device
+                parts += _activations(
+                    config, directory, model.parameters, model.vocabulary, microbatch, device
+                )
+            except ModelError as error:
+                missing.append(str(error))
+        found.append(evolve(process, parts=parts))
+    if not remote:
+        count = config.environment.workers * len(config.tasks)
         found.append(ProcessMemory(name="environment", parts=(_base(python),), count=count))
     return Footprint(
-        processes=tuple(found),
-        parameters=model.parameters,
-        microbatch=microbatch,
-        missing=tuple(missing),
+        processes=tuple(found), parameters=model.parameters, microbatch=microbatch, missing=tuple(missing)
     )
+
+
+def largest_microbatch(config: Config, directory: str, vocabulary: int, device: str) -> tuple[int, int]:
+    """Return rows and tokens per row of the trainer's largest micro-batch, if all rows are long."""
+    import torch
+
+    from grpo_core.training.trainer import token_budget
+
+    kind = torch.device("cpu" if device == HOST else "cuda")
+    tokens = row_tokens(config, size_of(directory, "max_position_embeddings"))
+    return max(1, min(token_budget(config.trainer, vocabulary, kind) // tokens, _rows(config))), tokens
+
+
+def _rows(config: Config) -> int:
+    """Return the number of rows of an update."""
+    rows = config.trainer.prompts_per_step * config.rollout.group_size
+    return max(1, rows // config.trainer.updates_per_step)
+
+
+def _activations(
+    config: Config,
+    directory: str,
+    parameters: int,
+    vocabulary: int,
+    microbatch: tuple[int, int],
+    device: str,
+) -> tuple[MemoryPart, ...]:
+    """Return what the trainer's passes take on its device.  Raises ModelError if that is unknown."""
+    from grpo_core.training.activations import Pass, activation_bytes
+    from grpo_core.training.logprobs import extra_bytes_on_gpu
+
+    rows, tokens = microbatch
+    work = Pass(
+        rows=rows,
+        tokens=tokens,
+        sampled=min(tokens, config.rollout.max_tokens * max(1, config.rollout.max_turns)),
+        dtype=_dtype(config, device),
+        checkpointing=config.trainer.gradient_checkpointing,
+        again=_rows(config) > rows,
+    )
+    nbytes = activation_bytes(directory, work, trust_remote_code=config.model.trust_remote_code)
+    if device != HOST:
+        nbytes += extra_bytes_on_gpu(rows * work.sampled, vocabulary)
+    change = "trainer.tokens_per_microbatch, trainer.gradient_checkpointing = true"
+    part = MemoryPart(name="activations", nbytes=nbytes, device=device, certain=False, change=change)
+    if device != HOST:
+        return (part,)
+    kept = MemoryPart(name="freed, not given back", nbytes=kept_bytes(parameters, nbytes), certain=False)
+    return part, kept
 
 
 def _base(nbytes: int) -> MemoryPart:
     return MemoryPart(name="Python and packages", nbytes=nbytes, certain=False)
-
-
-def _activations(nbytes: int, device: str) -> MemoryPart:
-    change = "trainer.tokens_per_microbatch, trainer.gradient_checkpointing = true"
-    return MemoryPart(name="activations", nbytes=nbytes, device=device, certain=False, change=change)
 
 
 def _copies(config: Config, processes: Sequence[ProcessMemory]) -> Iterator[MemoryPart]:
