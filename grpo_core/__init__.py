@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from grpo_core.records import Row as Row
     from grpo_core.records import RunInfo as RunInfo
     from grpo_core.records import SampleRequest as SampleRequest
+    from grpo_core.records import Segment as Segment
     from grpo_core.records import SessionStart as SessionStart
     from grpo_core.records import StepResult as StepResult
     from grpo_core.records import TensorInfo as TensorInfo
@@ -125,6 +126,7 @@ __getattr__, __dir__, __all__ = attach(
             "Message",
             "Prompt",
             "Rollout",
+            "Segment",
             "Row",
             "RunInfo",
             "SampleRequest",

@@ -29,6 +29,7 @@ from grpo_core.records import (
 if TYPE_CHECKING:
     from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
+    from grpo_core.tokens import Ids
 
 # ---------------------------------------------------------------------------------- written by plugin authors
 
@@ -292,14 +293,20 @@ class Renderer(Protocol):
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]: ...
     def continuation_ids(
-        self, messages: Sequence[Message], *, said: Message, ended: bool
-    ) -> tuple[int, ...]: ...
+        self,
+        messages: Sequence[Message],
+        *,
+        before: Sequence[Message],
+        said: Message,
+        end: int | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...] | None: ...
     def message(
         self,
         text: str,
         *,
-        token_ids: Sequence[int],
-        before: Sequence[int],
+        token_ids: Ids,
+        before: Ids,
         tools: Sequence[Mapping[str, Any]],
     ) -> Message: ...
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]: ...

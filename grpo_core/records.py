@@ -6,7 +6,7 @@ tokens); the rollouts of one prompt are a group; the groups of one step are a ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -375,13 +375,26 @@ class RunInfo:
 
 
 @frozen(kw_only=True)
+class Segment:
+    """An unbroken run of tokens, which the trainer sees as one row."""
+
+    prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
+    """What the model read before its first token, int32 [P]; any sequence of whole numbers is converted."""
+    tokens: Tokens = field(factory=_no_tokens)
+    """All tokens after that: the engine's sampled tokens and, between turns, the environment's."""
+
+
+def _segments(given: Iterable[Segment]) -> tuple[Segment, ...]:
+    return tuple(given)
+
+
+@frozen(kw_only=True)
 class Rollout:
     """One prompt played to its end."""
 
-    prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
-    """Tokens of the prompt, int32 [P]; any sequence of whole numbers is converted."""
-    tokens: Tokens = field(factory=_no_tokens)
-    """All tokens after the prompt: the engine's sampled tokens and, between turns, the environment's."""
+    segments: tuple[Segment, ...] = field(default=(), converter=_segments)
+    """Usually one.  Where the chat template rewrites history, the rollout goes on in a new one; each sampled
+    token is in the segment in which it was sampled, and in no other."""
     messages: tuple[Message, ...] = ()
     """The whole conversation, as its environment saw it."""
     reward: float | None = None
@@ -403,6 +416,11 @@ class Rollout:
     lost: bool = False
     """Whether it is unscored because the engine gave it up, its deadline passed, or its session died with
     others; its environment is not at fault."""
+
+    @property
+    def n_sampled(self) -> int:
+        """Number of tokens that the engine sampled."""
+        return sum(segment.tokens.n_sampled for segment in self.segments)
 
     @property
     def truncated(self) -> bool:
@@ -433,7 +451,7 @@ class Group:
 
 @frozen(kw_only=True)
 class Row:
-    """A rollout as the trainer sees it."""
+    """A segment of a rollout as the trainer sees it."""
 
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
     """Tokens of the prompt, int32 [P]; any sequence of whole numbers is converted."""

@@ -6,12 +6,15 @@ Arrays are read-only, so that records can share them.  Pure.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from attrs import field, frozen
 from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    from grpo_core.records import Rollout
 
 Ids = NDArray[np.int32]
 """Token ids or versions, int32 [n], read-only."""
@@ -149,8 +152,9 @@ class Tokens:
         return _from_bytes, (_joined((self.ids, self.logprobs, self.versions, self.sampled)),)
 
 
-def sampled_versions(parts: Sequence[Tokens]) -> Ids:
-    """Weights that sampled each sampled token of all parts, int32 [n]."""
+def sampled_versions(rollouts: Iterable[Rollout]) -> Ids:
+    """Return the weights that sampled each sampled token of all rollouts, int32 [n]."""
+    parts = [segment.tokens for rollout in rollouts for segment in rollout.segments]
     if not parts:
         return _EMPTY.versions
     versions: Ids = np.concatenate([part.versions for part in parts])

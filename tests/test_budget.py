@@ -109,7 +109,7 @@ def test_a_rate_of_one_lets_a_run_go_on_whatever_fails():
 
 
 def rollout(**fields):
-    return Rollout(prompt_ids=(1,), **fields)
+    return Rollout(**fields)
 
 
 def test_a_group_that_is_compared_is_one_call_and_other_rollouts_are_one_each():

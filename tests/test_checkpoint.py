@@ -15,7 +15,7 @@ from grpo_core.disk import Disk
 from grpo_core.errors import CheckpointError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
-from grpo_core.records import Group, Rollout
+from grpo_core.records import Group, Rollout, Segment
 from grpo_core.testing import prompts
 from grpo_core.tokens import Tokens
 
@@ -206,8 +206,12 @@ def test_the_buffer_survives_its_files(tmp_path):
     buffer = Buffer(prompts_per_step=2, max_staleness=1, num_steps=5)
     flying = buffer.assign(buffer.reserve(), source[:4])
     rollout = Rollout(
-        prompt_ids=(1, 2),
-        tokens=Tokens([3, 4], [True, False], [-0.1234567890123, 0.0], [0, -1]),
+        segments=[
+            Segment(
+                prompt_ids=(1, 2), tokens=Tokens([3, 4], [True, False], [-0.1234567890123, 0.0], [0, -1])
+            ),
+            Segment(prompt_ids=(1, 2, 3), tokens=Tokens([5], [True], [-0.5], [1])),
+        ],
         messages=({"role": "user", "content": "é"},),
         reward=0.5,
         metrics={"format": 1.0},

@@ -30,7 +30,7 @@ def shares(sampler, target=0, n=2000):
 def group(task, *rewards, slot=None):
     return Group(
         prompt=Prompt(messages="x", environment=task),
-        rollouts=tuple(Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
+        rollouts=tuple(Rollout(reward=reward) for reward in rewards),
         generation_version=0,
         target_version=0,
         slot=next(SLOTS) if slot is None else slot,

@@ -31,7 +31,7 @@ from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTra
 def group(*rewards, task="task"):
     return Group(
         prompt=Prompt(messages="x", environment=task),
-        rollouts=tuple(Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
+        rollouts=tuple(Rollout(reward=reward) for reward in rewards),
         generation_version=0,
         target_version=0,
     )

@@ -93,7 +93,7 @@ def test_a_surrogate_that_a_model_spells_reaches_its_tool_and_the_tokenizer_as_a
     (feedback,) = EnvironmentHost.around(Echo()).evaluate([episode])
     assert feedback.messages[0]["content"] == "\ufffd!"
     write_tokenizer(tmp_path)
-    assert Renderer.load(str(tmp_path)).continuation_ids(feedback.messages, said=said, ended=False)
+    assert Renderer.load(str(tmp_path)).continuation_ids(feedback.messages, before=(), said=said, end=None)
 
 
 def test_a_call_whose_arguments_are_nested_too_deep_is_no_call():

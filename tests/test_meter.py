@@ -9,7 +9,7 @@ import pytest
 
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.meter import Meter
-from grpo_core.records import Rollout
+from grpo_core.records import Rollout, Segment
 from grpo_core.testing import run
 from grpo_core.tokens import Tokens
 
@@ -60,7 +60,8 @@ def test_the_busier_side_counts_and_a_failed_generation_too():
 
 def test_sampled_tokens_and_errors_are_counted_from_one_step_to_the_next():
     def rollout(n, error=None):
-        return Rollout(prompt_ids=(1,), tokens=Tokens.generated([2] * n, [0.0] * n, [0] * n), error=error)
+        tokens = Tokens.generated([2] * n, [0.0] * n, [0] * n)
+        return Rollout(segments=[Segment(prompt_ids=(1,), tokens=tokens)], error=error)
 
     async def story():
         meter = Meter()

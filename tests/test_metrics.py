@@ -14,7 +14,7 @@ from tracked_run import METRICS_JSONL, a_run
 
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
-from grpo_core.records import EndReason, Group, Prompt, Rollout
+from grpo_core.records import EndReason, Group, Prompt, Rollout, Segment
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.strategies import Greedy, Majority, PassAtK
@@ -23,8 +23,9 @@ from grpo_core.validation.strategies import Greedy, Majority, PassAtK
 def rollout(reward=1.0, *, versions=(0,), sampled=None, reason="stop", **metrics):
     n = len(versions)
     return Rollout(
-        prompt_ids=(1,),
-        tokens=Tokens((2,) * n, sampled or (True,) * n, (0.0,) * n, versions),
+        segments=[
+            Segment(prompt_ids=(1,), tokens=Tokens((2,) * n, sampled or (True,) * n, (0.0,) * n, versions))
+        ],
         reward=reward,
         finish_reason=reason,
         metrics=metrics,

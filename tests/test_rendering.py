@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.errors import ModelError
 from grpo_core.loop.rendering import Renderer
+from grpo_core.tokens import as_ids
 from grpo_core.tool_calls import parse_calls
 
 TEMPLATE = (
@@ -90,9 +91,11 @@ FORGETFUL = CHATML.replace(
 )
 """Drops the reasoning of all turns but the last."""
 
+MUTE = "{{ messages[0].content }}"
+
 SILENT = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{% endfor %}"
+    "{{ m.content }}{% endfor %}"
 )
 
 
@@ -147,7 +150,7 @@ def test_a_row_equals_the_templates_rendering_of_the_whole_conversation(merging,
     for reply, role, answer in turns:
         row += (*merging.encode(reply), end)
         answers = [{"role": role, "content": answer}]
-        row += renderer.continuation_ids(answers, said=said(reply), ended=True)
+        row += renderer.continuation_ids(answers, before=messages, said=said(reply), end=end)
         messages += [said(reply), *answers]
     whole = merging.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert merging.decode(row) == whole
@@ -160,7 +163,9 @@ def test_tokens_that_the_tokenizer_would_write_otherwise_stay_as_they_were_sampl
     (end,) = renderer.stop_token_ids
     completion = tuple(token for token in sampled if token != end) + ((end,) if ended else ())
     text = renderer.text(completion)
-    new = renderer.continuation_ids([user("again")], said=said(text), ended=ended)
+    new = renderer.continuation_ids(
+        [user("again")], before=[user("?")], said=said(text), end=end if ended else None
+    )
     assert merging.decode(new) == ("" if ended else "<|im_end|>") + (
         "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     ), "what is new does not depend on what was said, and one token ends it"
@@ -171,7 +176,9 @@ def test_tool_answers_follow_their_call(merging):
     renderer.check_turns(tools=True)
     garbled = said("", {"name": "", "arguments": "not JSON"})
     answer = {"role": "tool", "name": "", "tool_call_id": "call00000", "content": "error"}
-    new = renderer.continuation_ids([answer], said=garbled, ended=True)
+    new = renderer.continuation_ids(
+        [answer], before=[user("?")], said=garbled, end=renderer.stop_token_ids[0]
+    )
     assert merging.decode(new) == "\n<|im_start|>tool\nerror<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -187,20 +194,19 @@ def test_tools_are_shown_by_the_template_and_no_tools_are_not_announced(merging)
 def test_without_a_template_answers_follow_unchanged(directory):
     renderer = Renderer.load(str(directory))
     renderer.check_turns(tools=True)
-    new = renderer.continuation_ids([user("no"), user("!")], said=said("x"), ended=True)
+    new = renderer.continuation_ids([user("no"), user("!")], before=[user("?")], said=said("x"), end=None)
     assert renderer.text(new) == "no!"
 
 
 @pytest.mark.parametrize(
     ("template", "tools", "message"),
     [
-        (REWRITING, False, "the chat template rewrites earlier messages"),
-        (FORGETFUL, False, "the chat template rewrites earlier messages"),
-        (FORGETFUL, True, "the chat template rewrites earlier messages"),
+        (MUTE, False, "does not render what an assistant says"),
+        (REWRITING, False, "does not render what an assistant says"),
         (SILENT, True, "cannot render messages of user, assistant, tool: no tools here"),
     ],
 )
-def test_a_template_that_cannot_keep_sampled_tokens_is_refused_before_generation(
+def test_a_template_that_cannot_render_a_conversation_is_refused_before_generation(
     merging, template, tools, message
 ):
     with pytest.raises(ModelError, match=message):
@@ -221,17 +227,12 @@ def test_a_template_that_does_not_end_or_leaves_its_sandbox_is_refused(merging, 
         chat(merging, template).prompt_ids([user("x")])
 
 
-def test_a_template_that_says_nothing_of_the_assistant_is_refused(merging):
-    with pytest.raises(ModelError, match="does not render what an assistant says"):
-        chat(merging, "{{ messages[0].content }}").continuation_ids([user("no")], said=said("x"), ended=True)
-
-
 # ---------------------------------------------------------------------------------- tool calls
 
 
 def parsed(renderer, text, *, tools=({"type": "function"},)):
-    ids = renderer._tokenizer.encode(text)
-    return renderer.message(text, token_ids=ids, before=(), tools=tools)
+    ids = as_ids(renderer._tokenizer.encode(text))
+    return renderer.message(text, token_ids=ids, before=as_ids(()), tools=tools)
 
 
 def test_calls_stand_between_tags_if_the_tokenizer_does_not_say_otherwise(directory):

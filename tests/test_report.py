@@ -29,7 +29,7 @@ from grpo_core.events import (
     Validated,
     WarningRaised,
 )
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.reporting import charts, curves, report
 from grpo_core.reporting.charts import Series, chart, label, shortened, smoothed, ticks
 from grpo_core.reporting.curves import tasks_of
@@ -60,8 +60,7 @@ def group(task, replies, *, prompt="52341="):
     question = {"role": "user", "content": prompt}
     rollouts = tuple(
         Rollout(
-            prompt_ids=(1,),
-            tokens=Tokens.generated([2], [-0.5], [0]),
+            segments=[Segment(prompt_ids=(1,), tokens=Tokens.generated([2], [-0.5], [0]))],
             messages=(question, {"role": "assistant", "content": reply}),
             reward=reward,
             turns=1,

@@ -28,7 +28,7 @@ from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
-from grpo_core.records import Group, Rollout, SampleRequest
+from grpo_core.records import Group, Rollout, SampleRequest, Segment
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import prompts
 from grpo_core.tokens import Tokens
@@ -273,8 +273,7 @@ def a_run(path, *, ready=0, settings=(), run=None):
 
 def a_group(slot):
     rollout = Rollout(
-        prompt_ids=(1,),
-        tokens=Tokens.generated([2, 3], [-0.5, -0.5], [0, 0]),
+        segments=[Segment(prompt_ids=(1,), tokens=Tokens.generated([2, 3], [-0.5, -0.5], [0, 0]))],
         messages=({"role": "user", "content": "1="},),
         reward=1.0,
         turns=1,

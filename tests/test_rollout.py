@@ -18,7 +18,16 @@ from grpo_core.events import Dispatched
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch
-from grpo_core.records import Completion, Feedback, GenerationRequest, Group, Prompt, Rollout, Weights
+from grpo_core.records import (
+    Completion,
+    Feedback,
+    GenerationRequest,
+    Group,
+    Prompt,
+    Rollout,
+    Segment,
+    Weights,
+)
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, prompts, run
 from grpo_core.tokens import Tokens
 from grpo_core.validation.runner import Context
@@ -89,11 +98,12 @@ def test_turns_go_on_while_the_environment_says_so_and_rewards_are_summed():
 
 def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version():
     (rollout,) = played(requests(2)[1:], {"task": FakeEnvironment(guess, max_turns=2)})
-    text = FakeRenderer().text(rollout.tokens.ids)
+    tokens = rollout.segments[0].tokens
+    text = FakeRenderer().text(tokens.ids)
     assert text[1:3] == "no"
-    assert rollout.tokens.sampled.tolist() == [True, False, False, True]
-    assert rollout.tokens.logprobs.tolist() == [-1.0, 0.0, 0.0, -1.0]
-    assert rollout.tokens.versions.tolist() == [0, -1, -1, 0]
+    assert tokens.sampled.tolist() == [True, False, False, True]
+    assert tokens.logprobs.tolist() == [-1.0, 0.0, 0.0, -1.0]
+    assert tokens.versions.tolist() == [0, -1, -1, 0]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +136,8 @@ def test_rollouts_lost_by_the_engine_do_not_count_against_the_environment():
 
 
 def test_an_engine_that_loses_everything_in_flight_with_all_retries_ends_the_run():
-    lost = Rollout(prompt_ids=(1,), error="engine: died", lost=True)
-    fine = Rollout(prompt_ids=(1,), reward=0.0)
+    lost = Rollout(error="engine: died", lost=True)
+    fine = Rollout(reward=0.0)
     budget = LostBudget(8)
     for _ in range(3):
         for rollout in (*[lost] * 7, fine):
@@ -309,8 +319,12 @@ def test_a_request_reaches_an_engines_process_with_all_its_fields():
 def a_group(rewards, versions=(3,)):
     rollouts = tuple(
         Rollout(
-            prompt_ids=(1,),
-            tokens=Tokens.generated((2,) * len(versions), (-1.0,) * len(versions), versions),
+            segments=[
+                Segment(
+                    prompt_ids=(1,),
+                    tokens=Tokens.generated((2,) * len(versions), (-1.0,) * len(versions), versions),
+                )
+            ],
             reward=reward,
         )
         for reward in rewards

@@ -45,7 +45,7 @@ def test_a_completion_cannot_control_the_terminal():
     said = {"role": "assistant", "content": CONTROLS}
     group = Group(
         prompt=Prompt(messages=CONTROLS, environment="sort"),
-        rollouts=(Rollout(prompt_ids=(1,), messages=(said,), reward=1.0),),
+        rollouts=(Rollout(messages=(said,), reward=1.0),),
         generation_version=0,
         target_version=1,
     )
@@ -119,7 +119,7 @@ def test_a_warning_of_the_log_controls_no_terminal():
 def test_an_error_of_any_length_is_short_in_events_and_rollouts(tmp_path):
     """An environment put a batch of 50 million characters into its error."""
     long = "begin " + "E" * 1_000_000 + " end"
-    rollout = Rollout(prompt_ids=(1,), error=long)
+    rollout = Rollout(error=long)
     group = Group(prompt=Prompt(messages="1+1="), rollouts=(rollout,), generation_version=0, target_version=0)
     told = [
         PromptSkipped(task="a", prompt="p", error=long),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_core import Completion, GenerationRequest, PluginError, Rollout, Tokens
 from grpo_core.engines import wire
-from grpo_core.records import Row
+from grpo_core.records import Row, Segment
 from grpo_core.tokens import as_ids, concatenated
 
 ids = st.integers(-(2**31), 2**31 - 1)
@@ -57,10 +57,10 @@ def test_parts_follow_each_other(parts):
 def test_a_single_part_is_shared_and_not_copied():
     part = Tokens.generated([1, 2], [-0.5, -0.25], [3, 3])
     assert Tokens.concatenate([part]) is part
-    rollout = Rollout(prompt_ids=(1,), tokens=part)
-    row = Row(prompt_ids=rollout.prompt_ids, tokens=rollout.tokens, advantage=1.0, group=0)
+    segment = Segment(prompt_ids=(1,), tokens=part)
+    row = Row(prompt_ids=segment.prompt_ids, tokens=segment.tokens, advantage=1.0, group=0)
     assert row.tokens is part
-    assert row.prompt_ids is rollout.prompt_ids
+    assert row.prompt_ids is segment.prompt_ids
 
 
 def test_arrays_cannot_be_changed_whoever_made_them():
@@ -119,13 +119,14 @@ def test_flags_of_another_length_are_named():
 
 
 def test_records_are_equal_if_their_tokens_are():
-    def rollout(*ids):
-        return Rollout(prompt_ids=(1, 2), tokens=Tokens.generated(ids, [-1.0] * len(ids), [0] * len(ids)))
+    def segment(*ids):
+        return Segment(prompt_ids=(1, 2), tokens=Tokens.generated(ids, [-1.0] * len(ids), [0] * len(ids)))
 
-    assert rollout(3, 4) == rollout(3, 4)
-    assert rollout(3, 4) != rollout(3, 5)
-    assert rollout(3, 4) != rollout(3)
-    assert rollout(3) != attrs.evolve(rollout(3), prompt_ids=(1, 3))
+    assert segment(3, 4) == segment(3, 4)
+    assert segment(3, 4) != segment(3, 5)
+    assert segment(3, 4) != segment(3)
+    assert segment(3) != attrs.evolve(segment(3), prompt_ids=(1, 3))
+    assert Rollout(segments=[segment(3)]) != Rollout(segments=[segment(3), segment(3)])
     request = GenerationRequest(prompt_ids=[1, 2], max_tokens=3)
     assert request == GenerationRequest(prompt_ids=(1, 2), max_tokens=3)
     assert request != GenerationRequest(prompt_ids=(1,), max_tokens=3)

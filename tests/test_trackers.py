@@ -32,7 +32,7 @@ from grpo_core.events import (
     WarningRaised,
 )
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.reporting import files, trackers
 from grpo_core.reporting.audit import Files
 from grpo_core.reporting.room import DiskRoom
@@ -69,8 +69,11 @@ class Heard(grpo.Tracker):
 def group(*, rollouts=2, tokens=3):
     n = tokens
     rollout = Rollout(
-        prompt_ids=(1,),
-        tokens=Tokens.generated((2,) * n, logprobs=(-0.5,) * n, versions=(0,) * n),
+        segments=[
+            Segment(
+                prompt_ids=(1,), tokens=Tokens.generated((2,) * n, logprobs=(-0.5,) * n, versions=(0,) * n)
+            )
+        ],
         messages=({"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4" * n}),
         reward=1.0,
         turns=1,

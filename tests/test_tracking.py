@@ -23,7 +23,7 @@ from grpo_core.events import (
     StepEnded,
     Validated,
 )
-from grpo_core.records import Group, Rollout, RunInfo
+from grpo_core.records import Group, Rollout, RunInfo, Segment
 from grpo_core.reporting.terminal import TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
 from grpo_core.run_directory import RunDirectory
@@ -33,8 +33,7 @@ from grpo_core.tokens import Tokens
 
 def groups():
     rollout = Rollout(
-        prompt_ids=(1,),
-        tokens=Tokens.generated([2, 3], [-0.5, -0.5], [0, 0]),
+        segments=[Segment(prompt_ids=(1,), tokens=Tokens.generated([2, 3], [-0.5, -0.5], [0, 0]))],
         messages=({"role": "user", "content": "52341="}, {"role": "assistant", "content": "12345"}),
         reward=1.0,
         turns=1,

@@ -33,7 +33,7 @@ from grpo_core.loop.rows import make_batch
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import StartModel
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Batch, Feedback, Group, Prompt, Rollout, Row, Weights
+from grpo_core.records import Batch, Feedback, Group, Prompt, Rollout, Row, Segment, Weights
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment
@@ -275,10 +275,10 @@ def played(rewards: Sequence[float], replies: Sequence[str]) -> Group:
     for reward, reply in zip(rewards, replies, strict=True):
         ids = tiny.encode(reply)
         n = len(ids)
+        tokens = Tokens.generated(ids, logprobs=(-4.0,) * n, versions=(0,) * n)
         rollouts.append(
             Rollout(
-                prompt_ids=tiny.encode("ab="),
-                tokens=Tokens.generated(ids, logprobs=(-4.0,) * n, versions=(0,) * n),
+                segments=[Segment(prompt_ids=tiny.encode("ab="), tokens=tokens)],
                 reward=reward,
             )
         )

@@ -84,6 +84,12 @@ class WeightsTrackingEngine(FakeEngine):
         return completions
 
 
+def begins(prompt_ids, rollout):
+    """Whether a request belongs to this rollout."""
+    text = FakeRenderer().text
+    return text(prompt_ids).startswith(text(rollout.segments[0].prompt_ids))
+
+
 @settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6),
@@ -124,9 +130,10 @@ def test_a_row_is_the_engines_tokens_with_the_answers_in_between(lengths, answer
         spoken = [
             (request.prompt_ids.tolist(), completion.tokens)
             for request, completion in engine.said
-            if FakeRenderer().text(request.prompt_ids).startswith(FakeRenderer().text(rollout.prompt_ids))
+            if begins(request.prompt_ids, rollout)
         ]
-        prompt, tokens = rollout.prompt_ids.tolist(), rollout.tokens
+        (segment,) = rollout.segments
+        prompt, tokens = segment.prompt_ids.tolist(), segment.tokens
         place = 0
         for seen, said in spoken:
             end = len(seen) - len(prompt)
@@ -162,15 +169,15 @@ def test_the_renderer_is_told_whether_the_model_has_ended_its_turn_itself(said, 
     class Renderer(FakeRenderer):
         stop_token_ids = (ord("."),)
 
-        def continuation_ids(self, messages, *, said=None, ended=True):
-            told.append(ended)
-            return super().continuation_ids(messages)
+        def continuation_ids(self, messages, *, end, **others):
+            told.append(end)
+            return super().continuation_ids(messages, **others)
 
     environment = FakeEnvironment(
         lambda episode: Feedback(reward=0.0, done=episode.turn == 1, messages="go on"), max_turns=2
     )
     played(environment, FakeEngine(reply=lambda request, rng: said), renderer=Renderer())
-    assert told == [ended]
+    assert told == [ord(".") if ended else None]
 
 
 @pytest.mark.parametrize("max_turns", [1, 2])
@@ -252,7 +259,7 @@ def test_one_prompt_with_other_tools_is_rendered_anew():
             sampling=SAMPLING,
         )
 
-    shown = [FakeRenderer().text(rollout.prompt_ids) for rollout in run(story())]
+    shown = [FakeRenderer().text(rollout.segments[0].prompt_ids) for rollout in run(story())]
     assert shown == ["aprompt 0", "bprompt 0"] * 2
 
 
@@ -310,7 +317,9 @@ def test_tools_answer_and_the_model_speaks_again():
     ]
     assert told == {"role": "tool", "tool_call_id": "call00000", "name": "price", "content": "7"}
     assert last == {"role": "assistant", "content": "it costs 7"}
-    assert FakeRenderer().text(rollout.tokens.ids) == call("price", item="tea") + "7" + "it costs 7"
+    assert (
+        FakeRenderer().text(rollout.segments[0].tokens.ids) == call("price", item="tea") + "7" + "it costs 7"
+    )
     assert (rollout.reward, rollout.metrics, rollout.finish_reason) == (1.0, {"turn": 1.0}, "stop")
     assert environment.calls == [1, 1]
 
@@ -411,7 +420,7 @@ def test_each_limit_ends_a_rollout_with_its_own_reason(environment, limits, reas
     (rollout,) = played(environment, engine, sampling=evolve(SAMPLING, **limits))
     assert (rollout.finish_reason, rollout.turns, rollout.reward) == (reason, turns, reward)
     assert rollout.messages[-1]["role"] == "assistant", "nothing follows that nobody reads"
-    assert rollout.tokens.sampled[-1]
+    assert rollout.segments[-1].tokens.sampled[-1]
     assert rollout.error is None
 
 

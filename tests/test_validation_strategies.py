@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_core.errors import ConfigError
 from grpo_core.loop.metrics import headline
-from grpo_core.records import Rollout
+from grpo_core.records import Rollout, Segment
 from grpo_core.testing.strategies import check_validation_strategy
 from grpo_core.tokens import Tokens
 from grpo_core.validation.estimates import interval, majority_score, pass_at_k
@@ -113,8 +113,7 @@ class Given:
         assert all(len(rewards) == n for rewards in self.rewards)
         return [
             Rollout(
-                prompt_ids=(1,),
-                tokens=Tokens.generated((2, 3), (-1.0, -1.0), (0, 0)),
+                segments=[Segment(prompt_ids=(1,), tokens=Tokens.generated((2, 3), (-1.0, -1.0), (0, 0)))],
                 reward=reward,
                 success=None if None in (reward, self.success) else reward >= self.success,
                 answer=self.answers[p][i] if self.answers else None,
@@ -283,7 +282,7 @@ class DoesNotLetGo(Mine):
         try:
             return await super().play(context, task)
         except asyncio.CancelledError:
-            return [Rollout(prompt_ids=(), reward=1.0)]
+            return [Rollout(reward=1.0)]
 
 
 class LeavesSomethingBehind(Mine):

@@ -83,7 +83,7 @@ def test_the_second_turn_of_a_rollout_finds_its_first_in_the_prefix_cache(tmp_pa
     second = [rollout for rollout in rollouts if rollout.turns == 2]
     assert len(second) >= len(rollouts) // 2
     first = [
-        len(r.prompt_ids) + r.tokens.sampled.tolist().index(False) for r in second
+        len(r.segments[0].prompt_ids) + r.segments[0].tokens.sampled.tolist().index(False) for r in second
     ]  # tokens of the first turn
     assert prompt_tokens == sum(first) + len("and then?") * len(second)
     # the last token of a completion was sampled, and never computed

@@ -33,12 +33,12 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError, GrpoError
 from grpo_core.loop.buffer import Buffer, Slot
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.records import Group, Prompt, Rollout, Segment
 
 if TYPE_CHECKING:
     from grpo_core.tokens import Ids, Tokens
 
-FORMAT = 2
+FORMAT = 3
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"
@@ -161,11 +161,11 @@ def _plain(value: Any, arrays: Arrays | None = None) -> Any:
         case Group():
             return value.rollouts
         case Rollout() if arrays is not None:
-            places = {
-                "prompt_ids": arrays.add_prompt(value.prompt_ids),
-                "tokens": arrays.add_tokens(value.tokens),
-            }
-            return {name: getattr(value, name) for name in _ROLLOUT} | places
+            places = [
+                [arrays.add_prompt(segment.prompt_ids), arrays.add_tokens(segment.tokens)]
+                for segment in value.segments
+            ]
+            return {name: getattr(value, name) for name in _ROLLOUT} | {"segments": places}
         case Mapping():
             return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be saved as JSON: {value!r}")
@@ -429,11 +429,8 @@ def load_buffer(
 
 
 def _rollout(dumped: Mapping[str, Any], arrays: Arrays) -> Rollout:
-    return Rollout(
-        **{
-            **dumped,
-            "messages": tuple(dumped["messages"]),
-            "prompt_ids": arrays.prompts[dumped["prompt_ids"]],
-            "tokens": arrays.tokens[dumped["tokens"]],
-        }
-    )
+    segments = [
+        Segment(prompt_ids=arrays.prompts[prompt], tokens=arrays.tokens[tokens])
+        for prompt, tokens in dumped["segments"]
+    ]
+    return Rollout(**{**dumped, "messages": tuple(dumped["messages"]), "segments": segments})

@@ -41,7 +41,7 @@ class Meter:
                 self._since = None
 
     def count(self, task: str, rollout: Rollout) -> None:
-        self._tokens += rollout.tokens.n_sampled
+        self._tokens += rollout.n_sampled
         if rollout.error is not None:
             self._errors[task] += 1
 

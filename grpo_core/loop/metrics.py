@@ -56,6 +56,11 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "completion_tokens/TASK": Metric(
             _TOKENS, "Sampled tokens of a rollout, over all of its turns; mean."
         ),
+        "segments/TASK": Metric(
+            "segments",
+            "Segments of a rollout; mean. More than 1: the chat template rewrites earlier turns, and the "
+            "tokens before a rewritten turn are computed again for each segment.",
+        ),
         "truncated/TASK": Metric(
             _SHARE,
             "Rollouts that a token limit cut off: `rollout.max_tokens`, `rollout.max_total_tokens` or the "
@@ -208,7 +213,7 @@ def feedback_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def completion_tokens(rollouts: Sequence[Rollout]) -> float:
     """Return the mean number of sampled tokens."""
-    return fmean(rollout.tokens.n_sampled for rollout in rollouts)
+    return fmean(rollout.n_sampled for rollout in rollouts)
 
 
 def truncated(rollouts: Sequence[Rollout]) -> float:
@@ -238,6 +243,7 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
             f"groups/{task}": float(len(members)),
             f"staleness/{task}": _staleness(members, step)[0],
             f"completion_tokens/{task}": completion_tokens(rollouts),
+            f"segments/{task}": fmean(len(rollout.segments) for rollout in rollouts),
             f"truncated/{task}": truncated(rollouts),
             **{
                 f"{name}/{task}": value
@@ -254,7 +260,7 @@ def _equal(group: Group) -> bool:
 
 def _staleness(groups: Sequence[Group], step: int) -> tuple[float, float]:
     """Return mean and maximum over the sampled tokens, in steps; 0 if there are none."""
-    versions = sampled_versions([rollout.tokens for group in groups for rollout in group.rollouts])
+    versions = sampled_versions(rollout for group in groups for rollout in group.rollouts)
     if not versions.size:
         return 0.0, 0.0
     # whole numbers until the division, so that the mean is rounded once

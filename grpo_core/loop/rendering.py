@@ -1,18 +1,19 @@
 """Converts messages to tokens with a chat template.  Sampled tokens are never encoded again.
 
-A rollout of several turns is one row: the prompt, then the completions as they were sampled, and between them
+A rollout of several turns is a row: the prompt, then the completions as they were sampled, and between them
 the template's text around the environment's messages.  This equals the template's rendering of the whole
 conversation only if the template appends: the rendering of n + 1 turns begins with the rendering of n turns.
-Other templates (for example, ones that drop the reasoning of earlier turns) are refused for environments of
-several turns before anything is generated.
+Many templates do not: they drop the reasoning of earlier turns once a user goes on.  Where that happens, the
+row ends, and the rollout goes on in a new segment that begins with the template's rendering.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import ModelError
 from grpo_core.models import UNKNOWN_SIZE, size_of
@@ -20,10 +21,14 @@ from grpo_core.records import Message
 from grpo_core.tool_calls import parse_calls, read_calls
 from grpo_core.unicode import well_formed
 
+if TYPE_CHECKING:
+    from grpo_core.tokens import Ids
+
 _ASKED: Message = {"role": "user", "content": "?"}
-_SAID = "\N{ASTERISM}"
-_THOUGHT: Message = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n!"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+_THOUGHT_ENDS = "</think>"
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which templates look for the reasoning of a message."""
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Class names that transformers saves for a tokenizer that is completely defined by its tokenizer.json."""
@@ -53,6 +58,8 @@ class Renderer:
         self.vocabulary = vocabulary
         """Number of token ids of the model."""
         self._checked: set[bool] = set()
+        self._arguments_are_text = False
+        """Whether the template takes the arguments of tool calls as JSON instead of mappings."""
 
     @classmethod
     def load(cls, directory: str, *, trust_remote_code: bool = False) -> Renderer:
@@ -72,17 +79,18 @@ class Renderer:
             raise ModelError(f"model {directory!r}: its tokenizer cannot be loaded: {reason}") from error
 
     def check_turns(self, *, tools: bool) -> None:
-        """Check that the template supports several turns, with tools or without.
+        """Check that the template can render several turns, with tools or without.
 
-        Raises ModelError if the template rewrites earlier messages, or cannot render tool results.
+        Raises ModelError if it refuses the roles, or leaves out what the assistant says.
         """
         if not self._template or tools in self._checked:
             return
-        said: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]} if tools else _THOUGHT
-        answer = {"role": "tool", "name": "f", "tool_call_id": "call00000"} if tools else {"role": "user"}
-        self._appended(said, [{**answer, "content": "?"}])
+        said = _sketch({"role": "assistant", "content": "!"}, 1)
+        if said["content"] not in self._text([_ASKED, said, _ASKED], generation=True):
+            raise ModelError("the chat template does not render what an assistant says; use another template")
         if tools:
-            self._appended({**_THOUGHT, "tool_calls": [_CALL]}, [{**answer, "content": "?"}])
+            answer = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "?"}
+            self._text([_ASKED, {**said, "tool_calls": [_CALL]}, answer], generation=True)
         self._checked.add(tools)
 
     def prompt_ids(
@@ -103,40 +111,79 @@ class Renderer:
         """Return the number of tokens of a reply."""
         return len(self._encode(text))
 
-    def continuation_ids(self, messages: Sequence[Message], *, said: Message, ended: bool) -> tuple[int, ...]:
+    def continuation_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        before: Sequence[Message],
+        said: Message,
+        end: int | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...] | None:
         """Encode the messages after a completion, up to the model's next turn.
+
+        Completions count for their structure only (whether they reason and call tools): however the template
+        would write what was sampled, the sampled tokens stay.
 
         Args:
             messages: the environment's messages.
-            said: the assistant message before them.
-            ended: whether the completion ends with a stop token; if not, the template's is added.
+            before: the conversation before the completion.
+            said: the completion's message.
+            end: stop token at the end of the completion; if it is None, the template's is added.
+            tools: JSON schemas that the prompt shows.
 
-        Raises ModelError if the template renders earlier messages differently once the conversation goes on,
-        because then the sampled tokens could not be kept.
+        Returns None if the template renders the conversation differently once it goes on: the next turn then
+        follows ``prompt_ids`` of all messages.
         """
         if not self._template:
             return self._encode(self._text(messages, generation=True))
-        probe = {"role": "assistant", "content": _SAID}
-        _, marked, closing = self._text([_ASKED, probe], generation=False).rpartition(_SAID)
-        if not marked:
-            raise ModelError("the chat template does not render what an assistant says; use another template")
-        calls = [_plain(call) for call in said.get("tool_calls") or ()]
-        new = self._appended({**probe, "tool_calls": calls} if calls else probe, messages)
-        ids = self._encode(closing + new)
-        return ids[1:] if ended and ids and ids[0] in self.stop_token_ids else ids
+        history = [_sketch(message, place) for place, message in enumerate(before)]
+        spoken = _sketch(said, len(before))
+        start = self._text(history, generation=True, tools=tools)
+        whole = self._text([*history, spoken, *messages], generation=True, tools=tools)
+        thought, content = _marks(len(before))
+        own, shown, after = whole[len(start) :].partition(content)
+        forgotten = any(part in str(spoken) and part not in own for part in (thought, _THOUGHT_ENDS))
+        if not whole.startswith(start) or forgotten:
+            return None
+        after = after if shown else own  # some templates leave out what is said beside a call
+        if not spoken.get("tool_calls"):
+            return self._after_end(after, messages, end, rest=after)
+        last = self._text([*history, spoken], generation=False, tools=tools)
+        if shown and len(own) > len(last[len(start) :].partition(content)[0]):
+            return None  # the answer of the tool stands before what was said beside the call
+        rest = whole[len(last) :] if whole.startswith(last) else None
+        return self._after_end(after, messages, end, rest=rest)
+
+    def _after_end(
+        self, text: str, messages: Sequence[Message], end: int | None, *, rest: str | None
+    ) -> tuple[int, ...] | None:
+        """Encode what follows the end of a completion; None if the template writes another end.
+
+        Args:
+            text: what the template writes after a completion; it may begin with its tool calls.
+            messages: the environment's messages, which follow.
+            end: as in ``continuation_ids``.
+            rest: what follows if there is no stop token; None if that is not known.
+        """
+        ids = self._encode(text)
+        answer = str(messages[0].get("content") or "") if messages else ""
+        own = self._encode(text.partition(answer)[0]) if answer else ids
+        ends = next((i for i, token in enumerate(own) if token in self.stop_token_ids), None)
+        if ends is not None:
+            same = end in (None, ids[ends])
+            return (ids[ends:] if end is None else ids[ends + 1 :]) if same else None
+        if end is not None and own and own[0] in self._tokenizer.all_special_ids:
+            return None
+        return None if rest is None else self._encode(rest)
 
     def message(
-        self,
-        text: str,
-        *,
-        token_ids: Sequence[int],
-        before: Sequence[int],
-        tools: Sequence[Mapping[str, Any]],
+        self, text: str, *, token_ids: Ids, before: Ids, tools: Sequence[Mapping[str, Any]]
     ) -> Message:
         """Convert a completion to an assistant message, with its ``tool_calls`` if it makes any.
 
-        The tokenizer's response template defines how calls are read; without one, they stand between
-        <tool_call> and </tool_call> (``grpo_core.tool_calls.parse_calls``).
+        The tokenizer's response template defines how reasoning and calls are read; without one, the calls
+        stand between <tool_call> and </tool_call> (``grpo_core.tool_calls.parse_calls``).
 
         Args:
             text: text of the completion (``texts``).
@@ -146,13 +193,15 @@ class Renderer:
         """
         if getattr(self._tokenizer, "response_template", None):
             try:
-                said = self._tokenizer.parse_response(list(token_ids), prefix=list(before), tools=list(tools))
+                said = self._tokenizer.parse_response(
+                    token_ids.tolist(), prefix=before.tolist(), tools=list(tools) or None
+                )
             except (ValueError, KeyError, RecursionError):  # a garbled call is reported to the model
                 said = {"tool_calls": [None]}
             calls = read_calls(said.pop("tool_calls", None), text)
             message = {**said, "role": "assistant", "content": str(said.get("content") or "")}
         else:
-            content, calls = parse_calls(text)
+            content, calls = parse_calls(text) if tools else (text, [])
             message = {"role": "assistant", "content": content}
         return {**message, "tool_calls": calls} if calls else message
 
@@ -164,35 +213,34 @@ class Renderer:
         """Decode each row, without special tokens."""
         return list(self._tokenizer.batch_decode([list(row) for row in rows], skip_special_tokens=True))
 
-    def _appended(self, said: Message, messages: Sequence[Message]) -> str:
-        """Return the template's text for messages after an assistant message.  Raises ModelError."""
-        before = self._text([_ASKED, said], generation=False)
-        after = self._text([_ASKED, said, *messages], generation=True)
-        if not after.startswith(before):
-            raise ModelError(
-                "the chat template rewrites earlier messages when a conversation goes on, so the sampled "
-                "tokens could not be kept; use a template that only appends, or an environment of one turn"
-            )
-        return after[len(before) :]
-
     def _text(
         self, messages: Sequence[Message], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         if not self._template:
             return "".join(str(message.get("content") or "") for message in messages)
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,  # some templates announce an empty list
-                tokenize=False,
-                add_generation_prompt=generation,
-            )
+            return self._rendered(messages, generation, tools)
         except Exception as error:
+            if not self._arguments_are_text and any(message.get("tool_calls") for message in messages):
+                self._arguments_are_text = True
+                with contextlib.suppress(Exception):
+                    return self._rendered(messages, generation, tools)
+                self._arguments_are_text = False
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ModelError(
                 f"the chat template cannot render messages of {roles}: {error}; use another template, or "
                 "write the messages in roles that it knows"
             ) from error
+
+    def _rendered(
+        self, messages: Sequence[Message], generation: bool, tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            [_renderable(message, arguments_are_text=self._arguments_are_text) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,  # some templates announce an empty list
+            tokenize=False,
+            add_generation_prompt=generation,
+        )
         return str(rendered)
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
@@ -226,8 +274,44 @@ def _end_tokens(directory: Path) -> list[int]:
     return tokens
 
 
-def _plain(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call that any template can render, even if the model garbled it."""
+def _renderable(message: Message, *, arguments_are_text: bool) -> dict[str, Any]:
+    """Return a message that a template can render, even if the model garbled its tool calls."""
+    plain = dict(message)
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [_renderable_call(call, arguments_are_text) for call in calls]
+    return plain
+
+
+def _renderable_call(call: Mapping[str, Any], arguments_are_text: bool) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"] if isinstance(function["arguments"], Mapping) else {}
-    return {**call, "function": {"name": function["name"], "arguments": dict(arguments)}}
+    written = json.dumps(arguments, ensure_ascii=False) if arguments_are_text else dict(arguments)
+    return {**call, "function": {"name": function["name"], "arguments": written}}
+
+
+def _marks(place: int) -> tuple[str, str]:
+    """Return texts that stand for the reasoning and the content of the message at this place."""
+    return f"\N{ASTERISM}{place}a", f"\N{ASTERISM}{place}b"
+
+
+def _sketch(message: Message, place: int) -> Message:
+    """Return an assistant message of the same structure with marks for its texts; any other as it is."""
+    if message["role"] != "assistant":
+        return message
+    thought, said = _marks(place)
+    thoughts, thinks, content = str(message.get("content") or "").rpartition(_THOUGHT_ENDS)
+    said = said if content.strip() else ""
+    if thinks:  # a template may show an empty thought in another way
+        shown = thought if thoughts.rpartition("<think>")[2].strip() else ""
+        said = f"<think>\n{shown}\n{_THOUGHT_ENDS}\n\n{said}"
+    sketch: dict[str, Any] = {
+        "role": "assistant",
+        "content": said,
+        **{key: thought for key in _THOUGHTS if message.get(key)},
+    }
+    if calls := message.get("tool_calls"):
+        functions = [{"name": call["function"]["name"], "arguments": {}} for call in calls]
+        sketch["tool_calls"] = [
+            {**call, "function": function} for call, function in zip(calls, functions, strict=True)
+        ]
+    return sketch

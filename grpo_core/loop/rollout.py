@@ -27,7 +27,7 @@ from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.incidents import Kind
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer
-from grpo_core.records import EndReason, Message, Rollout
+from grpo_core.records import EndReason, Rollout
 from grpo_core.tokens import Ids, as_ids
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "cause", "derive_seed", "play"]
@@ -157,14 +157,9 @@ class _Player:
         check_completions(completions, requests, vocabulary=self._renderer.vocabulary)
         replies = self._renderer.texts([completion.token_ids.tolist() for completion in completions])
         for state, request, completion, text in zip(states, requests, completions, replies, strict=True):
-            message: Message = {"role": "assistant", "content": text}
-            if state.tools:
-                message = self._renderer.message(
-                    text,
-                    token_ids=completion.token_ids.tolist(),
-                    before=request.prompt_ids.tolist(),
-                    tools=state.tools,
-                )
+            message = self._renderer.message(
+                text, token_ids=completion.token_ids, before=request.prompt_ids, tools=state.tools
+            )
             state.take_completion(completion, message)
 
     async def _evaluate(self, states: Sequence[RolloutState]) -> None:

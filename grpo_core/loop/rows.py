@@ -20,7 +20,7 @@ def make_batch(
     advantages: AdvantageFunction,
     all_rows: bool = False,
 ) -> Batch:
-    """Make one row for each rollout that has something to teach.
+    """Make a row for each segment of each rollout that has something to teach, with the rollout's advantage.
 
     Rollouts whose advantage is 0 (all of a group with equal rewards) are left out: they have no policy
     gradient, and they do not count in the loss's average either (as in DAPO, arXiv 2503.14476, section 3.2,
@@ -32,14 +32,16 @@ def make_batch(
     scores = checked_scores(advantages(groups), groups, str(advantages))
     rows = tuple(
         Row(
-            prompt_ids=rollout.prompt_ids,
-            tokens=rollout.tokens,
+            prompt_ids=segment.prompt_ids,
+            tokens=segment.tokens,
             advantage=advantage,
             group=place,
         )
         for place, (group, row) in enumerate(zip(groups, scores, strict=True))
         for rollout, advantage in zip(group.rollouts, row, strict=True)
-        if advantage is not None and (all_rows or advantage != 0.0) and rollout.tokens.n_sampled
+        if advantage is not None and (all_rows or advantage != 0.0)
+        for segment in rollout.segments
+        if segment.tokens.n_sampled
     )
     masked: Counter[str] = Counter()
     for group, row in zip(groups, scores, strict=True):
@@ -90,7 +92,7 @@ def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -
     """
     oldest = step - max_staleness
     for group in groups:
-        versions = sampled_versions([rollout.tokens for rollout in group.rollouts])
+        versions = sampled_versions(group.rollouts)
         wrong = versions[(versions < oldest) | (versions > step)]
         if wrong.size:
             raise EngineError(

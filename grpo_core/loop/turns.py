@@ -4,7 +4,9 @@
              sampled                sampled                sampled
 
 Completions stand in the row as they were sampled, with the logprobs and versions that the engine gave; only
-the answers between them are encoded.  Each limit that ends a rollout has its own reason.
+the answers between them are encoded.  Where the chat template rewrites history, the row ends as a segment of
+the rollout, and the next one begins with the conversation as the template has it now.  Each limit that ends a
+rollout has its own reason.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from grpo_core.records import (
     Message,
     Prompt,
     Rollout,
+    Segment,
     SessionStart,
 )
-from grpo_core.tokens import Ids, Tokens, concatenated
+from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
 from grpo_core.tool_calls import numbered
 
 _SESSIONS = itertools.count()
@@ -46,7 +49,8 @@ class SamplingParams:
     max_turns: int = 0
     """Largest number of completions of a rollout; 0 takes the environment's number."""
     max_total_tokens: int = 0
-    """Largest number of tokens of prompt, completions and answers; 0 takes the model's positions."""
+    """Largest number of tokens of prompt, completions and answers that the model reads at once; 0 takes the
+    model's positions."""
     max_tool_calls: int = 0
     """Largest number of tool calls of a rollout; 0 means no limit."""
 
@@ -76,11 +80,14 @@ class RolloutState:
     sampling: SamplingParams
     session: str = field(init=False, factory=lambda: str(next(_SESSIONS)))
     tools: tuple[Mapping[str, Any], ...] = ()
+    segments: list[Segment] = field(init=False, factory=list)
+    """Segments that have ended."""
     prompt_ids: Ids = field(init=False, factory=lambda: Tokens.empty().ids)
+    """Tokens before the first completion of the current segment."""
     parts: list[Tokens] = field(init=False, factory=list)
-    """Completions and answers in turn."""
+    """Completions and answers of the current segment in turn."""
     n_tokens: int = field(init=False, default=0)
-    """Number of tokens of all parts."""
+    """Number of tokens of these parts."""
     messages: tuple[Message, ...] = field(init=False)
     context: int = 0
     reward: float | None = None
@@ -138,9 +145,12 @@ class RolloutState:
 
     @property
     def room(self) -> int:
-        """Number of tokens that may still be added."""
-        limit = self.sampling.max_total_tokens or self.context
-        return limit - len(self.prompt_ids) - self.n_tokens
+        """Number of tokens that may still be added to the current segment."""
+        return self._limit_of_tokens - len(self.prompt_ids) - self.n_tokens
+
+    @property
+    def _limit_of_tokens(self) -> int:
+        return self.sampling.max_total_tokens or self.context
 
     @property
     def calls_tools(self) -> bool:
@@ -212,8 +222,7 @@ class RolloutState:
 
     def rollout(self) -> Rollout:
         return Rollout(
-            prompt_ids=self.prompt_ids,
-            tokens=Tokens.concatenate(self.parts),
+            segments=(*self.segments, self._segment()),
             messages=self.messages,
             reward=self.reward,
             success=self.success,
@@ -235,15 +244,26 @@ class RolloutState:
         return "tokens" if self.room <= 0 else None
 
     def _continue(self, messages: tuple[Message, ...], renderer: Renderer) -> EndReason:
-        """The row goes on with the environment's answer, if there is room for it and a token more."""
-        last = self.parts[-1].ids[-1:]
-        ended = bool(last.size) and int(last[0]) in renderer.stop_token_ids
-        new = Tokens.context(renderer.continuation_ids(messages, said=self.messages[-1], ended=ended))
-        if len(new) >= self.room:
+        """The conversation goes on with the environment's answer, if there is room for a token after it."""
+        last = next(iter(self.parts[-1].ids[-1:].tolist()), None)
+        end = last if last in renderer.stop_token_ids else None
+        *before, said = self.messages
+        new = renderer.continuation_ids(messages, before=before, said=said, end=end, tools=self.tools)
+        rewritten = new is None
+        ids = as_ids(renderer.prompt_ids((*self.messages, *messages), self.tools) if new is None else new)
+        if len(ids) >= (self._limit_of_tokens if rewritten else self.room):
             return "tokens"
         self.messages += messages
-        self._append(new)
+        if rewritten:
+            self.segments.append(self._segment())
+            self.prompt_ids, self.parts, self.n_tokens = ids, [], 0
+        else:
+            self._append(Tokens.context(ids))
         return "stop"
+
+    def _segment(self) -> Segment:
+        """Return the current segment as it is now."""
+        return Segment(prompt_ids=self.prompt_ids, tokens=Tokens.concatenate(self.parts))
 
     def _append(self, tokens: Tokens) -> None:
         self.parts.append(tokens)

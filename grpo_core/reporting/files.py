@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
 from attrs import asdict
 
 from grpo_core import chain
@@ -31,6 +30,7 @@ from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.protocols import Tracker
 from grpo_core.records import Group, Prompt, Rollout, RunInfo
 from grpo_core.run_directory import CONFIG, PARTIAL, RunDirectory, rollouts_name
+from grpo_core.tokens import sampled_versions
 
 GZIP_LEVEL = 4
 """Level of the compression; level 6 takes four times as long for a ninth of the size."""
@@ -208,7 +208,8 @@ def _as_written(group: Group, rollout: Rollout) -> dict[str, Any]:
         "metrics": dict(rollout.metrics),
         "finish_reason": rollout.finish_reason,
         "turns": rollout.turns,
-        "tokens": rollout.tokens.n_sampled,
+        "segments": len(rollout.segments),
+        "tokens": rollout.n_sampled,
         "generation_version": group.generation_version,
         **({} if rollout.error is None else {"error": shortened(rollout.error)}),
     }
@@ -228,7 +229,7 @@ def _slot(slot: Slot[Prompt]) -> dict[str, Any]:
 
 
 def _group(group: Group) -> dict[str, Any]:
-    versions = np.concatenate([rollout.tokens.sampled_versions for rollout in group.rollouts])
+    versions = sampled_versions(group.rollouts)
     return {
         "slot": group.slot,
         "task": group.prompt.environment,

@@ -274,7 +274,8 @@ def _join(threads: list[TrackerThread]) -> None:
 def _tokens(item: Item) -> int:
     if not isinstance(item, GroupsReady | ValidationPlayed):
         return 0
-    return sum(len(rollout.tokens) for group in item.groups for rollout in group.rollouts)
+    rollouts = (rollout for group in item.groups for rollout in group.rollouts)
+    return sum(len(segment.tokens) for rollout in rollouts for segment in rollout.segments)
 
 
 def _text(error: Exception) -> str:

@@ -140,7 +140,7 @@ class SamplerContract(RuleBasedStateMachine):
         groups = [
             Group(
                 prompt=self.returned[slot],
-                rollouts=tuple(Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
+                rollouts=tuple(Rollout(reward=reward) for reward in rewards),
                 generation_version=self.version,
                 target_version=self.version,
                 slot=slot,

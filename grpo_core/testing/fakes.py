@@ -47,13 +47,11 @@ class FakeRenderer:
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
         return tuple(map(ord, "".join(message["content"] for message in messages)))
 
-    def continuation_ids(
-        self, messages: Sequence[Message], *, said: Message | None = None, ended: bool = True
-    ) -> tuple[int, ...]:
+    def continuation_ids(self, messages: Sequence[Message], **_: Any) -> tuple[int, ...] | None:
         return self.prompt_ids(messages)
 
-    def message(self, text: str, **_: Any) -> Message:
-        content, calls = parse_calls(text)
+    def message(self, text: str, *, tools: Sequence[Any] = (), **_: Any) -> Message:
+        content, calls = parse_calls(text) if tools else (text, [])
         return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from attrs import evolve
 
 from grpo_core.loop.rows import checked_scores
 from grpo_core.loss import LossInputs, Need, needs_of
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -260,9 +260,9 @@ def a_group(rewards: Sequence[float], place: int = 0, lengths: Sequence[int] = (
     """A group with these rewards; its rollouts have different lengths."""
 
     def rollout(reward: float, length: int) -> Rollout:
+        tokens = Tokens.generated([5] * length, [-1.0] * length, [0] * length)
         return Rollout(
-            prompt_ids=(1, 2),
-            tokens=Tokens.generated([5] * length, [-1.0] * length, [0] * length),
+            segments=[Segment(prompt_ids=(1, 2), tokens=tokens)],
             reward=reward,
             turns=1,
             finish_reason="length" if length == max(lengths) else "stop",

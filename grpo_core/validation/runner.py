@@ -214,7 +214,7 @@ class Context:
             tally.first = tally.first or rollout.error or "unscored"
 
     def _check_versions(self, rollouts: Sequence[Rollout]) -> None:
-        versions = sampled_versions([rollout.tokens for rollout in rollouts])
+        versions = sampled_versions(rollouts)
         others = set(versions[versions != self.version].tolist())
         if others:
             raise WeightSyncError(

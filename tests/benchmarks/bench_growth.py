@@ -37,7 +37,7 @@ from grpo_core.events import (
 )
 from grpo_core.loop.buffer import Slot
 from grpo_core.loop.metrics import task_metrics
-from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.reporting.trackers import call
 from grpo_core.run_directory import RunDirectory
@@ -170,8 +170,7 @@ def _group(slot: Slot[Prompt], tokens: int, texts: list[str], chance: random.Ran
     ids = Tokens.generated([1] * tokens, [-1.0] * tokens, [slot.generation_version] * tokens)
     rollouts = tuple(
         Rollout(
-            prompt_ids=(1, 2, 3),
-            tokens=ids,
+            segments=[Segment(prompt_ids=(1, 2, 3), tokens=ids)],
             messages=(*slot.prompt.messages, {"role": "assistant", "content": _said(texts, chance)}),
             reward=float(chance.random() < 0.5),
             metrics={"exact": 0.5},

@@ -26,7 +26,7 @@ from grpo_core.engines import wire
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.metrics import Meter, task_metrics
 from grpo_core.loop.rows import check_staleness, make_batch
-from grpo_core.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout
+from grpo_core.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout, Segment
 from grpo_core.tokens import Tokens, as_ids
 
 TOKENS, GROUP = 8192, 8
@@ -68,7 +68,11 @@ def trained(frame: bytes) -> bytes:
     check_completions(said, requests)
     meter = Meter()
     rollouts = tuple(
-        Rollout(prompt_ids=prompt, tokens=Tokens.concatenate([each.tokens]), reward=float(i % 2), turns=1)
+        Rollout(
+            segments=[Segment(prompt_ids=prompt, tokens=Tokens.concatenate([each.tokens]))],
+            reward=float(i % 2),
+            turns=1,
+        )
         for i, each in enumerate(said)
     )
     for rollout in rollouts:

@@ -50,7 +50,6 @@ from grpo_core.protocols import EnvironmentClient, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
-from grpo_core.testing.fakes import FakeRenderer
 from grpo_core.validation.runner import Context, Results, run_strategy
 from simulation.faults import NONE, Dice, Faults
 from simulation.world import (
@@ -63,6 +62,7 @@ from simulation.world import (
     SimulatedDisk,
     SimulatedEngine,
     SimulatedEnvironment,
+    SimulatedRenderer,
     SimulatedTrainer,
     SimulatedValidation,
     Truth,
@@ -445,7 +445,7 @@ class Simulation:
             for rollout in rollouts:
                 lost.observe(rollout)
 
-        renderer = FakeRenderer()
+        renderer = SimulatedRenderer()
         pipeline = Pipeline(
             buffer=buffer,
             draw=stream.draw,

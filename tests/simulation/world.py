@@ -42,6 +42,7 @@ from grpo_core.records import (
     Feedback,
     GenerationRequest,
     Group,
+    Message,
     Prompt,
     Rollout,
     SessionStart,
@@ -49,6 +50,7 @@ from grpo_core.records import (
     TensorInfo,
     Weights,
 )
+from grpo_core.testing.fakes import FakeRenderer
 from grpo_core.tokens import Ids, Tokens
 from grpo_core.weights.copies import WeightsLease
 from simulation.disk import Dead, FaultyDisk
@@ -115,18 +117,24 @@ class Truth:
         """The groups of a step are about to be trained; some environments compare their rollouts."""
         self._due = []
         for group in groups:
-            won = [reward(r.tokens.ids.tolist(), r.tokens.sampled.tolist()) for r in group.rollouts]
+            played = [Tokens.concatenate([each.tokens for each in r.segments]) for r in group.rollouts]
+            won = [reward(tokens.ids.tolist(), tokens.sampled.tolist()) for tokens in played]
             if compared[group.prompt.environment]:
                 won = ranks(won)
-            for rollout, expected in zip(group.rollouts, won, strict=True):
+            for rollout, tokens, expected in zip(group.rollouts, played, won, strict=True):
                 who = f"prompt {group.prompt.id!r}: a rollout"
-                ids = rollout.tokens.ids.tobytes()
+                ids = tokens.ids.tobytes()
                 self.law(ids not in self._trained, step, f"{who} counts twice")
                 self._trained.add(ids)
                 self.law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
             scores = normalize([float(r or 0.0) for r in group.rewards])
             pairs = zip(group.rollouts, scores, strict=True)
-            self._due += [(rollout.tokens.ids.tobytes(), score) for rollout, score in pairs if score]
+            self._due += [
+                (segment.tokens.ids.tobytes(), score)
+                for rollout, score in pairs
+                if score
+                for segment in rollout.segments
+            ]
 
     def batch(self, batch: Batch) -> None:
         """Token by token what was sampled, with the advantage that its group gives it."""
@@ -515,7 +523,8 @@ class SimulatedValidation:
 
     def _look_at(self, version: int, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            self._truth.row(version, rollout.prompt_ids, rollout.tokens)
+            for segment in rollout.segments:
+                self._truth.row(version, segment.prompt_ids, segment.tokens)
             self._truth.law(
                 rollout.reward is not None or rollout.lost, version, f"not validated: {rollout.error}"
             )
@@ -552,6 +561,16 @@ class SimulatedDisk(FaultyDisk):
         if self._dice.happens("sync_error"):
             raise OSError(errno.EIO, "Input/output error", str(path))
         super().sync(path)
+
+
+class SimulatedRenderer(FakeRenderer):
+    """Rewrites history after some completions: the rollout goes on in a new segment."""
+
+    def continuation_ids(
+        self, messages: Sequence[Message], *, said: Message, **others: Any
+    ) -> tuple[int, ...] | None:
+        rewrites = ord(said["content"][0]) % 2
+        return None if rewrites else super().continuation_ids(messages)
 
 
 class SimulatedTrainer(Trainer):

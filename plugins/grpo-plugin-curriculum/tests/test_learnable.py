@@ -12,7 +12,7 @@ REQUEST = grpo.SampleRequest(generation_version=0, target_version=0, current_ver
 def group(task, *rewards):
     return grpo.Group(
         prompt=grpo.Prompt(messages="x", environment=task),
-        rollouts=tuple(grpo.Rollout(prompt_ids=(1,), reward=reward) for reward in rewards),
+        rollouts=tuple(grpo.Rollout(reward=reward) for reward in rewards),
         generation_version=0,
         target_version=0,
     )
@@ -36,7 +36,7 @@ def test_a_task_that_is_half_solved_has_the_most_weight():
 @pytest.mark.parametrize(("success", "weight"), [(None, 0.75), (0.0, 0.0), (0.7, 1.0)])
 def test_success_is_what_a_task_declares_unless_the_sampler_says_otherwise(success, weight):
     rewards = (0.5, 0.6, 0.7, 0.8)
-    rollouts = [grpo.Rollout(prompt_ids=(1,), reward=r, success=r >= 0.8) for r in rewards]
+    rollouts = [grpo.Rollout(reward=r, success=r >= 0.8) for r in rewards]
     given = grpo.Group(
         prompt=grpo.Prompt(messages="x", environment="a"),
         rollouts=tuple(rollouts),

@@ -1,0 +1,334 @@
+"""A rollout goes on in a new segment where a chat template rewrites history.
+
+The templates here write conversations as models of several families do.  With ``GRPO_CORE_TEMPLATES`` set to
+a folder, every ``*.jinja`` in it is tried as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_core.errors import ModelError
+from grpo_core.loop.rendering import Renderer
+
+PLAIN = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+"""Only appends."""
+
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+
+FORGETS = (
+    "{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% set content = m.content %}{% set thought = '' %}"
+    "{% if m.role == 'assistant' and '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set content = content.split('</think>')[-1].strip() %}{% endif %}"
+    "{% if m.role == 'assistant' and loop.index0 > last.user and (loop.last or thought) %}"
+    "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}" + CALLS + "<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Drops reasoning once a user goes on, and keeps it while tools answer; a last turn always shows some."""
+
+OPENS = FORGETS.replace("<|start|>assistant\n{% if", "<|start|>assistant\n<think>\n{% if")
+"""Opens the reasoning for the model."""
+
+TOOLS_LAST = (
+    "{% for m in messages %}{% if m.role == 'user' and tools and loop.index0 == (messages | length - 1) %}"
+    "<|tools|>{{ tools | tojson }}{% endif %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+"""Shows the tools before the last message of a user only."""
+
+NO_END = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}" + CALLS + "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""Has no token that ends a turn: the next role ends it."""
+
+OTHER_END = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% if loop.last %}<|return|>{% else %}<|over|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+"""A last turn ends with another token than earlier ones."""
+
+JSON_ARGUMENTS = PLAIN.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '' + c.function.arguments }}{% endfor %}",
+)
+"""Takes the arguments of calls as text."""
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "price", "description": "Price of an item.", "parameters": {"type": "object"}},
+}
+SPECIAL = re.compile(
+    r"<\|[^|<>]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|</?s>|\[/?[A-Z_]{4,}\]|<(?:start|end)_of_turn>|<turn\|>|<\|turn>"
+)
+ENDS = re.compile(
+    r"<\|(?:end|im_end|eot_id|eom_id|end_of_turn|return|call|endoftext|EOT|END_OF_TURN_TOKEN|end_of_text|user"
+    r"|observation)\|>|<end_of_turn>|</s>|<turn\|>|<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
+"""Tokens that end a turn, in many families."""
+
+
+def ends_of(template):
+    found = dict.fromkeys(ENDS.findall(template))
+    return [end for end in found if end != "<|end|>" or "<|return|>" not in found]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def said(content, *names):
+    calls = [
+        {"type": "function", "id": f"call0000{i}", "function": {"name": name, "arguments": {"item": "tea"}}}
+        for i, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def answered(*names):
+    return [
+        {"role": "tool", "name": name, "tool_call_id": f"call0000{i}", "content": f"costs {i}"}
+        for i, name in enumerate(names)
+    ]
+
+
+def make_tokenizer(template, ends=("<|end|>",)):
+    """A tokenizer that merges and has the template's special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = sorted({*SPECIAL.findall(template), *ends})
+    tokenizer.train_from_iterator(
+        ["assistant user tool what is the answer no yes again think"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=400 + len(special),
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=ends[0], bos_token="<s>", extra_special_tokens=special
+    )
+    made.chat_template = template
+    return made
+
+
+def make_renderer(template, *ends):
+    tokenizer = make_tokenizer(template, ends or ("<|end|>",))
+    return Renderer(tokenizer, extra_stop=tokenizer.convert_tokens_to_ids(list(ends)))
+
+
+class Played:
+    """A conversation whose replies are tokens that the tokenizer would write.
+
+    Attributes:
+        segments: the tokens of each segment, with a flag for each that says whether it was sampled.
+    """
+
+    def __init__(self, renderer, messages, tools=()):
+        self.renderer, self.tools, self.messages = renderer, tools, list(messages)
+        self.segments = [[(token, False) for token in renderer.prompt_ids(self.messages, tools)]]
+
+    def text(self, messages=None, *, generation=True):
+        return self.renderer._text(messages or self.messages, generation=generation, tools=self.tools)
+
+    def row(self):
+        return self.renderer._tokenizer.decode([token for token, _ in self.segments[-1]])
+
+    def reply(self, message, written, answers):
+        """The model writes ``written``, whose message this is, and the environment answers."""
+        sampled = self.renderer._encode(written)
+        self.segments[-1] += [(token, True) for token in sampled]
+        end = sampled[-1] if sampled[-1] in self.renderer.stop_token_ids else None
+        new = self.renderer.continuation_ids(
+            answers, before=self.messages, said=message, end=end, tools=self.tools
+        )
+        self.messages += [message, *answers]
+        if new is None:
+            new = self.renderer.prompt_ids(self.messages, self.tools)
+            self.segments.append([])
+        self.segments[-1] += [(token, False) for token in new]
+
+    def sampled(self):
+        return [token for segment in self.segments for token, flag in segment if flag]
+
+
+def counts(renderer, *turns, tools=()):
+    """Play turns, and return the number of segments after each."""
+    played = Played(renderer, [user("what is it")], tools)
+    found = []
+    for message, written, answers in turns:
+        played.reply(message, written, answers)
+        found.append(len(played.segments))
+    return found, played
+
+
+THOUGHT = "<think>\nno no\n</think>\n\nyes"
+CALL = '<call>{"name": "price", "arguments": {"item": "tea"}}</call>'
+
+
+def test_a_template_that_appends_has_one_segment():
+    turns = [(said(THOUGHT), THOUGHT + "<|end|>", [user("again")])] * 3
+    found, played = counts(make_renderer(PLAIN), *turns)
+    assert found == [1, 1, 1]
+    assert played.row() == played.text()
+
+
+def test_reasoning_that_a_user_makes_the_template_forget_ends_a_segment():
+    turns = [(said(THOUGHT), THOUGHT + "<|end|>", [user("again")])] * 2
+    found, played = counts(make_renderer(FORGETS), *turns)
+    assert found == [2, 3]
+    assert "no no" not in played.row()
+    assert played.row() == played.text()
+    assert played.renderer._tokenizer.decode(played.sampled()) == 2 * (THOUGHT + "<|end|>")
+
+
+def test_a_reply_without_reasoning_goes_on_although_a_last_turn_would_show_some():
+    found, played = counts(make_renderer(FORGETS), (said("yes"), "yes<|end|>", [user("again")]))
+    assert found == [1]
+    assert played.row() == played.text()
+
+
+def test_while_tools_answer_reasoning_stays_and_a_user_ends_the_segment_of_all_calls():
+    thinks = said(THOUGHT, "price"), f"{THOUGHT}{CALL}<|end|>", answered("price")
+    found, played = counts(
+        make_renderer(FORGETS), thinks, thinks, (said("tea"), "tea<|end|>", [user("again")]), tools=[TOOL]
+    )
+    assert found == [1, 1, 2], "the reasoning before the calls is forgotten with the next question"
+    assert played.row() == played.text()
+
+
+def test_reasoning_that_the_template_opens_for_the_model_ends_a_segment_at_each_turn():
+    reply = "no no\n</think>\n\nyes"
+    found, played = counts(make_renderer(OPENS), *[(said(reply), reply + "<|end|>", [user("again")])] * 2)
+    assert found == [2, 3]
+    assert played.row() == played.text()
+
+
+def test_tools_that_the_template_shows_elsewhere_later_end_a_segment():
+    turns = [(said("yes"), "yes<|end|>", [user("again")])] * 2
+    assert counts(make_renderer(TOOLS_LAST), *turns, tools=[TOOL])[0] == [2, 3]
+    assert counts(make_renderer(TOOLS_LAST), *turns)[0] == [1, 1]
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_the_role_that_ends_a_turn_is_not_written_twice(role):
+    answers, reply = (
+        ([user("again")], said("yes")) if role == "user" else (answered("price"), said("yes", "price"))
+    )
+    written = "yes" if role == "user" else f"yes{CALL}"
+    found, played = counts(
+        make_renderer(NO_END, "<|user|>", "<|tool|>"), (reply, f"{written}<|{role}|>", answers), tools=[TOOL]
+    )
+    assert found == [1]
+    assert played.row() == played.text()
+
+
+def test_another_token_at_the_end_of_earlier_turns_ends_a_segment():
+    found, played = counts(
+        make_renderer(OTHER_END, "<|return|>"), (said("yes"), "yes<|return|>", [user("again")])
+    )
+    assert found == [2]
+    assert played.row() == played.text()
+
+
+def test_after_a_stop_string_the_template_ends_the_turn():
+    found, played = counts(make_renderer(PLAIN), (said("yes"), "yes", [user("again")]))
+    assert found == [1]
+    assert played.row() == played.text()
+
+
+def test_a_template_that_takes_arguments_as_text_gets_text():
+    renderer = make_renderer(JSON_ARGUMENTS)
+    renderer.check_turns(tools=True)
+    assert '{"item": "tea"}' in renderer._text([user("?"), said("yes", "price")], generation=False)
+
+
+def test_calls_that_the_model_wrote_in_its_own_way_stay():
+    odd = '<call>{"arguments":{"item":"tea"},"name":"price"}</call>'
+    found, played = counts(
+        make_renderer(FORGETS), (said("yes", "price"), f"yes{odd}<|end|>", answered("price")), tools=[TOOL]
+    )
+    assert found == [1]
+    assert odd in played.row()
+
+
+# ---------------------------------------------------------------------------------- any template
+
+OURS = {"plain": PLAIN, "forgets": FORGETS, "opens": OPENS, "tools last": TOOLS_LAST, "no end": NO_END,
+        "other end": OTHER_END, "json arguments": JSON_ARGUMENTS}  # fmt: skip
+FOLDER = os.environ.get("GRPO_CORE_TEMPLATES")
+GIVEN = {path.stem: path.read_text() for path in sorted(Path(FOLDER).glob("*.jinja"))} if FOLDER else {}
+
+REPLIES = st.tuples(
+    st.sampled_from(["", "<think>\nno no\n</think>\n\n"]),
+    st.sampled_from(["yes", "the answer"]),
+    st.booleans(),
+)
+
+
+def squeezed(text):
+    return re.sub(r"\s+", "", text)
+
+
+def written(renderer, messages, message, tools):
+    """Return how the template writes a last message, up to its first stop token; None if it does not."""
+    start = renderer._text(messages, generation=True, tools=tools)
+    whole = renderer._text([*messages, message], generation=False, tools=tools)
+    if not whole.startswith(start):
+        return None
+    ids = renderer._encode(whole[len(start) :])
+    ends = next((i for i, token in enumerate(ids) if token in renderer.stop_token_ids), len(ids) - 1)
+    return renderer._tokenizer.decode(ids[: ends + 1])
+
+
+@contextlib.contextmanager
+def refusals():
+    """Let a template refuse a conversation, with the reason."""
+    try:
+        yield
+    except ModelError as error:
+        if not re.search("cannot render messages|does not render what an assistant says", str(error)):
+            raise
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in (OURS | GIVEN).items()])
+def test_what_is_sampled_is_trained_once_and_what_the_model_reads_is_what_the_template_writes(template, data):
+    ends = ends_of(template)
+    renderer = make_renderer(template, *dict.fromkeys(ends))
+    tools = [TOOL] if data.draw(st.booleans()) else []
+    with refusals():
+        renderer.check_turns(tools=bool(tools))
+        played = Played(renderer, [user("what is it")], tools)
+        spoken = []
+        for _ in range(data.draw(st.integers(1, 4))):
+            thought, content, calls = data.draw(REPLIES)
+            message = said(thought + content, *(["price"] if calls and tools else []))
+            answers = answered("price") if calls and tools else [user("again")]
+            text = written(renderer, played.messages, message, tools) or thought + content
+            if "<think>" in text and not thought:
+                message = {**message, "content": "<think>\n\n</think>\n\n" + content}
+            spoken += renderer._encode(text)
+            played.reply(message, text, answers)
+            assert squeezed(played.row()) == squeezed(played.text())
+        assert played.sampled() == spoken
