@@ -59,7 +59,8 @@ NO_END = (
 
 OTHER_END = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
-    "{% if loop.last %}<|return|>{% else %}<|over|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    "{% if loop.last %}<|return|>{% else %}<|over|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 """A last turn ends with another token than earlier ones."""
 
