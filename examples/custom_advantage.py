@@ -33,7 +33,7 @@ def score(group: grpo.Group, price: float) -> list[float | None]:
 
 def value(rollout: grpo.Rollout, price: float) -> float:
     reward = rollout.reward or 0.0
-    return reward - price * rollout.tokens.n_sampled if reward > 0 else reward
+    return reward - price * rollout.n_sampled if reward > 0 else reward
 
 
 @grpo.hookimpl

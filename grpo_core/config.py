@@ -35,6 +35,11 @@ class ModelConfig:
     with 90,000 parameters."""
     options: dict[str, Any] = field(factory=dict)
     """Options of a model that a plugin makes; "tiny" has `width`, `layers` and `warm_start_steps`."""
+    chat_template: str = ""
+    """Chat template instead of the tokenizer's, saved with the model: a file in Jinja's language, or
+    "chatml", which comes with grpo-core, writes ChatML as Qwen models read it, and keeps reasoning."""
+    chat_template_kwargs: dict[str, Any] = field(factory=dict)
+    """Variables that the chat template reads, such as `enable_thinking = false` for Qwen3."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Matrix products in training use this type, and engines receive the weights in it; the trainer's own
     weights and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_core.errors import ModelError
 
+_TEMPLATES = Path(__file__).parent / "chat_templates"
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 
 
@@ -56,6 +57,27 @@ def check_path(path: str) -> None:
             f"model {path!r}: there is no such directory; expected a transformers model directory, a hub id "
             'like "Qwen/Qwen3-0.6B", or "tiny"'
         )
+
+
+def chat_template(name: str) -> str | None:
+    """Return the text of a chat template; None if ``name`` is empty.
+
+    Args:
+        name: of a template that comes with grpo-core, or of a file.
+
+    Raises ModelError if there is none.
+    """
+    if not name:
+        return None
+    bundled = {path.stem: path for path in sorted(_TEMPLATES.glob("*.jinja"))}
+    path = bundled.get(name) or Path(name).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.chat_template is {name!r}, which cannot be read ({error}); expected a file, or one of "
+            f"those that come with grpo-core: {', '.join(bundled)}"
+        ) from error
 
 
 def _download(repository: str) -> str:

@@ -7,16 +7,24 @@ a folder, every ``*.jinja`` in it is tried as well.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_core.app.parts import load_renderer
+from grpo_core.config import ModelConfig
 from grpo_core.errors import ModelError
 from grpo_core.loop.rendering import Renderer
+from grpo_core.models import chat_template
+
+GRPO = Path(sys.executable).with_name("grpo-core")
 
 PLAIN = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -333,3 +341,107 @@ def test_what_is_sampled_is_trained_once_and_what_the_model_reads_is_what_the_te
             played.reply(message, text, answers)
             assert squeezed(played.row()) == squeezed(played.text())
         assert played.sampled() == spoken
+
+
+# ---------------------------------------------------------------------------------- from the configuration
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A small Qwen3 with random weights, whose template opens the reasoning and forgets it."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("model") / "qwen3"
+    tokenizer = make_tokenizer(OPENS)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+TALKS = """
+import grpo_core as grpo
+
+class Talks(grpo.Environment):
+    max_turns = 3
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"what is {i}") for i in range(24)]
+    def evaluate(self, episodes):
+        return [
+            grpo.Feedback(reward=len(e.reply) % 3 / 2, done=e.turn == 2, messages="go on") for e in episodes
+        ]
+"""
+
+
+def run_talks(model, cwd, *more):
+    (cwd / "talks.py").write_text(TALKS)
+    settings = {
+        "model.path": model, "trainer.steps": 2, "trainer.prompts_per_step": 3, "rollout.group_size": 4,
+        "rollout.max_tokens": 60, "rollout.stop": '["a", "e", "i", "o", "n", "s", "t", " "]',
+        "validation.prompts": 2, "trainer.updates_per_step": 1,
+    }  # fmt: skip
+    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    command = [GRPO, "train", "--env", "./talks.py:Talks", *chosen, *more, "--output", "run"]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def segments_of(run):
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [value for each in metrics for name, value in each.items() if name.startswith("segments/")]
+
+
+@pytest.mark.slow
+def test_a_model_whose_template_forgets_is_trained_over_several_turns(qwen3, tmp_path):
+    done = run_talks(qwen3, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert min(segments_of(tmp_path / "run")) > 2.0, "nearly all have three turns"
+    subprocess.run([GRPO, "verify", tmp_path / "run"], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_template_that_only_appends_makes_one_segment_and_is_saved_with_the_model(qwen3, tmp_path):
+    done = run_talks(qwen3, tmp_path, "--set", "model.chat_template=chatml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert segments_of(tmp_path / "run") == [1.0, 1.0]
+    saved = Renderer.load(str(next((tmp_path / "run" / "checkpoints").glob("step-*")) / "trainer"))
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert saved._text([user("hi")], generation=True) == asked
+
+
+@pytest.mark.long
+def test_a_template_that_is_not_there_is_named_before_anything_starts(qwen3, tmp_path):
+    done = run_talks(qwen3, tmp_path, "--set", "model.chat_template=./mine.jinja")
+    assert done.returncode == 2
+    assert "model.chat_template is './mine.jinja', which cannot be read" in done.stderr
+    assert "chatml" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_variables_of_the_template_come_from_the_configuration(qwen3):
+    model = ModelConfig(chat_template_kwargs={"enable_thinking": False})
+    renderer = load_renderer(str(qwen3), model, [])
+    assert renderer._text([user("hi")], generation=True).endswith("<think>\n\n</think>\n\n")
+
+
+def test_our_template_only_appends():
+    renderer = make_renderer(chat_template("chatml"), "<|im_end|>")
+    call = '\n<tool_call>\n{"name": "price", "arguments": {"item": "tea"}}\n</tool_call>'
+    turns = [
+        (said(THOUGHT, "price"), f"{THOUGHT}{call}<|im_end|>", answered("price")),
+        (said(THOUGHT), f"{THOUGHT}<|im_end|>", [user("again")]),
+    ]
+    found, played = counts(renderer, *turns, tools=[TOOL])
+    assert found == [1, 1]
+    assert played.row() == played.text()

@@ -35,6 +35,7 @@ from grpo_core.loop.health import Limits
 from grpo_core.loop.pipeline import ObserveAttempt, Schedule
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import LostBudget, SamplingParams
+from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, EnvironmentClient, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
@@ -121,7 +122,12 @@ def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> float:
 
 def load_renderer(path: str, model: ModelConfig, engines: Sequence[EngineConfig]) -> Renderer:
     """Load the renderer of a model; an engine's option ``max_model_len`` bounds its rollouts, too."""
-    renderer = Renderer.load(path, trust_remote_code=model.trust_remote_code)
+    renderer = Renderer.load(
+        path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=chat_template(model.chat_template),
+        chat_template_kwargs=model.chat_template_kwargs,
+    )
     lengths = [engine.options.get("max_model_len") for engine in engines]
     renderer.context = min([renderer.context, *(length for length in lengths if isinstance(length, int))])
     return renderer

@@ -23,6 +23,8 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     model = config.model
     if not host.offers("model", model.path) and Path(model.path).expanduser().is_dir():
         model = evolve(model, path=_absolute(model.path))
+    if model.chat_template and Path(model.chat_template).expanduser().is_file():
+        model = evolve(model, chat_template=_absolute(model.chat_template))
     choices: dict[str, Any] = {
         section: evolve(choice, name=_absolute_name(choice.name)) for section, choice in _choices(config)
     }

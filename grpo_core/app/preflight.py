@@ -8,6 +8,7 @@ from grpo_core.config import Config, TaskConfig
 from grpo_core.data.samplers import sampler_state
 from grpo_core.errors import ConfigError
 from grpo_core.model_sources import model_source
+from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.selection import check_trackers
 
@@ -36,6 +37,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     check_trackers(config.tracking, host)
     _check_placement(config, host, trains=trains)
     model_source(config.model, host).check()
+    chat_template(config.model.chat_template)
 
 
 def _no_task(purpose: str, host: PluginHost) -> ConfigError:

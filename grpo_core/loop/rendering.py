@@ -48,8 +48,10 @@ class Renderer:
         extra_stop: Sequence[int] = (),
         context: int = UNKNOWN_SIZE,
         vocabulary: int = UNKNOWN_SIZE,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._variables = dict(chat_template_kwargs or {})
         self._template = bool(getattr(tokenizer, "chat_template", None))
         eos = tokenizer.eos_token_id
         self.stop_token_ids = tuple(sorted({*extra_stop, *([] if eos is None else [eos])}))
@@ -62,12 +64,27 @@ class Renderer:
         """Whether the template takes the arguments of tool calls as JSON instead of mappings."""
 
     @classmethod
-    def load(cls, directory: str, *, trust_remote_code: bool = False) -> Renderer:
-        """Load the tokenizer of a model directory, and its stop tokens.  Raises ModelError."""
+    def load(
+        cls,
+        directory: str,
+        *,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Renderer:
+        """Load the tokenizer of a model directory, and its stop tokens.  Raises ModelError.
+
+        Args:
+            chat_template: text of a template instead of the tokenizer's own.
+            chat_template_kwargs: variables that the template reads.
+        """
         try:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
+            if chat_template is not None:
+                tokenizer.chat_template = chat_template
             return cls(
                 tokenizer,
+                chat_template_kwargs=chat_template_kwargs,
                 extra_stop=_end_tokens(Path(directory)),
                 context=size_of(directory, "max_position_embeddings"),
                 vocabulary=size_of(directory, "vocab_size"),
@@ -240,6 +257,7 @@ class Renderer:
             tools=[dict(tool) for tool in tools] or None,  # some templates announce an empty list
             tokenize=False,
             add_generation_prompt=generation,
+            **self._variables,
         )
         return str(rendered)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from grpo_core.config import ModelConfig
 from grpo_core.errors import ModelError
-from grpo_core.models import keep_softcapping
+from grpo_core.models import chat_template, keep_softcapping
 from grpo_core.records import Canary
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
@@ -100,6 +100,7 @@ class FullModel:
         reference: the frozen copy; None if ``reference_logprobs`` is never called.
         tokenizer: directory or hub id of the tokenizer that is saved with the weights.
         trust_remote_code: whether to run code that comes with the tokenizer.
+        template: chat template that is saved instead of the tokenizer's own.
 
     Raises ModelError if the tensors cannot be published; see ``checkpoint_tensors``.
     """
@@ -111,8 +112,10 @@ class FullModel:
         *,
         tokenizer: str = "",
         trust_remote_code: bool = False,
+        template: str | None = None,
     ) -> None:
         self.policy, self.reference = policy, reference
+        self._template = template
         self._tokenizer_source, self._trust_remote_code = tokenizer, trust_remote_code
         self._named = list(policy.module.named_parameters())  # tied tensors once
         self._places: list[int] = []
@@ -139,7 +142,11 @@ class FullModel:
         if reference is not None:
             reference.module.requires_grad_(False)
         return cls(
-            policy, reference, tokenizer=source.start, trust_remote_code=source.config.trust_remote_code
+            policy,
+            reference,
+            tokenizer=source.start,
+            trust_remote_code=source.config.trust_remote_code,
+            template=chat_template(source.config.chat_template),
         )
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -177,9 +184,12 @@ class FullModel:
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             self._tokenizer_source, trust_remote_code=self._trust_remote_code
         )
+        if self._template is not None:
+            tokenizer.chat_template = self._template
+        return tokenizer
 
 
 class Scorer:
