@@ -165,32 +165,26 @@ class Renderer:
             return None
         after = after if shown else own  # some templates leave out what is said beside a call
         if not spoken.get("tool_calls"):
-            return self._after_end(after, messages, end, rest=after)
+            return self._after_end(after, end, rest=after)
         last = self._text([*history, spoken], generation=False, tools=tools)
         if shown and len(own) > len(last[len(start) :].partition(content)[0]):
             return None  # the answer of the tool stands before what was said beside the call
-        rest = whole[len(last) :] if whole.startswith(last) else None
-        return self._after_end(after, messages, end, rest=rest)
+        return self._after_end(after, end, rest=whole[len(last) :] if whole.startswith(last) else None)
 
-    def _after_end(
-        self, text: str, messages: Sequence[Message], end: int | None, *, rest: str | None
-    ) -> tuple[int, ...] | None:
+    def _after_end(self, text: str, end: int | None, *, rest: str | None) -> tuple[int, ...] | None:
         """Encode what follows the end of a completion; None if the template writes another end.
 
         Args:
             text: what the template writes after a completion; it may begin with its tool calls.
-            messages: the environment's messages, which follow.
             end: as in ``continuation_ids``.
             rest: what follows if there is no stop token; None if that is not known.
         """
         ids = self._encode(text)
-        answer = str(messages[0].get("content") or "") if messages else ""
-        own = self._encode(text.partition(answer)[0]) if answer else ids
-        ends = next((i for i, token in enumerate(own) if token in self.stop_token_ids), None)
+        ends = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
         if ends is not None:
             same = end in (None, ids[ends])
             return (ids[ends:] if end is None else ids[ends + 1 :]) if same else None
-        if end is not None and own and own[0] in self._tokenizer.all_special_ids:
+        if end is not None and ids and ids[0] in self._tokenizer.all_special_ids:
             return None
         return None if rest is None else self._encode(rest)
 
