@@ -379,7 +379,7 @@ class Segment:
     """An unbroken run of tokens, which the trainer sees as one row."""
 
     prompt_ids: Ids = field(converter=_ids, eq=_SAME_IDS, hash=False)
-    """Tokens that the model read before its first own, int32 [P]; any sequence of whole numbers is converted."""
+    """Tokens before the first completion, int32 [P]; any sequence of whole numbers is converted."""
     tokens: Tokens = field(factory=_no_tokens)
     """All tokens after that: the engine's sampled tokens and, between turns, the environment's."""
 
