@@ -1,4 +1,4 @@
-"""Profiles of Hypothesis: the same examples each time, or new ones in the night.
+"""Profiles of Hypothesis: the same examples each time, or new ones in the night; and a stand-in for GPUs.
 
 Choose one with ``--hypothesis-profile=nightly`` or ``HYPOTHESIS_PROFILE=nightly``.
 """
