@@ -112,6 +112,13 @@ class Episode:
     finish_reason: EndReason = "stop"
     """Reason for which its last completion ended; if it is not "stop", the rollout ends, whatever the
     feedback says."""
+    completion_tokens: int = 0
+    """Number of tokens that the model sampled in all turns so far."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a token limit ended it."""
+        return self.finish_reason in TRUNCATED
 
     @property
     def reply(self) -> str:
@@ -137,6 +144,8 @@ class Feedback:
     ``feedback_NAME/TASK``."""
     answer: str | None = None
     """The reply's answer, in a form in which equal answers are equal texts: a majority votes on it."""
+    train: bool = True
+    """Whether the rollout may be trained; if False, its reward still counts for its group."""
     error: str | None = None
     """Why the episode is unscored."""
     lost: bool = False
@@ -409,6 +418,8 @@ class Rollout:
     """Number of its completions."""
     tool_calls: int = 0
     """Number of tool calls that the model made."""
+    train: bool = True
+    """Whether it may be trained; if it is False, its reward still counts for its group."""
     finish_reason: str = ""
     """An ``EndReason``; empty before the first completion."""
     error: str | None = None
@@ -474,7 +485,7 @@ class Batch:
     temperature: float
     """Sampling temperature of the completions, which logprobs have to be computed at."""
     masked: Mapping[str, int] = field(factory=dict)
-    """Rollouts without a row because the advantage function masked them, by task."""
+    """Rollouts without a row, by task: the advantage function masked them, or they may not be trained."""
 
 
 @frozen(kw_only=True)

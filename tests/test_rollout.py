@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from attrs import NOTHING, fields
+from attrs import NOTHING, evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline import Run
@@ -366,6 +366,15 @@ def test_a_rollout_that_is_masked_has_no_row_and_is_counted():
 
     batch = make_batch(groups, step=3, temperature=1.0, advantages=masks)
     assert [(row.group, row.advantage) for row in batch.rows] == [(0, 0.5), (0, -0.5), (1, 1.0), (1, -1.0)]
+    assert batch.masked == {"": 1}
+
+
+def test_a_rollout_that_may_not_be_trained_has_no_row_and_its_reward_counts_for_its_group():
+    group = a_group([0.0, 1.0, 1.0])
+    first, *others = group.rollouts
+    group = evolve(group, rollouts=(evolve(first, train=False), *others))
+    batch = make_batch([group], step=3, temperature=1.0, advantages=group_advantages)
+    assert [row.advantage > 0 for row in batch.rows] == [True, True], "they were better than the first"
     assert batch.masked == {"": 1}
 
 

@@ -152,6 +152,28 @@ def test_a_row_is_the_engines_tokens_with_the_answers_in_between(lengths, answer
         assert not total or len(prompt) + len(tokens) <= total
 
 
+@pytest.mark.parametrize(("train_truncated", "trained"), [(True, [True, True]), (False, [False, True])])
+def test_what_a_token_limit_cut_off_may_be_left_out_of_training(train_truncated, trained):
+    seen = []
+
+    def feedback(episode):
+        seen.append((episode.truncated, episode.completion_tokens))
+        return Feedback(reward=0.0)
+
+    sampling = evolve(SAMPLING, train_truncated=train_truncated)
+    rollouts = played(FakeEnvironment(feedback), WeightsTrackingEngine([2], cut={0}), 2, sampling=sampling)
+    assert [rollout.train for rollout in rollouts] == trained
+    assert sorted(seen) == [(False, 2), (True, 2)]
+
+
+def test_an_environment_may_leave_a_rollout_out_of_training_in_any_turn():
+    def feedback(episode):
+        return Feedback(reward=1.0, done=episode.turn == 1, messages="go on", train=episode.turn == 1)
+
+    (rollout,) = played(FakeEnvironment(feedback, max_turns=2), FakeEngine())
+    assert (rollout.train, rollout.reward) == (False, 2.0)
+
+
 def test_metrics_of_all_turns_are_kept_and_the_last_value_of_each_counts():
     def feedback(episode):
         metrics = {f"turn {episode.turn}": 1.0, "last": float(episode.turn)}

@@ -25,11 +25,17 @@ def make_batch(
     Rollouts whose advantage is 0 (all of a group with equal rewards) are left out: they have no policy
     gradient, and they do not count in the loss's average either (as in DAPO, arXiv 2503.14476, section 3.2,
     but without refilling the batch).  With ``all_rows`` they stay, because the loss has another term that
-    trains on them.  Rollouts that are masked or have no sampled token are always left out.
+    trains on them.  Rollouts that are masked (by the advantage function, or because they may not be trained)
+    or have no sampled token are always left out.
 
     Raises PluginError if the advantage function returns anything but a finite float or None for each rollout.
     """
-    scores = checked_scores(advantages(groups), groups, str(advantages))
+    scores = [
+        [score if rollout.train else None for rollout, score in zip(group.rollouts, row, strict=True)]
+        for group, row in zip(
+            groups, checked_scores(advantages(groups), groups, str(advantages)), strict=True
+        )
+    ]
     rows = tuple(
         Row(
             prompt_ids=segment.prompt_ids,

@@ -20,6 +20,7 @@ from attrs import define, field, frozen
 
 from grpo_core.protocols import EnvironmentClient, Renderer
 from grpo_core.records import (
+    TRUNCATED,
     Completion,
     EndReason,
     Episode,
@@ -53,6 +54,8 @@ class SamplingParams:
     model's positions."""
     max_tool_calls: int = 0
     """Largest number of tool calls of a rollout; 0 means no limit."""
+    train_truncated: bool = True
+    """Whether rollouts that a token limit cut off are trained."""
 
 
 @frozen(kw_only=True)
@@ -94,7 +97,10 @@ class RolloutState:
     metrics: dict[str, float] = field(factory=dict)
     answer: str | None = None
     turns: int = 0
+    n_sampled: int = 0
+    """Number of tokens of all completions."""
     tool_calls: int = 0
+    train: bool = True
     finish_reason: EndReason = "stop"
     error: str | None = None
     lost: bool = False
@@ -178,6 +184,7 @@ class RolloutState:
             self.tool_calls += len(calls)
         self.messages = (*self.messages, message)
         self.turns += 1
+        self.n_sampled += len(completion.tokens)
         self.awaiting_reward = True
         self.finish_reason = completion.finish_reason
         if self.finish_reason == "length" and self.room <= 0:
@@ -193,6 +200,7 @@ class RolloutState:
             session=self.session,
             group=self.request.group,
             finish_reason=self.finish_reason,
+            completion_tokens=self.n_sampled,
         )
 
     def apply_feedback(self, feedback: Feedback, renderer: Renderer) -> None:
@@ -205,6 +213,7 @@ class RolloutState:
         self.reward = (self.reward or 0.0) + (feedback.reward or 0.0)
         self.metrics |= feedback.metrics
         self.answer = feedback.answer
+        self.train = self.train and feedback.train
         if not feedback.done and self.finish_reason == "stop":
             self.finish_reason = self._limit() or self._continue(feedback.messages, renderer)
             self.done = self.finish_reason != "stop"
@@ -221,6 +230,7 @@ class RolloutState:
         return None if threshold is None or self.reward is None else self.reward >= threshold
 
     def rollout(self) -> Rollout:
+        cut_off = self.finish_reason in TRUNCATED
         return Rollout(
             segments=(*self.segments, self._segment()),
             messages=self.messages,
@@ -230,6 +240,7 @@ class RolloutState:
             answer=self.answer,
             turns=self.turns,
             tool_calls=self.tool_calls,
+            train=self.train and (self.sampling.train_truncated or not cut_off),
             finish_reason=self.finish_reason,
             error=self.error,
             lost=self.lost,
