@@ -5,6 +5,7 @@ An engine:
     ChildEngine            an engine in a child process of its own, which is replaced when it dies
     DecodingServer         base class of the loop in that process: takes calls between decoding steps
     read_weights           returns the tensors of published weights of any transport
+    read_buckets           yields them some at a time, so that an engine needs no second copy
     takes_weights_by       declares the transports by which an engine can take weights
     check_request          refuses requests that do not fit the model
     Connection, Call       the child's end of the pipe, for a server with its own loop
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
     from grpo_core.weights.copies import mapped as mapped
+    from grpo_core.weights.reading import read_buckets as read_buckets
     from grpo_core.weights.reading import read_weights as read_weights
 
 __getattr__, __dir__, __all__ = attach(
@@ -88,6 +90,6 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.processes": ["Call", "Connection", "RemoteTraceback", "die_with"],
         "grpo_core.weights": ["COLLECTIVE"],
         "grpo_core.weights.copies": ["Copies", "WeightsLease", "mapped"],
-        "grpo_core.weights.reading": ["read_weights"],
+        "grpo_core.weights.reading": ["read_buckets", "read_weights"],
     },
 )

@@ -142,13 +142,14 @@ def test_an_engine_that_asks_and_never_receives_is_left_after_a_time_limit(gpus,
 def test_a_transfer_that_cannot_be_ended_keeps_its_block_and_the_next_version_gets_another(monkeypatch):
     monkeypatch.setattr(collective, "PATIENCE", 0.0)
     monkeypatch.setattr(collective, "RELEASE", 0.0)
-    begun, end = threading.Event(), threading.Event()
+    begun, end, ended = threading.Event(), threading.Event(), threading.Event()
     sent = []
 
     def stuck(line, block):
         begun.set()
         end.wait()
         sent.append(block)
+        ended.set()
 
     monkeypatch.setattr(collective.Line, "send_block", stuck)
     writer = CollectiveWriter(CPU, "127.0.0.1")
@@ -161,6 +162,7 @@ def test_a_transfer_that_cannot_be_ended_keeps_its_block_and_the_next_version_ge
     assert partner._received() == {}
     with pytest.raises(ConnectionError):
         partner._received()
+    ended.wait()
     assert sent[0][:60].view(torch.float32).tolist() == [1.0] * 15
     partner.close()
 
@@ -366,15 +368,15 @@ def test_torch_without_nccl_takes_the_connection(gpus, monkeypatch):
 def test_an_engine_on_the_cpu_of_a_machine_with_gpus_takes_the_connection(gpus, monkeypatch, tmp_path):
     """The engine `local` says where it computes; what else the machine has does not count."""
     given = []
-    real = collective.pulled
+    real = collective.streamed
     monkeypatch.setattr(
-        collective, "pulled", lambda weights, device: given.append(device) or real(weights, device)
+        collective, "streamed", lambda weights, device: given.append(device) or real(weights, device)
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     server = Server(EngineSetup(model=str(tmp_path)), device="cpu", dtype="auto", max_rows=1)
     with pytest.raises(ModelError, match=r"config\.json"):  # there is no model, but the weights came
-        server.load(CollectiveWriter(GPU, "127.0.0.1").write(1, named(1.0)))
-    assert given == [CPU]
+        list(server.load(CollectiveWriter(GPU, "127.0.0.1").write(1, named(1.0))))
+    assert set(given) == {CPU}
     assert not gpus
 
 

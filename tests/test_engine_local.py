@@ -108,7 +108,7 @@ def tensors(hf: Any) -> dict[str, Tensor]:
 
 def decoder_of(kind: str, hf: Any, directory: Path, *, max_rows: int = 512) -> Decoder:
     decoder = Decoder(engine_model(kind, hf, directory), max_rows=max_rows)
-    decoder.load(tensors(hf), 0)
+    decoder.load([tensors(hf)], 0)
     return decoder
 
 
@@ -212,7 +212,7 @@ def test_running_requests_continue_on_new_weights(kind: str, references: Any, tm
     decoder.add([(0, GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=10))])
     for _ in range(4):
         assert decoder.step() == []
-    decoder.load({name: tensor * 1.5 for name, tensor in tensors(hf).items()}, 5)
+    decoder.load([{name: tensor * 1.5 for name, tensor in tensors(hf).items()}], 5)
     finished: list[Any] = []
     while decoder.busy:
         finished += decoder.step()
@@ -229,7 +229,7 @@ def test_fused_kernels_of_torch_give_the_same(references: Any, tmp_path: Path) -
     assert isinstance(model, Llama)
     model.rows_first = True
     decoder = Decoder(model, max_rows=12)
-    decoder.load(tensors(hf), 0)
+    decoder.load([tensors(hf)], 0)
     completions = run(decoder, requests, at_once=5)
     for request, completion in zip(requests, completions, strict=True):
         assert (logprobs_by(hf, request, completion) - torch.tensor(completion.logprobs)).abs().max() <= 1e-4
@@ -243,7 +243,7 @@ def test_a_gpu_decodes_what_a_cpu_does(dtype: torch.dtype, references: Any) -> N
     shape = Shape.of(json.loads(hf.config.to_json_string()))
     assert shape is not None
     decoder = Decoder(Llama(shape, device=torch.device("cuda"), dtype=dtype), max_rows=12)
-    decoder.load(tensors(hf), 0)
+    decoder.load([tensors(hf)], 0)
     for request, completion in zip(requests, run(decoder, requests, at_once=5), strict=True):
         error = (logprobs_by(hf, request, completion) - torch.tensor(completion.logprobs)).abs()
         assert error.mean() <= (1e-3 if dtype == torch.float32 else 0.3)
@@ -291,10 +291,10 @@ def test_cancelled_requests_free_their_rows(kind: str, references: Any, tmp_path
 
 def test_weights_that_are_not_finite_fail_the_request(references: Any, tmp_path: Path) -> None:
     decoder = decoder_of("llama", references("llama"), tmp_path)
-    decoder.load({name: tensor * float("nan") for name, tensor in tensors(references("llama")).items()}, 7)
+    decoder.load([{name: tensor * float("nan") for name, tensor in tensors(references("llama")).items()}], 7)
     (result,) = run(decoder, [GenerationRequest(prompt_ids=(1, 2), max_tokens=9)])
     assert "version 7 are not finite" in str(result)
-    decoder.load(tensors(references("llama")), 8)
+    decoder.load([tensors(references("llama"))], 8)
     assert isinstance(run(decoder, [GenerationRequest(prompt_ids=(1,), max_tokens=9)])[0], Completion)
 
 
@@ -310,7 +310,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(
     wrong["extra.weight"] = wrong.pop(first)
     wrong[last] = torch.zeros(1, 2, 3)
     with pytest.raises(WeightSyncError) as caught:
-        decoder.load(wrong, 1)
+        decoder.check({name: tuple(tensor.shape) for name, tensor in wrong.items()})
     assert f"missing: {first}" in str(caught.value)
     assert "unknown: extra.weight" in str(caught.value)
     assert f"{last} is (1, 2, 3)" in str(caught.value)
@@ -331,7 +331,7 @@ def test_a_stop_string_ends_a_completion_and_stays_in_it(references: Any, tmp_pa
     character_tokenizer(tmp_path)
     model = engine_model("llama", references("llama"), tmp_path)
     decoder = Decoder(model, stops=StopStrings(str(tmp_path)))
-    decoder.load(tensors(references("llama")), 0)
+    decoder.load([tensors(references("llama"))], 0)
     request = GenerationRequest(prompt_ids=(1, 2), max_tokens=40, seed=4)
     (free,) = run(decoder, [request])
     text = "".join(chr(ord("A") + token) for token in free.token_ids)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from attrs import evolve
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import transport
@@ -27,11 +28,11 @@ from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ConfigError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
-from grpo_core.weights import collective, cuda_ipc
+from grpo_core.weights import collective, cuda_ipc, layout
 from grpo_core.weights.collective import CollectiveWriter, pulled
 from grpo_core.weights.line import Line, proof
 from grpo_core.weights.nccl import _store
-from grpo_core.weights.reading import read_weights
+from grpo_core.weights.reading import read_buckets, read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 
 CPU = torch.device("cpu")
@@ -98,6 +99,62 @@ def test_a_tensor_that_changed_on_its_way_is_named(writer):
     wrong = evolve(weights.tensors[1], checksum=7)
     with pytest.raises(WeightSyncError, match="tensor 'b'"):
         read_weights(evolve(weights, tensors=(weights.tensors[0], wrong)))
+
+
+def test_buckets_cover_the_block_and_are_small_unless_one_tensor_is_large(monkeypatch):
+    monkeypatch.setattr(layout, "BUCKET", 1000)
+    sizes = [100, 400, 300, 2000, 10, 800, 950]
+    tensors = [(f"t{i}", torch.full((size,), i, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+    weights = SharedMemoryWriter().write(1, tensors)
+    found = layout.buckets(weights)
+    assert [[info.name for info in bucket.tensors] for bucket in found] == [
+        ["t0", "t1", "t2"],
+        ["t3"],
+        ["t4", "t5"],
+        ["t6"],
+    ]
+    assert [bucket.begin for bucket in found] == [0, *(bucket.end for bucket in found[:-1])]
+    assert found[-1].end == weights.nbytes
+
+
+@pytest.mark.parametrize("kind", ["shm", "collective"])
+def test_buckets_bring_all_tensors_and_no_bucket_is_left_when_the_next_one_comes(kind, writer, monkeypatch):
+    monkeypatch.setattr(layout, "BUCKET", 1000)
+    received, fill = [], collective._Partner._fill
+
+    def noted(partner, part):
+        assert part.untyped_storage().nbytes() <= 1000
+        assert all(before.expired() for before in received), "two buckets are in memory"
+        received.append(StorageWeakRef(part.untyped_storage()))
+        fill(partner, part)
+
+    monkeypatch.setattr(collective._Partner, "_fill", noted)
+    chosen = SharedMemoryWriter() if kind == "shm" else writer
+    weights = chosen.write(3, [(f"t{i}", torch.full((200,), i, dtype=torch.float32)) for i in range(9)])
+    values = {}
+    for bucket in read_buckets(weights):
+        values |= {name: tensor.unique().tolist() for name, tensor in bucket.items()}
+        del bucket
+    assert values == {f"t{i}": [float(i)] for i in range(9)}
+    assert len(received) == (0 if kind == "shm" else 9)
+
+
+def test_a_spoilt_bucket_is_named_and_the_connection_is_not_used_in_the_middle_of_a_transfer(
+    writer, monkeypatch
+):
+    monkeypatch.setattr(layout, "BUCKET", 1000)
+    weights = writer.write(3, [(f"t{i}", torch.full((200,), i, dtype=torch.float32)) for i in range(9)])
+    infos = list(weights.tensors)
+    infos[4] = evolve(infos[4], checksum=1)
+    spoilt = read_buckets(evolve(weights, tensors=tuple(infos)), verify=False)
+    assert [list(next(spoilt)) for _ in range(4)] == [["t0"], ["t1"], ["t2"], ["t3"]]
+    with pytest.raises(WeightSyncError, match="tensor 't4'"):
+        next(spoilt)
+    assert sorted(name for bucket in read_buckets(weights) for name in bucket) == [f"t{i}" for i in range(9)]
+    given_up = read_buckets(weights)
+    next(given_up)
+    given_up.close()
+    assert len(list(read_buckets(writer.write(4, named(2.0))))) == 1
 
 
 def test_the_trainer_answers_nothing_without_the_secret_and_listens_on_loopback(writer):
@@ -299,7 +356,7 @@ def test_a_handle_that_cannot_be_opened_is_an_error_with_advice(writer):
 
 READER = """
 import pickle, sys
-from grpo_core.weights.reading import read_weights
+from grpo_core.weights.reading import read_buckets, read_weights
 weights = pickle.loads(bytes.fromhex(sys.argv[1]))
 import torch
 tensors = read_weights(weights, device=torch.device("cuda")).values()

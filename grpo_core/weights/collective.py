@@ -7,10 +7,11 @@
                     <------ proof                 that the other has it, and nobody learns it by listening
                     <-----> NCCL's addresses and one byte, if the two have a GPU each
     publication     ------>
-                    <------ yes or no, and the block
+                    <------ yes or no, and the block in buckets
 
 Between two GPUs NCCL moves the block, in a group of two (see ``nccl``).  To an engine on the CPU, or on the
-trainer's own GPU, where NCCL does not work, the block goes over the connection.
+trainer's own GPU, where NCCL does not work, the block goes over the connection.  An engine that wants no
+copy of the whole block verifies each bucket and forgets it, and asks for the publication again to use it.
 
 An engine asks for a publication by number, when it has memory for it.  Each engine is served by a thread of
 its own, so none waits for another.  The trainer refuses any number but the last.  Before it writes the next
@@ -30,7 +31,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ import torch
 from grpo_core.errors import ConfigError, WeightSyncError, one_line
 from grpo_core.records import Weights
 from grpo_core.weights import COLLECTIVE
-from grpo_core.weights.layout import pack
+from grpo_core.weights.layout import Bucket, buckets, pack
 from grpo_core.weights.line import Line, proof, proves, shut
 from grpo_core.weights.nccl import ENGINE, TRAINER, Pair, device_id, settle
 
@@ -71,10 +72,12 @@ class CollectiveWriter:
         self._device, self._host = device, host
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
         self._state = threading.Condition()
-        """Guards the three attributes below."""
+        """Guards the four attributes below."""
         self._publication = 0
         self._version: int | None = None
         """Version of the block's contents; None while they are written."""
+        self._buckets: list[Bucket] = []
+        """The parts in which the block is sent, one after the other."""
         self._readers: set[Line] = set()
         """Connections over which the block is being sent."""
         self._secret = secrets.token_hex(16)
@@ -96,7 +99,7 @@ class CollectiveWriter:
         weights = pack(version, tensors, block=self._memory, location=lambda: location, dtype=dtype)
         settle(self._device)
         with self._state:
-            self._version = version
+            self._version, self._buckets = version, buckets(weights)
         return weights
 
     def _withdraw(self) -> None:
@@ -180,29 +183,30 @@ class CollectiveWriter:
             self._unproven.remove(connection)
 
     def _answer(self, line: Line, pair: Pair | None, publication: int) -> None:
-        with self._reading(line, publication) as block:
-            if block is None:
+        with self._reading(line, publication) as parts:
+            if parts is None:
                 version = self._version
                 does = "is writing the next version" if version is None else f"holds version {version}"
                 line.send({"problem": f"the trainer {does} now"})
                 return
             line.send({})
-            if pair is None:
-                line.send_block(block)
-            else:
-                pair.move(block)
+            for part in parts:
+                if pair is None:
+                    line.send_block(part)
+                else:
+                    pair.move(part)
 
     @contextlib.contextmanager
-    def _reading(self, line: Line, publication: int) -> Iterator[torch.Tensor | None]:
-        """Keep the block of a publication as it is; None if there is another one by now."""
+    def _reading(self, line: Line, publication: int) -> Iterator[list[torch.Tensor] | None]:
+        """Keep the block of a publication as it is, in its parts; None if there is another one by now."""
         with self._state:
             readers = self._readers
             present = publication == self._publication and self._version is not None
-            block = self._block if present else None
+            parts = [self._block[part.begin : part.end] for part in self._buckets] if present else None
             if present:
                 readers.add(line)
         try:
-            yield block
+            yield parts
         finally:
             with self._state:
                 readers.discard(line)
@@ -240,24 +244,50 @@ class _Partner:
             raise ConnectionError("whoever listens there is not the trainer of this run")
         return bool(answer["nccl"])
 
-    def pull(self, publication: int, nbytes: int) -> torch.Tensor:
+    def pull(self, publication: int, weights: Weights) -> torch.Tensor:
+        nbytes = weights.nbytes
         if self._publication == publication:
             return self._block
         self._publication = None
         if self._block.numel() != nbytes:  # before it asks: the trainer waits for no memory
             self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        settle(self._device)  # the memory may still be read by what this thread started
+        parts = (self._block[part.begin : part.end] for part in buckets(weights))
+        deque(self._filled(publication, parts), maxlen=0)
+        self._publication = publication
+        return self._block
+
+    def parts(self, publication: int, weights: Weights) -> Iterator[torch.Tensor]:
+        """Receive a publication in buckets, each in memory of its own."""
+        sizes = [part.end - part.begin for part in buckets(weights)]
+        return self._filled(
+            publication, (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
+        )
+
+    def _filled(self, publication: int, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        asked = False
+        for part in parts:
+            settle(self._device)  # the memory may still be read by what this thread started
+            if not asked:  # when there is memory
+                self._ask_for(publication)
+                asked = True
+            self._fill(part)
+            yield part
+            del part  # the next one needs memory
+
+    def _ask_for(self, publication: int) -> None:
         self._line.limit(MEETING)
         answer = self._ask({"publication": publication})
         if "problem" in answer:
             raise ValueError(answer["problem"])
         self._line.limit(SECONDS)
+
+    def _fill(self, part: torch.Tensor) -> None:
         try:
             if self._pair is None:
-                self._line.receive_block(self._block)
+                self._line.receive_block(part)
             else:
-                self._pair.move(self._block)
+                self._pair.move(part)
         except ConnectionError as error:
             raise ConnectionError(
                 f"{error}: the trainer has ended, or writes the next version, for which it waits at most "
@@ -265,8 +295,6 @@ class _Partner:
             ) from None
         except TimeoutError:
             raise TimeoutError(f"the trainer has sent nothing for {SECONDS:g} s") from None
-        self._publication = publication
-        return self._block
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         self._line.send(message)
@@ -300,19 +328,44 @@ def pulled(weights: Weights, device: torch.device | None = None) -> torch.Tensor
     Raises WeightSyncError if the trainer cannot be reached or ends, if it holds another version by now, or
     if there is no memory for the copy.
     """
+    with _arriving(weights):
+        partner, publication = _partner(weights, device)
+        return partner.pull(publication, weights)
+
+
+def streamed(weights: Weights, device: torch.device | None = None) -> Generator[torch.Tensor]:
+    """Yield the trainer's block in the buckets of ``layout.buckets``, each in memory of its own.
+
+    Close the generator if not all are wanted.  Arguments and errors are those of ``pulled``.
+    """
+    with _arriving(weights):
+        partner, publication = _partner(weights, device)
+        yield from partner.parts(publication, weights)
+
+
+def _partner(weights: Weights, device: torch.device | None) -> tuple[_Partner, int]:
+    host, port, secret, publication = json.loads(weights.location.removeprefix(COLLECTIVE))
+    key = host, port, secret, device or torch.device("cpu")
+    if key not in _partners:
+        _hang_up()
+        _partners[key] = _Partner(*key)
+    return _partners[key], publication
+
+
+@contextlib.contextmanager
+def _arriving(weights: Weights) -> Iterator[None]:
+    """Hang up if a transfer fails, or is given up in the middle; raise WeightSyncError if it fails."""
     try:
-        host, port, secret, publication = json.loads(weights.location.removeprefix(COLLECTIVE))
-        key = host, port, secret, device or torch.device("cpu")
-        if key not in _partners:
-            _hang_up()
-            _partners[key] = _Partner(*key)
-        return _partners[key].pull(publication, weights.nbytes)
+        yield
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         _hang_up()
         raise WeightSyncError(
             f"version {weights.version} did not arrive from the trainer by engine.transport = "
             f'"collective": {one_line(error)}'
         ) from None
+    except GeneratorExit:
+        _hang_up()
+        raise
 
 
 def _hang_up() -> None:

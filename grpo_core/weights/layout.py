@@ -7,11 +7,39 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from attrs import frozen
 
 from grpo_core.errors import ModelError, WeightSyncError
 from grpo_core.records import TensorInfo, Weights
 
 _ALIGNMENT = 64
+BUCKET = 64 << 20
+"""Largest size in bytes of tensors that an engine takes at once, unless one alone is larger.
+
+The largest tensor of most models is larger, so buckets cost an engine no memory beside it; and moving such a
+bucket takes a hundred times as long as starting to.
+"""
+
+
+@frozen
+class Bucket:
+    """Consecutive tensors of a block."""
+
+    begin: int
+    end: int
+    tensors: list[TensorInfo]
+
+
+def buckets(weights: Weights) -> list[Bucket]:
+    """Divide a block into buckets of whole tensors, each of ``BUCKET`` bytes at most or of one tensor."""
+    found: list[Bucket] = []
+    infos = sorted(weights.tensors, key=lambda info: info.offset)
+    for info, end in zip(infos, [*(info.offset for info in infos[1:]), weights.nbytes], strict=True):
+        if found and end - found[-1].begin <= BUCKET:
+            found[-1] = Bucket(found[-1].begin, end, [*found[-1].tensors, info])
+        else:
+            found.append(Bucket(found[-1].end if found else 0, end, [info]))
+    return found
 
 
 class Writer(Protocol):
@@ -84,22 +112,23 @@ def _is_cast(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and not isinstance(tensor, torch.nn.Buffer)
 
 
-def unpack(weights: Weights, block: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors as views into a block, uint8 [nbytes]."""
+def unpack(infos: Iterable[TensorInfo], block: torch.Tensor, begin: int = 0) -> dict[str, torch.Tensor]:
+    """Return tensors as views into a part, uint8 [n], of a block that begins at its byte ``begin``."""
     tensors = {}
-    for info in weights.tensors:
+    for info in infos:
         dtype = getattr(torch, info.dtype)
         size = torch.Size(info.shape).numel() * dtype.itemsize
-        tensors[info.name] = block[info.offset : info.offset + size].view(dtype).view(info.shape)
+        offset = info.offset - begin
+        tensors[info.name] = block[offset : offset + size].view(dtype).view(info.shape)
     return tensors
 
 
-def verify(weights: Weights, tensors: dict[str, torch.Tensor]) -> None:
+def verify(version: int, infos: Iterable[TensorInfo], tensors: dict[str, torch.Tensor]) -> None:
     """Raise WeightSyncError if a tensor's checksum differs from the trainer's."""
-    for info in weights.tensors:
+    for info in infos:
         if (found := checksum(tensors[info.name])) != info.checksum:
             raise WeightSyncError(
-                f"version {weights.version}: tensor {info.name!r} {tuple(info.shape)} is not what the "
+                f"version {version}: tensor {info.name!r} {tuple(info.shape)} is not what the "
                 f"trainer wrote (checksum {found:#x}, expected {info.checksum:#x})"
             )
 

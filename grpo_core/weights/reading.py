@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import closing
+
 import torch
 
 from grpo_core.records import Weights
 from grpo_core.weights import COLLECTIVE, collective, cuda_ipc, shm, unreadable
-from grpo_core.weights.layout import unpack
+from grpo_core.weights.layout import buckets, unpack
 from grpo_core.weights.layout import verify as check_sums
 
 
@@ -24,10 +27,36 @@ def read_weights(
 
     Raises WeightSyncError if the weights cannot be read or a tensor's checksum differs from the trainer's.
     """
-    tensors = unpack(weights, block(weights, device))
+    tensors = unpack(weights.tensors, block(weights, device))
     if verify:
-        check_sums(weights, tensors)
+        check_sums(weights.version, weights.tensors, tensors)
     return tensors
+
+
+def read_buckets(
+    weights: Weights, *, verify: bool = True, device: torch.device | None = None
+) -> Generator[dict[str, torch.Tensor]]:
+    """Yield the tensors of ``read_weights`` some at a time, so that an engine needs no copy of all of them.
+
+    An engine that must not use part of them reads them twice, first to verify all.  By ``collective`` they
+    are sent twice then, and are in memory that is free once their tensors are; let go of them before the next
+    ones.  Arguments and errors are those of ``read_weights``.
+    """
+    sent = weights.location.startswith(COLLECTIVE)
+    with closing(collective.streamed(weights, device) if sent else _parts(weights)) as parts:
+        for bucket in buckets(weights):
+            tensors = unpack(bucket.tensors, next(parts), bucket.begin)
+            if verify or sent:  # what is sent again is verified again
+                check_sums(weights.version, bucket.tensors, tensors)
+            yield tensors
+            del tensors  # the next bucket needs memory
+        next(parts, None)  # ends the transfer
+
+
+def _parts(weights: Weights) -> Generator[torch.Tensor]:
+    whole = block(weights)
+    for bucket in buckets(weights):
+        yield whole[bucket.begin : bucket.end]
 
 
 def block(weights: Weights, device: torch.device | None = None) -> torch.Tensor:

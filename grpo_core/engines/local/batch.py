@@ -7,7 +7,7 @@ rows are dead; then the others move together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,8 @@ DEAD_SHARE = 0.1
 
 Finished = tuple[int, "Completion | EngineError"]
 Entry = tuple[int, GenerationRequest]
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors by their names."""
 
 
 class Cache(Protocol):
@@ -60,8 +62,12 @@ class Model(Protocol):
     """Whether a cache accepts more rows after it has decoded; if not, they form another batch."""
     description: str
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy all weights; raise WeightSyncError before any copy if names or shapes differ."""
+    def check(self, shapes: Shapes) -> None:
+        """Raise WeightSyncError unless tensors of these names and shapes are the model's."""
+        ...
+
+    def load(self, buckets: Iterable[Mapping[str, Tensor]]) -> None:
+        """Copy all weights, which come some at a time."""
         ...
 
     def new_cache(self) -> Cache: ...

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from grpo_core.engines.local.batch import Batch, Entry, Finished, Model
+from grpo_core.engines.local.batch import Batch, Entry, Finished, Model, Shapes
 from grpo_core.engines.local.stopping import StopStrings
 
 PREFILL_TOKENS = 16384
@@ -29,10 +29,14 @@ class Decoder:
         self._batches: list[Batch] = []
         self.version = -1
 
+    def check(self, shapes: Shapes) -> None:
+        """Raise WeightSyncError unless tensors of these names and shapes are the model's."""
+        self._model.check(shapes)
+
     @torch.inference_mode()
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def load(self, buckets: Iterable[Mapping[str, Tensor]], version: int) -> None:
         """Sample every later token from these weights; running rows keep their keys and values."""
-        self._model.load(tensors)
+        self._model.load(buckets)
         self.version = version
 
     @property

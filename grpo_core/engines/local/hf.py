@@ -7,13 +7,14 @@ rows once it has decoded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_core.engines.local.llama import copy_all
+from grpo_core.engines.local.batch import Shapes
+from grpo_core.engines.local.llama import check_shapes, copy_all
 from grpo_core.errors import ModelError
 from grpo_core.models import keep_softcapping
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
@@ -53,12 +54,16 @@ class TransformersModel:
             self._names[1]
         )
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors; the names of modules are those of a checkpoint that was saved with them."""
+    def check(self, shapes: Shapes) -> None:
+        """Take the names of checkpoints, or those of modules, which a checkpoint may have been saved with."""
         checkpoint, modules = self._names
-        places = modules if tensors.keys() & modules.keys() - checkpoint.keys() else checkpoint
-        buffers = {name: place for name, place in places.items() if isinstance(place, torch.nn.Buffer)}
-        copy_all({**buffers, **tensors}, places, tied=self._tied)  # a trainer may leave buffers out
+        places = modules if shapes.keys() & modules.keys() - checkpoint.keys() else checkpoint
+        buffers = {name for name, place in places.items() if isinstance(place, torch.nn.Buffer)}
+        check_shapes(shapes, places, optional=self._tied | buffers)  # a trainer may leave buffers out
+
+    def load(self, buckets: Iterable[Mapping[str, Tensor]]) -> None:
+        checkpoint, modules = self._names
+        copy_all(buckets, {**modules, **checkpoint})
 
     def new_cache(self) -> TransformersCache:
         return TransformersCache(self)

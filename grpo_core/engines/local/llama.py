@@ -8,7 +8,7 @@ are aligned at their newest token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from attrs import define, frozen
 from torch import Tensor
 
 from grpo_core.engines.local import attention
+from grpo_core.engines.local.batch import Shapes
 from grpo_core.engines.local.columns import Columns
 from grpo_core.errors import WeightSyncError
 
@@ -165,9 +166,12 @@ class Llama:
             down_bias=place(s.width, name=f"{mlp}down_proj.bias") if s.mlp_bias else None,
         )
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, shapes: Shapes) -> None:
+        check_shapes(shapes, self.places, optional={"lm_head.weight"} if self.shape.tied else set())
+
+    def load(self, buckets: Iterable[Mapping[str, Tensor]]) -> None:
         s = self.shape
-        copy_all(tensors, self.places, tied={"lm_head.weight"} if s.tied else set())
+        copy_all(buckets, self.places)
         if s.tied:
             self.head.copy_(self.embedding)
         # a norm's weight is folded into the next projection, and the scale of attention into the queries
@@ -338,24 +342,30 @@ def _columns(weight: Tensor, h: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(weight, h.t()) if bias is None else torch.addmm(bias[:, None], weight, h.t())
 
 
-def copy_all(tensors: Mapping[str, Tensor], places: Mapping[str, Tensor], tied: set[str]) -> None:
-    """Copy each tensor to its place; raise WeightSyncError before the first copy if they do not match.
-
-    ``tensors`` may contain ``tied`` names, which are second names of other tensors.
-    """
-    problems = (
-        [f"missing: {', '.join(sorted(missing))}"] if (missing := places.keys() - tensors.keys()) else []
-    )
-    if unknown := tensors.keys() - places.keys() - tied:
-        problems.append(f"unknown: {', '.join(sorted(unknown))}")
+def check_shapes(shapes: Shapes, places: Mapping[str, Tensor], *, optional: Collection[str]) -> None:
+    """Raise WeightSyncError if tensors do not fit their places; ``optional`` names may be there or not."""
+    missing, unknown = places.keys() - shapes.keys(), shapes.keys() - places.keys()
+    problems = [
+        f"{what}: {', '.join(sorted(names))}"
+        for what, names in (("missing", missing - set(optional)), ("unknown", unknown - set(optional)))
+        if names
+    ]
     problems += [
-        f"{name} is {tuple(tensors[name].shape)}, expected {tuple(place.shape)}"
+        f"{name} is {tuple(shapes[name])}, expected {tuple(place.shape)}"
         for name, place in places.items()
-        if name in tensors and tensors[name].shape != place.shape
+        if name in shapes and tuple(shapes[name]) != tuple(place.shape)
     ]
     if problems:
         raise WeightSyncError(
             f"engine local: the weights are not those of the model in its config.json: {'; '.join(problems)}"
         )
-    for name, place in places.items():
-        place.copy_(tensors[name])
+
+
+def copy_all(buckets: Iterable[Mapping[str, Tensor]], places: Mapping[str, Tensor]) -> None:
+    """Copy each tensor to its place, if it has one: a tied tensor may come a second time."""
+    for bucket in buckets:
+        for name, tensor in bucket.items():
+            if name in places:
+                places[name].copy_(tensor)
+            del tensor
+        del bucket  # the next one needs memory

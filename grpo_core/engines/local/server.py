@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from grpo_core.engines.local.batch import Model
 from grpo_core.engines.local.decoder import Decoder
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
-from grpo_core.errors import EngineError, ModelError
+from grpo_core.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.weights.reading import read_weights
+from grpo_core.weights.reading import read_buckets
 
 
 class Server(DecodingServer):
@@ -35,18 +35,24 @@ class Server(DecodingServer):
         self._model: Model | None = None
         self._decoder: Decoder | None = None
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Weights) -> Iterator[None]:
+        """Read the weights twice: once to verify all of them during decoding, once to take them."""
+        for bucket in read_buckets(weights, device=self._device):
+            del bucket  # the next one needs memory
+            yield
         begin = time.perf_counter()
-        tensors = read_weights(weights, device=self._device)
-        if self._decoder is None:
-            model = self._make_model(tensors)
+        model, decoder = self._model, self._decoder
+        if model is None or decoder is None:
+            model = self._make_model(weights)
             decoder = Decoder(model, max_rows=self._max_rows, stops=StopStrings(self._setup.model))
-            decoder.load(tensors, weights.version)
-            self._model, self._decoder = model, decoder
             threads = torch.get_num_threads()
             print(f"engine local: {model.description}, {model.device}, {threads} threads", flush=True)
-        else:
-            self._decoder.load(tensors, weights.version)
+        decoder.check({info.name: info.shape for info in weights.tensors})
+        try:
+            decoder.load(read_buckets(weights, verify=False, device=self._device), weights.version)
+        except WeightSyncError as error:
+            raise RuntimeError(f"the weights have been written in part: {error}") from error
+        self._model, self._decoder = model, decoder
         print(f"engine local: version {weights.version} in {time.perf_counter() - begin:.3f} s", flush=True)
 
     def check(self, request: GenerationRequest) -> None:
@@ -71,8 +77,9 @@ class Server(DecodingServer):
         assert self._decoder is not None
         self._decoder.cancel(keys)
 
-    def _make_model(self, tensors: dict[str, torch.Tensor]) -> Model:
-        dtype = next(iter(tensors.values())).dtype if self._dtype == "auto" else getattr(torch, self._dtype)
+    def _make_model(self, weights: Weights) -> Model:
+        sent = weights.tensors[0].dtype
+        dtype: torch.dtype = getattr(torch, sent if self._dtype == "auto" else self._dtype)
         shape = Shape.of(_read_config(self._setup.model, self._setup.trust_remote_code))
         if shape is not None:
             return Llama(shape, device=self._device, dtype=dtype)

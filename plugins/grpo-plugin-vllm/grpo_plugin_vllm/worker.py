@@ -7,6 +7,7 @@ written there is no way back.
 from __future__ import annotations
 
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from grpo_core import WeightSyncError
-from grpo_core.engine_kit import read_weights
+from grpo_core.engine_kit import read_buckets
 from grpo_plugin_vllm.transfer import LAYERWISE, PLAIN_LINEAR, from_table
 
 
@@ -60,7 +61,7 @@ def _fetch(table: dict[str, Any], device: torch.device) -> str:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     try:
-        read_weights(from_table(**table), device=device)
+        deque(read_buckets(from_table(**table), device=device), maxlen=0)  # keeps none of them
     except WeightSyncError as error:
         return str(error)
     return ""
@@ -101,9 +102,14 @@ class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):
         _synchronize()  # the trainer may write there again once this returns
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        tensors = read_weights(from_table(**vars(update_info)), verify=False, device=self.device)
-        loaded = self.model.load_weights(iter(tensors.items()))
-        missing = self._names - loaded if loaded is not None else set()
+        missing = set(self._names)
+        try:
+            for tensors in read_buckets(from_table(**vars(update_info)), verify=False, device=self.device):
+                loaded = self.model.load_weights(iter(tensors.items()))
+                del tensors  # the next ones need memory
+                missing = missing - loaded if loaded is not None else set()
+        except WeightSyncError as error:
+            raise RuntimeError(f"the weights have been written in part: {error}") from error
         if missing:
             raise ValueError(f"version {update_info.version} has nothing for {sorted(missing)}")
 
