@@ -30,12 +30,7 @@ def make_batch(
 
     Raises PluginError if the advantage function returns anything but a finite float or None for each rollout.
     """
-    scores = [
-        [score if rollout.train else None for rollout, score in zip(group.rollouts, row, strict=True)]
-        for group, row in zip(
-            groups, checked_scores(advantages(groups), groups, str(advantages)), strict=True
-        )
-    ]
+    scores = _of_trained(groups, checked_scores(advantages(groups), groups, str(advantages)))
     rows = tuple(
         Row(
             prompt_ids=segment.prompt_ids,
@@ -53,6 +48,16 @@ def make_batch(
     for group, row in zip(groups, scores, strict=True):
         masked[group.prompt.environment] += row.count(None)
     return Batch(step=step, rows=rows, temperature=temperature, masked=dict(+masked))
+
+
+def _of_trained(
+    groups: Sequence[Group], scores: Sequence[Sequence[float | None]]
+) -> list[list[float | None]]:
+    """Return the advantages, with None for rollouts that may not be trained."""
+    return [
+        [score if rollout.train else None for rollout, score in zip(group.rollouts, row, strict=True)]
+        for group, row in zip(groups, scores, strict=True)
+    ]
 
 
 def checked_scores(

@@ -117,13 +117,13 @@ class Truth:
         """The groups of a step are about to be trained; some environments compare their rollouts."""
         self._due = []
         for group in groups:
-            played = [Tokens.concatenate([each.tokens for each in r.segments]) for r in group.rollouts]
-            won = [reward(tokens.ids.tolist(), tokens.sampled.tolist()) for tokens in played]
+            last = [rollout.segments[-1].tokens for rollout in group.rollouts]
+            won = [reward(tokens.ids.tolist(), tokens.sampled.tolist()) for tokens in last]
             if compared[group.prompt.environment]:
                 won = ranks(won)
-            for rollout, tokens, expected in zip(group.rollouts, played, won, strict=True):
+            for rollout, expected in zip(group.rollouts, won, strict=True):
                 who = f"prompt {group.prompt.id!r}: a rollout"
-                ids = tokens.ids.tobytes()
+                ids = b"".join(segment.tokens.ids.tobytes() for segment in rollout.segments)
                 self.law(ids not in self._trained, step, f"{who} counts twice")
                 self._trained.add(ids)
                 self.law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
