@@ -30,6 +30,11 @@ def test_whatever_fails_and_dies_every_prompt_is_trained_once_or_recorded_as_ski
     assert {"finished", "killed", "failed"} <= ends
 
 
+def test_what_an_engine_samples_before_its_canary_is_confirmed_is_not_trained_until_then():
+    """In this story an engine with old weights samples the end of a rollout while its canary is asked."""
+    holds(1035, "deadline", 2)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("policy", "max_staleness"), CASES)
 def test_all_laws_hold_over_many_more_seeds(policy, max_staleness):
@@ -83,7 +88,7 @@ def test_in_a_pool_a_fault_of_one_engine_is_survived_or_ends_the_run_with_its_na
     [(fault, members) for fault in SURVIVED for members in (0, 3) if members or fault != "node_loss"],
 )
 def test_survivable_faults_are_survived_in_one_life(fault, members):
-    rate = {"engine_death": 0.02, "node_loss": 0.005}.get(fault, 0.1)  # a machine is never lost in each step
+    rate = {"engine_death": 0.02, "environment_death": 0.05, "node_loss": 0.005}.get(fault, 0.1)
     faults = evolve(NONE, **{fault: rate})
     outcome = holds(2, "deadline", 1, faults=faults, members=members)
     assert outcome.lives == ("finished",)

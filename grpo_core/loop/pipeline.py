@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -61,6 +62,7 @@ from grpo_core.protocols import (
     Trainer,
 )
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
+from grpo_core.tokens import sampled_versions
 
 T = TypeVar("T")
 
@@ -282,6 +284,7 @@ class Pipeline:
             groups = await self._when(self._take, "ready groups", patience=self.schedule.stall)
             if not groups:
                 break
+            await self._confirmed(groups)
             await self._train_step(groups, started)
         await self._synced()
         await self._save(self._trained)
@@ -295,6 +298,11 @@ class Pipeline:
             check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
             self.emit(GroupsReady(step=step, groups=tuple(groups)))
         return groups
+
+    async def _confirmed(self, groups: Sequence[Group]) -> None:
+        """Wait until the canary agrees with all weights that sampled these groups."""
+        newest = sampled_versions(each for group in groups for each in group.rollouts).max(initial=0)
+        await self._when(lambda: True if newest <= self.buffer.version else None, "the canary", patience=None)
 
     async def _train_step(self, groups: Sequence[Group], started: float) -> None:
         step = self._trained
@@ -332,22 +340,19 @@ class Pipeline:
     def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
 
-        A step that trains ``carried`` groups only warns: their logprobs are from before the resume, and what
-        was wrong then may be corrected by now.
+        A step that trains ``carried`` groups only warns, unless the metric is no number: their logprobs are
+        from before the resume, and what was wrong then may be corrected by now.
         """
-        if carried:
-            for finding in health.check_limits([metrics], self.limits):
-                told = f"{finding.message}. Some of its groups were finished before the run was resumed"
-                self.emit(WarningRaised(step=self._trained, cause=finding.metric, message=told))
-            return
-        self._recent.append(metrics)
-        for finding in (
-            *health.check_limits(self._recent, self.limits),
-            *health.learns_nothing(self._recent),
-        ):
-            if finding.fatal:
+        if not carried:
+            self._recent.append(metrics)
+        findings = health.check_limits([metrics] if carried else self._recent, self.limits)
+        for finding in (*findings, *([] if carried else health.learns_nothing(self._recent))):
+            if finding.fatal and not (carried and isfinite(finding.value)):
                 raise TrainerError(f"step {self._trained}: {finding.message}")
-            self.emit(WarningRaised(step=self._trained, cause=finding.metric, message=finding.message))
+            old = ". Some of its groups were finished before the run was resumed" if carried else ""
+            self.emit(
+                WarningRaised(step=self._trained, cause=finding.metric, message=f"{finding.message}{old}")
+            )
 
     async def _synced(self) -> None:
         await self._when(lambda: True if self._published is None else None, "the weight sync", patience=None)

@@ -125,6 +125,8 @@ class Truth:
                 who = f"prompt {group.prompt.id!r}: a rollout"
                 ids = b"".join(segment.tokens.ids.tobytes() for segment in rollout.segments)
                 self.law(ids not in self._trained, step, f"{who} counts twice")
+                kept = sum(completions(segment.tokens) for segment in rollout.segments)
+                self.law(kept == rollout.turns, step, f"{who} has {kept} of {rollout.turns} completions")
                 self._trained.add(ids)
                 self.law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
             scores = normalize([float(r or 0.0) for r in group.rewards])
@@ -166,6 +168,11 @@ class Truth:
     def law(self, holds: bool, step: int, what: str) -> None:
         if not holds:
             self.violations.append(Violation("truth", step, what))
+
+
+def completions(tokens: Tokens) -> int:
+    """Return the number of unbroken runs of sampled tokens."""
+    return sum(sampled for sampled, _ in itertools.groupby(tokens.sampled.tolist()))
 
 
 def ranks(values: Sequence[float]) -> list[float]:
