@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from attrs import define
@@ -107,3 +108,45 @@ class _Waiter:
         if answer is not None:
             self.answer.set_result(answer)
         return answer is not None
+
+
+UNLIMITED = 2**62
+"""A number of slots that is never used up."""
+
+
+class Slots:
+    """A number of slots, of which a call may take several; a free one goes to the call that waited longest.
+
+    A call that takes more waits until as many are free, and those that came after it wait for it.  A call
+    that takes all of them is alone.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.taken = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def take(self, slots: int = 1) -> AsyncIterator[None]:
+        """Hold this many slots during the block, or all if there are fewer; wait until they are free."""
+        slots = min(slots, self.number)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((slots, turn))
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self.taken -= slots
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            slots, turn = self._waiting[0]
+            if not turn.cancelled():
+                if self.taken + slots > self.number:
+                    return
+                self.taken += slots
+                turn.set_result(None)
+            self._waiting.popleft()

@@ -243,6 +243,9 @@ class RolloutConfig:
     which requests wait for room in the engine: raise it for long completions."""
     max_retries: int = field(default=3, validator=ge(0))
     """Number of attempts after the first; then the prompt is skipped, and the skip is recorded."""
+    max_in_flight: int = field(default=0, validator=ge(0))
+    """Largest number of rollouts that are played at the same time, those of a validation included; 0 means no
+    limit.  The rollouts of a group begin together, so a group that is larger is played alone."""
 
 
 @frozen(kw_only=True)

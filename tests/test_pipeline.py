@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from grpo_core.aio import Slots
 from grpo_core.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -102,6 +103,26 @@ class Run:
 
 
 # ---------------------------------------------------------------------------------- the way of the data
+
+
+class CountingEngine(FakeEngine):
+    """Knows the largest number of requests that it had at the same time."""
+
+    most = 0
+
+    async def _one(self, request):
+        self.most = max(self.most, self.running + 1)
+        return await super()._one(request)
+
+
+@pytest.mark.parametrize(("places", "most"), [(12, 12), (8, 8), (5, 4), (2, 4)])
+def test_no_more_rollouts_are_played_at_the_same_time_than_there_are_places(places, most):
+    """Groups have four rollouts, which begin together."""
+    engine = CountingEngine()
+    story = Run(engine=engine, places=Slots(places))()
+    assert story.result == "finished"
+    assert engine.most == most
+    assert len(story.trained) == len(set(story.trained)) == 48
 
 
 @pytest.mark.parametrize("policy", ["deadline", "in_order"])

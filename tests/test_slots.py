@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_core.aio import Slots
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.environments.slots import Slots
 from grpo_core.errors import ChildDied, PluginError
 from grpo_core.incidents import reported_to
 from grpo_core.plugins.selection import PluginSelection

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from grpo_core.aio import Slots
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import DeadlineExceeded, EngineError, PluginError, WeightSyncError
@@ -75,6 +76,24 @@ class Stuck:
         for _ in range(2):
             await context.rollout(context.prompts["task"])
         await asyncio.get_running_loop().create_future()
+
+
+class BusyEngine(FakeEngine):
+    """Knows the largest number of requests that it had at the same time."""
+
+    most = 0
+
+    async def _one(self, request):
+        self.most = max(self.most, self.running + 1)
+        return await super()._one(request)
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "batched"])
+def test_a_validation_plays_no_more_rollouts_at_the_same_time_than_there_are_places(mode):
+    engine = BusyEngine(reply=echo)
+    results = validated(Greedy(mode=mode), FakeEnvironment(right), n=20, engine=engine, places=Slots(6))
+    assert results["task"]["reward"] == 1.0
+    assert engine.most == 6
 
 
 def test_a_strategy_that_never_returns_ends_the_run_with_its_name():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.aio import Slots
 from grpo_core.app import workers
 from grpo_core.app.first_look import first_look
 from grpo_core.app.gpus import Devices
@@ -30,6 +31,7 @@ from grpo_core.app.parts import (
     make_sampler,
     make_schedule,
     make_validation,
+    rollout_places,
     sampling_params,
     validation_context,
 )
@@ -112,6 +114,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         renderer=renderer,
         sampling=sampling_params(config.rollout),
         group_size=config.rollout.group_size,
+        places=assembly.places,
         advantages=run.plugins.function("advantage", config.advantage.name, **config.advantage.options),
         all_rows="all_rows" in needs_of(loss.function, loss.options),
         dynamic=dynamic_sampling(config.dynamic_sampling, prompts_per_step=config.trainer.prompts_per_step),
@@ -160,6 +163,12 @@ class Assembly:
     run: RunContext
     devices: Devices = field(factory=Devices)
     """GPUs of the run's processes."""
+    places: Slots = field(init=False)
+    """Limit how many rollouts are played at the same time, in training and validation."""
+
+    @places.default
+    def _places(self) -> Slots:
+        return rollout_places(self.config.rollout)
 
     async def start_model(self, prompts: Prompts) -> StartModel:
         """Return the model that the run starts from, which may have to be made first."""
@@ -293,6 +302,7 @@ class Assembly:
             environments=run.tasks.environments,
             renderer=renderer,
             held_out=held_out,
+            places=self.places,
         )
         measure = make_validation(config.validation, run.plugins, context, run.emit)
         section = config.validation.engine

@@ -9,6 +9,7 @@ from typing import Any
 
 from attrs import evolve
 
+from grpo_core.aio import UNLIMITED, Slots
 from grpo_core.app.placement import Placement
 from grpo_core.config import (
     CheckpointConfig,
@@ -140,6 +141,11 @@ def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) 
     return [token_ids for token_ids in encoded if token_ids]
 
 
+def rollout_places(config: RolloutConfig) -> Slots:
+    """Return the places that limit how many rollouts are played at the same time."""
+    return Slots(config.max_in_flight or UNLIMITED)
+
+
 def sampling_params(config: RolloutConfig) -> SamplingParams:
     return SamplingParams(
         temperature=config.temperature,
@@ -215,6 +221,10 @@ def make_schedule(
 ) -> Schedule:
     """Make the schedule; its ``stall`` is longer than everything that may happen within it."""
     attempts = rollout.max_retries + 2
+    rounds = 1
+    if rollout.max_in_flight:
+        groups = (pipeline.max_staleness + 1) * trainer.prompts_per_step
+        rounds = -(-groups // max(1, rollout.max_in_flight // rollout.group_size))
     return Schedule(
         validate_every=validation.every,
         save_every=checkpoint.every,
@@ -222,7 +232,7 @@ def make_schedule(
         sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
         in_flight_updates=pipeline.in_flight_updates,
         pause_to_validate=validation.pause,
-        stall=rollout.deadline * attempts
+        stall=rollout.deadline * attempts * rounds
         + trainer.deadline
         + SYNC_ATTEMPTS * engine.deadline
         + validation.deadline * bool(validation.every),
@@ -238,6 +248,7 @@ def validation_context(
     environments: Mapping[str, EnvironmentClient],
     renderer: Renderer,
     held_out: Mapping[str, Sequence[Prompt]],
+    places: Slots,
 ) -> Context:
     """Make the context of a validation strategy, of which each version gets a copy."""
     return Context(
@@ -251,6 +262,7 @@ def validation_context(
         retries=rollout.max_retries,
         seed=seed,
         group_size=rollout.group_size,
+        places=places,
     )
 
 

@@ -23,6 +23,7 @@ from grpo_core.app.parts import (
     load_renderer,
     make_placement,
     make_validation,
+    rollout_places,
     validation_context,
 )
 from grpo_core.app.placement import Placement
@@ -163,6 +164,7 @@ async def validate(
             environments=tasks.environments,
             renderer=renderer,
             held_out=held_out,
+            places=rollout_places(config.rollout),
         )
         results: Mapping[str, Mapping[str, float]] = await make_validation(config.validation, host, context)(
             version

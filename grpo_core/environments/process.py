@@ -25,10 +25,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from attrs import frozen
 
-from grpo_core.aio import gather
+from grpo_core.aio import Slots, gather
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import UNREADABLE, Slotted, in_slots, units
-from grpo_core.environments.slots import Slots
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, describe
 from grpo_core.incidents import report
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection

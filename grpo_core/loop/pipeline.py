@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from attrs import define, field, frozen
 
-from grpo_core.aio import Changes, gather, raising_root_cause
+from grpo_core.aio import UNLIMITED, Changes, Slots, gather, raising_root_cause
 from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
 from grpo_core.events import (
     Dispatched,
@@ -118,6 +118,8 @@ class Pipeline:
     renderer: Renderer
     sampling: SamplingParams
     group_size: int
+    places: Slots = field(factory=lambda: Slots(UNLIMITED))
+    """Limits how many rollouts are played at the same time."""
     advantages: AdvantageFunction
     all_rows: bool = False
     """Rows with advantage 0 are trained as well, because the loss needs them."""
@@ -225,15 +227,16 @@ class Pipeline:
             )
             for i in range(self.group_size - len(slot.partial_rollouts))
         ]
-        with self._meter.generating():
-            rollouts = await play(
-                requests,
-                engine=self.engine,
-                environments=self.environments,
-                renderer=self.renderer,
-                sampling=self.sampling,
-                deadline=self.schedule.rollout_deadline,
-            )
+        async with self.places.take(len(requests)):
+            with self._meter.generating():
+                rollouts = await play(
+                    requests,
+                    engine=self.engine,
+                    environments=self.environments,
+                    renderer=self.renderer,
+                    sampling=self.sampling,
+                    deadline=self.schedule.rollout_deadline,
+                )
         for rollout in rollouts:
             self._meter.count(prompt.environment, rollout)
         self.observe_attempt(prompt.environment, rollouts, slot.attempts)

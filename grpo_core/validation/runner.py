@@ -14,7 +14,7 @@ from typing import Literal
 
 from attrs import define, evolve, field
 
-from grpo_core.aio import raising_root_cause
+from grpo_core.aio import UNLIMITED, Slots, raising_root_cause
 from grpo_core.errors import DeadlineExceeded, PluginError, WeightSyncError
 from grpo_core.incidents import report
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
@@ -59,6 +59,8 @@ class Context:
     seed: int = 0
     group_size: int = 1
     """Smallest size of a group where the environment compares rollouts."""
+    places: Slots = field(factory=lambda: Slots(UNLIMITED))
+    """Limits how many rollouts are played at the same time, with those of training."""
     tallies: dict[str, Tally] = field(init=False, factory=dict)
     played: list[tuple[Prompt, Rollout]] = field(init=False, factory=list)
     """All rollouts so far, each with its prompt."""
@@ -96,7 +98,9 @@ class Context:
         )
         batched = mode == "batched"
         self._extend()
-        parts = [requests] if batched else self._apart(requests)
+        parts = self._apart(requests)
+        if batched:
+            parts = _joined(parts, self.places.number)
         async with asyncio.TaskGroup() as group:
             playing = [
                 group.create_task(self._play(part, sampling, lockstep=batched)) for part in parts if part
@@ -164,7 +168,16 @@ class Context:
     async def _play(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, *, lockstep: bool
     ) -> list[Rollout]:
-        """Play rollouts to their ends; play again what has no reward, within the deadline."""
+        """Play rollouts when there is a place; play again what has no reward, within the deadline."""
+        async with self.places.take(len(requests)):
+            self._extend()
+            rollouts = await self._play_now(requests, sampling, lockstep=lockstep)
+            self._extend()
+            return rollouts
+
+    async def _play_now(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingParams, *, lockstep: bool
+    ) -> list[Rollout]:
         loop = asyncio.get_running_loop()
         until = None if self.deadline is None else loop.time() + self.deadline
         played: dict[int, Rollout] = {}
@@ -221,6 +234,16 @@ class Context:
                 f"validation of version {self.version}: the engine sampled tokens with version "
                 f"{', '.join(map(str, sorted(others)))}; it must hold one version from start to end"
             )
+
+
+def _joined(parts: Sequence[list[RolloutRequest]], most: int) -> list[list[RolloutRequest]]:
+    """Join parts to larger ones of at most ``most`` rollouts each, unless a part has more itself."""
+    joined: list[list[RolloutRequest]] = [[]]
+    for part in parts:
+        if joined[-1] and len(joined[-1]) + len(part) > most:
+            joined.append([])
+        joined[-1] += part
+    return joined
 
 
 def played_groups(context: Context) -> tuple[Group, ...]:

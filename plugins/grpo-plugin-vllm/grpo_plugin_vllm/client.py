@@ -35,6 +35,10 @@ class ServerError(EngineError):
     """The server refused a request or failed at it, or cannot be reached."""
 
 
+class UnreachableError(ServerError):
+    """There is no connection, or the server says "later", as one that starts does."""
+
+
 class Unsent(Exception):  # noqa: N818 - internal: the server has not begun
     """The request did nothing: trying again is always safe."""
 
@@ -52,17 +56,28 @@ class Client:
         connect_seconds: for the connection.
         attempts: of a request, at least 1.
         remote: allow a server on another machine.  Its routes for weights have no authentication.
+        api_key: is sent as a bearer token; it stands in no message.
 
     Raises ConfigError for what cannot be a server.
     """
 
     def __init__(
-        self, url: str, *, seconds: float, connect_seconds: float, attempts: int, remote: bool
+        self,
+        url: str,
+        *,
+        seconds: float,
+        connect_seconds: float,
+        attempts: int,
+        remote: bool,
+        api_key: str = "",
     ) -> None:
         self._url = checked_url(url, remote=remote)
         if attempts < 1:
             raise ConfigError(f"engine vllm:http: attempts = {attempts}; expected at least 1")
         self._attempts = attempts
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=connect_seconds)
         self._session: aiohttp.ClientSession | None = None
 
@@ -121,7 +136,7 @@ class Client:
                             report("retried", NAME, f"{what}: {error}; trying again ({tried})")
                         raise
         except Unsent as error:
-            raise ServerError(f"{what}: {error} ({self._attempts} attempts)") from error
+            raise UnreachableError(f"{what}: {error} ({self._attempts} attempts)") from error
         except TimeoutError as error:
             raise ServerError(f"{what}: no answer within {seconds or self._timeout.total:g} s") from error
         except aiohttp.ClientError as error:
@@ -163,11 +178,11 @@ class Client:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # limit=0: as many connections as requests; the server's rows are the limit, not a pool's 100
+            # limit=0: the engine limits its requests; their time does not include waiting for a connection
             # Answers come as they are: a few compressed bytes can unfold to gigabytes.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                headers={"Accept-Encoding": "identity"},
+                headers=self._headers,
                 auto_decompress=False,
             )
         return self._session

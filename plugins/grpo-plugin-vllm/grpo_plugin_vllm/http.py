@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from attrs import evolve
 
 from grpo_core import (
     Completion,
+    ConfigError,
     EngineError,
     EngineSetup,
     GenerationRequest,
@@ -27,7 +29,7 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.engine_kit import check_request, read_weights, report
-from grpo_plugin_vllm.client import NAME, Client, ServerError
+from grpo_plugin_vllm.client import NAME, Client, ServerError, UnreachableError
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.transfer import as_table
 
@@ -35,6 +37,9 @@ T = TypeVar("T")
 
 ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 1 << 10
 """Largest answer, and for each token that was asked for: several times what vLLM needs."""
+
+START_PAUSE, START_MARGIN = 1.0, 10.0
+"""Seconds between two looks for a server that is starting, and before the deadline at which they end."""
 
 TORN = "updating"
 """The server's version while its weights change: tokens that carry it are thrown away."""
@@ -52,8 +57,11 @@ class HttpEngine:
         attempts: how often a request is sent that the server has not begun.
         keep_cache, seeds: as for the engine ``vllm``.
         remote: allow a server on another machine.  Whoever reaches such a server can replace its model.
+        max_requests: largest number of requests at the server at the same time, each with a connection.
+        api_key_variable: environment variable with the key that ``vllm serve --api-key`` asks for.
 
-    A server that was started again is given the last weights before it is asked for anything.
+    The first weight update waits for a server that is starting, at most ``engine.deadline`` seconds.  A
+    server that was started again is given the last weights before it is asked for anything.
     """
 
     def __init__(
@@ -68,10 +76,20 @@ class HttpEngine:
         keep_cache: bool = False,
         seeds: bool = True,
         remote: bool = False,
+        max_requests: int = 512,
+        api_key_variable: str = "",
     ) -> None:
+        if max_requests < 1:
+            raise ConfigError(f"engine vllm:http: max_requests = {max_requests}; expected at least 1")
         self._client = Client(
-            url, seconds=request_deadline, connect_seconds=connect_deadline, attempts=attempts, remote=remote
+            url,
+            seconds=request_deadline,
+            connect_seconds=connect_deadline,
+            attempts=attempts,
+            remote=remote,
+            api_key=_api_key(api_key_variable),
         )
+        self._places = asyncio.Semaphore(max_requests)
         self._setup = setup
         self._directory = Path(directory) if directory is not None else None
         self._keep_cache = keep_cache
@@ -137,12 +155,13 @@ class HttpEngine:
             assert self._weights is not None
             body["cache_salt"] = str(self._weights.version)
         try:
-            answer = await self._client.post(
-                "/inference/v1/generate",
-                body,
-                repeatable=True,
-                largest=ANSWER_BYTES + TOKEN_BYTES * request.max_tokens,
-            )
+            async with self._places:
+                answer = await self._client.post(
+                    "/inference/v1/generate",
+                    body,
+                    repeatable=True,
+                    largest=ANSWER_BYTES + TOKEN_BYTES * request.max_tokens,
+                )
             return self._read(answer)
         except ServerError:
             self._ready = False  # it may come back without its weights
@@ -227,10 +246,23 @@ class HttpEngine:
         self._weights, self._ready = weights, True
 
     async def _meet(self) -> None:
-        """A server that is new to us, or that may have been started again."""
-        models = await self._client.get("/v1/models")
+        """Meet a server that is new to us, or that may have been started again."""
+        models = await (self._started() if self._weights is None else self._client.get("/v1/models"))
         self._positions = _found(models, int, "data", 0, "max_model_len")
         await self._client.post("/init_weight_transfer_engine", {"init_info": {}}, repeatable=True)
+
+    async def _started(self) -> Any:
+        """Wait for a server that may be starting; return its models."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._setup.deadline - START_MARGIN
+        while True:
+            try:
+                return await self._client.get("/v1/models")
+            except UnreachableError as error:
+                if loop.time() >= until:
+                    raise
+                report("retried", NAME, f"waiting for the server to start: {error}")
+                await asyncio.sleep(START_PAUSE)
 
     def _published(self, weights: Weights) -> Weights:
         """Return where the server reads the weights.  Raises WeightSyncError if they are damaged."""
@@ -248,6 +280,16 @@ class HttpEngine:
             file.truncate(weights.nbytes)
         beside.replace(path)
         return evolve(weights, location=str(path.absolute()))
+
+
+def _api_key(variable: str) -> str:
+    """Return the key in an environment variable; empty without a variable.  Raises ConfigError."""
+    if variable and not os.environ.get(variable):
+        raise ConfigError(
+            f"engine vllm:http: api_key_variable = {variable!r}, and there is no such environment variable, "
+            "or it is empty"
+        )
+    return os.environ[variable] if variable else ""
 
 
 def _all(kind: type, values: Any) -> list[Any]:

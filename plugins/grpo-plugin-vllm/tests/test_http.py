@@ -17,6 +17,7 @@ from attrs import evolve
 from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, WeightSyncError
 from grpo_core.engine_kit import read_weights, reported_to
 from grpo_core.testing import SharedMemoryWriter
+from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
 from grpo_plugin_vllm.http import HttpEngine
 
@@ -37,6 +38,7 @@ class Server:
         self.gate: asyncio.Event | None = None
         self.changed = asyncio.Condition()
         self.queries = {}
+        self.keys = set()
 
     async def __aenter__(self):
         app = web.Application()
@@ -53,6 +55,7 @@ class Server:
 
     async def answer(self, request):
         self.calls.append(request.path)
+        self.keys.add(request.headers.get("Authorization"))
         self.queries[request.path] = dict(request.query)
         body = await request.json() if request.can_read_body else None
         self.bodies.append(body)
@@ -310,6 +313,47 @@ def test_a_missing_server_is_named_in_the_error():
             await engine.aclose()
 
         asyncio.run(story())
+
+
+def test_a_server_that_is_starting_is_waited_for(monkeypatch):
+    monkeypatch.setattr(http, "START_PAUSE", 0.0)
+    incidents = []
+
+    async def story():
+        async with Server() as server:
+            engine = HttpEngine(EngineSetup(model="m", deadline=60), url=server.url, attempts=3)
+            server.faults["/v1/models"] = [(503, "starting")] * 5
+            await engine.update_weights(weights(1))
+            assert len(await engine.generate([REQUEST])) == 1
+            await engine.aclose()
+
+    with reported_to(incidents.append):
+        asyncio.run(story())
+    assert any("waiting for the server to start" in one.message for one in incidents)
+
+
+def test_no_more_requests_are_at_the_server_than_the_user_allows():
+    async def story(engine, server):
+        assert len(await engine.generate([REQUEST] * 300)) == 300
+        assert server.most <= 7
+
+    played(story, max_requests=7)
+    with pytest.raises(ConfigError, match="max_requests = 0; expected at least 1"):
+        HttpEngine(EngineSetup(model="m"), max_requests=0)
+
+
+def test_a_key_comes_from_the_environment_and_stands_in_no_message(monkeypatch):
+    async def story(engine, server):
+        assert server.keys == {"Bearer sesame"}
+        server.faults["/inference/v1/generate"] = [(401, "who are you?")]
+        with pytest.raises(EngineError, match=r"status 401: who are you\?") as error:
+            await engine.generate([REQUEST])
+        assert "sesame" not in repr(error.value)
+
+    monkeypatch.setenv("MY_KEY", "sesame")
+    played(story, api_key_variable="MY_KEY")
+    with pytest.raises(ConfigError, match="'NO_KEY', and there is no such environment variable"):
+        HttpEngine(EngineSetup(model="m"), api_key_variable="NO_KEY")
 
 
 def test_a_server_that_is_not_vllm_is_refused():
