@@ -7,6 +7,7 @@ import math
 from collections import Counter
 
 import pytest
+from test_pipeline import CountingEngine
 
 from grpo_core.aio import Slots
 from grpo_core.config import EnvironmentConfig
@@ -78,19 +79,9 @@ class Stuck:
         await asyncio.get_running_loop().create_future()
 
 
-class BusyEngine(FakeEngine):
-    """Knows the largest number of requests that it had at the same time."""
-
-    most = 0
-
-    async def _one(self, request):
-        self.most = max(self.most, self.running + 1)
-        return await super()._one(request)
-
-
 @pytest.mark.parametrize("mode", ["pipelined", "batched"])
 def test_a_validation_plays_no_more_rollouts_at_the_same_time_than_there_are_places(mode):
-    engine = BusyEngine(reply=echo)
+    engine = CountingEngine(reply=echo)
     results = validated(Greedy(mode=mode), FakeEnvironment(right), n=20, engine=engine, places=Slots(6))
     assert results["task"]["reward"] == 1.0
     assert engine.most == 6

@@ -170,6 +170,11 @@ class Assembly:
     def _places(self) -> Slots:
         return rollout_places(self.config.rollout)
 
+    @property
+    def step(self) -> int:
+        """The step that the run continues from; 0 for a new run."""
+        return self.run.resume.step if self.run.resume else 0
+
     async def start_model(self, prompts: Prompts) -> StartModel:
         """Return the model that the run starts from, which may have to be made first."""
 
@@ -185,9 +190,10 @@ class Assembly:
             )
         )
         if start.prepare is None:  # it may have been downloaded just now
-            step = self.run.resume.step if self.run.resume else 0
             tight = await asyncio.to_thread(checked, self.config, self.run.plugins, Path(start.path))
-            self.run.warnings.extend(WarningRaised(step=step, cause="memory", message=told) for told in tight)
+            self.run.warnings.extend(
+                WarningRaised(step=self.step, cause="memory", message=told) for told in tight
+            )
         return start
 
     def trainer(self, model: StartModel) -> Trainer:
@@ -263,9 +269,8 @@ class Assembly:
 
     async def first_look(self, prompts: Prompts, renderer: Renderer) -> list[WarningRaised]:
         """Return warnings about what would keep the model from learning."""
-        run = self.run
-        step = run.resume.step if run.resume else 0
-        return await first_look(step, self.config.rollout, run.tasks.environments, prompts, renderer)
+        environments = self.run.tasks.environments
+        return await first_look(self.step, self.config.rollout, environments, prompts, renderer)
 
     def loaders(self, prompts: Prompts) -> dict[str, TaskLoader]:
         tasks, seed = self.config.tasks, self.config.seed

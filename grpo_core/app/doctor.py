@@ -18,6 +18,7 @@ from rich.text import Text
 import grpo_core
 from grpo_core.app import machine, memory, preflight
 from grpo_core.app.commands import RUNS, configured
+from grpo_core.app.gpus import number_of
 from grpo_core.config import Config
 from grpo_core.errors import GrpoError, describe, one_line
 from grpo_core.inert import inert
@@ -96,7 +97,7 @@ def of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
         found = next(filter(None, map(machine.installed, distributions)), "not installed")
         yield Check(name=package, found=found)
     yield Check(name="NCCL", found=machine.nccl() or "not installed")
-    yield from _of_memory_of_machine(gpus)
+    yield from _of_memory_of_machine()
     yield _of_shared_memory()
     yield _of_open_files()
     yield _of_disk()
@@ -128,7 +129,7 @@ def _of_torch(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
     )
 
 
-def _of_memory_of_machine(gpus: Sequence[machine.Gpu]) -> Iterator[Check]:
+def _of_memory_of_machine() -> Iterator[Check]:
     host = machine.host_memory()
     if host is None:
         return
@@ -216,8 +217,8 @@ def _of_configuration(config: Config, host: PluginHost, gpus: Sequence[machine.G
     else:
         yield Check(name="configuration", found=about)
     device = config.trainer.device
-    number = device.removeprefix("cuda").removeprefix(":") or "0"
-    if device.startswith("cuda") and not (number.isdigit() and int(number) < len(gpus)):
+    number = number_of(device)
+    if device.startswith("cuda") and not (number is not None and number < len(gpus)):
         yield Check(
             name="trainer.device",
             found=f"{device}, and nvidia-smi shows {len(gpus)} GPUs",

@@ -202,12 +202,36 @@ def _variables(group: Group) -> dict[str, str]:
     """Return the environment variables of a process that sees these GPUs, which count among this one's."""
     if not group:
         return {}
-    here = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in here.split(",")] if here else None
+    names = _names(max(group) + 1)
     return {
-        "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in group),
+        "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in group),
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # as nvidia-smi counts
     }
+
+
+def gpus_seen(variables: Mapping[str, str], count: int) -> Group:
+    """Return the GPUs that a process with these environment variables sees, as this process counts them.
+
+    Args:
+        count: number of GPUs that this process sees.
+    """
+    shown = variables.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return tuple(range(count))
+    names = _names(count)
+    return tuple(names.index(name) for name in shown.split(","))
+
+
+def _names(count: int) -> list[str]:
+    """Return the names by which ``CUDA_VISIBLE_DEVICES`` shows this process's GPUs, if they are ``count``."""
+    here = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in here.split(",")] if here else [str(gpu) for gpu in range(count)]
+
+
+def number_of(device: str) -> int | None:
+    """Return the number of a GPU, which is 0 for "cuda"; None for what is no GPU."""
+    number = device.removeprefix("cuda").removeprefix(":") or "0"
+    return int(number) if number.isdigit() else None
 
 
 def _told(trains: Group, chosen: Mapping[str, Sequence[Group]]) -> str:

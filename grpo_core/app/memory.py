@@ -7,7 +7,6 @@ adds the rest, which needs torch.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.app import machine
-from grpo_core.app.gpus import choose
+from grpo_core.app.gpus import choose, gpus_seen, number_of
 from grpo_core.app.parts import engines_of, make_placement
 from grpo_core.app.workers import transport
 from grpo_core.config import Config, EngineConfig
@@ -88,8 +87,8 @@ def memory_of(device: str, gpus: Sequence[machine.Gpu]) -> machine.Memory | None
     """Return the memory of a device; None if it is not known."""
     if device == HOST:
         return machine.host_memory()
-    number = device.removeprefix("cuda:")
-    return gpus[int(number)].memory if number.isdigit() and int(number) < len(gpus) else None
+    number = number_of(device)
+    return gpus[number].memory if number is not None and number < len(gpus) else None
 
 
 def parts_on(processes: Sequence[ProcessMemory], device: str) -> Iterator[tuple[ProcessMemory, MemoryPart]]:
@@ -146,11 +145,11 @@ def certain_parts(
             reference="reference" in needs_of(loss.function, loss.options),
             async_save=config.checkpoint.async_save,
         )
-        found.append(_process("trainer", parts, _seen(devices.trainer, len(gpus))))
+        found.append(_process("trainer", parts, gpus_seen(devices.trainer, len(gpus))))
     for key, engine in engines.items() if not placement.remote else ():
         of_engine = _memory(host.find("engine", engine.name).load())
         variables = [*devices.engines.get(key, ()), *[{}] * engine.workers][: engine.workers]
-        for seen, count in Counter(_seen(each, len(gpus)) for each in variables).items():
+        for seen, count in Counter(gpus_seen(each, len(gpus)) for each in variables).items():
             if of_engine is not None:
                 load = _load(config, directory, parameters, dtype, engine, [gpus[gpu] for gpu in seen])
                 parts = of_engine(load, **engine.options)
@@ -169,20 +168,10 @@ def _process(
     """
     placed = []
     for part in parts:
-        number = part.device.removeprefix("cuda").removeprefix(":") or "0"
-        device = f"cuda:{seen[int(number)]}" if number.isdigit() and int(number) < len(seen) else part.device
+        number = number_of(part.device)
+        device = f"cuda:{seen[number]}" if number is not None and number < len(seen) else part.device
         placed.append(evolve(part, device=device, change=part.change.replace("engine.", f"{key}.")))
     return ProcessMemory(name=name, parts=tuple(placed), count=count)
-
-
-def _seen(variables: Mapping[str, str], count: int) -> tuple[int, ...]:
-    """Return the GPUs that a process with these environment variables sees, as this process counts them."""
-    shown = variables.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        return tuple(range(count))
-    here = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in here.split(",")] if here else [str(gpu) for gpu in range(count)]
-    return tuple(names.index(name) for name in shown.split(","))
 
 
 def trainer_device(config: Config, gpus: Sequence[machine.Gpu]) -> str:
