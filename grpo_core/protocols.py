@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from grpo_core.records import (
     Batch,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
     from grpo_core.tokens import Ids
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------- written by plugin authors
 
@@ -287,6 +289,10 @@ class Renderer(Protocol):
     """Number of positions of the model."""
     vocabulary: int
     """Number of token ids of the model."""
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """Return ``work()``, which renders or reads about ``size`` characters; the event loop goes on."""
+        ...
 
     def check_turns(self, *, tools: bool) -> None: ...
     def prompt_ids(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_core.demo.tiny import write_tokenizer
 from grpo_core.errors import ModelError
-from grpo_core.loop.rendering import Renderer
+from grpo_core.loop.rendering import INLINE, Renderer
 from grpo_core.tokens import as_ids
 from grpo_core.tool_calls import parse_calls
 
@@ -308,6 +310,31 @@ def test_a_malformed_file_of_a_model_is_one_clear_error(directory, tmp_path, fil
     with pytest.raises(ModelError, match=r"its tokenizer cannot be loaded|is no configuration") as raised:
         Renderer.load(str(model))
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_the_event_loop_goes_on_while_a_long_conversation_is_rendered_and_a_short_one_waits(tokenizer):
+    renderer = Renderer(tokenizer)
+    begun, release, finished = threading.Event(), threading.Event(), []
+
+    def long_work():
+        begun.set()
+        return release.wait(60)
+
+    async def story():
+        long = asyncio.create_task(renderer.run(long_work, INLINE + 1))
+        await asyncio.sleep(0)
+        assert begun.wait(60)
+        short = asyncio.create_task(renderer.run(lambda: finished.append("short"), 1))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert finished == [], "a tokenizer need not be thread-safe"
+        release.set()
+        assert await long
+        await short
+        await renderer.run(lambda: finished.append(threading.current_thread().name), INLINE)
+
+    asyncio.run(story())
+    assert finished == ["short", threading.main_thread().name]
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -63,6 +64,47 @@ def test_one_engine_call_and_one_environment_call_a_turn():
     rollouts = played(requests(100), {"task": environment})
     assert environment.calls == [100]
     assert [rollout.messages[0]["content"] for rollout in rollouts] == [f"prompt {i}" for i in range(100)]
+
+
+def test_all_rendering_and_reading_goes_through_the_renderer_s_own_run():
+    """It decides what leaves the event loop, by the number of characters."""
+
+    class Rendering(FakeRenderer):
+        inside = False
+        sizes: ClassVar[list[int]] = []
+
+        async def run(self, work, size):
+            Rendering.sizes.append(size)
+            Rendering.inside = True
+            try:
+                return work()
+            finally:
+                Rendering.inside = False
+
+        def __getattribute__(self, name):
+            if name in ("prompt_ids", "continuation_ids", "message", "texts"):
+                assert Rendering.inside, name
+            return super().__getattribute__(name)
+
+    async def story():
+        engine = FakeEngine(reply=lambda request, rng: "yes")
+        await engine.update_weights(VERSION_0)
+        environment = FakeEnvironment(
+            lambda episode: Feedback(reward=1.0, done=episode.turn == 1, messages="and now?"), max_turns=2
+        )
+        return await play(
+            requests(2),
+            engine=engine,
+            environments={"task": environment},
+            renderer=Rendering(),
+            sampling=SAMPLING,
+        )
+
+    assert [rollout.turns for rollout in run(story())] == [2, 2]
+    read, conversation = len("yes"), len("prompt 0yesand now?")
+    assert sorted(Rendering.sizes) == sorted(
+        [2 * len("prompt 0"), read, read, conversation, conversation, read, read]
+    )
 
 
 def test_rewards_belong_to_their_rollouts_whatever_finishes_first():

@@ -328,7 +328,8 @@ def test_what_is_sampled_is_trained_once_and_what_the_model_reads_is_what_the_te
     tools = [TOOL] if data.draw(st.booleans()) else []
     with refusals():
         renderer.check_turns(tools=bool(tools))
-        played = Played(renderer, [user("what is it")], tools)
+        rules = [{"role": "system", "content": "no questions"}] if data.draw(st.booleans()) else []
+        played = Played(renderer, [*rules, user("what is it")], tools)
         spoken = []
         for _ in range(data.draw(st.integers(1, 4))):
             thought, content, calls = data.draw(REPLIES)

@@ -27,7 +27,7 @@ from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.incidents import Kind
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 from grpo_core.protocols import Engine, EnvironmentClient, Renderer
-from grpo_core.records import EndReason, Rollout
+from grpo_core.records import EndReason, Message, Prompt, Rollout, SessionStart
 from grpo_core.tokens import Ids, as_ids
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "cause", "derive_seed", "play"]
@@ -140,32 +140,64 @@ class _Player:
         """Open the sessions and render the prompts; a prompt that several rollouts share is rendered once."""
         renderer = self._renderer
         opened = await self._environment.open({s.session: s.request.prompt for s in self._states})
-        rendered: dict[tuple[int, str], Ids] = {}
+        starts: dict[tuple[int, str], tuple[Prompt, SessionStart]] = {}
+        keys = []
         for state, begun in zip(self._states, opened, strict=True):
             if self._environment.max_turns > 1:
                 renderer.check_turns(tools=bool(begun.tools))
             prompt = state.request.prompt
-            key = id(prompt), repr(begun.tools) if begun.tools else ""
-            if key not in rendered:
-                rendered[key] = as_ids(renderer.prompt_ids(prompt.messages, begun.tools))
+            keys.append((id(prompt), repr(begun.tools) if begun.tools else ""))
+            starts[keys[-1]] = prompt, begun
+
+        def render() -> dict[tuple[int, str], Ids]:
+            return {
+                key: as_ids(renderer.prompt_ids(prompt.messages, begun.tools))
+                for key, (prompt, begun) in starts.items()
+            }
+
+        rendered = await renderer.run(render, sum(_size(prompt.messages) for prompt, _ in starts.values()))
+        for state, begun, key in zip(self._states, opened, keys, strict=True):
             state.begin(begun, rendered[key], renderer.context)
 
     async def _generate(self, states: Sequence[RolloutState]) -> None:
         """Add one completion to each."""
-        requests = [state.generation_request(self._renderer.stop_token_ids) for state in states]
+        renderer = self._renderer
+        requests = [state.generation_request(renderer.stop_token_ids) for state in states]
         completions = await self._engine.generate(requests)
-        check_completions(completions, requests, vocabulary=self._renderer.vocabulary)
-        replies = self._renderer.texts([completion.token_ids.tolist() for completion in completions])
-        for state, request, completion, text in zip(states, requests, completions, replies, strict=True):
-            message = self._renderer.message(
-                text, token_ids=completion.token_ids, before=request.prompt_ids, tools=state.tools
-            )
+        check_completions(completions, requests, vocabulary=renderer.vocabulary)
+
+        def read() -> list[Message]:
+            replies = renderer.texts([completion.token_ids.tolist() for completion in completions])
+            return [
+                renderer.message(
+                    text, token_ids=completion.token_ids, before=request.prompt_ids, tools=state.tools
+                )
+                for state, request, completion, text in zip(
+                    states, requests, completions, replies, strict=True
+                )
+            ]
+
+        tokens = sum(len(completion.tokens) for completion in completions)
+        messages = await renderer.run(read, tokens)
+        for state, completion, message in zip(states, completions, messages, strict=True):
             state.take_completion(completion, message)
 
     async def _evaluate(self, states: Sequence[RolloutState]) -> None:
         feedback = await self._environment.evaluate([state.episode() for state in states])
-        for state, each in zip(states, feedback, strict=True):
-            state.apply_feedback(each, self._renderer)
+        going = [
+            (state, each.messages)
+            for state, each in zip(states, feedback, strict=True)
+            if state.apply_feedback(each)
+        ]
+        if not going:
+            return
+        renderer = self._renderer
+        encoded = await renderer.run(
+            lambda: [state.continuation(messages, renderer) for state, messages in going],
+            sum(_size((*state.messages, *messages)) for state, messages in going),
+        )
+        for (state, _), continuation in zip(going, encoded, strict=True):
+            state.go_on(continuation)
 
     async def close(self) -> None:
         """Close the sessions of rollouts that were interrupted."""
@@ -176,6 +208,11 @@ class _Player:
         sessions = [state.session for state in states]
         self._unclosed.difference_update(sessions)
         await self._environment.close(sessions)
+
+
+def _size(messages: Sequence[Message]) -> int:
+    """Return the number of characters of the messages' contents."""
+    return sum(len(message.get("content") or "") for message in messages)
 
 
 async def _together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -69,6 +69,17 @@ class RolloutRequest:
     """Sampling temperature of this rollout; None: that of the sampling parameters."""
 
 
+@frozen
+class Continuation:
+    """The environment's answer to a completion, encoded."""
+
+    messages: tuple[Message, ...]
+    ids: Ids
+    """Tokens up to the model's next turn: of the answer, or of the whole conversation if it was rewritten."""
+    rewritten: bool
+    """Whether the chat template writes the earlier conversation in another way now."""
+
+
 def derive_seed(*parts: Any) -> int:
     """Return 63 bits that depend on all of ``parts`` and on nothing else."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
@@ -203,22 +214,24 @@ class RolloutState:
             completion_tokens=self.n_sampled,
         )
 
-    def apply_feedback(self, feedback: Feedback, renderer: Renderer) -> None:
+    def apply_feedback(self, feedback: Feedback) -> bool:
+        """Take what the environment says; return whether the conversation goes on (``go_on``)."""
         if self.done:  # shown once more for the sake of its group
-            return
+            return False
         if feedback.error is not None or (feedback.done and feedback.reward is None):
             self.give_up(feedback.error or "the environment returned no feedback", lost=feedback.lost)
-            return
+            return False
         self.awaiting_reward = False
         self.reward = (self.reward or 0.0) + (feedback.reward or 0.0)
         self.metrics |= feedback.metrics
         self.answer = feedback.answer
         self.train = self.train and feedback.train
         if not feedback.done and self.finish_reason == "stop":
-            self.finish_reason = self._limit() or self._continue(feedback.messages, renderer)
+            self.finish_reason = self._limit() or "stop"
             self.done = self.finish_reason != "stop"
         else:
             self.done = True
+        return not self.done
 
     def give_up(self, error: str, *, lost: bool = False) -> None:
         self.done, self.reward, self.error, self.lost = True, None, error, lost
@@ -254,23 +267,27 @@ class RolloutState:
             return "tool_calls"
         return "tokens" if self.room <= 0 else None
 
-    def _continue(self, messages: tuple[Message, ...], renderer: Renderer) -> EndReason:
-        """The conversation goes on with the environment's answer, if there is room for a token after it."""
+    def continuation(self, messages: tuple[Message, ...], renderer: Renderer) -> Continuation:
+        """Encode the environment's answer up to the model's next turn.  Changes nothing."""
         last = next(iter(self.parts[-1].ids[-1:].tolist()), None)
         end = last if last in renderer.stop_token_ids else None
         *before, said = self.messages
         new = renderer.continuation_ids(messages, before=before, said=said, end=end, tools=self.tools)
-        rewritten = new is None
-        ids = as_ids(renderer.prompt_ids((*self.messages, *messages), self.tools) if new is None else new)
-        if len(ids) >= (self._limit_of_tokens if rewritten else self.room):
-            return "tokens"
-        self.messages += messages
-        if rewritten:
+        ids = renderer.prompt_ids((*self.messages, *messages), self.tools) if new is None else new
+        return Continuation(messages, as_ids(ids), rewritten=new is None)
+
+    def go_on(self, continuation: Continuation) -> None:
+        """Add the environment's answer, or end the rollout if there is no room for a token after it."""
+        ids = continuation.ids
+        if len(ids) >= (self._limit_of_tokens if continuation.rewritten else self.room):
+            self.finish_reason, self.done = "tokens", True
+            return
+        self.messages += continuation.messages
+        if continuation.rewritten:
             self.segments.append(self._segment())
             self.prompt_ids, self.parts, self.n_tokens = ids, [], 0
         else:
             self._append(Tokens.context(ids))
-        return "stop"
 
     def _segment(self) -> Segment:
         """Return the current segment as it is now."""

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_core.errors import EngineError
 from grpo_core.protocols import Trainer
@@ -28,6 +28,8 @@ from grpo_core.records import (
 )
 from grpo_core.tool_calls import parse_calls
 
+T = TypeVar("T")
+
 
 def prompts(n: int, task: str = "task") -> list[Prompt]:
     """Make ``n`` prompts of a task."""
@@ -40,6 +42,9 @@ class FakeRenderer:
     stop_token_ids: tuple[int, ...] = ()
 
     context = vocabulary = 2**31
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        return work()
 
     def check_turns(self, *, tools: bool) -> None:
         return None
