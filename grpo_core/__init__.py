@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
+    from grpo_core import advantages as advantages
     from grpo_core import errors as errors
     from grpo_core import events as events
     from grpo_core._version import __version__ as __version__
@@ -75,6 +76,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "grpo_core": [
+            "advantages",
             "errors",
             "events",
         ],

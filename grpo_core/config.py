@@ -185,6 +185,10 @@ class AdvantageConfig(PluginChoice):
 
     name: str = "group"
     """Name of the advantage function, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    clip_low: float | None = None
+    """Advantages below this are raised to it; without it there is no lower limit."""
+    clip_high: float | None = None
+    """Advantages above this are lowered to it; without it there is no upper limit."""
 
 
 @frozen(kw_only=True)

@@ -459,6 +459,18 @@ class Group:
         """The reward of each rollout."""
         return [rollout.reward for rollout in self.rollouts]
 
+    def successes(self, threshold: float | None = None) -> list[bool]:
+        """Whether each scored rollout is a success: its reward is ``threshold`` or more.
+
+        None takes what its task declares as a success, or a reward of 1 if it declares none.
+        """
+        return [
+            rollout.success if threshold is None and rollout.success is not None
+            else rollout.reward >= (1.0 if threshold is None else threshold)
+            for rollout in self.rollouts
+            if rollout.reward is not None
+        ]  # fmt: skip
+
 
 @frozen(kw_only=True)
 class Row:

@@ -115,7 +115,7 @@ def test_a_reward_that_is_not_finite_is_refused(bad: float) -> None:
 
 
 def test_an_unknown_scale_is_refused() -> None:
-    with pytest.raises(ValueError, match="'batch'; expected 'group' or 'none'"):
+    with pytest.raises(ValueError, match="'batch'; expected 'group' or 'others' or 'none'"):
         group([[0.0, 1.0]], scale="batch")  # type: ignore[arg-type]
 
 

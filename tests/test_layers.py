@@ -24,7 +24,7 @@ BUILTINS_WITH_EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 MODULES_WITH_EFFECTS = {"np.random", "numpy.random"}
 
 COMPARED = {
-    ("loop/advantages.py", "group"): "a value of the option `scale`, which is also the name of an advantage",
+    ("advantages.py", "group"): "a value of the option `scale`, which is also the name of an advantage",
     ("environments/tools.py", "torch"): "the package, which is also the name of the trainer",
     ("validation/runner.py", "batched"): "a mode of the strategy, which is also the name of a strategy",
 }

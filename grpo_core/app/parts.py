@@ -12,6 +12,7 @@ from attrs import evolve
 from grpo_core.aio import UNLIMITED, Slots
 from grpo_core.app.placement import Placement
 from grpo_core.config import (
+    AdvantageConfig,
     CheckpointConfig,
     Config,
     DynamicSamplingConfig,
@@ -30,6 +31,7 @@ from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError
 from grpo_core.events import Event, ValidationPlayed
 from grpo_core.loop import canary
+from grpo_core.loop.advantages import Clipped
 from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.health import Limits
@@ -38,7 +40,7 @@ from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine, EnvironmentClient, Sampler
+from grpo_core.protocols import AdvantageFunction, Engine, EnvironmentClient, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.training.process import thread_count
 from grpo_core.validation.runner import Context, Results, played_groups, run_strategy
@@ -73,6 +75,14 @@ def make_sampler(
     options = {key: value for key, value in known.items() if key in takes} | config.options
     sampler: Sampler = host.make("sampler", config.name, **options)
     return sampler
+
+
+def make_advantages(config: AdvantageConfig, host: PluginHost) -> AdvantageFunction:
+    """Make the advantage function, with the limits of its section."""
+    function: AdvantageFunction = host.function("advantage", config.name, **config.options)
+    if config.clip_low is None and config.clip_high is None:
+        return function
+    return Clipped(function, config.clip_low, config.clip_high)
 
 
 def make_buffer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_core.app.parts import engines_of, make_placement, make_sampler
 from grpo_core.app.workers import transport
-from grpo_core.config import Config, TaskConfig
+from grpo_core.config import AdvantageConfig, Config, TaskConfig
 from grpo_core.data.samplers import sampler_state
 from grpo_core.errors import ConfigError
 from grpo_core.model_sources import model_source
@@ -32,7 +32,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
             host.check_options("engine", engine.name, engine.options)
     host.check_options("trainer", config.trainer.name, config.trainer.options)
     host.check_options("loss", config.loss.name, config.loss.options)
-    host.check_options("advantage", config.advantage.name, config.advantage.options)
+    _check_advantage(config.advantage, config.rollout.group_size, host)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
     check_trackers(config.tracking, host)
     _check_placement(config, host, trains=trains)
@@ -53,6 +53,17 @@ def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
     placement.check(config.trainer if trains else None, engines_of(config, trains=trains))
     own = config.validation.engine if config.validation.every else None
     transport(config.engine, own, placement, host)
+
+
+def _check_advantage(config: AdvantageConfig, group_size: int, host: PluginHost) -> None:
+    host.check_options("advantage", config.name, config.options)
+    host.check_values("advantage", config.name, config.options, group_size)
+    low, high = config.clip_low, config.clip_high
+    if (low is not None and low > 0) or (high is not None and high < 0):
+        raise ConfigError(
+            f"advantage.clip_low is {low} and advantage.clip_high is {high}; expected clip_low <= 0 <= "
+            "clip_high, or an advantage of 0 would teach something"
+        )
 
 
 def _check_environment(task: TaskConfig, host: PluginHost) -> None:

@@ -72,16 +72,6 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def successes(group: Group, success: float | None) -> list[bool]:
-    """Return whether each scored rollout succeeded: by ``success``, by what its task declares, or by 1."""
-    return [
-        rollout.success if success is None and rollout.success is not None
-        else rollout.reward >= (1.0 if success is None else success)
-        for rollout in group.rollouts
-        if rollout.reward is not None
-    ]  # fmt: skip
-
-
 class Curriculum(WeightedTaskSampler):
     """Draws mostly from tasks that are neither too hard nor too easy.
 
@@ -139,7 +129,7 @@ class Curriculum(WeightedTaskSampler):
     def observe(self, groups: Sequence[Group]) -> None:
         """Record the groups' rewards."""
         for group in groups:
-            if not (succeeded := successes(group, self._success)):
+            if not (succeeded := group.successes(self._success)):
                 continue
             rates = self._rates.setdefault(group.prompt.environment, {})
             rates[group.slot] = round(fmean(succeeded), 6)

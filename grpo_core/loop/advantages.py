@@ -1,94 +1,218 @@
-"""Advantages: what a rollout's reward is worth next to the others of its group.  Pure Python, in float64.
+"""The advantage functions that the configuration offers.  Pure.
 
 An advantage function takes the groups of a step and returns, for each group, one float or None for each
 rollout.  None masks the rollout: it is not trained and does not count.  A plugin offers more of them by
-``grpo_advantages``.
+``grpo_advantages``.  The formulas are in ``grpo_core.advantages``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import fsum, isfinite, sqrt
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
-from grpo_core.records import Group
+from attrs import frozen
 
-EQUAL = 1e-6
-"""Rewards of a group that differ by less than this share of the largest are equal.
+from grpo_core import advantages as formulas
+from grpo_core.advantages import EQUAL, SMALLEST, equal, normalize
+from grpo_core.loop.rows import checked_scores
+from grpo_core.protocols import AdvantageFunction
+from grpo_core.records import Group, Rollout
 
-Float noise must not pass for a signal: divided by its own standard deviation it would be as loud as a real
-difference.
-"""
+__all__ = [
+    "EQUAL",
+    "SMALLEST",
+    "Clipped",
+    "checks_options",
+    "equal",
+    "gdpo",
+    "group",
+    "max_rl",
+    "normalize",
+    "pass_at_k",
+    "reinforce_plus_plus",
+]
 
-SMALLEST = 1e-150
-"""Differences below this count as 0: their squares are 0 in float64."""
+Scores = list[list[float | None]]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def checks_options(check: Callable[..., None]) -> Callable[[_Function], _Function]:
+    """Give a function a check of the values of its options, which runs before any process starts.
+
+    Args:
+        check: is called with the run's ``group_size`` and the options that the configuration gives; raises
+            ValueError.
+    """
+
+    def give(function: _Function) -> _Function:
+        function.check_options = check  # type: ignore[attr-defined]
+        return function
+
+    return give
+
+
+@frozen
+class Clipped:
+    """An advantage function whose results are limited to [``low``, ``high``]; None is no limit."""
+
+    function: AdvantageFunction
+    low: float | None = None
+    high: float | None = None
+
+    def __call__(self, groups: Sequence[Group], /) -> Scores:
+        scores = checked_scores(self.function(groups), groups, str(self))
+        return formulas.clip(scores, low=self.low, high=self.high)
+
+    def __str__(self) -> str:
+        return str(self.function)
+
+
+def _in_range(*, group_size: int, **options: Any) -> None:
+    known = ("scale", "ddof", "epsilon", "batch_epsilon", "floor")
+    formulas.check_ranges(**{name: value for name, value in options.items() if name in known})
+
+
+def _enough(*, group_size: int, k: int = 2, **options: Any) -> None:
+    if not 1 <= k <= group_size:
+        raise ValueError(f"k is {k}; expected 1 to {group_size} (rollout.group_size)")
+
+
+@checks_options(_in_range)
 def group(
     groups: Sequence[Group],
     *,
-    scale: Literal["group", "none"] = "group",
+    scale: Literal["group", "batch", "others", "none"] = "group",
     leave_one_out: bool = False,
-) -> list[list[float | None]]:
-    """Compute advantages relative to the group's mean reward (GRPO); see ``normalize``.
+    ddof: int = 1,
+    epsilon: float = 0.0,
+) -> Scores:
+    """Compute advantages relative to the group's mean reward (GRPO); see ``grpo_core.advantages.normalize``.
 
     A rollout without a reward is masked.
 
     Args:
         groups: the groups of a step.
-        scale: ``"group"`` divides by the standard deviation of the group's rewards, ``"none"`` does not.
+        scale: ``"group"`` divides by the standard deviation of the group's rewards, ``"batch"`` by that of
+            all rewards of the step, ``"others"`` by that of the other rewards of the group (unless they are
+            equal), ``"none"`` does not divide.
         leave_one_out: compare each reward with the mean of the other rewards of its group.
-
-    Raises ValueError for a reward that is not finite, or an unknown
-    ``scale``.
-    """
-    result: list[list[float | None]] = []
-    for each in groups:
-        known = [reward for reward in each.rewards if reward is not None]
-        scores = iter(normalize(known, scale=scale, leave_one_out=leave_one_out))
-        result.append([None if reward is None else next(scores) for reward in each.rewards])
-    return result
-
-
-def normalize(
-    rewards: Sequence[float], *, scale: Literal["group", "none"] = "group", leave_one_out: bool = False
-) -> list[float]:
-    """Compute the advantages of one group's rewards, relative to their mean (GRPO, arXiv 2402.03300 eq. 1).
-
-    With n rewards r, mean m and sample standard deviation s (the sum of squares over n - 1)::
-
-        advantage = (r - m)                  scale="none" (Dr. GRPO, arXiv 2503.20783)
-        advantage = (r - m) / s              scale="group"; at most (n - 1) / sqrt(n) in magnitude
-
-    ``leave_one_out`` takes the mean of the *other* rewards as the baseline (RLOO, arXiv 2402.14740), which
-    is the same times n / (n - 1).  Equal rewards (see ``equal``) and a single reward have advantage 0.
-
-    Args:
-        rewards: rewards of the rollouts of one group.
-        scale: ``"group"`` divides by the standard deviation of the group's rewards, ``"none"`` does not.
-        leave_one_out: compare each reward with the mean of the other rewards of its group.
+        ddof: the variance is the sum of squares over n - ``ddof``.
+        epsilon: is added to the standard deviation.
 
     Raises ValueError for a reward that is not finite, or an unknown ``scale``.
     """
-    if scale not in ("group", "none"):
-        raise ValueError(f"scale is {scale!r}; expected 'group' or 'none'")
-    if not all(isfinite(reward) for reward in rewards):
-        raise ValueError(f"rewards are not finite: {list(rewards)}")
-    n = len(rewards)
-    if n < 2 or equal(rewards):
-        return [0.0] * n
-    mean = fsum(rewards) / n
-    centred = [reward - mean for reward in rewards]
-    factor = n / (n - 1) if leave_one_out else 1.0
-    if scale == "group":
-        factor /= sqrt(fsum(c * c for c in centred) / (n - 1))
-    return [c * factor for c in centred]
+    rewards = [each.rewards for each in groups]
+    return formulas.group(rewards, scale=scale, leave_one_out=leave_one_out, ddof=ddof, epsilon=epsilon)
 
 
-def equal(rewards: Sequence[float], tolerance: float = 0.0) -> bool:
-    """Return whether a group's rewards differ by no more than ``tolerance``, or than float noise (``EQUAL``).
+@checks_options(_in_range)
+def reinforce_plus_plus(
+    groups: Sequence[Group],
+    *,
+    baseline: bool = True,
+    count: Literal["tokens", "rollouts"] = "tokens",
+    floor: float = 1e-8,
+) -> Scores:
+    """Normalise over the whole step (REINFORCE++); see ``grpo_core.advantages.reinforce_plus_plus``.
 
-    Metrics, dynamic sampling and advantages share this definition.
+    A group with equal rewards has advantages, too, if other groups differ: with ``baseline`` they are all the
+    same small number, and 0 with ``count="rollouts"``.
+
+    Args:
+        groups: the groups of a step.
+        baseline: subtract the mean of the group first (REINFORCE++-baseline).
+        count: mean and variance of the step are those of its sampled tokens, or of its rollouts.
+        floor: the variance is at least this.
     """
-    spread = max(rewards) - min(rewards)
-    return spread <= max(tolerance, SMALLEST, EQUAL * max(map(abs, rewards)))
+    lengths = [[float(rollout.n_sampled) for rollout in each.rollouts] for each in groups]
+    return formulas.reinforce_plus_plus(
+        [each.rewards for each in groups],
+        lengths=lengths if count == "tokens" else None,
+        baseline=baseline,
+        floor=floor,
+    )
+
+
+@checks_options(_in_range)
+def gdpo(
+    groups: Sequence[Group],
+    *,
+    weights: Mapping[str, float] | None = None,
+    scale: Literal["group", "others", "none"] = "group",
+    leave_one_out: bool = False,
+    ddof: int = 1,
+    epsilon: float = 0.0,
+    batch_epsilon: float = 0.0,
+) -> Scores:
+    """Normalise each part of the reward by itself, then their sum (GDPO); see ``grpo_core.advantages.gdpo``.
+
+    The parts are what the environment returns as ``Feedback.metrics``.
+
+    Args:
+        groups: the groups of a step.
+        weights: weight of each part that counts.  Default: all metrics of the rollouts, with weight 1.
+        scale: divide a part by the standard deviation of the group's, or of the other rollouts'
+            (``"others"``), or not (``"none"``).
+        leave_one_out: compare each part with the mean of the other rollouts of its group.
+        ddof: the variances are the sum of squares over n - ``ddof``.
+        epsilon: is added to the standard deviation of a part in its group.
+        batch_epsilon: is added to the standard deviation of the sums over the step.
+
+    Raises ValueError if a rollout lacks a part.
+    """
+    parts = [[_parts(rollout, each, weights) for rollout in each.rollouts] for each in groups]
+    return formulas.gdpo(
+        parts,
+        weights=weights,
+        scale=scale,
+        leave_one_out=leave_one_out,
+        ddof=ddof,
+        epsilon=epsilon,
+        batch_epsilon=batch_epsilon,
+    )
+
+
+def _parts(rollout: Rollout, its: Group, weights: Mapping[str, float] | None) -> Mapping[str, float]:
+    if rollout.reward is None:
+        return {}
+    missing = sorted(set(weights or ()) - set(rollout.metrics))
+    if missing or not rollout.metrics:
+        raise ValueError(
+            f"prompt {its.prompt.id!r} has no metric {', '.join(missing) or 'at all'}; its environment gives "
+            f"Feedback.metrics {sorted(rollout.metrics)}"
+        )
+    return rollout.metrics
+
+
+def max_rl(groups: Sequence[Group]) -> Scores:
+    """Divide the differences from the group's mean by the mean (MaxRL); see ``grpo_core.advantages.max_rl``.
+
+    Rewards have to be at least 0.
+
+    Args:
+        groups: the groups of a step.
+    """
+    return [_of_known(each, formulas.max_rl) for each in groups]
+
+
+@checks_options(_enough)
+def pass_at_k(groups: Sequence[Group], *, k: int = 2, success: float | None = None) -> Scores:
+    """Credit a rollout for what it adds to pass@k; see ``grpo_core.advantages.pass_at_k``.
+
+    Args:
+        groups: the groups of a step.
+        k: rollouts that are given one reward together; at most ``rollout.group_size``.
+        success: a rollout with this reward or more is a success.  None: what the task declares as a success,
+            or a reward of 1 if it declares none.
+    """
+
+    def of_group(each: Group) -> list[float | None]:
+        done = iter(formulas.pass_at_k(each.successes(success), k))
+        return [None if rollout.reward is None else next(done) for rollout in each.rollouts]
+
+    return [of_group(each) for each in groups]
+
+
+def _of_known(its: Group, function: Callable[[Sequence[float]], list[float]]) -> list[float | None]:
+    known = iter(function([reward for reward in its.rewards if reward is not None]))
+    return [None if reward is None else next(known) for reward in its.rewards]

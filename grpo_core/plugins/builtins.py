@@ -55,7 +55,13 @@ def grpo_losses() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_advantages() -> Mapping[str, str]:
-    return {"group": "grpo_core.loop.advantages:group"}
+    return {
+        "group": "grpo_core.loop.advantages:group",
+        "reinforce_plus_plus": "grpo_core.loop.advantages:reinforce_plus_plus",
+        "gdpo": "grpo_core.loop.advantages:gdpo",
+        "max_rl": "grpo_core.loop.advantages:max_rl",
+        "pass_at_k": "grpo_core.loop.advantages:pass_at_k",
+    }
 
 
 @hookimpl

@@ -28,7 +28,7 @@ import pluggy
 
 import grpo_core
 from grpo_core import hookspecs
-from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean
+from grpo_core.errors import ConfigError, PluginError, SelectionError, describe, did_you_mean, one_line
 from grpo_core.plugins.hints import install_command
 from grpo_core.plugins.installed import (
     import_file,
@@ -202,6 +202,20 @@ class PluginHost:
         given = FROM_THE_CORE[kind]
         given = given if given is None else given + len(offer.args)
         check_options(offer, factory, options, given=given, filled=filled)
+
+    def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], group_size: int) -> None:
+        """Let a function check the values of its options, if it has an attribute ``check_options``.
+
+        Raises PluginError with what the check says.
+        """
+        offer = self.find(kind, name)
+        check = getattr(offer.load(), "check_options", None)
+        if check is None:
+            return
+        try:
+            check(group_size=group_size, **options)
+        except ValueError as error:
+            raise SelectionError(f"{offer}: {one_line(error)}") from error
 
     def find(self, kind: Kind, name: str) -> Offer:
         """Find the offer with this name; an offer that is a string is not imported yet."""
