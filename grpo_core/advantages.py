@@ -15,8 +15,8 @@ from typing import Literal
 Rewards = Sequence[float | None]
 """Rewards of one group, or numbers that stand for them."""
 Scale = Literal["group", "batch", "others", "none"]
-"""A choice of the standard deviation that divides the differences: that of the group's rewards, of all rewards
-of the step, or of the other rewards of the group; ``"none"`` does not divide."""
+"""A choice of the standard deviation that divides the differences: that of the group's rewards, of all
+rewards of the step, or of the other rewards of the group; ``"none"`` does not divide."""
 
 EQUAL = 1e-6
 """Rewards of a group that differ by less than this share of the largest are equal.
