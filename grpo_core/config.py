@@ -40,6 +40,10 @@ class ModelConfig:
     "chatml", which comes with grpo-core, writes ChatML as Qwen models read it, and keeps reasoning."""
     chat_template_kwargs: dict[str, Any] = field(factory=dict)
     """Variables that the chat template reads, such as `enable_thinking = false` for Qwen3."""
+    response_format: str = "auto"
+    """Format in which reasoning and tool calls are read from a completion: "auto" is the tokenizer's own, or
+    calls between <tool_call> and </tool_call>; others, such as "qwen3" and "gpt-oss", come with
+    `pip install 'grpo-core[formats]'`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Matrix products in training use this type, and engines receive the weights in it; the trainer's own
     weights and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""

@@ -138,6 +138,7 @@ def load_renderer(path: str, model: ModelConfig, engines: Sequence[EngineConfig]
         trust_remote_code=model.trust_remote_code,
         chat_template=chat_template(model.chat_template),
         chat_template_kwargs=model.chat_template_kwargs,
+        response_format=model.response_format,
     )
     lengths = [engine.options.get("max_model_len") for engine in engines]
     renderer.context = min([renderer.context, *(length for length in lengths if isinstance(length, int))])

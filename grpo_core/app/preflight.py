@@ -11,6 +11,7 @@ from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.selection import check_trackers
+from grpo_core.response_formats import check_response_format
 
 
 def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
@@ -38,6 +39,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_placement(config, host, trains=trains)
     model_source(config.model, host).check()
     chat_template(config.model.chat_template)
+    check_response_format(config.model.response_format)
 
 
 def _no_task(purpose: str, host: PluginHost) -> ConfigError:

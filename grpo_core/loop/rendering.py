@@ -18,9 +18,10 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_core.errors import ModelError
+from grpo_core.errors import ConfigError, ModelError
 from grpo_core.models import UNKNOWN_SIZE, size_of
 from grpo_core.records import Message
+from grpo_core.response_formats import AUTO, response_reader
 from grpo_core.tool_calls import parse_calls, read_calls
 from grpo_core.unicode import well_formed
 
@@ -57,9 +58,11 @@ class Renderer:
         context: int = UNKNOWN_SIZE,
         vocabulary: int = UNKNOWN_SIZE,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        response_format: str = AUTO,
     ) -> None:
         self._tokenizer = tokenizer
         self._variables = dict(chat_template_kwargs or {})
+        self._read = response_reader(response_format, tokenizer)
         self._template = bool(getattr(tokenizer, "chat_template", None))
         eos = tokenizer.eos_token_id
         self.stop_token_ids = tuple(sorted({*extra_stop, *([] if eos is None else [eos])}))
@@ -81,12 +84,14 @@ class Renderer:
         trust_remote_code: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        response_format: str = AUTO,
     ) -> Renderer:
         """Load the tokenizer of a model directory, and its stop tokens.  Raises ModelError.
 
         Args:
             chat_template: text of a template instead of the tokenizer's own.
             chat_template_kwargs: variables that the template reads.
+            response_format: see ``grpo_core.response_formats``.
         """
         try:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
@@ -95,11 +100,12 @@ class Renderer:
             return cls(
                 tokenizer,
                 chat_template_kwargs=chat_template_kwargs,
+                response_format=response_format,
                 extra_stop=_end_tokens(Path(directory)),
                 context=size_of(directory, "max_position_embeddings"),
                 vocabulary=size_of(directory, "vocab_size"),
             )
-        except ModelError:
+        except (ConfigError, ModelError):
             raise
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
@@ -220,8 +226,9 @@ class Renderer:
     ) -> Message:
         """Convert a completion to an assistant message, with its ``tool_calls`` if it makes any.
 
-        The tokenizer's response template defines how reasoning and calls are read; without one, the calls
-        stand between <tool_call> and </tool_call> (``grpo_core.tool_calls.parse_calls``).
+        The response format defines how reasoning and calls are read.  Without one it is the tokenizer's
+        response template, and without that, calls stand between <tool_call> and </tool_call>
+        (``grpo_core.tool_calls.parse_calls``).
 
         Args:
             text: text of the completion (``texts``).
@@ -229,19 +236,25 @@ class Renderer:
             before: tokens before the completion.
             tools: JSON schemas.
         """
-        if getattr(self._tokenizer, "response_template", None):
-            try:
-                said = self._tokenizer.parse_response(
-                    token_ids.tolist(), prefix=before.tolist(), tools=list(tools) or None
-                )
-            except (ValueError, KeyError, RecursionError):  # a garbled call is reported to the model
-                said = {"tool_calls": [None]}
+        if self._read or getattr(self._tokenizer, "response_template", None):
+            said = (self._read or self._described)(token_ids, before, tools)
             calls = read_calls(said.pop("tool_calls", None), text)
             message = {**said, "role": "assistant", "content": str(said.get("content") or "")}
         else:
             content, calls = parse_calls(text) if tools else (text, [])
             message = {"role": "assistant", "content": content}
         return {**message, "tool_calls": calls} if calls else message
+
+    def _described(self, token_ids: Ids, before: Ids, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Read a completion as the tokenizer's response template describes it."""
+        try:
+            return dict(
+                self._tokenizer.parse_response(
+                    token_ids.tolist(), prefix=before.tolist(), tools=list(tools) or None
+                )
+            )
+        except (ValueError, KeyError, RecursionError):  # a garbled call is reported to the model
+            return {"tool_calls": [None]}
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, without special tokens."""
