@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from grpo_core.records import StepResult as StepResult
     from grpo_core.records import TensorInfo as TensorInfo
     from grpo_core.records import Weights as Weights
+    from grpo_core.reporting.stored import stored_rollouts as stored_rollouts
     from grpo_core.tokens import Tokens as Tokens
     from grpo_core.training.setup import TrainerSetup as TrainerSetup
     from grpo_core.validation.estimates import majority_score as majority_score
@@ -137,6 +138,7 @@ __getattr__, __dir__, __all__ = attach(
             "TensorInfo",
             "Weights",
         ],
+        "grpo_core.reporting.stored": ["stored_rollouts"],
         "grpo_core.tokens": ["Tokens"],
         "grpo_core.training.setup": ["TrainerSetup"],
         "grpo_core.validation.estimates": [

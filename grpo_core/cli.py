@@ -90,6 +90,7 @@ def validate(
     validation: str | None = None,
     engine: str | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    output: Path | None = None,
     json: bool = False,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
@@ -107,6 +108,9 @@ def validate(
         Engine that generates completions.  Default: the engine of the run's validation.
     set_
         Set a configuration key, as in "validation.prompts=1000"; may be repeated.
+    output
+        Directory for the results and the rollouts.  Default: RUN/validated/DATE, or
+        runs/TASKS-validated-DATE for a model.
     json
         Print the results as JSON.
     no_plugin
@@ -120,6 +124,7 @@ def validate(
         envs=env or [],
         chosen={section: name for section, name in chosen.items() if name is not None},
         settings=set_ or [],
+        output=output,
         as_json=json,
         block=no_plugin or [],
     )

@@ -358,8 +358,8 @@ class TrackingConfig:
     """
 
     trackers: list[str] = field(factory=lambda: ["files", "terminal", "report"])
-    """Names of the trackers. `files` writes `metrics.jsonl`, `events.jsonl` and `rollouts/`; without it
-    the run leaves no report and cannot be verified."""
+    """Names of the trackers. `files` writes `metrics.jsonl`, `events.jsonl`, `rollouts/` and
+    `validation/`; without it the run leaves no report and cannot be verified."""
     options: dict[str, dict[str, Any]] = field(factory=dict)
     """Options by tracker; they are written as tables `[tracking.NAME]`, without the word `options`."""
 

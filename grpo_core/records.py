@@ -420,6 +420,12 @@ class Rollout:
     """Number of tool calls that the model made."""
     train: bool = True
     """Whether it may be trained; if it is False, its reward still counts for its group."""
+    seed: int = 0
+    """Seed of its first completion; with the weights and the prompt it decides what is sampled."""
+    advantage: float | None = None
+    """Its advantage in the step that trained its group; None before that step, and if it was masked."""
+    trained: bool = False
+    """Whether that step made rows of it; a rollout with advantage 0 has none, unless the loss needs them."""
     finish_reason: str = ""
     """An ``EndReason``; empty before the first completion."""
     error: str | None = None

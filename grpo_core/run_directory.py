@@ -4,8 +4,9 @@ runs/NAME/
     config.toml                    the resolved configuration
     config-1.toml, config-2.toml   earlier ones, if a resume changed it
     metrics.jsonl                  one line for each step and each validation
-    rollouts/step-000120.jsonl.gz  what that step was trained on
-    rollouts/validation-000120.jsonl.gz   what that version was validated by
+    rollouts/step-000120.jsonl.gz  the texts that made version 120, with their rewards
+    rollouts/step-000120.safetensors   their tokens; see grpo_core.reporting.stored
+    validation/                    the same of what version 120 was validated by
     events.jsonl                   everything that happened, append-only; see grpo_core.chain
     report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
@@ -37,7 +38,19 @@ CONFIG = "config.toml"
 PARTIAL = ".partial"
 """Suffix of a file of rollouts while it is written."""
 LOCK = ".lock"
-WRITTEN = (CONFIG, "metrics.jsonl", "events.jsonl", "report.html", "rollouts", "logs", "checkpoints", "model")
+ROLLOUTS, VALIDATION = "rollouts", "validation"
+"""Directories of files of rollouts: of the steps, and of the validations."""
+WRITTEN = (
+    CONFIG,
+    "metrics.jsonl",
+    "events.jsonl",
+    "report.html",
+    ROLLOUTS,
+    VALIDATION,
+    "logs",
+    "checkpoints",
+    "model",
+)
 """Names that a start writes."""
 
 
@@ -112,7 +125,7 @@ class RunDirectory:
         )
 
     def _has_trained(self) -> bool:
-        return any(self.checkpoints.glob("step-*")) or any((self.path / "rollouts").glob("step-*"))
+        return any(self.checkpoints.glob("step-*")) or any((self.path / ROLLOUTS).glob("step-*"))
 
     def _remove_failed_start(self) -> None:
         for path in self.path.iterdir():
@@ -178,10 +191,12 @@ class RunDirectory:
             kept = [line for line in lines if line.endswith(b"\n") and self._step_of(line) <= step]
             if len(kept) < len(lines):
                 replace_file(disk or Disk(), metrics, b"".join(kept))
-        for rollouts in (self.path / "rollouts").glob("*"):
-            kind, at = rollouts_name(rollouts.name)
-            if kind and rollouts.is_file() and (at > step or rollouts.name.endswith(PARTIAL)):
-                rollouts.unlink()
+        for folder in (ROLLOUTS, VALIDATION):
+            for rollouts in (self.path / folder).glob("*"):
+                at = rollouts_step(rollouts.name)
+                unwanted = at is not None and (at > step or rollouts.name.endswith(PARTIAL))
+                if unwanted and rollouts.is_file():
+                    rollouts.unlink()
 
     def _step_of(self, line: bytes) -> int:
         try:
@@ -219,7 +234,7 @@ class RunDirectory:
         replace_file(disk, self.path / CONFIG, as_toml(config).encode())
 
 
-def rollouts_name(name: str) -> tuple[str, int]:
-    """Return the kind, "step" or "validation", and the step of a file of rollouts; "" for any other name."""
-    found = re.fullmatch(rf"(step|validation)-(\d{{1,12}})\.jsonl(?:\.gz)?(?:{re.escape(PARTIAL)})?", name)
-    return (found[1], int(found[2])) if found else ("", 0)
+def rollouts_step(name: str) -> int | None:
+    """Return the step of a file of rollouts, in the folder of steps or of validations; None: another file."""
+    found = re.fullmatch(rf"step-(\d{{1,12}})\.(?:jsonl(?:\.gz)?|safetensors)(?:{re.escape(PARTIAL)})?", name)
+    return int(found[1]) if found else None

@@ -22,6 +22,8 @@ from attrs import frozen
 from killing import Run, left_after
 from safetensors.numpy import load_file
 
+from grpo_core import stored_rollouts
+
 STEPS, PER_STEP, GROUP, PROMPTS, STALENESS, VALIDATE, SAVE = 30, 3, 4, 30, 2, 5, 3
 DEADLINE = 30.0
 """Seconds that the trainer and the engine may take for one call."""
@@ -271,12 +273,16 @@ def _metric_problems(run: Path) -> Iterator[str]:
 
 def _rollout_problems(run: Path, ready: dict[int, list[dict[str, Any]]]) -> Iterator[str]:
     files = sorted(path.name for path in (run / "rollouts").glob("step-*"))
-    if files != [f"step-{step:06}.jsonl.gz" for step in range(1, STEPS + 1)]:
+    ends = ("jsonl.gz", "safetensors")
+    if files != [f"step-{step:06}.{end}" for step in range(1, STEPS + 1) for end in ends]:
         yield f"rollouts {files}"
         return
     for step, groups in ready.items():
         with gzip.open(run / "rollouts" / f"step-{step + 1:06}.jsonl.gz", "rt", encoding="utf-8") as file:
             lines = file.read().splitlines()
+        read = [rollout for group in stored_rollouts(run, step + 1) for rollout in group.rollouts]
+        if [each.n_sampled for each in read] != [json.loads(line)["tokens"] for line in lines]:
+            yield f"the tokens of step {step} do not belong to its texts"
         logged = [(line["prompt"], line["reward"]) for line in map(json.loads, lines)]
         if logged != [(group["prompt"], reward) for group in groups for reward in group["rewards"]]:
             yield f"the rollouts of step {step} are not those that it trained"

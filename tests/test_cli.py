@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core import stored_rollouts
 from grpo_core.loop import checkpoint
+from grpo_core.reporting.audit import audit
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
@@ -109,7 +111,7 @@ def events(run, kind):
 
 
 def rollouts(run, name):
-    packed = (run / "rollouts" / f"{name}.jsonl.gz").read_bytes()
+    packed = (run / f"{name}.jsonl.gz").read_bytes()
     return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
 
 
@@ -226,8 +228,8 @@ def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     assert all(row["staleness_max"] <= 1 for row in steps)
     assert steps[0]["logprob_diff_mean"] < 1e-4, "the engine's logprobs are the trainer's"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
-    assert len(rollouts(run, "step-000001")) == 16
-    assert len(rollouts(run, "validation-000004")) > 0
+    assert len(rollouts(run, "rollouts/step-000001")) == 16
+    assert len(rollouts(run, "validation/step-000004")) > 0
 
 
 @pytest.mark.slow
@@ -316,6 +318,13 @@ def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory
     done = grpo(run.parent, "validate", "run", "--set", "validation.prompts=20")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("run, version 4, measured by batched\n")
+    (stored,) = (run / "validated").iterdir()
+    assert f"results and rollouts: {stored.relative_to(run.parent)}" in done.stderr
+    assert json.loads((stored / "results.json").read_text())["results"]["sort"]["reward"] >= 0
+    read = [each for group in stored_rollouts(stored, 4, validation=True) for each in group.rollouts]
+    assert len(read) == 20
+    assert {version for each in read for version in each.segments[0].tokens.versions.tolist()} == {4}
+    assert not audit(run).findings
     directory = run / "checkpoints" / "step-000004" / "trainer"
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(directory),
@@ -365,7 +374,7 @@ def test_any_architecture_with_a_chat_template_is_trained(here):
     assert done.returncode == 0, done.stderr
     steps = [row for row in metrics(here / "run") if "loss" in row]
     assert steps[0]["logprob_diff_mean"] < 1e-4
-    (row, *_) = rollouts(here / "run", "step-000001")
+    (row, *_) = rollouts(here / "run", "rollouts/step-000001")
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
 
 

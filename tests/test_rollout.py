@@ -18,7 +18,7 @@ from grpo_core.errors import EngineError, PluginError
 from grpo_core.events import Dispatched
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.rollout import LostBudget, RolloutRequest, SamplingParams, derive_seed, play
-from grpo_core.loop.rows import check_staleness, make_batch
+from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.records import (
     Completion,
     Feedback,
@@ -376,10 +376,12 @@ def a_group(rewards, versions=(3,)):
     )
 
 
+def batch_of(groups, advantages=group_advantages, **options):
+    return make_batch(with_advantages(groups, advantages, **options), step=3, temperature=1.0)
+
+
 def test_groups_without_a_difference_teach_nothing_and_are_left_out():
-    batch = make_batch(
-        [a_group([1.0, 1.0]), a_group([0.0, 1.0, 1.0])], step=3, temperature=1.0, advantages=group_advantages
-    )
+    batch = batch_of([a_group([1.0, 1.0]), a_group([0.0, 1.0, 1.0])])
     assert [row.group for row in batch.rows] == [1, 1, 1]
     assert batch.rows[0].advantage < 0 < batch.rows[1].advantage
 
@@ -387,7 +389,7 @@ def test_groups_without_a_difference_teach_nothing_and_are_left_out():
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_every_row_has_its_own_rollouts_advantage(rewards):
     groups = [a_group(row) for row in rewards]
-    batch = make_batch(groups, step=3, temperature=1.0, advantages=group_advantages)
+    batch = batch_of(groups)
     expected = [(i, a) for i, row in enumerate(group_advantages(groups)) for a in row if a]
     assert [(row.group, row.advantage) for row in batch.rows] == expected
 
@@ -397,7 +399,7 @@ def test_advantages_of_another_shape_name_the_function():
         return [[0.0]]
 
     with pytest.raises(PluginError, match=r"broken.* returned groups of sizes \[1\]; expected .* \[2\]"):
-        make_batch([a_group([0.0, 1.0])], step=0, temperature=1.0, advantages=broken)
+        batch_of([a_group([0.0, 1.0])], broken)
 
 
 def test_a_rollout_that_is_masked_has_no_row_and_is_counted():
@@ -406,7 +408,7 @@ def test_a_rollout_that_is_masked_has_no_row_and_is_counted():
     def masks(groups):
         return [[None, 0.5, -0.5], [1, -1]]
 
-    batch = make_batch(groups, step=3, temperature=1.0, advantages=masks)
+    batch = batch_of(groups, masks)
     assert [(row.group, row.advantage) for row in batch.rows] == [(0, 0.5), (0, -0.5), (1, 1.0), (1, -1.0)]
     assert batch.masked == {"": 1}
 
@@ -415,21 +417,21 @@ def test_a_rollout_that_may_not_be_trained_has_no_row_and_its_reward_counts_for_
     group = a_group([0.0, 1.0, 1.0])
     first, *others = group.rollouts
     group = evolve(group, rollouts=(evolve(first, train=False), *others))
-    batch = make_batch([group], step=3, temperature=1.0, advantages=group_advantages)
+    batch = batch_of([group])
     assert [row.advantage > 0 for row in batch.rows] == [True, True], "they were better than the first"
     assert batch.masked == {"": 1}
 
 
 def test_with_all_rows_those_without_an_advantage_stay_unless_nothing_was_sampled():
     groups = [a_group([1.0, 1.0]), a_group([1.0, 1.0], versions=())]
-    batch = make_batch(groups, step=3, temperature=1.0, advantages=group_advantages, all_rows=True)
+    batch = batch_of(groups, all_rows=True)
     assert [(row.group, row.advantage) for row in batch.rows] == [(0, 0.0), (0, 0.0)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "high", [1.0]])
 def test_an_advantage_that_is_no_finite_number_names_the_prompt_and_the_rollout(bad):
     with pytest.raises(PluginError, match=r"prompt 'p', rollout 1: the advantage is .*; expected a finite"):
-        make_batch([a_group([0.0, 1.0])], step=0, temperature=1.0, advantages=lambda groups: [[0.0, bad]])
+        batch_of([a_group([0.0, 1.0])], lambda groups: [[0.0, bad]])
 
 
 @pytest.mark.parametrize(("versions", "fine"), [((3, 4), True), ((3, 5), False), ((2, 4), False)])

@@ -131,7 +131,7 @@ def test_an_error_of_any_length_is_short_in_events_and_rollouts(tmp_path):
     for line in (run.path / "events.jsonl").read_text().splitlines():
         assert len(line) < 30_000
     assert (run.path / "report.html").stat().st_size < 200_000
-    (rollouts,) = (run.path / "rollouts").iterdir()
+    (rollouts,) = (run.path / "validation").glob("*.gz")
     (row,) = map(json.loads, gzip.decompress(rollouts.read_bytes()).splitlines())
     assert len(row["error"]) < 2_100
     assert row["error"].startswith("begin EEE")

@@ -34,6 +34,7 @@ from grpo_core.events import (
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.reporting import files, trackers
+from grpo_core.reporting import stored as stored_files
 from grpo_core.reporting.audit import Files
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import check_trackers, make_trackers
@@ -134,7 +135,8 @@ def test_the_event_loop_never_writes_json_of_rollouts_nor_looks_at_their_tokens(
 
         return noted
 
-    monkeypatch.setattr(files, "_json", noting("json", files._json))
+    monkeypatch.setattr(stored_files, "as_json", noting("json", stored_files.as_json))
+    monkeypatch.setattr(stored_files, "tokens", noting("tokens", stored_files.tokens))
     monkeypatch.setattr(files, "plain", noting("plain", files.plain))
     groups = tuple(group(rollouts=8, tokens=2000) for _ in range(32))
 
@@ -146,7 +148,7 @@ def test_the_event_loop_never_writes_json_of_rollouts_nor_looks_at_their_tokens(
     tracked({"files": files.FilesTracker(run.info(Config(), None))}, story)
     written = gzip.decompress((run.path / "rollouts" / "step-000001.jsonl.gz").read_bytes()).splitlines()
     assert len(written) == 256
-    assert set(seen) == {"json", "plain"}
+    assert set(seen) == {"json", "tokens", "plain"}
     assert all(threading.get_ident() not in threads for threads in seen.values())
 
 
@@ -385,12 +387,13 @@ def test_a_disk_that_will_soon_be_full_is_a_warning(tmp_path, free, warned):
         assert re.match(r"the disk has room for about \d more steps: 0\.003 MB are free", heard[0].message)
 
 
-def named(kind, *steps):
-    return [f"{kind}-{step:06d}.jsonl.gz" for step in steps]
+def named(folder, *steps):
+    return [f"{folder}/step-{step:06d}.{end}" for step in steps for end in ("jsonl.gz", "safetensors")]
 
 
 def stored(run):
-    return sorted(path.name for path in (run.path / "rollouts").iterdir())
+    found = (path for folder in ("rollouts", "validation") for path in (run.path / folder).iterdir())
+    return sorted(str(path.relative_to(run.path)) for path in found)
 
 
 def steps_and_validations(count):
@@ -403,10 +406,13 @@ def steps_and_validations(count):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [*named("step", 1, 2, 3), *named("validation", 0, 1, 2)]),
-        ({"keep": 2}, [*named("step", 2, 3), *named("validation", 1, 2)]),
-        ({"keep": 1, "compress": False}, ["step-000003.jsonl", "validation-000002.jsonl"]),
-        ({"every": 2, "keep": 1}, [*named("step", 2), *named("validation", 2)]),
+        ({}, [*named("rollouts", 1, 2, 3), *named("validation", 0, 1, 2)]),
+        ({"keep": 2}, [*named("rollouts", 2, 3), *named("validation", 1, 2)]),
+        (
+            {"keep": 1, "compress": False, "tokens": False},
+            ["rollouts/step-000003.jsonl", "validation/step-000002.jsonl"],
+        ),
+        ({"every": 2, "keep": 1}, [*named("rollouts", 2), *named("validation", 2)]),
         ({"every": 0}, named("validation", 0, 1, 2)),
     ],
 )
@@ -418,8 +424,8 @@ def test_options_decide_which_rollouts_stay_on_disk(tmp_path, options, expected)
     for event in run.events():
         compared.observe(event)
     assert compared.compare() == [], "verify knows what the run has removed itself"
-    (run.path / "rollouts" / expected[-1]).unlink()
-    assert compared.compare() == [f"rollouts/{expected[-1]} is missing"]
+    (run.path / expected[-1]).unlink()
+    assert compared.compare() == [f"{expected[-1]} is missing"]
 
 
 @pytest.mark.parametrize("option", ["every", "keep"])

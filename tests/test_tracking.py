@@ -57,8 +57,8 @@ EVENTS = [
 ]
 
 
-WRITTEN = len(EVENTS) + 2
-"""Lines of events.jsonl: the events, Opened, and Recorded for the rollouts of a step."""
+WRITTEN = len(EVENTS) + 3
+"""Lines of events.jsonl: the events, Opened, and Recorded for the texts and tokens of a step."""
 
 
 def lines(path):

@@ -29,7 +29,7 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
-from grpo_core.loop.rows import make_batch
+from grpo_core.loop.rows import make_batch, with_advantages
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import StartModel
 from grpo_core.plugins.host import PluginHost
@@ -289,13 +289,12 @@ def played(rewards: Sequence[float], replies: Sequence[str]) -> Group:
 def as_the_pipeline_does(config: Config, groups: Sequence[Group], step: int) -> Batch:
     host = PluginHost.discover(())
     loss = host.function("loss", config.loss.name, **config.loss.options)
-    return make_batch(
+    scored = with_advantages(
         groups,
-        step=step,
-        temperature=1.0,
-        advantages=host.function("advantage", config.advantage.name, **config.advantage.options),
+        host.function("advantage", config.advantage.name, **config.advantage.options),
         all_rows="all_rows" in needs_of(loss.function, loss.options),
     )
+    return make_batch(scored, step=step, temperature=1.0)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 1.0])

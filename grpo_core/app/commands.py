@@ -19,6 +19,7 @@ from grpo_core.app import resume as continuing
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, parse_setting, read_toml, replace_parts
 from grpo_core.errors import ConfigError, wrong_input
+from grpo_core.events import ValidationPlayed
 from grpo_core.inert import inert
 from grpo_core.loop import checkpoint
 from grpo_core.model_sources import model_source
@@ -26,7 +27,8 @@ from grpo_core.models import directory_here
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.audit import audit
 from grpo_core.reporting.report import write as write_report
-from grpo_core.run_directory import RunDirectory
+from grpo_core.reporting.stored import write_validation
+from grpo_core.run_directory import CONFIG, RunDirectory
 from grpo_core.validation.results import shown, table
 from grpo_core.validation.target import drop_overridden, find
 
@@ -97,6 +99,7 @@ def validate(
     envs: Sequence[str],
     chosen: Mapping[str, str],
     settings: Sequence[str],
+    output: Path | None,
     as_json: bool,
     block: Sequence[str],
 ) -> int:
@@ -113,23 +116,53 @@ def validate(
     console = Console(stderr=True)
     for note in measured.notes:
         console.print(Text(inert(note)), soft_wrap=True)
-    results = _run(
-        run.validate(
-            config,
-            measured.model,
-            version=measured.version,
-            host=host,
-            status=lambda text: console.print(Text(inert(text), style="dim"), soft_wrap=True),
+    directory = _new_directory(output or _validation_name(Path(target), config))
+    played: list[ValidationPlayed] = []
+    try:
+        results = _run(
+            run.validate(
+                config,
+                measured.model,
+                version=measured.version,
+                host=host,
+                status=lambda text: console.print(Text(inert(text), style="dim"), soft_wrap=True),
+                emit=lambda event: played.append(event) if isinstance(event, ValidationPlayed) else None,
+            )
         )
-    )
+    finally:
+        for event in played:
+            write_validation(directory, event.version, event.groups)
     about = {"model": measured.name, "version": measured.version, "validation": config.validation.name}
+    report = {**about, "options": config.validation.options, "seed": config.seed, "results": results}
+    text = json.dumps(report, indent=2)
+    (directory / "results.json").write_text(text + "\n", encoding="utf-8")
+    console.print(Text(inert(f"results and rollouts: {directory}")), soft_wrap=True)
     if as_json:
-        options = config.validation.options
-        print(json.dumps({**about, "options": options, "seed": config.seed, "results": results}, indent=2))
+        print(text)
     else:
         _say("{model}, version {version}, measured by {validation}\n".format(**about))
         _say(table(results))
     return 0
+
+
+def _validation_name(target: Path, config: Config) -> Path:
+    """Return RUN/validated/DATE for a run, and runs/TASKS-validated-DATE for a model."""
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    a_run = (target / CONFIG).is_file()
+    first = target / "validated" / now if a_run else RUNS / f"{'+'.join(config.tasks)}-validated-{now}"
+    candidates = [first, *(first.with_name(f"{first.name}-{i}") for i in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())
+
+
+def _new_directory(path: Path) -> Path:
+    """Make a directory before anything costly starts.  Raises ConfigError if it is not empty."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise ConfigError(f"--output {path}: is not empty; give another directory")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+    return path
 
 
 def verify(*, directory: Path) -> int:

@@ -120,11 +120,13 @@ async def validate(
     version: int,
     host: PluginHost,
     status: Callable[[str], None] = lambda text: None,
+    emit: Callable[[Event], None] = lambda event: None,
 ) -> Mapping[str, Mapping[str, float]]:
     """Measure the weights in a model directory with the configuration's strategy and tasks.
 
     Args:
         model: None is the model that training would start from.
+        emit: receives the rollouts, as an event, also if the strategy fails.
     """
     from grpo_core.weights.layout import load_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
@@ -166,9 +168,8 @@ async def validate(
             held_out=held_out,
             places=rollout_places(config.rollout),
         )
-        results: Mapping[str, Mapping[str, float]] = await make_validation(config.validation, host, context)(
-            version
-        )
+        measure = make_validation(config.validation, host, context, emit)
+        results: Mapping[str, Mapping[str, float]] = await measure(version)
         return results
 
 

@@ -53,7 +53,7 @@ from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import task_metrics
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
-from grpo_core.loop.rows import check_staleness, make_batch
+from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.protocols import (
     AdvantageFunction,
     Engine,
@@ -294,11 +294,12 @@ class Pipeline:
         await self._saved()
 
     def _take(self) -> list[Group] | None:
-        """Return the groups of the next step, ``[]`` when stopping, or None while they are not ready."""
+        """Return the next groups with their advantages, ``[]`` when stopping, None if they are not ready."""
         groups = [] if self._stopping else self.buffer.take()
         if groups:
             step = self.buffer.step - 1
             check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
+            groups = with_advantages(groups, self.advantages, all_rows=self.all_rows)
             self.emit(GroupsReady(step=step, groups=tuple(groups)))
         return groups
 
@@ -310,13 +311,7 @@ class Pipeline:
     async def _train_step(self, groups: Sequence[Group], started: float) -> None:
         step = self._trained
         waited = self._meter.now() - started
-        batch = make_batch(
-            groups,
-            step=step,
-            temperature=self.sampling.temperature,
-            advantages=self.advantages,
-            all_rows=self.all_rows,
-        )
+        batch = make_batch(groups, step=step, temperature=self.sampling.temperature)
         async with self._stepping:
             result = await self.trainer.step(batch)
         self._trained = result.version

@@ -6,58 +6,68 @@ from collections import Counter
 from collections.abc import Sequence
 from math import isfinite, nan
 
+from attrs import evolve
+
 from grpo_core.errors import EngineError, PluginError
 from grpo_core.protocols import AdvantageFunction
-from grpo_core.records import Batch, Group, Row
+from grpo_core.records import Batch, Group, Rollout, Row
 from grpo_core.tokens import sampled_versions
 
 
-def make_batch(
-    groups: Sequence[Group],
-    *,
-    step: int,
-    temperature: float,
-    advantages: AdvantageFunction,
-    all_rows: bool = False,
-) -> Batch:
-    """Make a row for each segment of each rollout that has something to teach, with the rollout's advantage.
+def with_advantages(
+    groups: Sequence[Group], advantages: AdvantageFunction, *, all_rows: bool = False
+) -> list[Group]:
+    """Return the groups of a step; each rollout has its advantage, and says whether it is trained.
 
-    Rollouts whose advantage is 0 (all of a group with equal rewards) are left out: they have no policy
+    Rollouts whose advantage is 0 (all of a group with equal rewards) are not trained: they have no policy
     gradient, and they do not count in the loss's average either (as in DAPO, arXiv 2503.14476, section 3.2,
-    but without refilling the batch).  With ``all_rows`` they stay, because the loss has another term that
+    but without refilling the batch).  With ``all_rows`` they are, because the loss has another term that
     trains on them.  Rollouts that are masked (by the advantage function, or because they may not be trained)
-    or have no sampled token are always left out.
+    or have no sampled token are never trained.
 
     Raises PluginError if the advantage function returns anything but a finite float or None for each rollout.
     """
-    scores = _of_trained(groups, checked_scores(advantages(groups), groups, str(advantages)))
+    scores = checked_scores(advantages(groups), groups, str(advantages))
+    return [
+        evolve(
+            group,
+            rollouts=tuple(
+                _scored(rollout, score, all_rows=all_rows)
+                for rollout, score in zip(group.rollouts, row, strict=True)
+            ),
+        )
+        for group, row in zip(groups, scores, strict=True)
+    ]
+
+
+def _scored(rollout: Rollout, score: float | None, *, all_rows: bool) -> Rollout:
+    advantage = score if rollout.train else None
+    taught = advantage is not None and (all_rows or advantage != 0.0)
+    return evolve(rollout, advantage=advantage, trained=taught and rollout.n_sampled > 0)
+
+
+def make_batch(groups: Sequence[Group], *, step: int, temperature: float) -> Batch:
+    """Make a row for each segment of each rollout that is trained, with the rollout's advantage.
+
+    The groups are those of ``with_advantages``.
+    """
     rows = tuple(
         Row(
             prompt_ids=segment.prompt_ids,
             tokens=segment.tokens,
-            advantage=advantage,
+            advantage=rollout.advantage,
             group=place,
         )
-        for place, (group, row) in enumerate(zip(groups, scores, strict=True))
-        for rollout, advantage in zip(group.rollouts, row, strict=True)
-        if advantage is not None and (all_rows or advantage != 0.0)
+        for place, group in enumerate(groups)
+        for rollout in group.rollouts
+        if rollout.trained and rollout.advantage is not None
         for segment in rollout.segments
         if segment.tokens.n_sampled
     )
     masked: Counter[str] = Counter()
-    for group, row in zip(groups, scores, strict=True):
-        masked[group.prompt.environment] += row.count(None)
+    for group in groups:
+        masked[group.prompt.environment] += sum(rollout.advantage is None for rollout in group.rollouts)
     return Batch(step=step, rows=rows, temperature=temperature, masked=dict(+masked))
-
-
-def _of_trained(
-    groups: Sequence[Group], scores: Sequence[Sequence[float | None]]
-) -> list[list[float | None]]:
-    """Return the advantages, with None for rollouts that may not be trained."""
-    return [
-        [score if rollout.train else None for rollout, score in zip(group.rollouts, row, strict=True)]
-        for group, row in zip(groups, scores, strict=True)
-    ]
 
 
 def checked_scores(

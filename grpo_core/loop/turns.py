@@ -254,6 +254,7 @@ class RolloutState:
             turns=self.turns,
             tool_calls=self.tool_calls,
             train=self.train and (self.sampling.train_truncated or not cut_off),
+            seed=self.request.seed,
             finish_reason=self.finish_reason,
             error=self.error,
             lost=self.lost,

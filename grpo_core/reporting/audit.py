@@ -19,7 +19,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.reporting.files import digest, metrics_line
-from grpo_core.run_directory import CONFIG, PARTIAL, rollouts_name
+from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, rollouts_step
 
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 MOST = 50
@@ -108,7 +108,8 @@ class Files:
                 if event["manifest"]:  # saved by a process that was killed before it could say so
                     self._saved(event["step"], event["manifest"])
             case "Recorded":
-                if not rollouts_name(event["file"])[0]:
+                folder, _, name = event["file"].partition("/")
+                if folder not in (ROLLOUTS, VALIDATION) or rollouts_step(name) is None:
                     raise ValueError(f"{event['file']!r} is no file of rollouts")
                 self._rollouts[event["file"]] = _Expected(event["step"], event["digest"])
                 for removed in event["removed"]:
@@ -189,19 +190,19 @@ class Files:
             yield f"{METRICS}: the line of step {missing[0].step} is missing"
 
     def _compare_rollouts(self) -> Iterator[str]:
-        folder = self.path / "rollouts"
-        there = {path.name for path in folder.glob("*")}
+        found = {
+            f"{folder}/{p.name}" for folder in (ROLLOUTS, VALIDATION) for p in (self.path / folder).glob("*")
+        }
         for name, expected in self._rollouts.items():
-            partial = folder / (name + PARTIAL)  # killed between its record and its name
-            path = folder / name if name in there else partial
+            path = self.path / (name if name in found else name + PARTIAL)  # killed between record and name
             if not path.is_file():
                 if not expected.optional:
-                    yield f"rollouts/{name} is missing"
+                    yield f"{name} is missing"
             elif fingerprint(path)["sha256"] != expected.digest:
-                yield f"rollouts/{name} is not what the run wrote (its sha256 differs)"
-        for name in sorted(there - set(self._rollouts)):
-            if rollouts_name(name)[0] and not name.endswith(PARTIAL):
-                yield f"rollouts/{name} was not written by the run"
+                yield f"{name} is not what the run wrote (its sha256 differs)"
+        for name in sorted(found - set(self._rollouts)):
+            if rollouts_step(name.partition("/")[2]) is not None and not name.endswith(PARTIAL):
+                yield f"{name} was not written by the run"
 
     def _compare_checkpoints(self) -> Iterator[str]:
         folder = self.path / "checkpoints"

@@ -1,4 +1,4 @@
-"""The tracker ``files``: writes metrics.jsonl, events.jsonl and rollouts/ of a run as it goes.
+"""The tracker ``files``: writes metrics.jsonl, events.jsonl, rollouts/ and validation/ of a run as it goes.
 
 Besides the events of the run, events.jsonl has two kinds of lines about the files themselves: ``Opened``,
 when a process begins to write (what came after its ``step`` is forgotten), and ``Recorded``, with the digest
@@ -8,10 +8,7 @@ of a file of rollouts.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
-import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,17 +20,16 @@ from attrs import asdict
 from grpo_core import chain
 from grpo_core._version import __version__
 from grpo_core.disk import Disk
-from grpo_core.errors import ConfigError, shortened
+from grpo_core.errors import ConfigError
 from grpo_core.events import Dispatched, Event, GroupsReady, Saved, Saving, ValidationPlayed
 from grpo_core.loop.buffer import Slot
 from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.protocols import Tracker
-from grpo_core.records import Group, Prompt, Rollout, RunInfo
-from grpo_core.run_directory import CONFIG, PARTIAL, RunDirectory, rollouts_name
+from grpo_core.records import Group, Prompt, RunInfo
+from grpo_core.reporting import stored
+from grpo_core.reporting.stored import as_json
+from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, RunDirectory, rollouts_step
 from grpo_core.tokens import sampled_versions
-
-GZIP_LEVEL = 4
-"""Level of the compression; level 6 takes four times as long for a ninth of the size."""
 
 
 class FilesTracker(Tracker):
@@ -43,23 +39,27 @@ class FilesTracker(Tracker):
 
     Args:
         every: write the rollouts of every this many steps to ``rollouts/``; 0 writes none.  Rollouts of
-            validations are written in any case.
+            validations are written to ``validation/`` in any case.
         keep: number of newest steps, and of newest validations, whose rollouts stay on disk; 0 keeps all.
-        compress: write the rollouts with gzip.
+        compress: write the texts of rollouts with gzip.
+        tokens: write the tokens of rollouts as well, with logprobs, versions and advantages: about 13 bytes
+            for each token.  ``grpo_core.stored_rollouts`` reads them.
     """
 
     required = True
 
-    def __init__(self, run: RunInfo, *, every: int = 1, keep: int = 0, compress: bool = True) -> None:
+    def __init__(
+        self, run: RunInfo, *, every: int = 1, keep: int = 0, compress: bool = True, tokens: bool = True
+    ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(
                     f"tracking.files.{name}: expected a whole number of at least 0, got {value!r}"
                 )
-        self._every, self._keep, self._compress = every, keep, compress
+        self._every, self._keep, self._compress, self._tokens = every, keep, compress, tokens
         self._directory = run.directory
-        self._rollouts = run.directory / "rollouts"
-        self._rollouts.mkdir(exist_ok=True)
+        for folder in (ROLLOUTS, VALIDATION):
+            (run.directory / folder).mkdir(exist_ok=True)
         self._events = _ChainedFile(run.directory / "events.jsonl")
         cut = -1 if run.resumed_from is None else run.resumed_from
         config = run.directory / CONFIG
@@ -81,13 +81,13 @@ class FilesTracker(Tracker):
         self._time = event.time
         match event:
             case ValidationPlayed():
-                self._write_rollouts("validation", event.version, event.groups)
+                self._write_rollouts(VALIDATION, event.version, event.groups)
                 return
             case Saved():
                 more = {"manifest": manifest_digest(Path(event.directory))}
             case _:
                 more = {}
-        self._events.write(_json({"time": event.time, **plain(event), **more}))
+        self._events.write(as_json({"time": event.time, **plain(event), **more}))
         if isinstance(event, Saving):
             self._sync()
 
@@ -97,9 +97,9 @@ class FilesTracker(Tracker):
             self._metrics.write(metrics_line(step, self._time, values))
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """The file of a step in rollouts/."""
+        """The files of a step in rollouts/."""
         if self._every and step % self._every == 0:
-            self._write_rollouts("step", step, groups)
+            self._write_rollouts(ROLLOUTS, step, groups)
 
     def close(self) -> None:
         """Close the files."""
@@ -107,37 +107,46 @@ class FilesTracker(Tracker):
         self._metrics.close()
         self._events.close()
 
-    def _write_rollouts(self, kind: str, step: int, groups: Sequence[Group]) -> None:
+    def _write_rollouts(self, folder: str, step: int, groups: Sequence[Group]) -> None:
+        """Write the texts and the tokens of groups; remove what is too old then."""
+        name = f"{folder}/step-{step:06d}"
+        texts = stored.texts(groups)
+        removed = self._superfluous(folder, step) if self._keep else []
+        self._write(
+            step,
+            f"{name}.jsonl{'.gz' if self._compress else ''}",
+            stored.packed(texts) if self._compress else texts,
+            removed,
+        )
+        if self._tokens:
+            self._write(step, f"{name}{stored.TOKENS}", stored.tokens(groups))
+        for old in removed:
+            (self._directory / old).unlink(missing_ok=True)
+
+    def _write(self, step: int, name: str, data: bytes, removed: Sequence[str] = ()) -> None:
         """Write a file under another name, record its digest, and give it its name.
 
         A process that is killed between leaves the other name, and a digest that fits it.
         """
-        path = self._rollouts / f"{kind}-{step:06d}.jsonl{'.gz' if self._compress else ''}"
-        data = "".join(
-            _json(_as_written(group, rollout)) + "\n" for group in groups for rollout in group.rollouts
-        ).encode(errors="replace")
-        if self._compress:
-            data = gzip.compress(data, GZIP_LEVEL, mtime=0)
+        path = self._directory / name
         partial = path.with_name(path.name + PARTIAL)
         with _named(partial):
             partial.write_bytes(data)
-        removed = self._superfluous(kind, path.name) if self._keep else []
-        self._record("Recorded", step=step, file=path.name, digest=digest(data), removed=removed)
+        self._record("Recorded", step=step, file=name, digest=digest(data), removed=removed)
         partial.replace(path)
-        for name in removed:
-            (self._rollouts / name).unlink(missing_ok=True)
         self._unsynced.append(path)
 
-    def _superfluous(self, kind: str, new: str) -> list[str]:
-        """Return the files of a kind that are too old once there is a new one, oldest first."""
-        names = [path.name for path in self._rollouts.iterdir() if not path.name.endswith(PARTIAL)]
-        names = [name for name in names if rollouts_name(name)[0] == kind and name != new]
-        names.sort(key=lambda name: rollouts_name(name)[1])
-        return names[: max(0, len(names) + 1 - self._keep)]
+    def _superfluous(self, folder: str, new: int) -> list[str]:
+        """Return the files of a folder that are too old once there are those of a step, oldest first."""
+        found = [path.name for path in (self._directory / folder).iterdir()]
+        steps = {name: rollouts_step(name) for name in found if not name.endswith(PARTIAL)}
+        kept = sorted({step for step in steps.values() if step is not None} | {new})[-self._keep :]
+        old = [(step, name) for name, step in steps.items() if step is not None and step < kept[0]]
+        return [f"{folder}/{name}" for _, name in sorted(old)]
 
     def _record(self, name: str, **values: Any) -> None:
         """Write a line of events.jsonl about the files themselves."""
-        self._events.write(_json({"time": time.time(), "event": name, **values}))
+        self._events.write(as_json({"time": time.time(), "event": name, **values}))
 
     def _sync(self) -> None:
         """Make everything durable: a checkpoint must not outlive what was written before it."""
@@ -184,7 +193,7 @@ def digest(data: bytes) -> str:
 
 def metrics_line(step: int, time: float | None, values: Mapping[str, float]) -> str:
     """Return a line of metrics.jsonl."""
-    return _json({"step": step, "time": time, **values}) + "\n"
+    return as_json({"step": step, "time": time, **values}) + "\n"
 
 
 def plain(event: Event) -> dict[str, Any]:
@@ -196,23 +205,6 @@ def plain(event: Event) -> dict[str, Any]:
         case GroupsReady():
             return {"event": name, "step": event.step, "groups": [_group(group) for group in event.groups]}
     return {"event": name, **asdict(event, filter=lambda attribute, _: attribute.name != "time")}
-
-
-def _as_written(group: Group, rollout: Rollout) -> dict[str, Any]:
-    return {
-        "task": group.prompt.environment,
-        "prompt": group.prompt.id,
-        "answer": _jsonable(group.prompt.answer),
-        "messages": list(rollout.messages),
-        "reward": rollout.reward,
-        "metrics": dict(rollout.metrics),
-        "finish_reason": rollout.finish_reason,
-        "turns": rollout.turns,
-        "segments": len(rollout.segments),
-        "tokens": rollout.n_sampled,
-        "generation_version": group.generation_version,
-        **({} if rollout.error is None else {"error": shortened(rollout.error)}),
-    }
 
 
 def _slot(slot: Slot[Prompt]) -> dict[str, Any]:
@@ -246,29 +238,3 @@ def _appending(path: Path) -> TextIO:
     if path.exists():
         os.truncate(path, chain.whole_lines(path))
     return open(path, "a", encoding="utf-8", buffering=1)
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(value, default=str, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), default=str)
-
-
-def _jsonable(value: Any) -> Any:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return str(value)
-    return value
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN by None, since JSON has no NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

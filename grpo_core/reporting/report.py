@@ -29,7 +29,8 @@ from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 from grpo_core.reporting.charts import readings
 from grpo_core.reporting.curves import Task, charts, tasks_of
-from grpo_core.run_directory import PARTIAL, rollouts_name
+from grpo_core.reporting.stored import TEXTS
+from grpo_core.run_directory import ROLLOUTS, rollouts_step
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -100,9 +101,8 @@ class Files:
 
     def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
         """Yield the rollouts of the first step, the last step, and some steps between."""
-        named = [(rollouts_name(path.name), path) for path in (self.path / "rollouts").glob("step-*")]
-        whole = [(step, path) for (kind, step), path in named if kind and path.suffix != PARTIAL]
-        found = sorted(whole)
+        named = [(rollouts_step(path.name), path) for path in (self.path / ROLLOUTS).glob("step-*")]
+        found = sorted((step, path) for step, path in named if step is not None and path.name.endswith(TEXTS))
         places = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)} if found else set()
         for place in sorted(places):
             step, path = found[place]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from grpo_core.events import Event, StepEnded, WarningRaised
 from grpo_core.protocols import Tracker
+from grpo_core.reporting.stored import TEXTS, TOKENS
+from grpo_core.run_directory import ROLLOUTS
 
 FEWEST_STEPS = 100
 """Number of further steps for which the disk should have room."""
@@ -58,14 +60,16 @@ class DiskRoom(Tracker):
             message = (
                 f"the disk has room for about {int(free / per_step):,} more steps: {free / 1e6:,.3f} MB are "
                 f"free, and a step takes {per_step / 1e6:,.3f} MB. Make room, or end the run and continue it "
-                "with --resume and --set tracking.files.keep=N or tracking.files.every=N"
+                "with --resume and --set tracking.files.keep=N, tracking.files.every=N or "
+                "tracking.files.tokens=false"
             )
             self._emit(WarningRaised(step=event.step, cause="disk", message=message))
 
     def _newest_rollouts(self, step: int) -> int:
         """Return the bytes of the rollouts of the step before, which are written by now."""
-        names = (f"step-{step:06d}.jsonl{suffix}" for suffix in ("", ".gz"))
-        return sum(_size(self._directory / "rollouts" / name) for name in names)
+        return sum(
+            _size(self._directory / ROLLOUTS / f"step-{step:06d}{suffix}") for suffix in (*TEXTS, TOKENS)
+        )
 
 
 def _free(directory: Path) -> int:

@@ -25,7 +25,7 @@ from grpo_core.completions import check_completions
 from grpo_core.engines import wire
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.metrics import Meter, task_metrics
-from grpo_core.loop.rows import check_staleness, make_batch
+from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout, Segment
 from grpo_core.tokens import Tokens, as_ids
 
@@ -87,7 +87,7 @@ def trained(frame: bytes) -> bytes:
     ]
     check_staleness(groups, step=STEP, max_staleness=1)
     task_metrics(groups, step=STEP)
-    batch = make_batch(groups, step=STEP, temperature=1.0, advantages=group_advantages)
+    batch = make_batch(with_advantages(groups, group_advantages), step=STEP, temperature=1.0)
     return pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
 
 

@@ -128,7 +128,7 @@ def trained(tmp_path, example, *settings):
         timeout=280,
     )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    packed = [path.read_bytes() for path in (run / "rollouts").iterdir()]
+    packed = [path.read_bytes() for path in (run / "rollouts").glob("*.gz")]
     rollouts = [json.loads(line) for data in packed for line in gzip.decompress(data).splitlines()]
     return [row for row in rows if f"reward/{example}" in row], rollouts
 
