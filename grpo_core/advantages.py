@@ -32,8 +32,10 @@ SMALLEST = 1e-150
 def equal(rewards: Sequence[float], tolerance: float = 0.0) -> bool:
     """Return whether a group's rewards differ by no more than ``tolerance``, or than float noise (``EQUAL``).
 
-    Metrics, filters and advantages share this definition.
+    Metrics, filters and advantages share this definition.  No rewards at all are equal.
     """
+    if not rewards:
+        return True
     spread = max(rewards) - min(rewards)
     return spread <= max(tolerance, SMALLEST, EQUAL * max(map(abs, rewards)))
 

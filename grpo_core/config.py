@@ -241,9 +241,9 @@ class RolloutConfig:
     positions of the model."""
     max_tool_calls: int = field(default=0, validator=ge(0))
     """Largest number of tool calls in a rollout; 0 means no limit."""
-    truncated: Literal["train", "mask"] = "train"
-    """Rollouts that a token limit cut off are trained like others ("train"), or their reward only counts in
-    the mean of their group ("mask")."""
+    truncated: Literal["train", "mask", "unscored"] = "train"
+    """Rollouts that a token limit cut off are trained like others ("train"), their reward only counts in
+    the mean of their group ("mask"), or they are not judged and do not count at all ("unscored")."""
     stop: list[str] = field(factory=list)
     """A completion ends with any of these strings, or with the tokenizer's end-of-sequence token."""
     deadline: float = field(default=600.0, validator=gt(0))

@@ -407,7 +407,8 @@ class Rollout:
     messages: tuple[Message, ...] = ()
     """The whole conversation, as its environment saw it."""
     reward: float | None = None
-    """Sum of the rewards of its turns; None is unscored."""
+    """Sum of the rewards of its turns; None is unscored.  It is played again then, unless a token limit cut
+    it off and ``rollout.truncated`` is "unscored": such a rollout has no ``error``."""
     success: bool | None = None
     """Whether the reward is a success; None if it is unscored, or its environment declares no ``success``."""
     metrics: Mapping[str, float] = field(factory=dict)
@@ -429,7 +430,7 @@ class Rollout:
     finish_reason: str = ""
     """An ``EndReason``; empty before the first completion."""
     error: str | None = None
-    """Why it is unscored."""
+    """Why it is unscored and has to be played again."""
     lost: bool = False
     """Whether it is unscored because the engine gave it up, its deadline passed, or its session died with
     others; its environment is not at fault."""

@@ -112,9 +112,10 @@ def rollout(**fields):
     return Rollout(**fields)
 
 
-def test_a_group_that_is_compared_is_one_call_and_other_rollouts_are_one_each():
-    rollouts = [rollout(reward=0.0), rollout(error="a"), rollout(error="b"), rollout()]
-    each = [None, "a", "b", "the environment returned None"]
+def test_a_group_that_is_compared_is_one_call_and_other_rollouts_are_one_each_if_they_were_judged():
+    truncated = rollout(finish_reason="length")
+    rollouts = [rollout(reward=0.0), rollout(error="a"), rollout(error="b"), truncated]
+    each = [None, "a", "b"]
     assert errors_of_calls(rollouts, needs_group=False) == each
     assert errors_of_calls(rollouts, needs_group=True) == ["a"]
     assert errors_of_calls(rollouts[:1] * 3, needs_group=True) == [None]

@@ -36,7 +36,7 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.pipeline import Pipeline, Schedule
 from grpo_core.loop.rollout import SamplingParams
-from grpo_core.records import Feedback
+from grpo_core.records import Completion, Feedback
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
 
 
@@ -402,6 +402,65 @@ def test_masked_rollouts_are_counted_by_task_and_not_trained():
     run_()
     assert [event.metrics["masked/task"] for event in run_.of(StepEnded)] == [8.0] * 3
     assert [len(batch.rows) for batch in run_.trainer.batches] == [8] * 3
+
+
+class Cutting(FakeEngine):
+    """Cuts off the completions whose text is "b"."""
+
+    async def _one(self, request):
+        said = await super()._one(request)
+        return said if chr(said.token_ids[0]) == "a" else Completion.of(said.tokens, "length")
+
+
+def unscored_if_truncated(judge, **changes):
+    run_ = Run(environment=FakeEnvironment(judge), **changes)
+    run_.pipeline.sampling = evolve(run_.pipeline.sampling, truncated="unscored")
+    return run_()
+
+
+def test_a_truncated_rollout_may_stay_unscored_and_is_neither_judged_nor_trained_nor_played_again():
+    def judge(episode):
+        assert not episode.truncated
+        return Feedback(reward=random.Random(repr(episode.session)).choice([0.0, 1.0]))
+
+    run_ = unscored_if_truncated(judge, engine=Cutting())
+    assert (run_.result, len(run_.trained)) == ("finished", 48)
+    assert max(slot.attempts for event in run_.of(Dispatched) for slot in event.slots) == 0
+    rollouts = [each for event in run_.of(GroupsReady) for group in event.groups for each in group.rollouts]
+    assert {(each.truncated, each.reward is None, each.error) for each in rollouts} == {
+        (True, True, None),
+        (False, False, None),
+    }
+    assert not any(each.trained for each in rollouts if each.truncated)
+    for event in run_.of(GroupsReady):
+        for group in event.groups:
+            known = [each for each in group.rollouts if each.reward is not None]
+            advantages = group_advantages([evolve(group, rollouts=known)])[0]
+            assert [each.advantage for each in known] == advantages, "the others are no part of the baseline"
+    told = [event.metrics.get("unscored/task", 0.0) for event in run_.of(StepEnded)]
+    assert sum(told) == sum(each.truncated for each in rollouts) > 0
+
+
+def test_a_run_whose_rollouts_are_all_truncated_and_unscored_ends_without_an_error():
+    run_ = unscored_if_truncated(lambda episode: 1 / 0, engine=Cutting(reply=lambda request, rng: "b"))
+    assert (run_.result, run_.of(PromptSkipped), len(run_.of(StepEnded))) == ("finished", [], 12)
+    last = run_.of(StepEnded)[-1].metrics
+    assert (last["rows"], last["unscored/task"], "reward/task" in last) == (0.0, 16.0, False)
+
+
+def test_with_dynamic_sampling_a_group_without_a_scored_difference_is_filtered():
+    dynamic = DynamicSampling(max_extra_groups=1000)
+    run_ = unscored_if_truncated(
+        lambda episode: Feedback(reward=random.Random(repr(episode.session)).choice([0.0, 1.0])),
+        engine=Cutting(),
+        dynamic=dynamic,
+    )
+    assert run_.result == "finished"
+    assert run_.of(GroupFiltered)
+    for event in run_.of(GroupsReady):
+        assert all(
+            len({each.reward for each in group.rollouts if not each.truncated}) == 2 for group in event.groups
+        )
 
 
 def test_groups_with_equal_rewards_reach_the_trainer_if_the_loss_needs_all_rows():

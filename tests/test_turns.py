@@ -152,18 +152,32 @@ def test_a_row_is_the_engines_tokens_with_the_answers_in_between(lengths, answer
         assert not total or len(prompt) + len(tokens) <= total
 
 
-@pytest.mark.parametrize(("train_truncated", "trained"), [(True, [True, True]), (False, [False, True])])
-def test_what_a_token_limit_cut_off_may_be_left_out_of_training(train_truncated, trained):
+@pytest.mark.parametrize(("truncated", "trained"), [("train", [True, True]), ("mask", [False, True])])
+def test_what_a_token_limit_cut_off_may_be_left_out_of_training(truncated, trained):
     seen = []
 
     def feedback(episode):
         seen.append((episode.truncated, episode.completion_tokens))
         return Feedback(reward=0.0)
 
-    sampling = evolve(SAMPLING, train_truncated=train_truncated)
+    sampling = evolve(SAMPLING, truncated=truncated)
     rollouts = played(FakeEnvironment(feedback), WeightsTrackingEngine([2], cut={0}), 2, sampling=sampling)
     assert [rollout.train for rollout in rollouts] == trained
     assert sorted(seen) == [(False, 2), (True, 2)]
+
+
+def test_a_compared_group_is_shown_a_truncated_rollout_that_stays_unscored():
+    seen = []
+
+    def feedback(episode):
+        seen.append(episode.truncated)
+        return Feedback(reward=1.0)
+
+    sampling = evolve(SAMPLING, truncated="unscored")
+    environment = FakeEnvironment(feedback, needs_group=True)
+    rollouts = played(environment, WeightsTrackingEngine([2], cut={0}), 2, sampling=sampling)
+    assert sorted((rollout.truncated, rollout.reward) for rollout in rollouts) == [(False, 1.0), (True, None)]
+    assert sorted(seen) == [False, True]
 
 
 def test_an_environment_may_leave_a_rollout_out_of_training_in_any_turn():
@@ -849,7 +863,7 @@ def test_training_and_validation_play_the_same(mode):
         return trained, await context.rollout(items, n=2, temperature=1.0, mode=mode)
 
     trained, validated = run(story())
-    assert trained == validated
+    assert [evolve(r, seed=0) for r in trained] == [evolve(r, seed=0) for r in validated]
     assert {r.turns for r in trained} == {1, 2}
     for a, b in zip(trained, validated, strict=True):
         assert type(a.reward) is type(b.reward) is float

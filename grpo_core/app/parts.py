@@ -165,7 +165,7 @@ def sampling_params(config: RolloutConfig) -> SamplingParams:
         max_turns=config.max_turns,
         max_total_tokens=config.max_total_tokens,
         max_tool_calls=config.max_tool_calls,
-        train_truncated=config.truncated == "train",
+        truncated=config.truncated,
     )
 
 

@@ -24,12 +24,12 @@ IN_A_ROW = 20
 def errors_of_calls(rollouts: Sequence[Rollout], *, needs_group: bool) -> list[str | None]:
     """Return the error of each call behind the rollouts of a prompt, None where it succeeded.
 
-    A lost rollout is not the fault of the environment and is left out.
+    A lost rollout is not the fault of the environment and is left out, and so is one that was not judged.
     """
     errors = [
-        None if rollout.reward is not None else rollout.error or "the environment returned None"
+        rollout.error
         for rollout in rollouts
-        if not rollout.lost
+        if not rollout.lost and (rollout.error is not None or rollout.reward is not None)
     ]
     if needs_group and errors:
         return [next((error for error in errors if error is not None), None)]

@@ -201,13 +201,15 @@ def pass_at_k(groups: Sequence[Group], *, k: int = 2, success: float | None = No
 
     Args:
         groups: the groups of a step.
-        k: rollouts that are given one reward together; at most ``rollout.group_size``.
+        k: rollouts that are given one reward together; at most ``rollout.group_size``.  In a group with
+            fewer rewards all of them.
         success: a rollout with this reward or more is a success.  None: what the task declares as a success,
             or a reward of 1 if it declares none.
     """
 
     def of_group(each: Group) -> list[float | None]:
-        done = iter(formulas.pass_at_k(each.successes(success), k))
+        successes = each.successes(success)
+        done = iter(formulas.pass_at_k(successes, min(k, max(1, len(successes)))))
         return [None if rollout.reward is None else next(done) for rollout in each.rollouts]
 
     return [of_group(each) for each in groups]

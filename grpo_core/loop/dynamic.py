@@ -43,7 +43,7 @@ class DynamicSampling:
             self._kept[task] += 1
             return True
         self._filtered[task] += 1
-        self._rewards[task] += sum(rewards) / len(rewards)
+        self._rewards[task] += sum(rewards) / max(1, len(rewards))
         if self._filtered.total() > self.max_extra_groups:
             raise SamplingError(self._complaint())
         return False

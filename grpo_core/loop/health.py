@@ -115,10 +115,12 @@ def _why(task: str, steps: Sequence[Mapping[str, float]]) -> str:
     """Explain why the groups of a task had nothing to train."""
 
     def mean(metric: str) -> float:
-        return fmean(metrics[f"{metric}/{task}"] for metrics in steps if f"{metric}/{task}" in metrics)
+        found = [metrics[f"{metric}/{task}"] for metrics in steps if f"{metric}/{task}" in metrics]
+        return fmean(found) if found else math.nan
 
     equal, cut_off, reward = mean("frac_reward_zero_std"), mean("truncated"), mean("reward")
-    told = [f"{equal:.0%} of the groups of task {task!r} have equal rewards (mean reward {reward:.3g})"]
+    rewards = "no rewards" if math.isnan(reward) else f"equal rewards (mean reward {reward:.3g})"
+    told = [f"{equal:.0%} of the groups of task {task!r} have {rewards}"]
     if cut_off >= MANY:
         told.append(f"{cut_off:.0%} of its rollouts are cut off by a token limit: raise rollout.max_tokens")
     elif equal == 1.0:

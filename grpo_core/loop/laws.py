@@ -23,7 +23,8 @@ from grpo_core.loop.buffer import BufferStatistics
 LAWS = {
     "staleness": "no trained token is older than max_staleness steps, older than its slot, or newer than the "
     "weights that train on it",
-    "batch": "a step trains exactly prompts_per_step groups of group_size rollouts, each with a reward",
+    "batch": "a step trains exactly prompts_per_step groups of group_size rollouts, each with a reward; with "
+    'rollout.truncated = "unscored" those that a token limit cut off have none',
     "once": "only finished groups are trained, and none twice",
     "deadline": "a group is trained at its target_version at the latest; in_order: exactly then",
     "steps": "steps are consecutive, and each ends once before the next one begins",
@@ -67,6 +68,8 @@ class Terms:
     policy: str
     max_retries: int
     group_size: int
+    unscored: bool
+    """Whether a rollout that a token limit cut off has no reward."""
     validates_apart: bool
     """Whether validation has its own engine."""
     validate_every: int
@@ -82,6 +85,7 @@ class Terms:
             policy=config["pipeline"]["policy"],
             max_retries=config["rollout"]["max_retries"],
             group_size=config["rollout"]["group_size"],
+            unscored=config["rollout"].get("truncated") == "unscored",
             validates_apart="engine" in config.get("validation", {}),
             validate_every=config.get("validation", {}).get("every", 0),
             save_every=config.get("checkpoint", {}).get("every", 0),
@@ -375,7 +379,8 @@ class Laws:
             same = all(getattr(slot, name) == group[name] for name in _STAMPS if name != "attempt")
             self._law("stamps", same, f"{who} was dispatched as {slot}, and is trained as {dict(group)}")
         rewards: Sequence[float | None] = group["rewards"]
-        whole = len(rewards) == terms.group_size and all(r is not None and math.isfinite(r) for r in rewards)
+        numbers = (terms.unscored if reward is None else math.isfinite(reward) for reward in rewards)
+        whole = len(rewards) == terms.group_size and all(numbers)
         self._law("batch", whole, f"{who} has the rewards {rewards}, expected {terms.group_size} numbers")
         tokens: Sequence[int] = group["token_versions"]
         oldest = min([group["generation_version"], *tokens])

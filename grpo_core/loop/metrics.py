@@ -31,7 +31,9 @@ _SHARE, _TOKENS, _GROUPS, _STEPS, _SECONDS, _NATS = "share", "tokens", "groups",
 
 METRICS: Mapping[str, Mapping[str, Metric]] = {
     "Tasks": {
-        "reward/TASK": Metric("reward", "Mean reward of the rollouts that the step trained."),
+        "reward/TASK": Metric(
+            "reward", "Mean reward of the rollouts that the step trained; absent if none has one."
+        ),
         "accuracy/TASK": Metric(
             _SHARE,
             "Rollouts with a reward of at least what the environment (or `tasks.TASK.success`) declares as "
@@ -66,12 +68,18 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
             "Rollouts that a token limit cut off: `rollout.max_tokens`, `rollout.max_total_tokens` or the "
             "model's positions. A limit of turns or tool calls does not count.",
         ),
+        "unscored/TASK": Metric(
+            "rollouts",
+            "Rollouts of the step that have no reward because a token limit cut them off. Only with "
+            '`rollout.truncated = "unscored"`; absent if there were none.',
+        ),
         "staleness/TASK": Metric(
             _STEPS,
             "Steps between the weights that sampled a token and those that train on it; mean over tokens.",
         ),
         "errors/TASK": Metric(
-            "rollouts", "Unscored rollouts since the last step; absent if there were none."
+            "rollouts",
+            "Unscored rollouts since the last step that are played again; absent if there were none.",
         ),
     },
     "Asynchrony": {
@@ -238,7 +246,8 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         rollouts = [rollout for group in members for rollout in group.rollouts]
         rewards = [r.reward for r in rollouts if r.reward is not None]
         metrics |= {
-            f"reward/{task}": fmean(rewards),
+            **({f"reward/{task}": fmean(rewards)} if rewards else {}),
+            **({f"unscored/{task}": unscored} if (unscored := float(len(rollouts) - len(rewards))) else {}),
             f"frac_reward_zero_std/{task}": fmean(float(_equal(group)) for group in members),
             f"groups/{task}": float(len(members)),
             f"staleness/{task}": _staleness(members, step)[0],

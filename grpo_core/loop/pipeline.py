@@ -240,7 +240,7 @@ class Pipeline:
         for rollout in rollouts:
             self._meter.count(prompt.environment, rollout)
         self.observe_attempt(prompt.environment, rollouts, slot.attempts)
-        finished = (*slot.partial_rollouts, *(rollout for rollout in rollouts if rollout.reward is not None))
+        finished = (*slot.partial_rollouts, *(rollout for rollout in rollouts if rollout.error is None))
         if len(finished) == self.group_size:
             group = Group(
                 prompt=prompt,
@@ -268,7 +268,7 @@ class Pipeline:
         report("skipped", who, f"prompt {prompt.id!r} is skipped after {attempts} attempts: {error}")
 
     def _finish(self, slot: Slot[Prompt], group: Group) -> None:
-        """Mark a group whose rollouts are all scored as ready, or filter it."""
+        """Mark a group whose rollouts have all ended as ready, or filter it."""
         step, task, prompt = self._trained, group.prompt.environment, group.prompt.id
         if self.dynamic is None or self.dynamic.keeps(group):
             self.buffer.complete(slot, group)
@@ -276,7 +276,7 @@ class Pipeline:
             return
         self.buffer.filter(slot)
         self.observe([group])
-        reward = fmean(reward or 0.0 for reward in group.rewards)
+        reward = fmean([reward for reward in group.rewards if reward is not None] or [0.0])
         self.emit(GroupFiltered(step=step, slot=slot.id, task=task, prompt=prompt, reward=reward))
 
     # ------------------------------------------------------------------------------ train

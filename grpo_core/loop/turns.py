@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 from attrs import define, field, frozen
 
@@ -54,8 +54,8 @@ class SamplingParams:
     model's positions."""
     max_tool_calls: int = 0
     """Largest number of tool calls of a rollout; 0 means no limit."""
-    train_truncated: bool = True
-    """Whether rollouts that a token limit cut off are trained."""
+    truncated: Literal["train", "mask", "unscored"] = "train"
+    """Whether a rollout that a token limit cut off is trained; if "unscored", it has no reward either."""
 
 
 @frozen(kw_only=True)
@@ -202,6 +202,8 @@ class RolloutState:
             self.finish_reason = "tokens"
         elif self.calls_tools:  # after a last turn nobody would read what tools answer: none is run
             self.finish_reason = self._limit() or "stop"
+        if self._left_out:  # nobody would read its reward, and no failure of its environment plays it again
+            self.awaiting_reward, self.done = False, True
 
     def episode(self) -> Episode:
         return Episode(
@@ -242,8 +244,18 @@ class RolloutState:
         threshold = self.environment.success
         return None if threshold is None or self.reward is None else self.reward >= threshold
 
+    @property
+    def _cut_off(self) -> bool:
+        return self.finish_reason in TRUNCATED
+
+    @property
+    def _left_out(self) -> bool:
+        """Whether it ends without a reward because a token limit cut it off."""
+        return self._cut_off and self.sampling.truncated == "unscored"
+
     def rollout(self) -> Rollout:
-        cut_off = self.finish_reason in TRUNCATED
+        if self._left_out:
+            self.reward = None
         return Rollout(
             segments=(*self.segments, self._segment()),
             messages=self.messages,
@@ -253,7 +265,7 @@ class RolloutState:
             answer=self.answer,
             turns=self.turns,
             tool_calls=self.tool_calls,
-            train=self.train and (self.sampling.train_truncated or not cut_off),
+            train=self.train and not (self._cut_off and self.sampling.truncated != "train"),
             seed=self.request.seed,
             finish_reason=self.finish_reason,
             error=self.error,

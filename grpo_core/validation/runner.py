@@ -94,7 +94,10 @@ class Context:
         measured = [self._requests(prompt, n) for prompt in prompts]
         requests = [each for own in measured for each in (*own, *self._companions(own))]
         sampling = evolve(
-            self.sampling, temperature=temperature, max_tokens=max_tokens or self.sampling.max_tokens
+            self.sampling,
+            temperature=temperature,
+            max_tokens=max_tokens or self.sampling.max_tokens,
+            truncated="train",  # a validation measures them as well
         )
         batched = mode == "batched"
         self._extend()

@@ -24,9 +24,11 @@ from attrs import frozen
 from grpo_core.completions import check_completions
 from grpo_core.engines import wire
 from grpo_core.loop.advantages import group as group_advantages
-from grpo_core.loop.metrics import Meter, task_metrics
+from grpo_core.loop.meter import Meter
+from grpo_core.loop.metrics import task_metrics
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.records import Batch, Completion, GenerationRequest, Group, Prompt, Rollout, Segment
+from grpo_core.reporting import stored
 from grpo_core.tokens import Tokens, as_ids
 
 TOKENS, GROUP = 8192, 8
@@ -89,6 +91,23 @@ def trained(frame: bytes) -> bytes:
     task_metrics(groups, step=STEP)
     batch = make_batch(with_advantages(groups, group_advantages), step=STEP, temperature=1.0)
     return pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
+
+
+def stored_bytes(said: Sequence[Completion]) -> float:
+    """Bytes of a group in the file of tokens of a step, which has 8 groups of these completions."""
+    groups = [
+        Group(
+            prompt=Prompt(messages="x"),
+            rollouts=tuple(
+                Rollout(segments=[Segment(prompt_ids=np.array(PROMPT) + place, tokens=each.tokens)])
+                for each in said
+            ),
+            generation_version=STEP,
+            target_version=STEP,
+        )
+        for place in range(8)
+    ]
+    return len(stored.tokens(groups)) / len(groups)
 
 
 # ---------------------------------------------------------------------------------- with tuples
@@ -192,6 +211,7 @@ def main() -> int:
         total = n * GROUP
         fine.append(show(f"bytes for a token, {n} tokens", memory(received, arrays, total), 16))
         show("  with tuples", memory(holding(tuples_received), tuples, total))
+        fine.append(show(f"bytes on disk for a stored token, {n} tokens", stored_bytes(said) / total, 14))
         new = seconds(lambda said=said: received(sent(said))) / total * 1e6  # type: ignore[misc]
         fine.append(show(f"us to pickle and unpickle a token, {n} tokens", new, 0.03))
         packed = [(c.token_ids, c.logprobs, c.versions) for c in tuples_received(tuples)]
