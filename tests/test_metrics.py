@@ -55,6 +55,7 @@ def written(model, tmp_path_factory):  # noqa: F811
     found |= names_of_a_run(PassAtK(k=[1, 2], n=2), path / "pass_at_k")
     found |= names_of_a_run(Majority(n=3), path / "majority")
     found |= set(task_metrics([group(rollout(), rollout(None, reason="length"))], step=0))
+    found |= set(task_metrics([group(attrs.evolve(rollout(), tool_calls=1))], step=1))
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))
     rows = ragged()
     rows[0] = attrs.evolve(rows[0], advantage=math.nan)

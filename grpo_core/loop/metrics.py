@@ -58,6 +58,8 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "completion_tokens/TASK": Metric(
             _TOKENS, "Sampled tokens of a rollout, over all of its turns; mean."
         ),
+        "turns/TASK": Metric("turns", "Completions of a rollout; mean."),
+        "tool_calls/TASK": Metric("calls", "Tool calls of a rollout; mean.  Absent if there were none."),
         "segments/TASK": Metric(
             "segments",
             "Segments of a rollout; mean. More than 1: the chat template rewrites earlier turns, and the "
@@ -252,6 +254,7 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
             f"groups/{task}": float(len(members)),
             f"staleness/{task}": _staleness(members, step)[0],
             f"completion_tokens/{task}": completion_tokens(rollouts),
+            f"turns/{task}": fmean(rollout.turns for rollout in rollouts),
             f"segments/{task}": fmean(len(rollout.segments) for rollout in rollouts),
             f"truncated/{task}": truncated(rollouts),
             **{
@@ -259,6 +262,8 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
                 for name, value in (accuracy(rollouts) | feedback_means(rollouts)).items()
             },
         }
+        if calls := sum(rollout.tool_calls for rollout in rollouts):
+            metrics[f"tool_calls/{task}"] = calls / len(rollouts)
     metrics["staleness_mean"], metrics["staleness_max"] = _staleness(groups, step)
     return metrics
 
