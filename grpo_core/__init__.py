@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from grpo_core.protocols import Trainer as Trainer
     from grpo_core.protocols import ValidationContext as ValidationContext
     from grpo_core.protocols import ValidationStrategy as ValidationStrategy
+    from grpo_core.records import AgentClient as AgentClient
     from grpo_core.records import Batch as Batch
     from grpo_core.records import Canary as Canary
     from grpo_core.records import Completion as Completion
@@ -114,6 +115,7 @@ __getattr__, __dir__, __all__ = attach(
             "ValidationStrategy",
         ],
         "grpo_core.records": [
+            "AgentClient",
             "Batch",
             "Canary",
             "Completion",

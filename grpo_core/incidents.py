@@ -33,6 +33,7 @@ Kind = Literal[
     "rollouts_orphaned",  # the sessions of rollouts ended with their process, and they are played again
     "unscored",  # rollouts have no reward, and are played again
     "skipped",  # the attempts of a prompt are used up
+    "agent_option",  # an agent asked for sampling that the run does not do
     "passed_over",  # a checkpoint was never finished or is damaged, and an older one is used
 ]
 

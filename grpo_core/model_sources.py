@@ -20,6 +20,10 @@ from grpo_core.records import Prompt
 class SolvingEnvironment(EnvironmentClient, Protocol):
     """An environment that may know replies with a full reward."""
 
+    @property
+    def runs_agents(self) -> bool:
+        """Whether its agents play their rollouts by themselves."""
+
     async def solve(self, prompts: Sequence[Prompt]) -> list[str | None]: ...
 
 

@@ -153,11 +153,11 @@ class Child:
         """
         return await self._answer(await self._send(method, *args), method, seconds)
 
-    async def call_alongside(self, method: str, *args: Any, seconds: float, grace: float) -> Any:
+    async def call_alongside(self, method: str, *args: Any, seconds: float | None, grace: float) -> Any:
         """Call a method of a target that serves several calls at once and ends each after ``seconds``.
 
         A cancelled caller cancels the call: the target receives a call "cancel" with its number.  The child
-        is killed if it sends nothing at all for ``seconds + grace``.
+        is killed if it sends nothing at all for ``seconds + grace``, unless ``seconds`` is None.
         """
         id = await self._send(method, *args)
         try:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from grpo_core.records import (
+    AgentClient,
+    AgentRollout,
     Batch,
     Completion,
     Episode,
@@ -19,6 +21,7 @@ from grpo_core.records import (
     Group,
     Message,
     Prompt,
+    Recording,
     Rollout,
     SampleRequest,
     SessionStart,
@@ -27,6 +30,7 @@ from grpo_core.records import (
 )
 
 if TYPE_CHECKING:
+    from grpo_core.errors import PluginError
     from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
     from grpo_core.tokens import Ids
@@ -85,6 +89,15 @@ class Environment:
     def solve(self, prompt: Prompt) -> str | None:
         """Return a reply with a full reward, or None; by default the answer, if it is a string."""
         return prompt.answer if isinstance(prompt.answer, str) else None
+
+    async def run(self, prompt: Prompt, client: AgentClient) -> float | Feedback | None:
+        """Play a rollout by yourself, as an agent that asks for completions at ``client.base_url``.
+
+        Optional: an environment that defines it is an agent, and its rollouts take no other turns.  Returns
+        the reward, or None if ``evaluate`` judges the episode; the episode is the conversation that ends
+        with the last completion.  Many rollouts run at the same time, in one event loop.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define run(prompt, client)")
 
     def open(self, prompt: Prompt) -> Any:
         """Called at the start of each rollout; its result is ``episode.session``.  May be ``async``.
@@ -318,12 +331,45 @@ class Renderer(Protocol):
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
 
 
+class AgentSession(Protocol):
+    """The session of a rollout that an agent plays."""
+
+    client: AgentClient
+
+    async def broken(self) -> PluginError:
+        """Wait until the engine breaks its contract, and return how."""
+        ...
+
+    async def aclose(self) -> Recording:
+        """End the session, with the requests that still run; return what was sampled."""
+        ...
+
+
+class AgentEndpoint(Protocol):
+    """Serves the model to agents."""
+
+    def open(self, rollout: AgentRollout, engine: Engine, renderer: Renderer) -> AgentSession:
+        """Begin the session of a rollout."""
+        ...
+
+
 class EnvironmentClient(Protocol):
     """An environment in its process, as the rollout code calls it."""
 
     max_turns: int
     needs_group: bool
     success: float | None
+
+    @property
+    def agents(self) -> AgentEndpoint | None:
+        """The endpoint of an environment whose agents play their rollouts; None for any other."""
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        """Let the agent play a rollout; None if ``evaluate`` judges it.
+
+        Without a limit of time; cancelling this cancels the agent.
+        """
+        ...
 
     async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
         """Begin a session for each prompt, in order, under the name that is its key."""

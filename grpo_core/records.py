@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
+    from grpo_core.limits import Limits
     from grpo_core.tokens import Ids, Tokens
 
 if TYPE_CHECKING:
@@ -160,6 +161,29 @@ class SessionStart:
     """JSON schemas of the functions that the model may call, by ``transformers.utils.get_json_schema``."""
     error: str | None = None
     """Reason for which there is no session."""
+
+
+@frozen(kw_only=True)
+class AgentClient:
+    """The address of the model for one rollout of an agent; its key is valid while the rollout runs."""
+
+    base_url: str
+    """Address of OpenAI's API, as in ``"http://127.0.0.1:8000/v1"``."""
+    api_key: str = field(repr=False)
+    """Key of this rollout, which nobody can guess."""
+    model: str
+    """Name of the model; requests may name any."""
+    session: Any = None
+    """The object that ``open`` returned, if the environment defines it."""
+
+    def env_vars(self) -> dict[str, str]:
+        """Return the environment variables by which programs find the model."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
 
 
 @frozen(kw_only=True)
@@ -395,6 +419,42 @@ class Segment:
 
 def _segments(given: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(given)
+
+
+@frozen(kw_only=True)
+class AgentRollout:
+    """How the requests of an agent are sampled."""
+
+    seed: int
+    """Seed of the rollout; each completion has a seed of its own."""
+    group: str
+    """Identifier that is equal for the rollouts of a group."""
+    temperature: float
+    """Sampling temperature; what the agent asks for has no effect."""
+    limits: Limits
+    """Limits at which the agent gets no further completion."""
+    stop: tuple[str, ...] = ()
+    """Strings after which generation ends."""
+
+
+@frozen(kw_only=True)
+class Recording:
+    """The completions that an agent's model sampled in one rollout."""
+
+    segments: tuple[Segment, ...] = ()
+    """Each sampled token is in one of them."""
+    messages: tuple[Message, ...] = ()
+    """The conversation that ends with the last completion."""
+    turns: int = 0
+    """Number of completions."""
+    tool_calls: int = 0
+    """Number of tool calls that the model made."""
+    finish_reason: EndReason = "stop"
+    """The limit that refused the agent another turn, or the reason for which the last completion ended."""
+    limited: bool = False
+    """Whether a limit refused the agent a turn."""
+    error: str | None = None
+    """The engine's last error, if it did not complete all of the agent's requests."""
 
 
 @frozen(kw_only=True)

@@ -66,7 +66,7 @@ async def _look(
             f"{rollout.max_tokens} (the longest has {max(too_long)} tokens), and no such reply can be "
             "sampled; raise rollout.max_tokens",
         )
-    if environment.max_turns > 1:
+    if environment.max_turns > 1 and not environment.runs_agents:
         (opened,) = await environment.open({"first look": some[0]})
         await environment.close(["first look"])
         if opened.tools and renderer.ignores(opened.tools):

@@ -49,7 +49,8 @@ class Tasks:
         try:
             await gather(environment.start() for environment in environments.values())
             sources = {name: task.source for name, task in tasks.items()}
-            yield cls(environments=environments, sources=sources)
+            async with _agents(environments, placement):
+                yield cls(environments=environments, sources=sources)
         finally:
             await asyncio.gather(*(environment.aclose() for environment in environments.values()))
 
@@ -83,6 +84,30 @@ class Tasks:
                 f"task {name!r}: prompts('train') of its environment is empty; expected at least one prompt"
             )
         return prompts
+
+
+@contextlib.asynccontextmanager
+async def _agents(environments: Mapping[str, EnvironmentPool], placement: Placement) -> AsyncIterator[None]:
+    """Serve the model to the agents of these environments, if there are any."""
+    playing = {name: each for name, each in environments.items() if each.runs_agents}
+    if not playing:
+        yield
+        return
+    if placement.remote:
+        raise ConfigError(
+            f"task {', '.join(map(repr, playing))}: agents find the model on the loopback address of this "
+            "machine, and workers of a cluster may run on others; leave out --ray"
+        )
+    from grpo_core.agents.server import AgentServer
+
+    server = AgentServer()
+    await server.start()
+    for environment in playing.values():
+        environment.agents = server
+    try:
+        yield
+    finally:
+        await server.aclose()
 
 
 async def _adopted(source: Source, environment: EnvironmentPool) -> Sequence[Prompt]:

@@ -44,7 +44,7 @@ async def _played(environment: SolvingEnvironment, prompts: Sequence[Prompt]) ->
     starts = {f"solution {i}": prompt for i, prompt in enumerate(prompts)}
     said = {name: [_text(prompt.messages)] for name, prompt in starts.items()}
     talks = dict(starts)
-    several = environment.max_turns > 1
+    several = environment.max_turns > 1 and not environment.runs_agents  # an agent asks as it likes
     try:
         tools = any(opened.tools for opened in await environment.open(starts)) if several else False
         for turn in range(environment.max_turns):

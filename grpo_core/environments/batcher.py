@@ -17,8 +17,8 @@ from attrs import define, field
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import Slotted, in_slots
 from grpo_core.errors import GrpoError, PluginError
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.protocols import AgentEndpoint, EnvironmentClient
+from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -196,6 +196,7 @@ class BatchedEnvironment:
         self.max_turns = environment.max_turns
         self.needs_group = environment.needs_group
         self.success = environment.success
+        self.agents: AgentEndpoint | None = None
         self.batcher = MicroBatcher[Episode, Feedback](
             environment.evaluate,
             max_batch=config.max_batch,
@@ -210,6 +211,9 @@ class BatchedEnvironment:
         if in_slots(self._slots, episodes):
             return await self._environment.evaluate(episodes)
         return await self.batcher.submit(episodes)
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        return await self._environment.run(session, prompt, client)
 
     async def close(self, sessions: Sequence[str]) -> None:
         await self._environment.close(sessions)

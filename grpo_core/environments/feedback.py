@@ -16,7 +16,7 @@ LARGEST_REWARD = 1e300
 """Rewards of this magnitude or more are refused: their squares would overflow in an advantage."""
 
 
-def as_feedback(results: Any, expected: int, who: str) -> list[Feedback]:
+def as_feedback(results: Any, expected: int, who: str, method: str = "evaluate") -> list[Feedback]:
     """Convert the results of ``evaluate`` to feedback.
 
     Raises PluginError unless there is one float, Feedback or None for each episode.  A reward or a metric
@@ -24,26 +24,26 @@ def as_feedback(results: Any, expected: int, who: str) -> list[Feedback]:
     """
     if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
         raise PluginError(
-            f"{who}: evaluate returned {type(results).__name__}, expected one result per episode"
+            f"{who}: {method} returned {type(results).__name__}, expected one result per episode"
         )
     results = list(results)
     if len(results) != expected:
-        raise PluginError(f"{who}: evaluate returned {len(results)} results for {expected} episodes")
-    return [_feedback(result, who) for result in results]
+        raise PluginError(f"{who}: {method} returned {len(results)} results for {expected} episodes")
+    return [_feedback(result, who, method) for result in results]
 
 
-def _feedback(result: Any, who: str) -> Feedback:
+def _feedback(result: Any, who: str, method: str) -> Feedback:
     if result is None:
         return Feedback()
     if not isinstance(result, Feedback):
-        return Feedback(**_reward(result, who))
+        return Feedback(**_reward(result, who, method))
     if not all(is_message(message) for message in result.messages):
-        raise PluginError(f"{who}: evaluate returned messages {result.messages!r}, expected role and content")
+        raise PluginError(f"{who}: {method} returned messages {result.messages!r}, expected role and content")
     metrics = {
-        well_formed(str(name)): _number(value, f"metric {name!r}", who)
+        well_formed(str(name)): _number(value, f"metric {name!r}", who, method)
         for name, value in result.metrics.items()
     }
-    reward = {} if result.reward is None else _reward(result.reward, who)
+    reward = {} if result.reward is None else _reward(result.reward, who, method)
     if bad := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
         name, value = next(iter(bad.items()))
         reward = {"reward": None, "error": f"{who}: the metric {name!r} is {value}, expected a finite number"}
@@ -56,8 +56,8 @@ def _feedback(result: Any, who: str) -> Feedback:
     return attrs.evolve(result, **{"metrics": metrics, "messages": messages, "answer": answer, **reward})
 
 
-def _reward(given: Any, who: str) -> dict[str, Any]:
-    reward = _number(given, "", who)
+def _reward(given: Any, who: str, method: str) -> dict[str, Any]:
+    reward = _number(given, "", who, method)
     if math.isfinite(reward) and abs(reward) < LARGEST_REWARD:
         return {"reward": reward}
     return {
@@ -66,7 +66,7 @@ def _reward(given: Any, who: str) -> dict[str, Any]:
     }
 
 
-def _number(given: Any, what: str, who: str) -> float:
+def _number(given: Any, what: str, who: str, method: str) -> float:
     try:
         if isinstance(given, str | bytes):
             raise TypeError
@@ -79,7 +79,7 @@ def _number(given: Any, what: str, who: str) -> float:
         told = f"returned {shown} ({kind}), expected a float, a Feedback or None"
         if what:
             told = f"returned {what} = {shown} ({kind}), expected a number"
-        raise PluginError(f"{who}: evaluate {told}") from None
+        raise PluginError(f"{who}: {method} {told}") from None
 
 
 def is_message(message: Any) -> bool:

@@ -7,13 +7,14 @@ Sessions exist only here; the core knows their names.  Calls whose code is async
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import itertools
 import math
 import pickle
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -26,7 +27,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Call, Connection
 from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.unicode import lone_surrogate, unreadable, well_formed
 
 MOST_PROMPTS = 100_000
@@ -40,6 +41,12 @@ CONCURRENCY = 0
 
 DEADLINE = 30.0
 """Seconds of a call where neither the configuration nor the environment says it."""
+
+AGENT_TURNS = 1000
+"""Largest number of completions of an agent that declares none: it ends by itself."""
+
+AGENTS = 256
+"""Number of agents that run at once where neither the configuration nor the environment says it."""
 
 Slotted = Literal["none", "tools", "all"]
 """The calls that run in slots, one episode each: none, those of tools and ``open``, or all."""
@@ -105,6 +112,7 @@ class EnvironmentHost:
         for method in ("prompts", "evaluate"):
             if not callable(getattr(environment, method, None)):
                 raise PluginError(f"{who}: {type(environment).__name__} has no method {method!r}")
+        self._runs_agents = self._is_agent()
         self._max_turns = self._number_of_turns()
         self._concurrency = self._declared_concurrency(concurrency)
         self._deadline = self._declared_deadline(deadline)
@@ -127,6 +135,8 @@ class EnvironmentHost:
                     return Begun(self._evaluate(*call.args), self._deadline)
                 case "open":  # what has been opened is kept, to be closed
                     return Begun(self._open(*call.args), self._deadline, completes=True)
+                case "run":  # the rollout has a deadline
+                    return Begun(self._run_agent(*call.args))
                 case "close":
                     return Begun(self._close(*call.args), self._deadline, completes=True)
                 case "end":
@@ -146,6 +156,8 @@ class EnvironmentHost:
             "deadline": self._deadline,
             "slots": self._slots(),
             "cancellable": bool(self._concurrency) or self._evaluates_async,
+            "runs_agents": self._runs_agents,
+            "agents": self._concurrency or AGENTS,
             "has_aclose": self._defines("aclose"),
             "sessions": self._has_sessions,
             "tools": self._tools.schemas,
@@ -287,6 +299,37 @@ class EnvironmentHost:
             )
         return Toolbox(tools, self._who)
 
+    # ------------------------------------------------------------------------------ agents
+
+    def _run_agent(self, name: str, prompt: Prompt, client: AgentClient) -> Steps[Feedback | None]:
+        """Let the agent play a rollout; return its own result, or None if ``evaluate`` judges it."""
+        session = self._sessions.get(name)
+        if self._has_sessions and session is None:
+            return Feedback(error="its session ended with the process that held it", lost=True)
+        with _used([] if session is None else [session]):
+            value = None if session is None else session.value
+            run = self._environment.run(prompt, attrs.evolve(client, session=value))
+            (result,) = yield [run]
+        if isinstance(result, Exception):
+            raise result
+        if isinstance(result, BaseException):
+            raise GrpoError(f"{self._who}: run raised {describe(result)}") from result
+        return None if result is None else as_feedback([result], 1, self._who, method="run")[0]
+
+    def ping(self) -> None:
+        """Do nothing: the answer shows that no call holds up the others."""
+
+    def _is_agent(self) -> bool:
+        run = getattr(self._environment, "run", None)
+        if not self._defines("run"):
+            return False
+        if not inspect.iscoroutinefunction(run):
+            raise PluginError(
+                f"{self._who}: run is not async, and would hold up all other rollouts; write async def run, "
+                "and await asyncio.to_thread(...) for what blocks"
+            )
+        return True
+
     # ------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
@@ -300,19 +343,12 @@ class EnvironmentHost:
     def _evaluate(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
         found = [self._with_session(episode) for episode in episodes]
         sessions = [e.session for e in found if isinstance(e, Episode) and isinstance(e.session, Session)]
-        for session in sessions:
-            session.calls += 1
-            session.idle.clear()
-        try:
+        with _used(sessions):
             return (yield from self._answered(found))
-        finally:
-            for session in sessions:
-                session.calls -= 1
-                if not session.calls:
-                    session.idle.set()
 
     def _answered(self, found: Sequence[Episode | Feedback]) -> Steps[list[Feedback]]:
-        calling = [isinstance(e, Episode) and calls_of(e) != () for e in found]
+        tools = not self._runs_agents  # an agent has answered its calls by itself
+        calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
         judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
         called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
         judgements = iter((yield from self._judged(judged)))
@@ -380,6 +416,9 @@ class EnvironmentHost:
         return float(seconds)
 
     def _number_of_turns(self) -> int:
+        kinds = [each for each in type(self._environment).__mro__ if each is not Environment]
+        if self._runs_agents and not any("max_turns" in vars(each) for each in (self._environment, *kinds)):
+            return AGENT_TURNS
         turns = getattr(self._environment, "max_turns", Environment.max_turns)
         if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
             raise PluginError(f"{self._who}: max_turns is {turns!r}, expected a whole number of at least 1")
@@ -404,6 +443,21 @@ class EnvironmentHost:
         if found := lone_surrogate([prompt.id, prompt.messages]):
             raise PluginError(f"{where}: prompt {prompt.id or id!r} {unreadable(found)}")
         return attrs.evolve(prompt, id=prompt.id or id, environment=self._task)
+
+
+@contextlib.contextmanager
+def _used(sessions: Sequence[Session]) -> Iterator[None]:
+    """Keep sessions from being closed while a call uses them."""
+    for session in sessions:
+        session.calls += 1
+        session.idle.clear()
+    try:
+        yield
+    finally:
+        for session in sessions:
+            session.calls -= 1
+            if not session.calls:
+                session.idle.set()
 
 
 def _pickled(prompts: Sequence[Prompt], where: str) -> bytes:

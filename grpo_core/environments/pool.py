@@ -14,8 +14,8 @@ from typing import Protocol
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.environments.host import Slotted
-from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.protocols import AgentEndpoint, EnvironmentClient
+from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 
 class EnvironmentWorker(EnvironmentClient, Protocol):
@@ -24,6 +24,10 @@ class EnvironmentWorker(EnvironmentClient, Protocol):
     @property
     def slots(self) -> Slotted:
         """The calls that run in slots, one episode each; the others are worth merging."""
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether its agents play their rollouts by themselves."""
 
     @property
     def first_traceback(self) -> str: ...
@@ -61,6 +65,13 @@ class EnvironmentPool:
         self.max_turns = self._workers[0].max_turns
         self.needs_group = self._workers[0].needs_group
         self.success = success
+        self.agents: AgentEndpoint | None = None
+        """Set by the owner before the first rollout, if ``runs_agents``."""
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether its agents play their rollouts by themselves; known once it has started."""
+        return self._workers[0].runs_agents
 
     @property
     def first_traceback(self) -> str:
@@ -131,6 +142,16 @@ class EnvironmentPool:
 
         await asyncio.gather(*(ask(*share) for share in shares.items()))
         return [feedback[place] for place in range(len(episodes))]
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        """Let the agent play a rollout; None if ``evaluate`` judges it."""
+        home = self._homes.get(session)
+        worker = self._least() if home is None else home
+        self._load[worker] += 1
+        try:
+            return await self._environments[worker].run(session, prompt, client)
+        finally:
+            self._load[worker] -= 1
 
     async def close(self, sessions: Sequence[str]) -> None:
         shares: dict[int, list[str]] = defaultdict(list)

@@ -32,8 +32,8 @@ from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError
 from grpo_core.incidents import report
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Child, RemoteTraceback
-from grpo_core.protocols import Environment
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.protocols import AgentEndpoint, Environment
+from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.restarts import RestartBudget
 
 T = TypeVar("T")
@@ -105,6 +105,9 @@ class EnvironmentProcess:
         self.max_turns = Environment.max_turns
         self.needs_group = Environment.needs_group
         self.success = Environment.success
+        self.runs_agents = False
+        """Whether its agents play their rollouts by themselves."""
+        self.agents: AgentEndpoint | None = None
         self.slots: Slotted = "none"
         """The calls that run in slots; like the three above, it is known once the process has started."""
         self.starts = 0
@@ -124,6 +127,9 @@ class EnvironmentProcess:
         self._closed = False
         self._starting = asyncio.Lock()
         self._slots = Slots(1)
+        self._places = Slots(1)
+        """Limit the agents that run at the same time."""
+        self._probe: asyncio.Task[None] | None = None
         self._deadline = self._grace = 0.0
         self._mourned: Child | None = None
         """The last process that a call found dead."""
@@ -179,6 +185,32 @@ class EnvironmentProcess:
             report("session_lost", self._name, f"{lost} sessions ended with the process that held them")
         return feedback
 
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        """Let the agent play a rollout; None if ``evaluate`` judges it.
+
+        If the process dies, all rollouts that it plays are lost.  Raises PluginError for a result of the
+        wrong type.
+        """
+        await self._started()
+        async with self._places.take():
+            child = await self._started()
+            try:
+                found: Feedback | None = await child.call_alongside(
+                    "run", session, prompt, client, seconds=None, grace=0.0
+                )
+            except asyncio.CancelledError:
+                self._look_after(child)
+                raise
+            except PluginError:
+                raise
+            except Exception as error:
+                if self._closed:
+                    raise
+                failure = self._failure(child, error, 0)
+                self._report_call(failure)
+                return Feedback(error=describe(error), lost=failure.died and not failure.alone)
+            return found
+
     async def close(self, sessions: Sequence[str]) -> None:
         """Let the process close sessions as soon as it is free, at the latest in ``aclose``."""
         if self._has_sessions:
@@ -190,8 +222,8 @@ class EnvironmentProcess:
         """Close the open sessions and end the process; waiting calls raise ChildDied."""
         self._closed = True
         await self._end()
-        if self._closer is not None:
-            await asyncio.wait([self._closer])
+        if tasks := [task for task in (self._closer, self._probe) if task is not None]:
+            await asyncio.wait(tasks)
 
     def _unpickled(self, pickled: bytes, method: str) -> list[Prompt]:
         try:
@@ -287,11 +319,22 @@ class EnvironmentProcess:
                 return self._failure(child, error, slots)
             return results
 
+    def _look_after(self, child: Child) -> None:
+        """Kill the process, soon, if an agent that was cancelled holds up the others."""
+
+        async def probe() -> None:
+            with contextlib.suppress(GrpoError):
+                await child.call("ping", seconds=CLOSING + GRACE)
+
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(probe(), name=f"probe of {self._who}")
+
     def _failure(self, child: Child, error: Exception, slots: int) -> _Failure:
         """Describe a failure; a death is reported by the first call that notices it."""
         died = error is child.death
         if died and child is not self._mourned:
-            self._mourned, self._was_alone = child, self._slots.taken == slots
+            agents = self._places.taken - (slots == 0)
+            self._mourned, self._was_alone = child, self._slots.taken == slots and not agents
             self._report_death(child, error)
         return _Failure(error, died=died, alone=died and self._was_alone)
 
@@ -335,7 +378,7 @@ class EnvironmentProcess:
         except asyncio.CancelledError:
             # Code that is not async cannot be cancelled.  It may be busy for long, and the next caller's time
             # would run meanwhile.  Where there are sessions, that is better than to lose them.
-            if self.slots == "none" and not self._has_sessions:
+            if self.slots == "none" and not self._has_sessions and not self.runs_agents:
                 self._told = child
                 child.kill()
             raise
@@ -388,6 +431,9 @@ class EnvironmentProcess:
         self._grace = GRACE if description["cancellable"] else 0.0
         if self._slots.number != (number := max(1, description["concurrency"])):
             self._slots = Slots(number)
+        if self._places.number != description["agents"]:
+            self._places = Slots(description["agents"])
+        self.runs_agents = description["runs_agents"]
         self._has_sessions = description["sessions"]
         self._has_aclose = description["has_aclose"]
         self._tools = description["tools"]

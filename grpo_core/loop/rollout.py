@@ -7,6 +7,9 @@ There is one ``play``; training calls it for a group, validation for a set of pr
     evaluate   tools answer a completion that calls some, the environment answers the others
     close      the sessions, whatever happened
 
+Where the environment is an agent (``EnvironmentClient.agents``), it takes the turns by itself: it runs while
+an endpoint serves the model to it, and what it sampled is recorded.
+
 Rollouts do not wait for each other: each generates and is evaluated at its own pace.  There are three
 exceptions.  Rollouts of one turn share their engine call and their environment call, since no later turn
 could begin earlier.  Where an environment compares the rollouts of a group (``needs_group``), it sees the
@@ -21,12 +24,14 @@ from collections import defaultdict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_core.aio import gather
+from attrs import evolve
+
+from grpo_core.aio import cancel, gather
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError
 from grpo_core.incidents import Kind
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
-from grpo_core.protocols import Engine, EnvironmentClient, Renderer
+from grpo_core.protocols import AgentEndpoint, Engine, EnvironmentClient, Renderer
 from grpo_core.records import EndReason, Message, Prompt, Rollout, SessionStart
 from grpo_core.tokens import Ids, as_ids
 
@@ -88,7 +93,8 @@ class _Player:
         self._states, self._engine = states, engine
         self._environment, self._renderer = environment, renderer
         self._lockstep = lockstep
-        self._one_turn = states[0].max_turns == 1
+        self._agents = environment.agents
+        self._one_turn = states[0].max_turns == 1 and self._agents is None
         self._unclosed = {state.session for state in states}
 
     async def play(self) -> None:
@@ -119,6 +125,9 @@ class _Player:
 
     async def _reply(self, states: Sequence[RolloutState]) -> None:
         """Generate a completion for each; in a group that is compared, until no rollout calls a tool."""
+        if self._agents is not None:
+            await _together([self._run_agent(state, self._agents) for state in states])
+            return
         while states:
             await self._generate(states)
             if not self._environment.needs_group:
@@ -140,6 +149,10 @@ class _Player:
         """Open the sessions and render the prompts; a prompt that several rollouts share is rendered once."""
         renderer = self._renderer
         opened = await self._environment.open({s.session: s.request.prompt for s in self._states})
+        if self._agents is not None:  # they write their own prompts
+            for state, begun in zip(self._states, opened, strict=True):
+                state.begin_agent(begun, renderer.context)
+            return
         starts: dict[tuple[int, str], tuple[Prompt, SessionStart]] = {}
         keys = []
         for state, begun in zip(self._states, opened, strict=True):
@@ -182,8 +195,25 @@ class _Player:
         for state, completion, message in zip(states, completions, messages, strict=True):
             state.take_completion(completion, message)
 
+    async def _run_agent(self, state: RolloutState, agents: AgentEndpoint) -> None:
+        """Let an agent play a rollout while its model is served."""
+        session = agents.open(state.agent_rollout(), self._engine, self._renderer)
+        run = self._environment.run(state.session, state.request.prompt, session.client)
+        playing, broken = asyncio.create_task(run), asyncio.create_task(session.broken())
+        try:
+            await asyncio.wait([playing, broken], return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                raise broken.result()
+            feedback = playing.result()
+        finally:
+            await cancel([playing, broken])
+            recording = await session.aclose()
+        state.take_recording(recording, feedback)
+
     async def _evaluate(self, states: Sequence[RolloutState]) -> None:
         feedback = await self._environment.evaluate([state.episode() for state in states])
+        if self._agents is not None:
+            feedback = [evolve(each, done=True) for each in feedback]
         going = [
             (state, each.messages)
             for state, each in zip(states, feedback, strict=True)

@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Literal
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
+from grpo_core.limits import Limits
 from grpo_core.protocols import EnvironmentClient, Renderer
 from grpo_core.records import (
     TRUNCATED,
+    AgentRollout,
     Completion,
     EndReason,
     Episode,
@@ -28,12 +30,18 @@ from grpo_core.records import (
     GenerationRequest,
     Message,
     Prompt,
+    Recording,
     Rollout,
     Segment,
     SessionStart,
 )
 from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
 from grpo_core.tool_calls import numbered
+
+_NO_CALL = (
+    "its agent asked for no completion; it finds the model at client.base_url with client.api_key, and a "
+    "program by the variables OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY"
+)
 
 _SESSIONS = itertools.count()
 """Names of sessions, each used once in the life of this process."""
@@ -130,6 +138,44 @@ class RolloutState:
             prompt = self.request.prompt
             self.give_up(f"prompt {prompt.id!r} of task {prompt.environment!r} {problem}", lost=True)
 
+    def begin_agent(self, opened: SessionStart, context: int) -> None:
+        """Begin a rollout that an agent plays."""
+        self.context = context
+        if opened.error is not None:
+            self.give_up(opened.error)
+
+    def agent_rollout(self) -> AgentRollout:
+        return AgentRollout(
+            seed=self.request.seed,
+            group=self.request.group,
+            temperature=self._temperature,
+            limits=self.limits,
+            stop=self.sampling.stop,
+        )
+
+    def take_recording(self, recording: Recording, feedback: Feedback | None) -> None:
+        """Take what an agent has sampled; the environment judges it if the agent did not.
+
+        An agent that fails because a limit refused it a turn has played the rollout to its end.
+        """
+        *self.segments, last = recording.segments or (self._segment(),)
+        self.prompt_ids, self.parts, self.n_tokens = last.prompt_ids, [last.tokens], len(last.tokens)
+        self.messages = recording.messages or self.messages
+        self.turns, self.tool_calls = recording.turns, recording.tool_calls
+        self.n_sampled = sum(segment.tokens.n_sampled for segment in recording.segments)
+        self.finish_reason = recording.finish_reason
+        failed = None if feedback is None else feedback.error
+        if recording.error is not None:
+            self.give_up(recording.error, lost=True)
+        elif failed is not None and not (recording.limited and recording.turns):
+            self.give_up(failed, lost=feedback is not None and feedback.lost)
+        elif not recording.turns:
+            self.give_up(_NO_CALL)
+        elif feedback is None or failed is not None:
+            self.awaiting_reward = True
+        else:
+            self.apply_feedback(evolve(feedback, done=True))
+
     def _misfit(self) -> str:
         """Return why no engine can complete this prompt, or an empty string."""
         tokens, sampling = len(self.prompt_ids), self.sampling
@@ -163,11 +209,18 @@ class RolloutState:
     @property
     def room(self) -> int:
         """Number of tokens that may still be added to the current segment."""
-        return self._limit_of_tokens - len(self.prompt_ids) - self.n_tokens
+        return self.limits.room(len(self.prompt_ids) + self.n_tokens)
 
     @property
-    def _limit_of_tokens(self) -> int:
-        return self.sampling.max_total_tokens or self.context
+    def limits(self) -> Limits:
+        """Limits at which it ends although its environment continues."""
+        return Limits(
+            max_tokens=self.sampling.max_tokens,
+            max_turns=self.max_turns,
+            context=self.context,
+            max_total_tokens=self.sampling.max_total_tokens,
+            max_tool_calls=self.sampling.max_tool_calls,
+        )
 
     @property
     def calls_tools(self) -> bool:
@@ -179,14 +232,17 @@ class RolloutState:
         return GenerationRequest(
             prompt_ids=concatenated([self.prompt_ids, *(part.ids for part in self.parts)]),
             max_tokens=self._wanted(),
-            temperature=self.sampling.temperature
-            if self.request.temperature is None
-            else self.request.temperature,
+            temperature=self._temperature,
             stop_token_ids=stop_token_ids,
             stop=self.sampling.stop,
             seed=self.request.seed if self.turns == 0 else derive_seed(self.request.seed, self.turns),
             group=self.request.group,
         )
+
+    @property
+    def _temperature(self) -> float:
+        asked = self.request.temperature
+        return self.sampling.temperature if asked is None else asked
 
     def take_completion(self, completion: Completion, message: Message) -> None:
         self._append(completion.tokens)
@@ -274,11 +330,8 @@ class RolloutState:
 
     def _limit(self) -> EndReason | None:
         """Return the limit that forbids another turn, or None."""
-        if self.turns >= self.max_turns:
-            return "turns"
-        if self.sampling.max_tool_calls and self.tool_calls > self.sampling.max_tool_calls:
-            return "tool_calls"
-        return "tokens" if self.room <= 0 else None
+        tokens = len(self.prompt_ids) + self.n_tokens
+        return self.limits.met(turns=self.turns, tool_calls=self.tool_calls, tokens=tokens)
 
     def continuation(self, messages: tuple[Message, ...], renderer: Renderer) -> Continuation:
         """Encode the environment's answer up to the model's next turn.  Changes nothing."""
@@ -292,7 +345,7 @@ class RolloutState:
     def go_on(self, continuation: Continuation) -> None:
         """Add the environment's answer, or end the rollout if there is no room for a token after it."""
         ids = continuation.ids
-        if len(ids) >= (self._limit_of_tokens if continuation.rewritten else self.room):
+        if len(ids) >= (self.limits.room(0) if continuation.rewritten else self.room):
             self.finish_reason, self.done = "tokens", True
             return
         self.messages += continuation.messages

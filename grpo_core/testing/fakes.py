@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.errors import EngineError
-from grpo_core.protocols import Trainer
+from grpo_core.protocols import AgentEndpoint, Trainer
 from grpo_core.records import (
+    AgentClient,
     Batch,
     Completion,
     Episode,
@@ -164,6 +165,7 @@ class FakeEnvironment:
     ) -> None:
         self.feedback, self.max_turns, self.seconds = feedback, max_turns, seconds
         self.needs_group, self.success = needs_group, success
+        self.agents: AgentEndpoint | None = None
         self.tools = tuple(tools)
         self.calls: list[int] = []
         self.opened: list[str] = []
@@ -177,6 +179,9 @@ class FakeEnvironment:
         self.calls.append(len(episodes))
         await asyncio.sleep(self.seconds)
         return [self.feedback(episode) for episode in episodes]
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        raise NotImplementedError("this environment runs no agents")
 
     async def close(self, sessions: Sequence[str]) -> None:
         self.closed += sessions

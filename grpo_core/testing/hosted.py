@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from grpo_core.environments.host import EnvironmentHost, Slotted, units
 from grpo_core.errors import PluginError, describe
 from grpo_core.incidents import report
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.protocols import AgentEndpoint
+from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
 
@@ -46,6 +47,8 @@ class HostedEnvironment:
         self.needs_group: bool = self._description["needs_group"]
         self.success: float | None = self._description["success"]
         self.slots: Slotted = self._description["slots"]
+        self.runs_agents: bool = self._description["runs_agents"]
+        self.agents: AgentEndpoint | None = None
         self.calls: list[int] = []
         """Number of episodes in each call of ``evaluate``."""
 
@@ -99,6 +102,10 @@ class HostedEnvironment:
                 f"{'group' if self.needs_group else 'episode'} each succeeded; correct evaluate for batches",
             )
         return feedback
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        """Not here: an agent waits for the model."""
+        raise NotImplementedError("agents run in an EnvironmentProcess")
 
     async def close(self, sessions: Sequence[str]) -> None:
         """End these sessions."""

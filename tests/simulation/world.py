@@ -447,6 +447,7 @@ class SimulatedEnvironment:
         self.task, self.max_turns, self.needs_group = task, max_turns, needs_group
         self._dice, self._truth, self._tell, self._poisoned = dice, truth, tell, poisoned
         self._group_size = group_size
+        self.agents = None
         self.sessions: set[str] = set()
         """Names of the open sessions."""
         self._closed: set[str] = set()

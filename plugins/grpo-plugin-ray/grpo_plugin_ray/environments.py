@@ -9,7 +9,16 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from grpo_core import ChildDied, Environment, Episode, Feedback, PluginError, Prompt, SessionStart
+from grpo_core import (
+    AgentClient,
+    ChildDied,
+    Environment,
+    Episode,
+    Feedback,
+    PluginError,
+    Prompt,
+    SessionStart,
+)
 from grpo_core.engine_kit import (
     EnvironmentConfig,
     EnvironmentProcess,
@@ -63,6 +72,7 @@ class RemoteEnvironment:
             "needs_group": self._process.needs_group,
             "success": self._process.success,
             "slots": self._process.slots,
+            "runs_agents": self._process.runs_agents,
         }
 
     async def ask(self, method: str, *args: Any) -> tuple[Any, str, list[Incident]]:
@@ -95,6 +105,8 @@ class RayEnvironment:
         self.needs_group = Environment.needs_group
         self.success = Environment.success
         self.slots: Literal["none", "tools", "all"] = "none"
+        self.runs_agents = False
+        self.agents = None
         self.first_traceback = ""
         self._name, self._made_from, self._resources = name, made_from, resources
         self._who = name
@@ -127,6 +139,10 @@ class RayEnvironment:
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         feedback: list[Feedback] = await self._ask("evaluate", list(episodes))
         return feedback
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        """Raises NotImplementedError: no run starts agents in a cluster."""
+        raise NotImplementedError("agents do not run in a cluster")
 
     async def close(self, sessions: Sequence[str]) -> None:
         await self._ask("close", list(sessions))
@@ -173,7 +189,7 @@ class RayEnvironment:
                 self._worker, self._who = worker, told["who"]
                 self.max_turns, self.needs_group = told["max_turns"], told["needs_group"]
                 self.success = told["success"]
-                self.slots = told["slots"]
+                self.slots, self.runs_agents = told["slots"], told["runs_agents"]
             return self._worker
 
     def _late(self, error: BaseException) -> BaseException:

@@ -1,0 +1,259 @@
+"""Records what the model of an agent samples: a tree of completions, and the segments that they make.  Pure.
+
+An agent sends the whole conversation with each request.  What it sends back is compared with what was
+sampled: the request continues the longest recorded conversation with which it begins, and only the messages
+after that are encoded.
+
+    request   u1                     row   u1 | a1
+              u1 a1 u2                     u1 | a1 | u2 | a2                      the agent goes on
+              u1 a1 u3               new   u1 a1 u3 | a3                          it goes another way
+              u1' a1 u4              new   u1' a1 u4 | a4                         it edited its history
+
+A completion that continues the end of a row extends this row.  Any other begins a new one: the agent has
+asked twice, has returned to an earlier point, has shortened or edited its history, or the chat template
+rewrites it.  The new row begins with all that the model reads, so a row never trains what another one has
+sampled: each sampled token is in the row in which it was sampled, and in no other.
+
+Messages are compared by what they mean, because clients rewrite them: the parts of a text, the spaces around
+a reply, the order of a call's arguments, the ids of calls and a reply's reasoning make no difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from attrs import define, evolve, field, frozen
+
+from grpo_core.limits import Limits
+from grpo_core.protocols import Renderer
+from grpo_core.records import Completion, EndReason, Message, Recording, Segment
+from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
+from grpo_core.tool_calls import numbered
+
+Tools = Sequence[Mapping[str, Any]]
+
+_THOUGHT_ENDS = "</think>"
+
+
+@define(eq=False)
+class _Row:
+    """A segment that grows while the agent goes on."""
+
+    prompt_ids: Ids
+    parts: list[Tokens]
+    tip: Node | None = None
+    """The completion at its end."""
+
+    def segment(self) -> Segment:
+        return Segment(prompt_ids=self.prompt_ids, tokens=Tokens.concatenate(self.parts))
+
+
+@define(eq=False)
+class Node:
+    """A recorded completion."""
+
+    messages: tuple[Message, ...]
+    """The conversation before it, as the agent wrote it."""
+    tools: Tools
+    said: Message
+    """Its message."""
+    context: Ids
+    """All tokens that the model read."""
+    completion: Completion
+    row: _Row
+    finish_reason: EndReason
+
+
+@frozen(eq=False)
+class Turn:
+    """A request that is ready for the engine."""
+
+    messages: tuple[Message, ...]
+    tools: Tools
+    key: bytes
+    context: Ids
+    """Tokens that the model reads."""
+    parent: Node | None = None
+    """The completion that it continues."""
+    new: Ids | None = None
+    """Tokens between that completion and the next one."""
+
+
+@define(eq=False)
+class Recorder:
+    """The completions of one rollout of an agent."""
+
+    limits: Limits
+    turns: int = 0
+    tool_calls: int = 0
+    limit: EndReason | None = None
+    """The limit that refused a turn."""
+    _known: dict[bytes, list[Node]] = field(init=False, factory=dict)
+    """Completions by the conversation that ends with them."""
+    _rows: list[_Row] = field(init=False, factory=list)
+    _last: Node | None = field(init=False, default=None)
+    _asked: dict[bytes, int] = field(init=False, factory=dict)
+    """Number of completions that were asked for after the same tokens."""
+
+    def turn(self, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn:
+        """Encode what is new in a request.  Raises ModelError if the chat template cannot render it."""
+        conversation, keys = tuple(messages), _keys(messages, tools)
+        for place in range(len(conversation) - 1, 0, -1):
+            nodes = self._known.get(keys[place])
+            if nodes and conversation[place - 1]["role"] == "assistant":
+                node = _nearest(nodes, conversation[place - 1])
+                if (turn := _continued(node, conversation[place:], tools, renderer)) is not None:
+                    return evolve(turn, key=keys[-1])
+                break
+        ids = as_ids(renderer.prompt_ids(conversation, tools))
+        return Turn(messages=conversation, tools=tools, key=keys[-1], context=ids)
+
+    def admit(self, turn: Turn, n: int = 1) -> EndReason | None:
+        """Return the limit that forbids ``n`` completions of this turn, or None; the turn then counts."""
+        tokens = len(turn.context)
+        if not tokens:
+            return None
+        met = self.limits.met(turns=self.turns + n - 1, tool_calls=self.tool_calls, tokens=tokens)
+        if met is None:
+            self.turns += n
+        else:
+            self.limit = met
+        return met
+
+    def dismiss(self, n: int = 1) -> None:
+        """Take back turns that were admitted: the engine did not complete them."""
+        self.turns -= n
+
+    def attempt(self, turn: Turn) -> tuple[str, int]:
+        """Return what makes the seed of a completion: a digest of its context, and how often it was asked."""
+        digest = blake2b(turn.context.tobytes(), digest_size=8).digest()
+        self._asked[digest] = number = self._asked.get(digest, -1) + 1
+        return digest.hex(), number
+
+    def record(self, turn: Turn, completion: Completion, message: Message) -> Node:
+        """Add a completion of an admitted turn; the result has its message as the agent receives it."""
+        said = message
+        if calls := message.get("tool_calls"):
+            said = {**message, "tool_calls": numbered(calls, self.tool_calls)}
+            self.tool_calls += len(calls)
+        row = self._row(turn)
+        row.parts.append(completion.tokens)
+        room = self.limits.room(len(turn.context) + len(completion.tokens))
+        reason: EndReason = completion.finish_reason
+        node = Node(
+            messages=turn.messages,
+            tools=turn.tools,
+            said=said,
+            context=turn.context,
+            completion=completion,
+            row=row,
+            finish_reason="tokens" if reason == "length" and room <= 0 else reason,
+        )
+        row.tip = self._last = node
+        self._known.setdefault(_key(turn.key, said), []).append(node)
+        return node
+
+    def _row(self, turn: Turn) -> _Row:
+        """Return the row that a completion extends; no completion is in two rows."""
+        parent = turn.parent
+        if parent is not None and turn.new is not None and parent.row.tip is parent:
+            parent.row.parts.append(Tokens.context(turn.new))
+            return parent.row
+        row = _Row(prompt_ids=turn.context, parts=[])
+        self._rows.append(row)
+        return row
+
+    def recording(self, error: str | None = None) -> Recording:
+        """Return what was recorded so far."""
+        last = self._last
+        return Recording(
+            segments=tuple(row.segment() for row in self._rows),
+            messages=() if last is None else (*last.messages, last.said),
+            turns=sum(map(len, self._known.values())),
+            tool_calls=self.tool_calls,
+            finish_reason=self.limit or ("stop" if last is None else last.finish_reason),
+            limited=self.limit is not None,
+            error=error,
+        )
+
+
+def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn | None:
+    """Return the turn after a completion, or None if the template rewrites what was before."""
+    last = next(iter(node.completion.token_ids[-1:].tolist()), None)
+    new = renderer.continuation_ids(
+        messages,
+        before=node.messages,
+        said=node.said,
+        end=last if last in renderer.stop_token_ids else None,
+        tools=tools,
+    )
+    if new is None:
+        return None
+    ids = as_ids(new)
+    return Turn(
+        messages=(*node.messages, node.said, *messages),
+        tools=tools,
+        key=b"",
+        context=concatenated([node.context, node.completion.token_ids, ids]),
+        parent=node,
+        new=ids,
+    )
+
+
+def _nearest(nodes: Sequence[Node], sent: Message) -> Node:
+    """Return the completion that an agent continues, of several that mean the same.
+
+    It is the newest, if possible one with the same text, and one that ends its row.
+    """
+    return max(
+        enumerate(nodes),
+        key=lambda pair: (
+            pair[1].said.get("content") == sent.get("content"),
+            pair[1].row.tip is pair[1],
+            pair[0],
+        ),
+    )[1]
+
+
+# ---------------------------------------------------------------------------------- comparing
+
+
+def _keys(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """Return a digest of each beginning of a conversation; the first is that of the tools alone."""
+    keys = [blake2b(_canonical(list(tools)).encode(), digest_size=16).digest()]
+    for message in messages:
+        keys.append(_key(keys[-1], message))
+    return keys
+
+
+def _key(before: bytes, message: Message) -> bytes:
+    return blake2b(before + meaning(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def meaning(message: Message) -> str:
+    """Return a text that is equal for messages that mean the same."""
+    role, content = message["role"], str(message.get("content") or "")
+    if role != "assistant":
+        return _canonical([role, content])
+    calls = [
+        [call["function"]["name"], parsed(call["function"]["arguments"])]
+        for call in message.get("tool_calls") or ()
+    ]
+    return _canonical([role, content.rpartition(_THOUGHT_ENDS)[2].strip(), calls])
+
+
+def parsed(arguments: Any) -> Any:
+    """Return the arguments of a call; JSON is read, and any other text stays."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)

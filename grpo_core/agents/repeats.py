@@ -1,0 +1,101 @@
+"""Recognises requests that repeat one that was made already, so that a retry samples nothing anew.  Pure.
+
+A request repeats an earlier one of its session if
+
+* both have the same ``Idempotency-Key``, or
+* both have the same body, and the client says that it tries again (``x-stainless-retry-count`` above 0, as
+  the clients of OpenAI and Anthropic do), or
+* both have the same body, the client says nothing about retries, and the earlier one has gone without its
+  reply.
+
+Any other request with the same body wants another sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from attrs import define, field, frozen
+
+T = TypeVar("T")
+
+
+@frozen(kw_only=True)
+class Attempt:
+    """The signs that tell a retry from a new request."""
+
+    body: bytes
+    """Digest of the path and the body."""
+    key: str = ""
+    """Value of ``Idempotency-Key``."""
+    retries: int | None = None
+    """Value of ``x-stainless-retry-count``; None if the client says nothing about retries."""
+    gone: Callable[[], bool] = lambda: False
+    """Whether its client has closed the connection."""
+
+
+@define(eq=False)
+class Call(Generic[T]):
+    """A request, and the attempts to get its answer."""
+
+    answer: T
+    waiting: list[Attempt]
+    """Attempts that have no answer yet."""
+    delivered: bool = field(init=False, default=False)
+    """Whether an attempt got its answer."""
+    retried: int = field(init=False, default=0)
+    """Number of attempts that repeated it."""
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody waits for its answer, or got it."""
+        return not self.delivered and all(attempt.gone() for attempt in self.waiting)
+
+
+@define(eq=False)
+class Repeats(Generic[T]):
+    """The requests of a session."""
+
+    _by_key: dict[str, Call[T]] = field(init=False, factory=dict)
+    _by_body: dict[bytes, list[Call[T]]] = field(init=False, factory=dict)
+
+    def repeated(self, attempt: Attempt) -> Call[T] | None:
+        """Return the request that an attempt repeats, if it does; it then waits for its answer, too."""
+        call = self._find(attempt)
+        if call is not None:
+            call.waiting.append(attempt)
+            call.retried += 1
+        return call
+
+    def _find(self, attempt: Attempt) -> Call[T] | None:
+        if attempt.key:
+            return self._by_key.get(attempt.key)
+        calls = self._by_body.get(attempt.body, ())
+        for call in calls:
+            if call.abandoned and attempt.retries != 0:
+                return call
+        if attempt.retries and calls:  # the answer was sent, and did not arrive
+            return min(calls, key=lambda call: call.retried)
+        return None
+
+    def begin(self, attempt: Attempt, answer: T) -> Call[T]:
+        """Remember a new request with its answer."""
+        call = Call(answer, [attempt])
+        if attempt.key:
+            self._by_key[attempt.key] = call
+        self._by_body.setdefault(attempt.body, []).append(call)
+        return call
+
+    def forget(self, call: Call[T]) -> None:
+        """Forget a request that failed: a retry is a new one."""
+        for key in [key for key, each in self._by_key.items() if each is call]:
+            del self._by_key[key]
+        for calls in self._by_body.values():
+            if call in calls:
+                calls.remove(call)
+
+    def delivered(self, call: Call[T], attempt: Attempt) -> None:
+        """Remember that an attempt got its answer."""
+        call.delivered = True
+        call.waiting.remove(attempt)

@@ -1,0 +1,192 @@
+"""Serves the models of rollouts to their agents, over HTTP on the loopback address.
+
+There is one server for a run.  Each rollout has a session with a key of its own, which is 256 random bits: a
+request without the key of a running session is refused with 401.  The server keeps no key, only its digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
+
+from aiohttp import web
+
+from grpo_core.agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
+from grpo_core.agents.repeats import Attempt
+from grpo_core.agents.session import Refused, Reply, Session, attempt_digest, refusal
+from grpo_core.errors import GrpoError
+from grpo_core.incidents import report
+from grpo_core.protocols import Engine, Renderer
+from grpo_core.records import AgentClient, AgentRollout
+
+HOST = "127.0.0.1"
+MODEL = "policy"
+"""Name of the model."""
+MAX_BODY = 32 * 2**20
+"""Largest size of a request in bytes."""
+CLOSING = 1.0
+"""Seconds that open connections have when the server ends."""
+
+
+class AgentServer:
+    """An ``AgentEndpoint``: an HTTP server on a free port of the loopback address."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+        self._warned: set[str] = set()
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions that are open."""
+        return len(self._sessions)
+
+    async def start(self) -> None:
+        """Open the port."""
+        app = web.Application(client_max_size=MAX_BODY)
+        for path, dialect in DIALECTS.items():
+            app.router.add_post(path, self._handler(dialect))
+        app.router.add_post("/v1/messages/count_tokens", self._count)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._model)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSING)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, 0, backlog=1024)
+        await site.start()
+        self._url = f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
+
+    async def aclose(self) -> None:
+        """End all sessions, and close the port."""
+        for session in list(self._sessions.values()):
+            await session.aclose()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, rollout: AgentRollout, engine: Engine, renderer: Renderer) -> Session:
+        """Begin the session of a rollout."""
+        if self._runner is None:
+            raise GrpoError("the endpoint for agents is not started")
+        key = secrets.token_urlsafe(32)
+        digest = _digest(key)
+        session = Session(
+            client=AgentClient(base_url=self._url, api_key=key, model=MODEL),
+            rollout=rollout,
+            engine=engine,
+            renderer=renderer,
+            ended=lambda: self._end(digest),
+            ignored=self._ignored,
+        )
+        self._sessions[digest] = session
+        return session
+
+    def _end(self, digest: bytes) -> None:
+        self._sessions.pop(digest, None)
+
+    def _ignored(self, names: Sequence[str]) -> None:
+        """Report fields of sampling that have no effect, each once."""
+        new = sorted(set(names) - self._warned)
+        self._warned.update(new)
+        if new:
+            report(
+                "agent_option",
+                "agents",
+                f"agents ask for {', '.join(new)}, which has no effect: the run samples as its configuration "
+                "says, because the loss assumes it (rollout.temperature)",
+            )
+
+    # ------------------------------------------------------------------------------ handlers
+
+    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            if session is None:
+                return _unknown(dialect)
+            try:
+                body = await request.read()
+            except web.HTTPRequestEntityTooLarge:
+                told = f"the body has more than {MAX_BODY} bytes"
+                return _json(dialect.error(413, told, "too_large"), 413)
+            attempt = _attempt(request, body)
+            try:
+                call, reply = await session.reply(dialect, body, attempt)
+            except Refused as refused:
+                return await _sent(request, refusal(dialect, refused))
+            response = await _sent(request, reply)
+            if not attempt.gone():
+                session.delivered(call, attempt)
+            return response
+
+        return handle
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        if session is None:
+            return _unknown(ANTHROPIC)
+        return await _sent(request, await session.count_tokens(ANTHROPIC, await request.read()))
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if self._session(request) is None:
+            return _unknown(CHAT)
+        return _json(
+            {"object": "list", "data": [_MODEL], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+        )
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        if self._session(request) is None:
+            return _unknown(CHAT)
+        return _json(_MODEL)
+
+    def _session(self, request: web.Request) -> Session | None:
+        """Return the session whose key the request has."""
+        given = request.headers.get("Authorization", "")
+        key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
+        return self._sessions.get(_digest(key.strip()))
+
+
+_MODEL = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0,
+          "created_at": "1970-01-01T00:00:00Z", "owned_by": "grpo-core"}  # fmt: skip
+
+
+def _digest(key: str) -> bytes:
+    """Return what stands for a key.
+
+    Looking it up takes a time that tells nothing about the keys that there are.
+    """
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _attempt(request: web.Request, body: bytes) -> Attempt:
+    retries = request.headers.get("x-stainless-retry-count", "")
+
+    def gone() -> bool:
+        return request.transport is None or request.transport.is_closing()
+
+    return Attempt(
+        body=attempt_digest(request.path, body),
+        key=request.headers.get("Idempotency-Key", ""),
+        retries=int(retries) if retries.isdecimal() else None,
+        gone=gone,
+    )
+
+
+async def _sent(request: web.Request, reply: Reply) -> web.StreamResponse:
+    """Send a reply to its end, or find out that the client has gone."""
+    kind = "text/event-stream" if reply.stream and reply.status == 200 else "application/json"
+    response = web.Response(body=reply.body, status=reply.status, content_type=kind, charset="utf-8")
+    with contextlib.suppress(ConnectionError):
+        await response.prepare(request)
+        await response.write_eof()
+    return response
+
+
+def _json(data: object, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(data).encode(), status=status, content_type="application/json")
+
+
+def _unknown(dialect: Dialect) -> web.Response:
+    told = "this key belongs to no rollout that is running"
+    return _json(dialect.error(401, told, "invalid_api_key"), 401)

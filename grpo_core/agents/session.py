@@ -1,0 +1,267 @@
+"""The session of a rollout: its requests on their way to the engine, and its recording.
+
+Long work on JSON, chat templates and tokens is done in the renderer's thread; the event loop waits for it and
+for the engine.  A request is answered to its end even if its client goes away meanwhile: what is sampled is
+recorded, and a retry gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from attrs import define, field, frozen
+
+from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded
+from grpo_core.agents.recorder import Node, Recorder, Turn
+from grpo_core.agents.repeats import Attempt, Call, Repeats
+from grpo_core.aio import cancel
+from grpo_core.completions import check_completions
+from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, PluginError, describe
+from grpo_core.loop.turns import derive_seed
+from grpo_core.protocols import Engine, Renderer
+from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationRequest, Message, Recording
+
+MOST_COMPLETIONS = 64
+"""Largest ``n`` of a request."""
+
+
+@frozen(kw_only=True)
+class Reply:
+    """A reply to a client: JSON, or the events of a stream."""
+
+    body: bytes
+    status: int = 200
+    stream: bool = False
+
+
+class Refused(Exception):  # noqa: N818 - it is what it is
+    """Raised for a request without a completion.
+
+    Attributes:
+        status: of the reply.
+        code: the reason, for programs.
+    """
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@frozen(eq=False)
+class _Read:
+    """A request that was read and encoded."""
+
+    request: ChatRequest
+    turn: Turn
+
+
+@define(eq=False)
+class Session:
+    """A rollout of an agent while it is played; an ``AgentSession``.
+
+    Args:
+        client: what the agent gets to know.
+        ended: called once, when the session ends.
+        ignored: called with the names of a request's fields that have no effect.
+    """
+
+    client: AgentClient
+    rollout: AgentRollout
+    engine: Engine
+    renderer: Renderer
+    ended: Callable[[], None] = lambda: None
+    ignored: Callable[[Sequence[str]], None] = lambda names: None
+    recorder: Recorder = field(init=False)
+    _repeats: Repeats[asyncio.Task[Reply]] = field(init=False, factory=Repeats)
+    _history: dict[str, tuple[Message, ...]] = field(init=False, factory=dict)
+    _running: set[asyncio.Task[Reply]] = field(init=False, factory=set)
+    _fault: asyncio.Event = field(init=False, factory=asyncio.Event)
+    _why: PluginError | None = field(init=False, default=None)
+    _error: str | None = field(init=False, default=None)
+    """The engine's last error; None once it has completed a request after it."""
+    _closed: bool = field(init=False, default=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.recorder = Recorder(self.rollout.limits)
+
+    async def broken(self) -> PluginError:
+        """Wait until the engine breaks its contract, and return how."""
+        await self._fault.wait()
+        assert self._why is not None
+        return self._why
+
+    async def aclose(self) -> Recording:
+        """End the session, and the requests that still run; return what was sampled."""
+        if not self._closed:
+            self._closed = True
+            self.ended()
+        await cancel(list(self._running))
+        return await self.renderer.run(lambda: self.recorder.recording(self._error), 0)
+
+    # ------------------------------------------------------------------------------ requests
+
+    async def reply(
+        self, dialect: Dialect, body: bytes, attempt: Attempt
+    ) -> tuple[Call[asyncio.Task[Reply]], Reply]:
+        """Answer a request, or give it the answer of the one that it repeats.
+
+        Cancelling this does not cancel the request: a client that has gone may ask again.  Raises Refused if
+        the session has ended.
+        """
+        call = self._repeats.repeated(attempt)
+        if call is None:
+            if self._closed:
+                raise Refused(401, "this rollout has ended", "ended")
+            task = asyncio.create_task(self._answer(dialect, body), name="request of an agent")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            call = self._repeats.begin(attempt, task)
+        await asyncio.wait([call.answer])
+        if call.answer.cancelled():
+            raise Refused(401, "this rollout has ended", "ended")
+        reply = call.answer.result()
+        if reply.status != 200:
+            self._repeats.forget(call)
+        return call, reply
+
+    def delivered(self, call: Call[asyncio.Task[Reply]], attempt: Attempt) -> None:
+        """Remember that a client got its reply."""
+        self._repeats.delivered(call, attempt)
+
+    async def count_tokens(self, dialect: Dialect, body: bytes) -> Reply:
+        """Return the number of tokens of a request, as Anthropic's clients ask for it."""
+        try:
+            read = await self.renderer.run(lambda: self._read(dialect, body), len(body))
+        except Refused as refused:
+            return refusal(dialect, refused)
+        return Reply(body=json.dumps({"input_tokens": len(read.turn.context)}).encode())
+
+    async def _answer(self, dialect: Dialect, body: bytes) -> Reply:
+        try:
+            read = await self.renderer.run(lambda: self._read(dialect, body), len(body))
+            completions = await self._generate(read)
+            tokens = sum(len(completion.tokens) for completion in completions)
+            return await self.renderer.run(lambda: self._recorded(dialect, read, completions), tokens)
+        except Refused as refused:
+            return refusal(dialect, refused)
+
+    def _read(self, dialect: Dialect, body: bytes) -> _Read:
+        """Read a request and encode what is new in it.  Raises Refused."""
+        try:
+            request = dialect.read(as_object(json.loads(body)), self._history)
+            turn = self.recorder.turn(request.messages, request.tools, self.renderer)
+        except (BadRequest, ModelError, ValueError, RecursionError) as error:
+            told = (
+                str(error)
+                if isinstance(error, BadRequest | ModelError)
+                else f"the body is unreadable: {error}"
+            )
+            raise Refused(400, told, "bad_request") from error
+        if not len(turn.context):
+            raise Refused(400, "the messages have no tokens; a model needs one to begin with", "bad_request")
+        if request.n > MOST_COMPLETIONS:
+            raise Refused(400, f"n is {request.n}; expected at most {MOST_COMPLETIONS}", "bad_request")
+        return _Read(request, turn)
+
+    async def _generate(self, read: _Read) -> list[Completion]:
+        """Return the completions of a request.  Raises Refused."""
+        if read.request.ignored:
+            self.ignored(read.request.ignored)
+        n = read.request.n
+        if (limit := self.recorder.admit(read.turn, n)) is not None:
+            raise Refused(400, self._told(limit, len(read.turn.context)), _CODES.get(limit, f"max_{limit}"))
+        requests = [self._request(read) for _ in range(n)]
+        completed = False
+        try:
+            completions = await self.engine.generate(requests)
+            check_completions(completions, requests, vocabulary=self.renderer.vocabulary)
+            completed = True
+        except PluginError as error:
+            self._why = error
+            self._fault.set()
+            raise Refused(500, str(error), "engine") from error
+        except (EngineError, ChildDied, DeadlineExceeded) as error:
+            self._error = describe(error)
+            raise Refused(503, f"the engine did not complete this request: {error}", "engine") from error
+        finally:
+            if not completed:
+                self.recorder.dismiss(n)
+        self._error = None
+        return completions
+
+    def _told(self, limit: str, tokens: int) -> str:
+        limits = self.rollout.limits
+        return {
+            "turns": f"this rollout has had its {limits.max_turns} completions (max_turns)",
+            "tool_calls": f"this rollout has made its {limits.max_tool_calls} tool calls (max_tool_calls)",
+        }.get(
+            limit,
+            f"the conversation has {tokens} tokens; the maximum context length is {limits.room(0)} tokens",
+        )
+
+    def _request(self, read: _Read) -> GenerationRequest:
+        rollout, turn = self.rollout, read.turn
+        most = min(rollout.limits.max_tokens, rollout.limits.room(len(turn.context)))
+        return GenerationRequest(
+            prompt_ids=turn.context,
+            max_tokens=min(most, read.request.max_tokens or most),
+            temperature=rollout.temperature,
+            stop_token_ids=self.renderer.stop_token_ids,
+            stop=(*rollout.stop, *read.request.stop),
+            seed=derive_seed(rollout.seed, *self.recorder.attempt(turn)),
+            group=rollout.group,
+        )
+
+    def _recorded(self, dialect: Dialect, read: _Read, completions: Sequence[Completion]) -> Reply:
+        """Record completions, and write the reply."""
+        texts = self.renderer.texts([completion.token_ids.tolist() for completion in completions])
+        answers = []
+        for completion, text in zip(completions, texts, strict=True):
+            message = self._message(read, completion, text)
+            node = self.recorder.record(read.turn, completion, message)
+            answers.append(self._answered(node, dialect, read.request))
+        return Reply(body=encoded(dialect, read.request, answers), stream=read.request.stream)
+
+    def _message(self, read: _Read, completion: Completion, text: str) -> Message:
+        """Return the message of a completion; garbled calls are text, since no client could run them."""
+        turn = read.turn
+        message = self.renderer.message(
+            text, token_ids=completion.token_ids, before=turn.context, tools=turn.tools
+        )
+        calls = message.get("tool_calls") or ()
+        if any(not call["function"]["name"] for call in calls):
+            message = {"role": "assistant", "content": text}
+        content = str(message.get("content") or "")
+        if completion.finish_reason == "stop":
+            for stop in read.request.stop:
+                content = content.removesuffix(stop)
+        return {**message, "content": content}
+
+    def _answered(self, node: Node, dialect: Dialect, request: ChatRequest) -> Answer:
+        id = f"{len(self._history):08d}"
+        answer = Answer(
+            id=id,
+            message=node.said,
+            finish_reason=node.finish_reason,
+            prompt_tokens=len(node.context),
+            completion_tokens=len(node.completion.tokens),
+        )
+        self._history[f"resp_{id}"] = (*node.messages, node.said)
+        return answer
+
+
+_CODES = {"tokens": "context_length_exceeded"}
+
+
+def refusal(dialect: Dialect, refused: Refused) -> Reply:
+    """Return the reply that says why there is no completion."""
+    body = dialect.error(refused.status, str(refused), refused.code)
+    return Reply(body=json.dumps(body, ensure_ascii=False).encode(), status=refused.status)
+
+
+def attempt_digest(path: str, body: bytes) -> bytes:
+    """Return what is equal for requests with the same path and body."""
+    return blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()

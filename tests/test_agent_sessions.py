@@ -1,0 +1,265 @@
+"""Sessions of agents: what is sampled is trained once, whatever the agent does with its conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_segments import FORGETS, JSON_ARGUMENTS, NO_END, OPENS, OTHER_END, PLAIN, TOOL, TOOLS_LAST
+from test_segments import make_renderer as renderer_of
+
+from grpo_core.agents.dialects import CHAT
+from grpo_core.agents.repeats import Attempt
+from grpo_core.agents.session import Session, attempt_digest
+from grpo_core.errors import EngineError
+from grpo_core.limits import Limits
+from grpo_core.records import AgentClient, AgentRollout, Completion
+from grpo_core.testing import FakeRenderer, run
+
+CLIENT = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="key", model="policy")
+MANY = Limits(max_tokens=100, max_turns=1000, context=100_000)
+
+
+class Says:
+    """An engine that says each text once, in tokens that are known by their logprobs."""
+
+    def __init__(self, renderer, *texts, seconds=lambda: 1.0, fault=lambda: False):
+        self.renderer, self.texts, self.seconds, self.fault = renderer, itertools.cycle(texts), seconds, fault
+        self.said = []
+        self.count = itertools.count(1)
+        self.version = 0
+
+    async def generate(self, requests):
+        await asyncio.sleep(self.seconds())
+        if self.fault():
+            raise EngineError("engine fake: asked again, please")
+        return [self.say(request) for request in requests]
+
+    def say(self, request):
+        ids = self.encoded(next(self.texts), request)
+        cut = len(ids) > request.max_tokens
+        ids = ids[: request.max_tokens]
+        completion = Completion(
+            token_ids=ids,
+            logprobs=[-next(self.count) / 1e6 for _ in ids],
+            versions=[self.version + i // 2 for i, _ in enumerate(ids)],
+            finish_reason="length" if cut else "stop",
+        )
+        self.said.append((request, completion))
+        return completion
+
+    def encoded(self, text, request):
+        if isinstance(self.renderer, FakeRenderer):
+            return tuple(map(ord, text))
+        return (*self.renderer._encode(text), self.renderer.stop_token_ids[0])
+
+
+async def at_once(work, size):
+    """Stand in for the renderer's thread, which virtual time does not wait for."""
+    return work()
+
+
+def make_session(engine, renderer, limits=MANY, **options):
+    rollout = AgentRollout(seed=1, group="g", temperature=1.0, limits=limits)
+    return Session(client=CLIENT, rollout=rollout, engine=engine, renderer=renderer, **options)
+
+
+async def ask(session, body, *, dialect=CHAT, key="", retries=None, gone=lambda: False):
+    raw = json.dumps(body).encode()
+    attempt = Attempt(body=attempt_digest("/", raw), key=key, retries=retries, gone=gone)
+    call, reply = await session.reply(dialect, raw, attempt)
+    if not gone():
+        session.delivered(call, attempt)
+    return reply.status, json.loads(reply.body)
+
+
+def check(recording, engine):
+    """Each sampled token is in one segment, after the tokens that the model read when it was sampled."""
+    made = {
+        bytes(done.logprobs.tobytes()): (request, done) for request, done in engine.said if len(done.tokens)
+    }
+    found = []
+    for segment in recording.segments:
+        tokens, place = segment.tokens, 0
+        whole = [*segment.prompt_ids.tolist(), *tokens.ids.tolist()]
+        while place < len(tokens):
+            if not tokens.sampled[place]:
+                place += 1
+                continue
+            before = whole[: len(segment.prompt_ids) + place]
+            end = place
+            while end < len(tokens) and tokens.sampled[end]:
+                end += 1
+            key = tokens.logprobs[place:end].tobytes()
+            assert key in made, "a run of sampled tokens is one completion"
+            request, done = made[key]
+            assert request.prompt_ids.tolist() == before
+            assert tokens.ids[place:end].tolist() == done.token_ids.tolist()
+            assert tokens.versions[place:end].tolist() == done.versions.tolist()
+            found.append(key)
+            place = end
+    assert sorted(found) == sorted(made), "every completion is trained once"
+    assert recording.turns == len(engine.said)
+
+
+# ---------------------------------------------------------------------------------- any agent
+
+TEMPLATES = {"plain": PLAIN, "forgets": FORGETS, "opens": OPENS, "tools last": TOOLS_LAST, "no end": NO_END,
+             "other end": OTHER_END, "json arguments": JSON_ARGUMENTS}  # fmt: skip
+RENDERERS = {}
+CALL = '<tool_call>{"name": "price", "arguments": {"item": "tea", "n": 2}}</tool_call>'
+TEXTS = [
+    "yes",
+    "no answer",
+    "<think>\nwhat\n</think>\n\nyes",
+    f"what {CALL}",
+    CALL,
+    "<tool_call>no</tool_call>",
+    "",
+]
+
+
+def renderer_for(name):
+    if name not in RENDERERS:
+        ends = {"other end": ["<|return|>"], "no end": ["<|user|>", "<|tool|>"]}.get(name, ["<|end|>"])
+        RENDERERS[name] = renderer_of(TEMPLATES[name], *ends)
+        RENDERERS[name].run = at_once
+    return RENDERERS[name]
+
+
+ACTS = ("begin", "go on", "go on", "go on", "go on", "fork", "both", "edit", "compact", "retry", "vanish",
+        "hang", "several", "cut")  # fmt: skip
+
+
+class Agent:
+    """Does with its conversations what agents do."""
+
+    def __init__(self, session, engine, rng, tools):
+        self.session, self.engine, self.rng = session, engine, rng
+        self.tools = [TOOL] if tools else []
+        self.bodies = []
+        """Requests that were answered, with the messages that go on."""
+        self.left = []
+
+    def send(self, messages, **options):
+        body = {"messages": messages, "tools": self.tools, "model": "any", **options}
+        return ask(self.session, body, retries=self.rng.choice([0, None]))
+
+    async def take(self, messages, **options):
+        status, reply = await self.send(messages, **options)
+        if status != 200:
+            return
+        for choice in reply["choices"]:
+            self.bodies.append([*messages, choice["message"]])
+
+    def rewritten(self, message):
+        """Return a reply as a client may send it back."""
+        message = json.loads(json.dumps(message))
+        message["id"] = "other"
+        if self.rng.random() < 0.3 and message["content"]:
+            message["content"] = message["content"].rpartition("</think>")[2].strip()
+        if self.rng.random() < 0.3 and message["content"]:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        for call in message.get("tool_calls", ()):
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=1)
+        return message
+
+    def continued(self, conversation):
+        *before, reply = conversation
+        calls = reply.get("tool_calls") or ()
+        answers = [
+            {"role": "tool", "tool_call_id": call["id"], "content": self.rng.choice(["costs 1", "2"])}
+            for call in calls
+        ] or [{"role": "user", "content": self.rng.choice(["again", "what", "why"])}]
+        return [*before, self.rewritten(reply), *answers]
+
+    async def act(self):
+        match self.rng.choice(ACTS if self.bodies else ACTS[:1]):
+            case "begin":
+                system = [{"role": "system", "content": "be good"}] if self.rng.random() < 0.3 else []
+                await self.take([*system, {"role": "user", "content": "what is it"}])
+            case "go on":
+                await self.take(self.continued(self.bodies[-1]))
+            case "fork":
+                await self.take(self.continued(self.rng.choice(self.bodies)))
+            case "both":
+                first, second = self.rng.choice(self.bodies), self.rng.choice(self.bodies)
+                await asyncio.gather(self.take(self.continued(first)), self.take(self.continued(second)))
+            case "edit":
+                messages = [dict(message) for message in self.continued(self.bodies[-1])]
+                self.rng.choice(messages)["content"] = "edited"
+                await self.take(messages)
+            case "compact":
+                await self.take([*self.bodies[-1][:1], *self.continued(self.bodies[-1])[-1:]])
+            case "retry":
+                await self.retry(key=self.rng.choice(["", str(self.rng.random())]))
+            case "vanish":
+                await self.vanish()
+            case "hang":
+                messages = self.continued(self.bodies[-1])
+                self.left.append(asyncio.create_task(self.take(messages)))
+            case "several":
+                await self.take(self.continued(self.bodies[-1]), n=3)
+            case "cut":
+                await self.take(self.continued(self.bodies[-1]), max_tokens=2)
+
+    async def retry(self, key):
+        body = {"messages": self.continued(self.bodies[-1]), "tools": self.tools, "nonce": self.rng.random()}
+        first = await ask(self.session, body, key=key, retries=0)
+        turns = self.session.recorder.turns
+        again = await ask(self.session, body, key=key, retries=1)
+        if first[0] == 200:
+            assert again == first
+            assert self.session.recorder.turns == turns
+
+    async def vanish(self):
+        """The connection breaks while the model writes, and the client asks once more."""
+        body = {"messages": self.continued(self.bodies[-1]), "tools": self.tools, "nonce": self.rng.random()}
+        gone = []
+        first = asyncio.create_task(ask(self.session, body, gone=lambda: bool(gone)))
+        await asyncio.sleep(self.rng.random() * 1.5)
+        if first.done():
+            return
+        gone.append(True)
+        first.cancel()
+        asked = self.session.recorder.turns
+        await ask(self.session, body)
+        assert self.session.recorder.turns <= asked + 1  # one more only if the engine failed
+
+
+EXAMPLES = int(os.environ.get("GRPO_CORE_SESSIONS", "25"))
+"""Number of sessions for each template."""
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seed=st.integers(0, 2**32), acts=st.integers(1, 14), faults=st.booleans(), tools=st.booleans())
+def test_what_an_agent_has_sampled_is_trained_once_whatever_it_does(name, seed, acts, faults, tools):
+    renderer, rng = renderer_for(name), random.Random(seed)
+    engine = Says(
+        renderer,
+        *rng.choices(TEXTS, k=7),
+        seconds=lambda: rng.random(),
+        fault=lambda: faults and rng.random() < 0.1,
+    )
+
+    async def story():
+        session = make_session(engine, renderer)
+        agent = Agent(session, engine, rng, tools)
+        for _ in range(acts):
+            engine.version += 1
+            await agent.act()
+        recording = await session.aclose()
+        said = len(engine.said)
+        await asyncio.gather(*agent.left, return_exceptions=True)
+        assert len(engine.said) == said, "nothing is sampled after the end"
+        check(recording, engine)
+
+    run(story(), seed=seed)
