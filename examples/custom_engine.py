@@ -95,7 +95,10 @@ class Row:
 
     def sample(self, logits, version: int, tokenizer) -> bool:
         """Add the next token; returns whether it is the last one."""
-        logprobs = (logits / (self.request.temperature or 1.0)).log_softmax(-1)
+        scores = logits / (self.request.temperature or 1.0)
+        if self.request.temperature:
+            scores = cut(scores, self.request)
+        logprobs = scores.log_softmax(-1)
         token = int(logprobs.argmax())
         if self.request.temperature:
             token = min(int((logprobs.exp().cumsum(-1) < self.random.random()).sum()), len(logprobs) - 1)
@@ -114,6 +117,20 @@ class Row:
             versions=tuple(self.versions),
             finish_reason="stop" if self.stopped else "length",
         )
+
+
+def cut(scores, request: grpo.GenerationRequest):
+    """Cut the distribution [V] as the request says; the order is part of the contract."""
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers = [
+        *([TopKLogitsWarper(request.top_k)] if request.top_k else []),
+        *([TopPLogitsWarper(request.top_p)] if request.top_p < 1 else []),
+        *([MinPLogitsWarper(request.min_p)] if request.min_p else []),
+    ]
+    for warper in warpers:
+        scores = warper(None, scores[None])[0]
+    return scores
 
 
 class Batch:

@@ -223,6 +223,10 @@ class EnvironmentConfig:
     0."""
 
 
+CUTS = ("top_p", "top_k", "min_p")
+"""Keys that cut the distribution that a validation samples from."""
+
+
 @frozen(kw_only=True)
 class RolloutConfig:
     """Limits and sampling parameters of rollouts."""
@@ -327,6 +331,13 @@ class ValidationConfig(PluginChoice):
     """Validate every this many steps; 0 means never."""
     prompts: int = field(default=200, validator=ge(1))
     """Largest number of held-out prompts per task."""
+    top_p: float = field(default=1.0, validator=[gt(0), le(1)])
+    """Sample from the likeliest tokens whose probabilities add up to this; 1 is all tokens.  Like the next
+    two keys it is for strategies that sample; training always samples from the whole distribution."""
+    top_k: int = field(default=0, validator=ge(0))
+    """Sample from this many likeliest tokens; 0 is all tokens."""
+    min_p: float = field(default=0.0, validator=[ge(0), le(1)])
+    """Sample from tokens with at least this share of the likeliest token's probability; 0 is all tokens."""
     pause: bool = False
     """Pause training during validation.  If false, training goes on; the validated weights stay the same in
     either case."""
@@ -597,6 +608,11 @@ def _table_problems(kind: type, value: Any, where: str) -> Iterable[str]:
 
 def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
     """Return a hint at the key that was meant: one beside it, or one of that name in a section."""
+    if prefix == "rollout." and key in CUTS:
+        return (
+            " Training samples from the whole distribution, since its logprobs are those of all tokens; "
+            f"validation.{key} is for validation"
+        )
     if near := did_you_mean(key, set(known)):
         return near
     inside = [

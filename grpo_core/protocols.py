@@ -156,8 +156,15 @@ class ValidationContext(Protocol):
         temperature: float = 0.0,
         max_tokens: int | None = None,
         mode: Literal["batched", "pipelined"] = "pipelined",
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
     ) -> list[Rollout]:
-        """Play ``n`` rollouts of each prompt; return ``len(prompts) * n``, grouped by prompt."""
+        """Play ``n`` rollouts of each prompt; return ``len(prompts) * n``, grouped by prompt.
+
+        ``top_p``, ``top_k`` and ``min_p`` are those of ``GenerationRequest``; None takes the value of
+        ``[validation]``.
+        """
         ...
 
 

@@ -213,6 +213,12 @@ class GenerationRequest:
     """Largest number of tokens to sample."""
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens whose probabilities add up to this; 1 is all tokens."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens; 0 is all tokens."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the likeliest token's probability; 0 is all tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens after which generation ends; the token stays in the completion."""
     stop: tuple[str, ...] = ()
@@ -234,8 +240,8 @@ class Completion:
 
     Args:
         token_ids: sampled tokens [n], the stop token included.
-        logprobs: of each token [n] under the distribution it was sampled from (at the sampling temperature;
-            greedy tokens have their logprob at temperature 1).
+        logprobs: of each token [n] under the distribution it was sampled from (at the sampling temperature
+            and cut by top_k, top_p and min_p; greedy tokens have their logprob at temperature 1).
         versions: weights that sampled each token [n].
 
     Raises PluginError if they cannot be tokens: lengths that differ, a token id that is not a whole number.
@@ -431,6 +437,10 @@ class AgentRollout:
     """Identifier that is equal for the rollouts of a group."""
     temperature: float
     """Sampling temperature; what the agent asks for has no effect."""
+    top_p: float = 1.0
+    """As in ``GenerationRequest``, like the next two; training has the whole distribution."""
+    top_k: int = 0
+    min_p: float = 0.0
     limits: Limits
     """Limits at which the agent gets no further completion."""
     stop: tuple[str, ...] = ()

@@ -615,7 +615,9 @@ def test_a_broken_engine_is_reported_with_the_place():
 
 
 class Careless:
-    """An engine that decodes exactly, and does not check its requests, know stop strings or name a tensor."""
+    """An engine that decodes whole distributions; it does not check its requests, know stop strings or name a
+    tensor.
+    """
 
     def __init__(self, setup):
         self.setup, self.model, self.version = setup, None, -1
@@ -690,7 +692,10 @@ def test_a_law_of_engines_says_what_was_asked_and_what_was_expected(tmp_path):
         "a stop string ends a completion and stays in it",
         "weights of another model are refused and change nothing",
     )
-    told = told_by_the_laws(tmp_path, refused, stop, another)
+    cut = "top k top p and min p cut the distribution"
+    told = told_by_the_laws(tmp_path, refused, stop, another, cut)
+    assert "with top_k=3 the logprob of a token differs from that of transformers' warpers" in told[cut]
+    assert "the engine ignores top_k=3, or cuts the distribution in another way" in told[cut]
     assert "a request with {'prompt_ids': ()} raised " in told[refused]
     assert "; expected EngineError, see check_request of grpo_core.engine_kit" in told[refused]
     assert "stop=" in told[stop]

@@ -14,6 +14,11 @@ from grpo_core.errors import ConfigError
 
 BAD = [
     ({"trainr": {}}, "unknown configuration key 'trainr'. Did you mean 'trainer'?"),
+    (
+        {"rollout": {"top_p": 0.9}},
+        "unknown configuration key 'rollout.top_p'. Training samples from the whole distribution, since its "
+        "logprobs are those of all tokens; validation.top_p is for validation",
+    ),
     ({"trainer": {"lrr": 1}}, "unknown configuration key 'trainer.lrr'. Did you mean 'lr'?"),
     (
         {"tasks": {"a": {"en": "x"}}},

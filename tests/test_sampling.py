@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from grpo_core.engines.local import sampling
 
@@ -86,6 +87,48 @@ def test_rows_that_hold_no_distribution_say_so(vocabulary: int) -> None:
     assert math.isfinite(logprobs[0])
     assert math.isnan(logprobs[1])
     assert 0 <= int(tokens[1]) < vocabulary
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    top_k=st.sampled_from([0, 1, 3, 50, 10_000]),
+    top_p=st.sampled_from([1.0, 0.001, 0.3, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_distributions_are_cut_as_by_the_warpers_of_transformers(
+    seed, top_k, top_p, min_p, temperature
+) -> None:
+    warpers = [TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k or SMALL)]
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)]
+    logits = torch.randn(3, SMALL, generator=torch.Generator().manual_seed(seed)) * 3
+    expected = logits.clone()
+    for warper in warpers:
+        expected = warper(None, expected)
+    cuts = torch.tensor([sampling.cut(top_k=top_k, top_p=top_p, min_p=min_p)] * 3, dtype=torch.float64)
+    found = sampling.cut_(logits / temperature, cuts)
+    assert torch.equal(found.isinf(), expected.isinf())
+    tokens, logprobs = sampling.sample(
+        logits.clone(),
+        sampling.next_uniforms(sampling.counters(range(3))),
+        torch.full((3,), 1 / temperature),
+        cuts,
+    )
+    known = torch.log_softmax(expected, -1).gather(1, tokens[:, None])[:, 0]
+    assert (logprobs - known).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
+def test_a_row_that_is_not_cut_is_the_same_bit_for_bit_beside_one_that_is(vocabulary: int) -> None:
+    logits = torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(2))
+    uniforms = sampling.next_uniforms(sampling.counters(range(64)))
+    cuts = torch.zeros(64, 3, dtype=torch.float64)
+    cuts[::2] = torch.tensor(sampling.cut(top_k=2, top_p=1.0, min_p=0.0), dtype=torch.float64)
+    mixed, whole = (sampling.sample(logits.clone(), uniforms, None, each) for each in (cuts, None))
+    assert all(torch.equal(one[1::2], other[1::2]) for one, other in zip(mixed, whole, strict=True))
+    assert (logits.argsort(descending=True)[::2, :2] == mixed[0][::2, None]).any(1).all()
 
 
 def test_greedy_takes_the_likeliest_and_its_logprob_at_temperature_1() -> None:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 
 import pytest
+from attrs import evolve
 from test_pipeline import CountingEngine
 
 from grpo_core.aio import Slots
@@ -58,8 +59,7 @@ def validated(strategy, environment, *, n=10, engine=None, version=0, max_batch=
             engine=the_engine,
             environments={"task": environment},
             renderer=FakeRenderer(),
-            sampling=SAMPLING,
-            **changes,
+            **{"sampling": SAMPLING, **changes},
         )
         try:
             return await run_strategy("tested", strategy, context)
@@ -227,6 +227,26 @@ def test_where_rollouts_are_compared_a_prompt_gets_companions_sampled_as_in_trai
     assert engine.asked == {0.0: 10, SAMPLING.temperature: 70}
     assert (metrics["accuracy"], metrics["prompts"], metrics["errors"]) == (1.0, 10, 0)
     assert metrics["completion_tokens"] == 4, "companions are not measured"
+
+
+def test_the_distribution_of_a_validation_is_cut_as_configured_or_asked_and_that_of_companions_is_whole():
+    seen = []
+
+    class Asking:
+        async def validate(self, context):
+            await context.rollout(context.prompts["task"], temperature=0.5)
+            await context.rollout(context.prompts["task"], temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)
+            return {"task": {"accuracy": 1.0}}
+
+    def noting(request, rng):
+        seen.append((request.temperature, request.top_p, request.top_k, request.min_p))
+        return echo(request, rng)
+
+    environment = FakeEnvironment(right, needs_group=True)
+    sampling = evolve(SAMPLING, top_k=3)
+    validated(Asking(), environment, n=1, engine=FakeEngine(reply=noting), group_size=2, sampling=sampling)
+    companion = (SAMPLING.temperature, 1.0, 0, 0.0)
+    assert seen == [(0.5, 1.0, 3, 0.0), companion, (0.5, 0.9, 7, 0.1), companion]
 
 
 def test_a_group_that_is_large_enough_or_not_compared_gets_no_companions():

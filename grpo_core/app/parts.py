@@ -268,7 +268,7 @@ def validation_context(
         engine=engine,
         environments=environments,
         renderer=renderer,
-        sampling=sampling_params(rollout),
+        sampling=evolve(sampling_params(rollout), top_p=config.top_p, top_k=config.top_k, min_p=config.min_p),
         deadline=config.deadline,
         retries=rollout.max_retries,
         seed=seed,

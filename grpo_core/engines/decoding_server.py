@@ -247,3 +247,8 @@ def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, p
         raise EngineError(
             f"engine {engine}: max_tokens={request.max_tokens}, temperature={request.temperature}: below 0"
         )
+    if not (0 < request.top_p <= 1 and request.top_k >= 0 and 0 <= request.min_p <= 1):
+        raise EngineError(
+            f"engine {engine}: top_p={request.top_p}, top_k={request.top_k}, min_p={request.min_p}; expected "
+            "0 < top_p <= 1, top_k >= 0 and 0 <= min_p <= 1"
+        )

@@ -14,7 +14,15 @@ Packed = list[tuple[Any, ...]]
 def pack_requests(requests: Iterable[GenerationRequest]) -> Packed:
     """Convert requests to tuples."""
     return [
-        (r.prompt_ids, r.max_tokens, r.temperature, r.stop_token_ids, r.stop, r.seed, r.group)
+        (
+            r.prompt_ids,
+            r.max_tokens,
+            (r.temperature, r.top_p, r.top_k, r.min_p),
+            r.stop_token_ids,
+            r.stop,
+            r.seed,
+            r.group,
+        )
         for r in requests
     ]
 
@@ -25,13 +33,16 @@ def unpack_requests(packed: Packed) -> list[GenerationRequest]:
         GenerationRequest(
             prompt_ids=prompt_ids,
             max_tokens=max_tokens,
-            temperature=temperature,
+            temperature=distribution[0],
+            top_p=distribution[1],
+            top_k=distribution[2],
+            min_p=distribution[3],
             stop_token_ids=stop_token_ids,
             stop=stop,
             seed=seed,
             group=group,
         )
-        for prompt_ids, max_tokens, temperature, stop_token_ids, stop, seed, group in packed
+        for prompt_ids, max_tokens, distribution, stop_token_ids, stop, seed, group in packed
     ]
 
 

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from attrs import define, evolve, field, frozen
+from attrs.validators import ge, gt, le
 
 from grpo_core.limits import Limits
 from grpo_core.protocols import EnvironmentClient, Renderer
@@ -52,6 +53,11 @@ class SamplingParams:
     """Options of sampling, and limits at which a rollout ends although its environment continues."""
 
     temperature: float
+    top_p: float = field(default=1.0, validator=[gt(0), le(1)])
+    """As in ``GenerationRequest``, like the next two.  Only a validation cuts the distribution: what is
+    trained has the logprobs of the whole one."""
+    top_k: int = field(default=0, validator=ge(0))
+    min_p: float = field(default=0.0, validator=[ge(0), le(1)])
     max_tokens: int
     """Largest number of tokens of one completion."""
     stop: tuple[str, ...] = ()
@@ -74,7 +80,8 @@ class RolloutRequest:
     seed: int
     group: str = ""
     temperature: float | None = None
-    """Sampling temperature of this rollout; None: that of the sampling parameters."""
+    """Sampling temperature of this rollout, from the whole distribution; None: as the sampling parameters
+    say."""
 
 
 @frozen
@@ -148,7 +155,7 @@ class RolloutState:
         return AgentRollout(
             seed=self.request.seed,
             group=self.request.group,
-            temperature=self._temperature,
+            **self._distribution(),
             limits=self.limits,
             stop=self.sampling.stop,
         )
@@ -167,6 +174,8 @@ class RolloutState:
         failed = None if feedback is None else feedback.error
         if recording.error is not None:
             self.give_up(recording.error, lost=True)
+        elif self._left_out and recording.turns:
+            self.done = True
         elif failed is not None and not (recording.limited and recording.turns):
             self.give_up(failed, lost=feedback is not None and feedback.lost)
         elif not recording.turns:
@@ -232,17 +241,18 @@ class RolloutState:
         return GenerationRequest(
             prompt_ids=concatenated([self.prompt_ids, *(part.ids for part in self.parts)]),
             max_tokens=self._wanted(),
-            temperature=self._temperature,
+            **self._distribution(),
             stop_token_ids=stop_token_ids,
             stop=self.sampling.stop,
             seed=self.request.seed if self.turns == 0 else derive_seed(self.request.seed, self.turns),
             group=self.request.group,
         )
 
-    @property
-    def _temperature(self) -> float:
-        asked = self.request.temperature
-        return self.sampling.temperature if asked is None else asked
+    def _distribution(self) -> dict[str, Any]:
+        """Return the options of the distribution that its tokens are sampled from."""
+        if self.request.temperature is not None:
+            return {"temperature": self.request.temperature}
+        return {name: getattr(self.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
     def take_completion(self, completion: Completion, message: Message) -> None:
         self._append(completion.tokens)

@@ -125,8 +125,36 @@ class EngineUnderTest:
         """|engine - transformers| of each token's logprob under the weights of ``version``: [T]."""
         n, tokens = len(request.prompt_ids), completion.token_ids.tolist()
         logprobs = self.logprobs([*request.prompt_ids.tolist(), *tokens], version, request.temperature)
-        expected = logprobs[n - 1 : -1][torch.arange(len(tokens)), tokens]
-        return (expected - torch.tensor(completion.logprobs)).abs()
+        scores, found = logprobs[n - 1 : -1], torch.tensor(completion.logprobs)
+        at = torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)
+        cuts = [_cut(scores, request, shift) for shift in (_SHIFTS if _is_cut(request) else (0.0,))]
+        return torch.stack([(cut[at] - found).abs() for cut in cuts]).amin(0)
+
+
+_SHIFTS = (0.0, -1e-4, 1e-4)
+"""Shares by which top_p and min_p are shifted, since rounding decides about a token at their border."""
+
+
+def _is_cut(request: GenerationRequest) -> bool:
+    return request.temperature > 0 and (request.top_p, request.top_k, request.min_p) != (1.0, 0, 0.0)
+
+
+def _cut(logprobs: torch.Tensor, request: GenerationRequest, shift: float) -> torch.Tensor:
+    """Cut distributions [T, V] by transformers' warpers, with their border shifted by a share."""
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    if not _is_cut(request):
+        return logprobs
+    warpers: list[Any] = []
+    if request.top_k:
+        warpers.append(TopKLogitsWarper(request.top_k))
+    if request.top_p < 1:
+        warpers.append(TopPLogitsWarper(min(1.0, request.top_p * (1 + shift))))
+    if request.min_p:
+        warpers.append(MinPLogitsWarper(min(1.0, request.min_p * (1 + shift))))
+    for warper in warpers:
+        logprobs = warper(None, logprobs)
+    return torch.log_softmax(logprobs, -1)
 
 
 def _scaled(tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
@@ -215,12 +243,40 @@ async def tokens_do_not_depend_on_what_else_is_decoded(tried: EngineUnderTest) -
     assert len(set(map(tuple, ids_of(greedy)))) == 1, "at temperature 0 the seed changes the completion"
 
 
+CUTS: Sequence[Mapping[str, Any]] = (
+    {"top_k": 3},
+    {"top_p": 0.6},
+    {"min_p": 0.3},
+    {"top_k": 20, "top_p": 0.8},
+)
+"""Cuts of the distribution.  Not top_p with min_p: engines differ in which of them comes first."""
+
+
+async def top_k_top_p_and_min_p_cut_the_distribution(tried: EngineUnderTest) -> None:
+    for changes in CUTS:
+        told = ", ".join(f"{name}={value}" for name, value in changes.items())
+        requests = [evolve(SMALL, seed=seed, max_tokens=12, temperature=0.7, **changes) for seed in range(8)]
+        for request, completion in zip(requests, await tried.ask(*requests), strict=True):
+            off = tried.difference(request, completion, tried.version)
+            assert off.max() <= tried.tolerance, (
+                f"with {told} the logprob of a token differs from that of transformers' warpers by "
+                f"{off.max():.3g}, expected at most {tried.tolerance:g}: the engine ignores {told}, or cuts "
+                "the distribution in another way. A token's logprob is that of what is left"
+            )
+    cut, whole = await tried.ask(*(evolve(SMALL, temperature=0.0, top_k=k) for k in (5, 0)))
+    assert ids_of([cut]) == ids_of([whole]), "at temperature 0 top_k changes the completion"
+    exact(tried, evolve(SMALL, temperature=0.0), cut)
+
+
 async def what_cannot_be_generated_is_refused_and_harms_nobody(tried: EngineUnderTest) -> None:
     for change in (
         {"prompt_ids": ()},
         {"prompt_ids": (10**6,)},
         {"max_tokens": CONTEXT},
         {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": 1.5},
     ):
         try:
             await tried.ask(evolve(SMALL, **change))
@@ -335,6 +391,7 @@ ENGINE_LAWS: Mapping[str, Law] = {
     for law in (
         logprobs_are_those_of_the_model,
         tokens_do_not_depend_on_what_else_is_decoded,
+        top_k_top_p_and_min_p_cut_the_distribution,
         what_cannot_be_generated_is_refused_and_harms_nobody,
         a_stop_string_ends_a_completion_and_stays_in_it,
         each_token_is_of_the_version_that_it_names,

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import define, evolve, field
 
@@ -77,12 +77,17 @@ class Context:
         temperature: float = 0.0,
         max_tokens: int | None = None,
         mode: Literal["batched", "pipelined"] = "pipelined",
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
     ) -> list[Rollout]:
         """Play ``n`` rollouts of each prompt; return them grouped by prompt.
 
         ``pipelined``: each at its own pace (or each group, where the environment compares them); the
         environment's batching still merges what arrives together.  ``batched``: all in lockstep, with one
         environment call a turn for all that are live.
+
+        ``top_p``, ``top_k`` and ``min_p`` cut the distribution; None takes those of ``sampling``.
 
         Where the environment compares the rollouts of a group, a prompt with fewer than ``group_size`` of
         them gets companions, which are sampled as in training.  They are compared with, and not returned.
@@ -93,11 +98,17 @@ class Context:
         """
         measured = [self._requests(prompt, n) for prompt in prompts]
         requests = [each for own in measured for each in (*own, *self._companions(own))]
+        given: dict[str, Any] = {
+            "max_tokens": max_tokens or None,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+        }
         sampling = evolve(
             self.sampling,
             temperature=temperature,
-            max_tokens=max_tokens or self.sampling.max_tokens,
             truncated="train",  # a validation measures them as well
+            **{name: value for name, value in given.items() if value is not None},
         )
         batched = mode == "batched"
         self._extend()

@@ -96,6 +96,8 @@ class Batch:
         """The time of each row's last token, unless it stops before."""
         self._alive = empty.bool()
         self._inverse_temperatures = empty.float()
+        self._cuts = torch.empty(0, 3, dtype=torch.float64, device=self._device)
+        """Limits of the tokens that each row samples from, [R, 3]; see ``sampling.cut``."""
         self._greedy = empty.bool()
         self._stops = torch.empty(0, 0, dtype=torch.int64, device=self._device)
         """Token ids that end a row, [K, R]; -1 where a row has fewer than K."""
@@ -145,6 +147,8 @@ class Batch:
         self._inverse_temperatures = self._joined(
             self._inverse_temperatures, [1 / r.temperature if r.temperature else 1.0 for r in requests]
         )
+        cuts = [sampling.cut(top_k=r.top_k, top_p=r.top_p, min_p=r.min_p) for r in requests]
+        self._cuts = torch.cat([self._cuts, torch.tensor(cuts, dtype=torch.float64).to(self._device)])
         self._join_stops([request.stop_token_ids for request in requests])
         self._summarise()
         return self._cache.prefill(
@@ -163,6 +167,7 @@ class Batch:
     def _summarise(self) -> None:
         """Precompute what all rows have in common, so that a step does not look at rows."""
         self._warm = bool((self._inverse_temperatures != 1).any())
+        self._any_cut = bool(self._cuts.any())
         self._any_greedy = bool(self._greedy.any())
         self._all_greedy = bool(self._greedy.all())
         self._any_stop_strings = any(entry is not None and entry[1].stop for entry in self._entries)
@@ -175,7 +180,12 @@ class Batch:
             likeliest = sampling.greedy(logits)
             if self._all_greedy:
                 return likeliest
-        drawn = sampling.sample(logits, uniforms, self._inverse_temperatures[rows] if self._warm else None)
+        drawn = sampling.sample(
+            logits,
+            uniforms,
+            self._inverse_temperatures[rows] if self._warm else None,
+            self._cuts[rows] if self._any_cut else None,
+        )
         if self._any_greedy:
             greedy = self._greedy[rows]
             return torch.where(greedy, likeliest[0], drawn[0]), torch.where(greedy, likeliest[1], drawn[1])
@@ -273,6 +283,7 @@ class Batch:
             "_alive",
             "_greedy",
             "_inverse_temperatures",
+            "_cuts",
         ):
             setattr(self, name, getattr(self, name)[order])
         self._stops = self._stops[:, order]

@@ -48,7 +48,10 @@ def next_uniforms(counters: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor, uniforms: Tensor, inverse_temperatures: Tensor | None = None
+    logits: Tensor,
+    uniforms: Tensor,
+    inverse_temperatures: Tensor | None = None,
+    cuts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token of each row.
 
@@ -56,6 +59,7 @@ def sample(
         logits: [R, V] float32; overwritten.
         uniforms: [R] float64 in [0, 1).
         inverse_temperatures: [R]; None: all 1.
+        cuts: [R, 3] as ``cut_`` takes them; None: no row is cut.
 
     Returns:
         tokens [R] int64, and their logprobs [R] float32 under the distribution that was sampled from
@@ -63,12 +67,44 @@ def sample(
     """
     if inverse_temperatures is not None:
         logits.mul_(inverse_temperatures[:, None])
+    if cuts is not None:
+        rows = cuts.any(1).nonzero()[:, 0]
+        logits[rows] = cut_(logits[rows], cuts[rows])
     probabilities = torch.softmax(logits, -1, out=logits)
     if logits.shape[1] <= _FLAT:
         tokens = _cross(probabilities.cumsum(-1), uniforms)[0]
     else:
         tokens = _sample_two_level(probabilities, uniforms)
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log_()
+
+
+def cut(*, top_k: int, top_p: float, min_p: float) -> tuple[float, float, float]:
+    """Return a row of ``cuts``; all 0 is the whole distribution."""
+    return float(top_k), 1.0 - top_p, min_p
+
+
+def cut_(scores: Tensor, cuts: Tensor) -> Tensor:
+    """Set the scores of tokens that must not be sampled to -inf, in place; return ``scores``.
+
+    As transformers' warpers do it, in the order top_k, top_p, min_p, each on what the one before has left.
+
+    Args:
+        scores: logits [R, V] at the sampling temperature.
+        cuts: [R, 3] float64: top_k (0: all), 1 - top_p, and min_p, of each row.
+    """
+    vocabulary = scores.shape[1]
+    top_k = cuts[:, 0].to(torch.int64)
+    rest, min_p = cuts[:, 1:2].to(scores.dtype), cuts[:, 2:].to(scores.dtype)
+    ascending, order = scores.sort(-1)
+    kept = torch.where(top_k > 0, top_k, vocabulary).clamp_(max=vocabulary)
+    smallest = ascending.gather(1, (vocabulary - kept)[:, None])
+    ascending.masked_fill_(ascending < smallest, -torch.inf)
+    unlikely = (ascending.softmax(-1).cumsum_(-1) <= rest).logical_and_(rest > 0)
+    unlikely[:, -1] = False
+    ascending.masked_fill_(unlikely, -torch.inf)
+    scores.scatter_(1, order, ascending)
+    probabilities = scores.softmax(-1)
+    return scores.masked_fill_(probabilities < min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,13 @@ EMPTY = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="length
 
 
 def sampling(request: GenerationRequest, *, seeds: bool) -> dict[str, Any]:
-    """Return the options of ``vllm.SamplingParams``: the model's whole distribution, and no other stops."""
+    """Return the options of ``vllm.SamplingParams``: the request's, and none of the model's own."""
     return {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "min_p": request.min_p,
         "seed": request.seed % 2**63 if seeds and request.temperature else None,
         "stop": list(request.stop),
         "stop_token_ids": list(request.stop_token_ids),

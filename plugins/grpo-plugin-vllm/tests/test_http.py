@@ -187,6 +187,18 @@ def test_an_update_is_the_servers_own_sequence_with_a_label_that_no_token_may_ca
     played(story)
 
 
+def test_a_request_for_a_part_of_the_distribution_says_so_to_the_server():
+    async def story(engine, server):
+        await engine.generate([REQUEST, evolve(REQUEST, top_p=0.9, top_k=5, min_p=0.1)])
+        asked = [body["sampling_params"] for body in server.bodies[-2:]]
+        assert sorted((each["top_p"], each["top_k"], each["min_p"]) for each in asked) == [
+            (0.9, 5, 0.1),
+            (1.0, 0, 0.0),
+        ]
+
+    played(story)
+
+
 @pytest.mark.parametrize("keep_cache", [True, False])
 def test_running_requests_are_kept_by_a_pause_and_their_keys_and_values_if_asked_for(keep_cache):
     async def story(engine, server):
