@@ -181,6 +181,24 @@ class LossConfig(PluginChoice):
 
     name: str = "grpo"
     """Name of the loss, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
+    """The losses of an update's tokens are averaged over all tokens ("token"), over the rollouts of their
+    means ("sequence"), over the prompts of their means ("prompt"), or summed and divided by the number of
+    rollouts times `aggregation_constant` ("constant"), whatever the loss is."""
+    aggregation_constant: float = field(default=0.0, validator=ge(0))
+    """The sum of a rollout's losses is divided by this with `aggregation = "constant"`; Dr. GRPO takes the
+    largest number of tokens of a completion, 1 sums them up."""
+    all_rows: bool = False
+    """Rollouts with advantage 0 are trained as well, so that they count in the averages; losses with other
+    terms need them in any case."""
+
+    def __attrs_post_init__(self) -> None:
+        if (self.aggregation == "constant") != (self.aggregation_constant > 0):
+            raise ValueError(
+                f"aggregation = {self.aggregation!r} with aggregation_constant = "
+                f'{self.aggregation_constant:g}: aggregation "constant" needs a constant above 0, such as '
+                "rollout.max_tokens, and no other has one"
+            )
 
 
 @frozen(kw_only=True)
@@ -286,9 +304,10 @@ class TrainerConfig(PluginChoice):
     """Weight decay of AdamW."""
     max_grad_norm: float = field(default=1.0, validator=gt(0))
     """Gradients are clipped to this norm."""
-    proximal: Literal["recompute", "generation"] = "recompute"
+    proximal: Literal["recompute", "generation", "interpolate"] = "recompute"
     """Proximal logprobs are recomputed with the trainer's weights at the start of the step (one more forward
-    pass if there are several updates), or taken from generation."""
+    pass if there are several updates), taken from generation, or interpolated between generation and policy
+    by the staleness of each token, without a forward pass (A-3PO)."""
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
     """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
     own."""

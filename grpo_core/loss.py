@@ -1,10 +1,11 @@
-"""Losses: from the logprobs of the sampled tokens to what the optimizer descends.
+"""The seam between a loss and the trainer: what a loss receives, and what it declares.
 
 A loss is a function of ``LossInputs`` and its own options that returns one loss and any number of metrics
-for each sampled token.  It never averages: the core sums over everything that one optimizer update
-consists of and divides by its number of sampled tokens, so the gradient does not depend on how the rows
-were split, padded or ordered.  A loss that works on sequences sums over ``rows``, which are whole within
-one call.
+for each sampled token.  It never averages: the core multiplies each token's loss by ``weights``, which
+``loss.aggregation`` chooses, and sums over everything that one optimizer update consists of, so the gradient
+does not depend on how the rows were split, padded or ordered.  A loss that works on sequences sums over
+``rows``, which are whole within one call, or over ``sequences``, which are if it needs "sequences".
+``grpo_core.losses`` has the losses of the core.
 
     def reinforce(inputs: LossInputs) -> LossOutput:
         return -inputs.advantages * inputs.policy_logprobs, {}
@@ -15,26 +16,26 @@ declares what it ``needs`` besides the sampled tokens and their logprobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     LossOutput = tuple[Tensor, dict[str, Tensor]]
 
-_LOG_RATIO_LIMIT = 20.0
-"""Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
-
-Need = Literal["reference", "entropy", "all_rows"]
+Need = Literal["reference", "entropy", "all_rows", "sequences", "update_entropies"]
 """A need that a loss can declare.
 
 ``"reference"``: ``reference_logprobs``; the trainer keeps the weights that the run started from.
 ``"entropy"``: ``entropy``, with a gradient.
 ``"all_rows"``: rows with advantage 0 as well, because another term of the loss trains on them.
+``"sequences"``: all segments of a rollout in one call; a rollout of several segments is then a micro-batch of
+its own, whatever its length.
+``"update_entropies"``: ``update_entropies``; costs one more forward pass for each update.
 """
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -47,9 +48,36 @@ class Needs:
     names: frozenset[Need]
     when: str | None
     """Name of the option that decides; None means always."""
+    values: frozenset[Any] | None = None
+    """Values of that option with which it is needed; None: all but 0, None and what is empty."""
+
+    def active(self, options: Mapping[str, Any]) -> bool:
+        """Whether it is needed with these options."""
+        if self.when is None:
+            return True
+        value = options[self.when]
+        return bool(value) if self.values is None else value in self.values
 
 
-def needs(*names: Need, when: str | None = None) -> Callable[[_Function], _Function]:
+@frozen(kw_only=True)
+class LossSetting:
+    """The parts of a configuration that decide whether options of a loss make sense."""
+
+    aggregation: str = "token"
+    """``loss.aggregation``."""
+    proximal: str = "recompute"
+    """``trainer.proximal``."""
+    updates_per_step: int = 1
+    """``trainer.updates_per_step``."""
+
+
+OptionsCheck = Callable[[Mapping[str, Any], LossSetting], Iterable[str]]
+"""Says what is wrong with the options that a configuration gives to a loss; each problem is a clause."""
+
+
+def needs(
+    *names: Need, when: str | None = None, values: Iterable[Any] | None = None
+) -> Callable[[_Function], _Function]:
     """Declare what a loss needs; several declarations of one function add up.
 
         @needs("entropy")
@@ -60,6 +88,7 @@ def needs(*names: Need, when: str | None = None) -> Callable[[_Function], _Funct
         names: see ``Need``.
         when: name of an option; the loss needs this only if the option's value is neither 0 nor None nor
             empty.
+        values: values of that option with which the loss needs this, instead.
 
     Raises:
         ValueError: a name is unknown, or the function has no option ``when``.
@@ -70,7 +99,8 @@ def needs(*names: Need, when: str | None = None) -> Callable[[_Function], _Funct
     def declare(function: _Function) -> _Function:
         if when is not None and when not in signature(function).parameters:
             raise ValueError(f"needs: {function.__qualname__} has no option {when!r}")
-        declared = (*_declared(function), Needs(frozenset(names), when))
+        only = None if values is None else frozenset(values)
+        declared = (*_declared(function), Needs(frozenset(names), when, only))
         function.needs = declared  # type: ignore[attr-defined]
         return function
 
@@ -83,13 +113,28 @@ def needs_of(function: Callable[..., Any], options: Mapping[str, Any]) -> frozen
     conditional = {each.when for each in declared if each.when is not None}
     defaults = {name: signature(function).parameters[name].default for name in conditional}
     values = {**defaults, **options}
-    active = [each for each in declared if each.when is None or values[each.when]]
-    return frozenset(name for each in active for name in each.names)
+    return frozenset(name for each in declared if each.active(values) for name in each.names)
 
 
 def _declared(function: Callable[..., Any]) -> tuple[Needs, ...]:
     declared: tuple[Needs, ...] = getattr(function, "needs", ())
     return declared
+
+
+def options_checked_by(check: OptionsCheck) -> Callable[[_Function], _Function]:
+    """Declare a check of a loss's options, which runs when a configuration is read."""
+
+    def declare(function: _Function) -> _Function:
+        function.options_check = check  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def problems_of(function: Callable[..., Any], options: Mapping[str, Any], setting: LossSetting) -> list[str]:
+    """Return what is wrong with options of a loss, if it declares a check."""
+    check: OptionsCheck | None = getattr(function, "options_check", None)
+    return [] if check is None else list(check(options, setting))
 
 
 @frozen(kw_only=True, eq=False)
@@ -103,14 +148,14 @@ class LossInputs:
     """Logprobs by the weights that are being updated."""
     proximal_logprobs: Tensor
     """Logprobs by the trainer's weights before the step's first update (``trainer.proximal = "recompute"``),
-    or by the engine (``"generation"``)."""
+    by the engine (``"generation"``), or between them and the policy's (``"interpolate"``)."""
     generation_logprobs: Tensor
     """Logprobs by the engine when it sampled the token: the behaviour policy."""
     reference_logprobs: Tensor | None = None
     """Logprobs by the weights that the run started from; None unless the loss needs "reference"."""
     entropy: Tensor | None = None
     """Entropy of the policy's distribution that each token was sampled from, in nats, at the sampling
-    temperature; None unless the loss needs "entropy"."""
+    temperature; None unless the loss needs "entropy", or, without a gradient, "update_entropies"."""
     advantages: Tensor
     """Advantage of the token's rollout."""
     rows: Tensor
@@ -120,78 +165,28 @@ class LossInputs:
     update: int
     """Number of the update within its step, from 0."""
     update_tokens: int
-    """Sampled tokens of the whole update, by which the core divides the sum of the losses."""
+    """Sampled tokens of the whole update."""
     update_rows: int
-    """Rows of the whole update.  With L a row's number of tokens, losses times ``update_tokens`` /
-    (``update_rows`` * L) are averaged over rows instead of tokens."""
-
-
-@needs("reference", "all_rows", when="kl_coefficient")
-def grpo(
-    inputs: LossInputs,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    importance_cap: float = 2.0,
-    dual_clip: float | None = None,
-    kl_coefficient: float = 0.0,
-) -> LossOutput:
-    """Clipped policy gradient with a correction for tokens that older weights sampled.
-
-    With r = policy / proximal, w = min(proximal / generation, ``importance_cap``) and advantage A, a
-    token's loss is::
-
-        - w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-
-    the decoupled objective (AReaL, arXiv 2505.24298 eq. 5) with a truncated importance weight (IMPALA, arXiv
-    1802.01561).  The clip bounds how far a step moves from where it began, the weight corrects for who
-    sampled.  Where proximal is generation, w is 1 and this is PPO's objective (arXiv 1707.06347 eq. 7); an
-    asymmetric clip is DAPO's (arXiv 2503.14476).  ``dual_clip`` = c > 1 bounds the loss of a negative
-    advantage by - c A (arXiv 1912.09729).  ``kl_coefficient`` adds an estimate of KL(policy, reference), see
-    ``reference_kl``.
-
-    Args:
-        inputs: the sampled tokens of one micro-batch.
-        clip_low: the ratio of a token with a negative advantage is clipped below 1 minus this.
-        clip_high: the ratio of a token with a positive advantage is clipped above 1 plus this.
-        importance_cap: largest importance weight of a token that older weights sampled.
-        dual_clip: bounds the loss of a negative advantage by this times the advantage; more than 1.  None
-            does not bound it.
-        kl_coefficient: factor of the KL divergence to the reference model.  0 needs no reference model.
-
-    Metrics: ``clip_fraction_low``, ``clip_fraction_high`` (tokens whose gradient the clip removes),
-    ``importance_weight_mean``, ``importance_weight_max`` (after the cap), ``kl``.
-    """
-    advantages = inputs.advantages
-    ratio = _exp(inputs.policy_logprobs - inputs.proximal_logprobs)
-    objective = (ratio * advantages).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if dual_clip is not None:
-        objective = objective.maximum(dual_clip * advantages).where(advantages < 0, objective)
-    weight = _exp(inputs.proximal_logprobs - inputs.generation_logprobs).clamp(max=importance_cap).detach()
-    losses = -weight * objective
-    metrics = {
-        "clip_fraction_low": ((ratio < 1 - clip_low) & (advantages < 0)).to(ratio.dtype),
-        "clip_fraction_high": ((ratio > 1 + clip_high) & (advantages > 0)).to(ratio.dtype),
-        "importance_weight_mean": weight,
-        "importance_weight_max": weight,
-    }
-    if kl_coefficient and inputs.reference_logprobs is not None:
-        kl = reference_kl(inputs.policy_logprobs, inputs.reference_logprobs)
-        losses = losses + kl_coefficient * kl
-        metrics["kl"] = kl.detach()
-    return losses, metrics
-
-
-def reference_kl(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """KL(policy, reference) of each token: the estimate k3 = exp(d) - d - 1 with d = reference - policy.
-
-    The gradient is that of the divergence, not of its estimate: the score term of the expectation is
-    included, which makes it - d for a token that the policy sampled (arXiv 2506.09477).
-    """
-    d = (reference_logprobs - policy_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    sampled = (policy_logprobs - policy_logprobs.detach()).exp()
-    return sampled * (d.exp() - d - 1)
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+    """Rows of the whole update."""
+    sequences: Tensor = field(default=Factory(lambda self: self.rows, takes_self=True))
+    """Index of the rollout that a token belongs to: an integer from 0.  A rollout has one row for each of its
+    segments; all of them are here only if the loss needs "sequences"."""
+    weights: Tensor = field(
+        default=Factory(
+            lambda self: self.advantages.new_full(self.rows.shape, 1 / self.update_tokens), takes_self=True
+        )
+    )
+    """Factor by which the core multiplies the token's loss before it sums over the update; see
+    ``grpo_core.losses.row_weights``.  A term that has a divisor d of its own is divided by d and by this."""
+    update_sequences: int = field(default=Factory(lambda self: self.update_rows, takes_self=True))
+    """Rollouts of the whole update."""
+    update_prompts: int = field(default=Factory(lambda self: self.update_sequences, takes_self=True))
+    """Prompts of the whole update: groups that have a row in it."""
+    correct: Tensor | None = None
+    """Whether the token's rollout is right: its environment calls it a success, or, if the environment
+    declares none, its reward is above 0.  bool; None outside of training."""
+    update_correct_tokens: int = 0
+    """Sampled tokens of the update's rollouts that are right."""
+    update_entropies: Tensor | None = None
+    """Entropies of all sampled tokens of the update by the weights that the update starts from, in no
+    particular order; None unless the loss needs "update_entropies"."""

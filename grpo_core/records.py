@@ -561,6 +561,10 @@ class Row:
     """Advantage of its sampled tokens."""
     group: int
     """Identifier that is equal for the rows of one group."""
+    rollout: int | None = None
+    """Identifier that is equal for the rows of one rollout, its segments; None: it has no other row."""
+    correct: bool = False
+    """Whether its rollout is right: a success, or a reward above 0 if its environment declares no success."""
 
 
 @frozen(kw_only=True)

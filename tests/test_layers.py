@@ -40,7 +40,8 @@ def inside(path):
 
 
 def source_of(module):
-    return PACKAGE.parent / (module.replace(".", "/") + ".py")
+    path = PACKAGE.parent / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def packages_of_plugins():

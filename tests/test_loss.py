@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.loss import LossInputs, grpo, needs, needs_of, reference_kl
+from grpo_core.loss import LossInputs, needs, needs_of
+from grpo_core.losses import grpo, reference_kl
 
 HALF, SAME, MORE = -1.69315, -1.0, -0.59453  # 0.5, 1 and 1.5 times the proximal probability exp(-1)
 GENERATION = [-0.5, -1.5, -0.8]

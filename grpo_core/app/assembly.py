@@ -117,7 +117,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         group_size=config.rollout.group_size,
         places=assembly.places,
         advantages=make_advantages(config.advantage, run.plugins),
-        all_rows="all_rows" in needs_of(loss.function, loss.options),
+        all_rows=config.loss.all_rows or "all_rows" in needs_of(loss.function, loss.options),
         dynamic=dynamic_sampling(config.dynamic_sampling, prompts_per_step=config.trainer.prompts_per_step),
         seed=config.seed,
         schedule=make_schedule(

@@ -7,6 +7,7 @@ from grpo_core.app.workers import transport
 from grpo_core.config import AdvantageConfig, Config, TaskConfig
 from grpo_core.data.samplers import sampler_state
 from grpo_core.errors import ConfigError
+from grpo_core.loss import LossSetting, problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
@@ -32,7 +33,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
         if engine is not None:
             host.check_options("engine", engine.name, engine.options)
     host.check_options("trainer", config.trainer.name, config.trainer.options)
-    host.check_options("loss", config.loss.name, config.loss.options)
+    _check_loss(config, host)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
     check_trackers(config.tracking, host)
@@ -40,6 +41,19 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     model_source(config.model, host).check()
     chat_template(config.model.chat_template)
     check_response_format(config.model.response_format)
+
+
+def _check_loss(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError for options of the loss that cannot be, or that make no sense with other sections."""
+    host.check_options("loss", config.loss.name, config.loss.options)
+    setting = LossSetting(
+        aggregation=config.loss.aggregation,
+        proximal=config.trainer.proximal,
+        updates_per_step=config.trainer.updates_per_step,
+    )
+    loss = host.function("loss", config.loss.name, **config.loss.options)
+    if problems := problems_of(loss.function, config.loss.options, setting):
+        raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
 
 
 def _no_task(purpose: str, host: PluginHost) -> ConfigError:

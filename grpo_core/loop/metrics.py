@@ -125,6 +125,10 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
             "ratio", "Weight that corrects for sampling by older weights, after its cap; mean."
         ),
         "importance_weight_max": Metric("ratio", "The largest of these weights."),
+        "off_policy_masked": Metric(
+            _SHARE, "Tokens that the objective left out as too far off-policy. Only with `off_policy_limit`."
+        ),
+        "sequence_weight": Metric("ratio", "Weight of a token's rollout; mean. Only with the loss `vespo`."),
         "grad_norm": Metric("-", "Norm of the gradient before it was clipped."),
         "lr": Metric("-", "Learning rate of the last update."),
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from math import isfinite, nan
 
 from attrs import evolve
@@ -51,15 +52,18 @@ def make_batch(groups: Sequence[Group], *, step: int, temperature: float) -> Bat
 
     The groups are those of ``with_advantages``.
     """
+    numbers = count()
     rows = tuple(
         Row(
             prompt_ids=segment.prompt_ids,
             tokens=segment.tokens,
             advantage=rollout.advantage,
             group=place,
+            rollout=number,
+            correct=_correct(rollout),
         )
         for place, group in enumerate(groups)
-        for rollout in group.rollouts
+        for rollout, number in zip(group.rollouts, numbers, strict=False)
         if rollout.trained and rollout.advantage is not None
         for segment in rollout.segments
         if segment.tokens.n_sampled
@@ -68,6 +72,12 @@ def make_batch(groups: Sequence[Group], *, step: int, temperature: float) -> Bat
     for group in groups:
         masked[group.prompt.environment] += sum(rollout.advantage is None for rollout in group.rollouts)
     return Batch(step=step, rows=rows, temperature=temperature, masked=dict(+masked))
+
+
+def _correct(rollout: Rollout) -> bool:
+    if rollout.success is not None:
+        return rollout.success
+    return rollout.reward is not None and rollout.reward > 0
 
 
 def checked_scores(

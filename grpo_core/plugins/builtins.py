@@ -50,7 +50,15 @@ def grpo_trackers() -> Mapping[str, str]:
 
 @hookimpl
 def grpo_losses() -> Mapping[str, str]:
-    return {"grpo": "grpo_core.loss:grpo"}
+    return {
+        "grpo": "grpo_core.losses.named:grpo",
+        "gspo": "grpo_core.losses.named:gspo",
+        "cispo": "grpo_core.losses.named:cispo",
+        "sapo": "grpo_core.losses.named:sapo",
+        "vespo": "grpo_core.losses.named:vespo",
+        "reinforce": "grpo_core.losses.named:reinforce",
+        "dppo": "grpo_core.losses.named:dppo",
+    }
 
 
 @hookimpl

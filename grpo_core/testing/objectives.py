@@ -163,12 +163,23 @@ class LossContract:
             "entropy": -logprobs() if "entropy" in self._needs else None,
             "advantages": torch.tensor([1.0, -0.5, 0.0, 2.0], dtype=dtype)[_rows()],
             "rows": _rows(),
+            "correct": _rows() % 2 == 0,
         }
+        if "update_entropies" in self._needs:
+            made["entropy"] = -logprobs() if made["entropy"] is None else made["entropy"]
+            made["update_entropies"] = made["entropy"].clone()
         for name, tensor in made.items():
             trained = name in ("policy_logprobs", "entropy")
             if tensor is not None and tensor.is_floating_point():
                 made[name] = tensor.detach().clone().requires_grad_(trained)
-        return LossInputs(**made, step=3, update=1, update_tokens=n, update_rows=len(LENGTHS))
+        return LossInputs(
+            **made,
+            step=3,
+            update=1,
+            update_tokens=n,
+            update_rows=len(LENGTHS),
+            update_correct_tokens=int(made["correct"].sum()),
+        )
 
 
 def _rows() -> Tensor:
@@ -184,6 +195,7 @@ def _picked(inputs: LossInputs, places: Tensor) -> LossInputs:
     picked: dict[str, Any] = {name: tensor[places] for name, tensor in _tensors(inputs).items()}
     seen = list(dict.fromkeys(picked["rows"].tolist()))
     picked["rows"] = torch.tensor([seen.index(row) for row in picked["rows"].tolist()])
+    picked["sequences"] = picked["rows"]
     return evolve(inputs, **picked)
 
 
@@ -196,6 +208,9 @@ def _tensors(inputs: LossInputs) -> Mapping[str, Tensor]:
         "entropy": inputs.entropy,
         "advantages": inputs.advantages,
         "rows": inputs.rows,
+        "sequences": inputs.sequences,
+        "weights": inputs.weights,
+        "correct": inputs.correct,
     }
     return {name: tensor for name, tensor in given.items() if tensor is not None}
 

@@ -58,6 +58,10 @@ class Pass:
             row_of=places,
             generation_logprobs=numbers,
             advantages=numbers,
+            sequences=places,
+            correct=places > 0,
+            staleness=numbers,
+            weights=numbers,
         )
 
 

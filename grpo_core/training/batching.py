@@ -21,6 +21,19 @@ def split_updates(rows: Sequence[Row], n: int) -> list[list[Row]]:
     return updates
 
 
+def rollouts(rows: Sequence[Row]) -> list[int]:
+    """Return a number for each row that is equal for the rows of one rollout."""
+    return [-1 - place if row.rollout is None else row.rollout for place, row in enumerate(rows)]
+
+
+def of_several_rows(rows: Sequence[Row]) -> list[list[int]]:
+    """Return the places of the rows of each rollout that has several."""
+    places: dict[int, list[int]] = {}
+    for place, rollout in enumerate(rollouts(rows)):
+        places.setdefault(rollout, []).append(place)
+    return [of_one for of_one in places.values() if len(of_one) > 1]
+
+
 def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> list[list[int]]:
     """Return indices of rows, grouped into micro-batches that are padded to their longest row.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_core.errors import TrainerError
 from grpo_core.records import Row
+from grpo_core.training.batching import rollouts
 
 
 @frozen(kw_only=True, eq=False)
@@ -29,6 +30,14 @@ class MicroBatch:
     """Row [N] of each sampled token, from 0 to B - 1."""
     generation_logprobs: Tensor
     advantages: Tensor
+    sequences: Tensor
+    """Rollout [N] of each sampled token, numbered from 0 in this micro-batch."""
+    correct: Tensor
+    """Whether the rollout of each sampled token is right: bool [N]."""
+    staleness: Tensor
+    """Steps [N] between the weights that sampled a token and those that the step starts from."""
+    weights: Tensor
+    """Factor [N] of each token's loss in the update's, float64."""
     proximal_logprobs: Tensor | None = None
     """Logprobs [N] by the weights that the step starts from; None if this update starts there."""
     reference_logprobs: Tensor | None = None
@@ -45,11 +54,28 @@ def _last_sampled(row: Row) -> int:
     return int(places[-1]) if places.size else -len(row.prompt_ids)
 
 
-def collate(rows: Sequence[Row], device: torch.device, dtype: torch.dtype = torch.float32) -> MicroBatch:
-    """Lay rows out for one forward pass.  Raises TrainerError if a row begins with a sampled token."""
+def collate(
+    rows: Sequence[Row],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    step: int = 0,
+    weights: Sequence[float] | None = None,
+) -> MicroBatch:
+    """Lay rows out for one forward pass.
+
+    Args:
+        rows: what is laid out.
+        device: of all tensors.
+        dtype: of the logprobs and advantages.
+        step: version of the weights that the step starts from.
+        weights: factor of the losses of each row's tokens; None is 0.
+
+    Raises TrainerError if a row begins with a sampled token.
+    """
     lengths = [length(row) for row in rows]
     ids = np.zeros((len(rows), max(lengths)), dtype=np.int64)
-    positions, targets, row_of, logprobs = [], [], [], []
+    positions, targets, row_of, logprobs, staleness = [], [], [], [], []
     for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         tokens = np.concatenate([row.prompt_ids, row.tokens.ids])
         sampled = np.flatnonzero(row.tokens.sampled)
@@ -59,9 +85,15 @@ def collate(rows: Sequence[Row], device: torch.device, dtype: torch.dtype = torc
         positions.append(sampled + (b * ids.shape[1] + len(row.prompt_ids) - 1))
         targets.append(tokens[len(row.prompt_ids) + sampled])
         logprobs.append(row.tokens.logprobs[sampled])
+        staleness.append(step - row.tokens.versions[sampled])
         row_of.append(np.full(sampled.size, b))
     counts = torch.tensor([len(each) for each in targets])
     advantages = torch.tensor([row.advantage for row in rows], dtype=dtype).repeat_interleave(counts)
+
+    numbers = {rollout: number for number, rollout in enumerate(dict.fromkeys(rollouts(rows)))}
+    sequences = torch.tensor([numbers[rollout] for rollout in rollouts(rows)]).repeat_interleave(counts)
+    correct = torch.tensor([row.correct for row in rows]).repeat_interleave(counts)
+    factors = torch.tensor(weights or [0.0] * len(rows), dtype=torch.float64).repeat_interleave(counts)
 
     def joined(parts: list[Any], kind: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device, kind)
@@ -74,4 +106,8 @@ def collate(rows: Sequence[Row], device: torch.device, dtype: torch.dtype = torc
         row_of=joined(row_of, torch.int64),
         generation_logprobs=joined(logprobs, dtype),
         advantages=advantages.to(device),
+        sequences=sequences.to(device),
+        correct=correct.to(device),
+        staleness=joined(staleness, dtype),
+        weights=factors.to(device),
     )

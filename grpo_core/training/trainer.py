@@ -3,7 +3,7 @@
 ``TorchTrainer`` is synchronous and runs in a child process; ``ProcessTrainer`` is the protocol's
 ``Trainer`` in front of it.  A step is: rows -> updates (whole groups) -> micro-batches (padded little);
 logprobs before the first update, where the loss needs them; then for each update the loss summed over its
-micro-batches, divided by its sampled tokens, and one AdamW step.
+micro-batches, weighted as ``loss.aggregation`` says, and one AdamW step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -31,9 +31,10 @@ from grpo_core import cpu
 from grpo_core import loss as losses
 from grpo_core.config import TrainerConfig
 from grpo_core.errors import CheckpointError, PluginError, TrainerError, one_line
+from grpo_core.losses.aggregation import row_weights
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
-from grpo_core.training.batching import microbatches, split_updates
+from grpo_core.training.batching import microbatches, of_several_rows, rollouts, split_updates
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.microbatch import MicroBatch, collate, length
 from grpo_core.training.model import BuildModel, FullModel, ModelSource, compute_dtype
@@ -87,6 +88,48 @@ def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -
     if device.type != "cpu":
         return config.tokens_per_microbatch
     return min(config.tokens_per_microbatch, max(1024, KEEP_BYTES // (torch.float32.itemsize * vocabulary)))
+
+
+@frozen(kw_only=True, eq=False)
+class Update:
+    """One optimizer update of a step: its number, and totals over all of its micro-batches."""
+
+    batch: Batch
+    number: int
+    tokens: int
+    """Sampled tokens."""
+    rows: int
+    sequences: int
+    """Rollouts."""
+    prompts: int
+    """Groups."""
+    correct_tokens: int
+    """Sampled tokens of rollouts that are right."""
+    entropies: Tensor | None = None
+    """Entropies of all of its tokens; None unless the loss needs them."""
+
+    @classmethod
+    def of(cls, batch: Batch, number: int, update: Sequence[MicroBatch]) -> Update:
+        rows = [row for micro in update for row in micro.rows]
+        return cls(
+            batch=batch,
+            number=number,
+            tokens=sum(micro.targets.numel() for micro in update),
+            rows=len(rows),
+            sequences=len(set(rollouts(rows))),
+            prompts=len({row.group for row in rows}),
+            correct_tokens=sum(row.tokens.n_sampled for row in rows if row.correct),
+        )
+
+
+def interpolated(policy: Tensor, generation: Tensor, staleness: Tensor) -> Tensor:
+    """Approximate the proximal logprobs without a forward pass (A-3PO, arXiv 2512.06547).
+
+    They lie between policy and generation: (1 - a) policy + a generation with a = 1 / staleness, and a = 0
+    for a token that the policy's own weights sampled.
+    """
+    share = torch.where(staleness > 0, 1 / staleness.clamp(min=1), 0.0)
+    return torch.lerp(policy, generation, share.to(policy.dtype))
 
 
 class TorchTrainer:
@@ -155,13 +198,12 @@ class TorchTrainer:
             raise TrainerError(f"step {batch.step} was asked of a trainer that holds version {self.version}")
         begun = time.perf_counter()
         rows = [row for row in batch.rows if row.tokens.n_sampled]
-        updates = [
-            self._microbatches(update) for update in split_updates(rows, self._config.updates_per_step)
-        ]
         totals = Totals()
+        divided = split_updates(rows, self._config.updates_per_step)
+        updates = [self._microbatches(update) for update in divided]
         updates = [self._scored(update, i, batch.temperature) for i, update in enumerate(updates)]
         for number, update in enumerate(updates):
-            self._update(batch, number, update, totals)
+            self._update(Update.of(batch, number, update), update, totals)
         self.version += 1
         metrics = totals.metrics()
         seconds = time.perf_counter() - begun
@@ -175,9 +217,24 @@ class TorchTrainer:
         return StepResult(version=self.version, metrics=metrics)
 
     def _microbatches(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        lengths = [length(row) for row in rows]
-        parts = microbatches(lengths, self._budget, overhead=self._overhead)
-        return [collate([rows[i] for i in part], self._device) for part in parts]
+        """Divide the rows of an update; a loss that needs "sequences" has the rows of a rollout together."""
+        weights = row_weights(
+            [row.tokens.n_sampled for row in rows],
+            sequences=rollouts(rows),
+            prompts=[row.group for row in rows],
+            aggregation=self._setup.loss.aggregation,
+            constant=self._setup.loss.aggregation_constant,
+        )
+        whole = of_several_rows(rows) if "sequences" in self._needs else []
+        alone = sorted(set(range(len(rows))).difference(*whole))
+        lengths = [length(rows[i]) for i in alone]
+        divided = microbatches(lengths, self._budget, overhead=self._overhead)
+        return [
+            collate(
+                [rows[i] for i in part], self._device, step=self.version, weights=[weights[i] for i in part]
+            )
+            for part in [*whole, *([alone[i] for i in part] for part in divided)]
+        ]
 
     @torch.no_grad()
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
@@ -195,9 +252,11 @@ class TorchTrainer:
             for micro in update
         ]
 
-    def _update(self, batch: Batch, number: int, update: Sequence[MicroBatch], totals: Totals) -> None:
-        sizes = sum(micro.targets.numel() for micro in update), sum(len(micro.rows) for micro in update)
-        bad = [self._backward(batch, number, micro, sizes, totals) for micro in update]
+    def _update(self, about: Update, update: Sequence[MicroBatch], totals: Totals) -> None:
+        batch, number = about.batch, about.number
+        if "update_entropies" in self._needs:
+            about = evolve(about, entropies=self._entropies(update, batch.temperature))
+        bad = [self._backward(about, micro, totals) for micro in update]
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         self._check_rows(batch, number, update, bad, totals)
         if self._gradient_is_finite(batch, number, norm, totals):
@@ -208,28 +267,36 @@ class TorchTrainer:
             totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([lr])})
         self._optimizer.zero_grad()
 
-    def _backward(
-        self, batch: Batch, number: int, micro: MicroBatch, sizes: tuple[int, int], totals: Totals
-    ) -> Tensor:
+    @torch.no_grad()
+    def _entropies(self, update: Sequence[MicroBatch], temperature: float) -> Tensor:
+        """The entropies of all sampled tokens of an update by the current weights."""
+        return torch.cat([self.model.score(micro, temperature)[1] for micro in update])
+
+    def _backward(self, about: Update, micro: MicroBatch, totals: Totals) -> Tensor:
         """Add the gradient of one micro-batch, without the rows whose loss is not finite: these are returned.
 
-        ``sizes`` are the numbers of sampled tokens and of rows of the whole update.
         The gradient is stopped at the model's outputs, so that what is not finite in one row reaches no
         parameter.
         """
         needs_entropy = "entropy" in self._needs
-        logprobs, entropy = self.model.score(micro, batch.temperature, entropy_gradient=needs_entropy)
+        logprobs, entropy = self.model.score(micro, about.batch.temperature, entropy_gradient=needs_entropy)
         outputs = [logprobs, entropy] if needs_entropy else [logprobs]
         leaves = [output.detach().requires_grad_() for output in outputs]
-        per_token, metrics = self._token_losses(batch, number, micro, sizes, *leaves)
-        gradients = torch.autograd.grad(per_token.sum() / sizes[0], leaves, materialize_grads=True)
+        given = leaves[1] if needs_entropy else entropy.detach() if about.entropies is not None else None
+        per_token, metrics = self._token_losses(about, micro, leaves[0], given)
+        if self._setup.loss.aggregation == "token":
+            minimised, loss = per_token.sum() / about.tokens, per_token
+        else:
+            weighted = per_token * micro.weights.to(per_token.dtype)
+            minimised, loss = weighted.sum(), weighted * about.tokens
+        gradients = torch.autograd.grad(minimised, leaves, materialize_grads=True)
         wrong = ~per_token.detach().isfinite()
         for gradient in gradients:
             wrong = wrong | ~gradient.isfinite()
         bad = torch.zeros(len(micro.rows), device=wrong.device).index_add_(0, micro.row_of, wrong.float()) > 0
         kept = ~bad[micro.row_of]
         torch.autograd.backward(outputs, [gradient.where(kept, 0.0) for gradient in gradients])
-        metrics = {"loss": per_token, "entropy": entropy, **metrics}
+        metrics = {"loss": loss, "entropy": entropy, **metrics}
         totals.add({name: values.detach().where(kept, 0.0) for name, values in metrics.items()})
         return bad
 
@@ -264,39 +331,47 @@ class TorchTrainer:
         return False
 
     def _token_losses(
-        self,
-        batch: Batch,
-        number: int,
-        micro: MicroBatch,
-        sizes: tuple[int, int],
-        logprobs: Tensor,
-        entropy: Tensor | None = None,
+        self, about: Update, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None
     ) -> losses.LossOutput:
         """One loss for each token, and metrics; ``entropy`` is None unless the loss needs it."""
         generation, before = micro.generation_logprobs, micro.proximal_logprobs
         start = logprobs.detach() if before is None else before
-        proximal = generation if self._config.proximal == "generation" else start
         inputs = losses.LossInputs(
             policy_logprobs=logprobs,
-            proximal_logprobs=proximal,
+            proximal_logprobs=self._proximal(about, micro, logprobs.detach(), start),
             generation_logprobs=generation,
             reference_logprobs=micro.reference_logprobs,
             entropy=entropy,
             advantages=micro.advantages,
             rows=micro.row_of,
-            step=batch.step,
-            update=number,
-            update_tokens=sizes[0],
-            update_rows=sizes[1],
+            sequences=micro.sequences,
+            weights=micro.weights.to(logprobs.dtype),
+            correct=micro.correct,
+            step=about.batch.step,
+            update=about.number,
+            update_tokens=about.tokens,
+            update_rows=about.rows,
+            update_sequences=about.sequences,
+            update_prompts=about.prompts,
+            update_correct_tokens=about.correct_tokens,
+            update_entropies=about.entropies,
         )
         per_token, metrics = _checked(self._loss(inputs), str(self._loss), len(logprobs))
         if not per_token.requires_grad:
             raise PluginError(
                 f"{self._loss}: its result does not depend on policy_logprobs; nothing is trained"
             )
-        if number == 0 or before is not None:  # both are by the weights that the step starts from
+        if about.number == 0 or before is not None:  # both are by the weights that the step starts from
             metrics = {**metrics, **off_policy(start, generation)}
         return per_token, metrics
+
+    def _proximal(self, about: Update, micro: MicroBatch, policy: Tensor, start: Tensor) -> Tensor:
+        """The proximal logprobs, as ``trainer.proximal`` chooses them."""
+        if self._config.proximal == "generation":
+            return micro.generation_logprobs
+        if self._config.proximal == "recompute":
+            return start
+        return interpolated(policy, micro.generation_logprobs, micro.staleness + (about.number > 0))
 
     # ------------------------------------------------------------------------------ weights and files
 

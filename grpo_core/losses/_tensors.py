@@ -1,0 +1,27 @@
+"""Helpers for tensors of one number for each token; torch is not imported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIMIT = 20.0
+"""Largest log ratio: exp(20) is too large a weight to learn from, but it is finite."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Compute exp of a log ratio within ``LIMIT``."""
+    return log_ratio.clamp(-LIMIT, LIMIT).exp()
+
+
+def sums(values: Tensor, sequences: Tensor) -> Tensor:
+    """Sum over sequences; each token receives the sum [N] of its sequence."""
+    n = int(sequences.max()) + 1 if sequences.numel() else 0
+    return values.new_zeros(n).index_add(0, sequences, values)[sequences]
+
+
+def means(values: Tensor, sequences: Tensor) -> Tensor:
+    """Average over sequences; each token receives the mean [N] of its sequence."""
+    return sums(values, sequences) / sums(values.new_ones(values.shape), sequences)

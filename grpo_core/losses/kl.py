@@ -1,0 +1,66 @@
+"""Estimates of the KL divergence to a reference model, for each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from grpo_core.losses._tensors import LIMIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(
+    policy: Tensor,
+    reference: Tensor,
+    estimator: Estimator = "k3",
+    *,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Estimate KL(policy, reference) in nats at each token that the policy sampled.
+
+    With d = reference - policy (http://joschu.net/blog/kl-approx.html)::
+
+        k1 = - d        k2 = d^2 / 2        k3 = exp(d) - d - 1
+
+    Args:
+        policy: logprobs [N].
+        reference: logprobs [N] without gradient.
+        estimator: as above.
+        input_clamp: d is clamped to this on either side; a clamped token has no gradient, neither through d
+            nor through its weight.  Without it, d is limited to 20.
+        output_clamp: the weighted estimate is clamped to this on either side.
+        weights: factor [N] of the estimate before its clamp, such as ``score_weights``.
+    """
+    difference = reference - policy
+    limit = LIMIT if input_clamp is None else input_clamp
+    d = difference.clamp(-limit, limit)
+    if weights is not None and input_clamp is not None:
+        weights = weights.where(d == difference, weights.detach())
+    if estimator == "k1":
+        estimate = -d
+    elif estimator == "k2":
+        estimate = d.square() / 2
+    else:
+        estimate = d.exp() - d - 1
+    if weights is not None:
+        estimate = weights * estimate
+    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
+
+
+def score_weights(policy: Tensor) -> Tensor:
+    """Weights of 1 whose gradient is that of the logprobs: the straight-through correction.
+
+    With them the gradient of an estimate is that of the divergence, because the score term of the expectation
+    is included (arXiv 2506.09477).
+    """
+    return (policy - policy.detach()).exp()
+
+
+def reference_kl(policy: Tensor, reference: Tensor) -> Tensor:
+    """Estimate KL(policy, reference) at each token by k3, with the gradient of the divergence."""
+    return kl_estimate(policy, reference, weights=score_weights(policy))

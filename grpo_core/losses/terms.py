@@ -1,0 +1,327 @@
+"""What the losses of the core share: corrections, masks, KL, an entropy bonus and a term for right rollouts.
+
+``composed`` makes a loss of an objective by adding these as options.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+from attrs import evolve, field, frozen
+
+from grpo_core.loss import LossInputs, LossSetting, needs, options_checked_by
+from grpo_core.losses._tensors import bounded_exp
+from grpo_core.losses.corrections import BY_SEQUENCE, importance_weights, off_policy_kept
+from grpo_core.losses.kl import kl_estimate, score_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpo_core.loss import LossOutput
+
+
+def _option(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@frozen(kw_only=True)
+class Terms:
+    """The options that all losses of the core share."""
+
+    correction: Literal[
+        "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+    ] = _option(
+        "token_truncate",
+        'correction for tokens that older weights sampled, a weight of the objective: "token_truncate" '
+        '(truncated importance sampling), "token_mask" (IcePop: tokens outside of the bounds are dropped), '
+        '"sequence_truncate", "sequence_mask" (the product over a rollout), "geometric_mask" (rollouts whose '
+        'geometric mean is outside of the bounds are dropped) or "off".',
+    )
+    importance_floor: float = _option(0.0, "lower bound of the importance weight.")
+    importance_cap: float = _option(2.0, "upper bound of the importance weight.")
+    off_policy_limit: float | None = _option(
+        None,
+        "rollouts with a negative advantage are not trained by the objective if their mean of generation "
+        "minus policy logprobs is above this; None trains all.",
+    )
+    on_policy: bool = _option(
+        False, "the policy itself stands for the proximal one, so that every ratio is 1; one update per step."
+    )
+    top_entropy: float | None = _option(
+        None, "the objective trains only this share of an update's tokens, those of highest entropy."
+    )
+    kl_coefficient: float = _option(
+        0.0, "factor of the KL divergence to the reference model; 0 needs no reference model."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = _option("k3", "estimate of the KL divergence.")
+    kl_in: Literal["loss", "reward"] = _option(
+        "loss",
+        "where the KL divergence counts: as a term of the loss, or it lowers the advantage of each token "
+        '("reward"), with proximal instead of policy logprobs.',
+    )
+    kl_weight: Literal["score", "none", "ratio", "generation"] = _option(
+        "score",
+        'weight of the estimate: "score" (the gradient is that of the divergence), "none" (that of the '
+        'estimate), "ratio" (times the ratio of the objective) or "generation" (times policy / generation).',
+    )
+    kl_input_clamp: float | None = _option(
+        None, "difference of logprobs at which the estimate is clamped and loses its gradient."
+    )
+    kl_output_clamp: float | None = _option(None, "value at which the weighted estimate is clamped.")
+    entropy_coefficient: float = _option(
+        0.0, "factor of the entropy's mean over the update's tokens, which the loss raises."
+    )
+    nll_coefficient: float = _option(
+        0.0, "factor of the negative logprobs' mean over the tokens of right rollouts (VAPO)."
+    )
+
+
+@frozen(kw_only=True, eq=False)
+class Objective:
+    """What the objective of a loss returns."""
+
+    losses: Tensor
+    """One loss for each token, with the importance weights."""
+    metrics: Mapping[str, Tensor]
+    ratio: Tensor | None = None
+    """Ratio of the objective, with its gradient; None if it has none."""
+
+
+ObjectiveFunction = Callable[..., Objective]
+"""A function of (inputs, weights) and its own keyword options."""
+
+
+def composed(
+    *, defaults: Mapping[str, Any] | None = None, allowed: Mapping[str, tuple[Any, ...]] | None = None
+) -> Callable[[ObjectiveFunction], Callable[..., LossOutput]]:
+    """Make a loss of an objective, with the options of ``Terms`` beside its own.
+
+    Args:
+        defaults: other defaults of shared options.
+        allowed: the values of shared options that the objective allows, where it does not allow all.
+    """
+    shared = attrs.fields_dict(Terms)
+    other = defaults or {}
+
+    def make(objective: ObjectiveFunction) -> Callable[..., LossOutput]:
+        @wraps(objective)
+        def loss(inputs: LossInputs, **options: Any) -> LossOutput:
+            terms = Terms(**{**other, **{name: options.pop(name) for name in shared if name in options}})
+            return _with_terms(objective, inputs, options, terms)
+
+        mine = [p for p in inspect.signature(objective).parameters.values() if p.name != "weights"]
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=other.get(name, attribute.default),
+                annotation=Terms.__annotations__[name],
+            )
+            for name, attribute in shared.items()
+        ]
+        loss.__signature__ = inspect.Signature([*mine, *parameters])  # type: ignore[attr-defined]
+        loss.__doc__ = _documented(objective)
+        return _declared(loss, allowed or {})
+
+    return make
+
+
+def _documented(objective: ObjectiveFunction) -> str:
+    """Return the docstring with the shared options at the end of its last section, ``Args:``."""
+    own = inspect.cleandoc(objective.__doc__ or "")
+    lines = [f"    {name}: {each.metadata['meaning']}" for name, each in attrs.fields_dict(Terms).items()]
+    return "\n".join([own, *lines])
+
+
+def _declared(
+    loss: Callable[..., LossOutput], allowed: Mapping[str, tuple[Any, ...]]
+) -> Callable[..., LossOutput]:
+    """Declare what the shared options need, and what cannot be combined."""
+    parameters = inspect.signature(loss).parameters
+    if "ratio" in parameters:
+        loss = needs("sequences", when="ratio", values=("sequence", "sequence_token"))(loss)
+    loss = needs("sequences", when="correction", values=BY_SEQUENCE)(loss)
+    loss = needs("sequences", when="off_policy_limit")(loss)
+    loss = needs("update_entropies", when="top_entropy")(loss)
+    loss = needs("reference", "all_rows", when="kl_coefficient")(loss)
+    loss = needs("entropy", "all_rows", when="entropy_coefficient")(loss)
+    loss = needs("all_rows", when="nll_coefficient")(loss)
+
+    def check(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
+        full = {name: p.default for name, p in parameters.items() if p.default is not p.empty} | dict(given)
+        for name, values in allowed.items():
+            if full[name] not in values:
+                listed = " or ".join(repr(value) for value in values)
+                yield f"{name} = {full[name]!r}: this loss corrects in its own way; expected {listed}"
+        yield from _problems(given, full, setting)
+
+    return options_checked_by(check)(loss)
+
+
+def _with_terms(
+    objective: ObjectiveFunction, inputs: LossInputs, options: Mapping[str, Any], terms: Terms
+) -> LossOutput:
+    """Compute the objective and add the terms."""
+    if terms.on_policy:
+        inputs = evolve(inputs, proximal_logprobs=inputs.policy_logprobs.detach())
+    weights = importance_weights(
+        inputs.proximal_logprobs,
+        inputs.generation_logprobs,
+        inputs.sequences,
+        terms.correction,
+        low=terms.importance_floor,
+        high=terms.importance_cap,
+    )
+    metrics: dict[str, Tensor] = {}
+    kept = _kept(inputs, terms, metrics)
+    pulled = bool(terms.kl_coefficient) and inputs.reference_logprobs is not None
+    if pulled and terms.kl_in == "reward":
+        inputs = evolve(inputs, advantages=inputs.advantages - _kl_of_reward(inputs, terms, metrics))
+    made = objective(inputs, weights, **options)
+    losses = made.losses if kept is None else made.losses.where(kept, 0.0)
+    if pulled and terms.kl_in == "loss":
+        kl = _kl_of_loss(inputs, terms, made.ratio)
+        losses = losses + terms.kl_coefficient * kl
+        metrics["kl"] = kl.detach()
+    if terms.entropy_coefficient and inputs.entropy is not None:
+        losses = losses - terms.entropy_coefficient * _mean_entropy(inputs, terms)
+    if terms.nll_coefficient and inputs.correct is not None and inputs.update_correct_tokens:
+        nll = -inputs.policy_logprobs * inputs.correct.to(losses.dtype)
+        losses = losses + terms.nll_coefficient * nll / (inputs.weights * inputs.update_correct_tokens)
+    return losses, {
+        **made.metrics,
+        "importance_weight_mean": weights,
+        "importance_weight_max": weights,
+        **metrics,
+    }
+
+
+def _kept(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> Tensor | None:
+    """Whether the objective trains each token; None if it trains all."""
+    kept: Tensor | None = None
+    if terms.off_policy_limit is not None:
+        kept = off_policy_kept(
+            inputs.policy_logprobs,
+            inputs.generation_logprobs,
+            inputs.advantages,
+            inputs.sequences,
+            limit=terms.off_policy_limit,
+        )
+        metrics["off_policy_masked"] = (~kept).to(inputs.advantages.dtype)
+    if terms.top_entropy and inputs.entropy is not None:
+        high = _of_high_entropy(inputs, terms.top_entropy)
+        kept = high if kept is None else kept & high
+    return kept
+
+
+def _threshold(inputs: LossInputs, share: float) -> Tensor:
+    """Return the entropy that this share of the update's tokens reaches."""
+    entropies = inputs.entropy if inputs.update_entropies is None else inputs.update_entropies
+    assert entropies is not None, "the loss declares that it needs them"
+    return entropies.detach().quantile(1 - share)
+
+
+def _of_high_entropy(inputs: LossInputs, share: float) -> Tensor:
+    assert inputs.entropy is not None
+    return inputs.entropy.detach() >= _threshold(inputs, share)
+
+
+def _mean_entropy(inputs: LossInputs, terms: Terms) -> Tensor:
+    """The entropy of each token, such that the weighted sum is the mean over the tokens it acts on."""
+    entropy = inputs.entropy
+    assert entropy is not None
+    if not terms.top_entropy:
+        return entropy / (inputs.weights * inputs.update_tokens)
+    entropies = entropy if inputs.update_entropies is None else inputs.update_entropies
+    count = (entropies.detach() >= _threshold(inputs, terms.top_entropy)).sum()
+    high = _of_high_entropy(inputs, terms.top_entropy)
+    return entropy.where(high, 0.0) / (inputs.weights * count)
+
+
+def _kl_of_loss(inputs: LossInputs, terms: Terms, ratio: Tensor | None) -> Tensor:
+    policy, reference = inputs.policy_logprobs, inputs.reference_logprobs
+    assert reference is not None
+    weights: Tensor | None = None
+    if terms.kl_weight == "score":
+        weights = score_weights(policy)
+    elif terms.kl_weight == "generation":
+        weights = bounded_exp(policy - inputs.generation_logprobs)
+    elif terms.kl_weight == "ratio":
+        weights = ratio
+    return kl_estimate(
+        policy,
+        reference,
+        terms.kl_estimator,
+        input_clamp=terms.kl_input_clamp,
+        output_clamp=terms.kl_output_clamp,
+        weights=weights,
+    )
+
+
+def _kl_of_reward(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> Tensor:
+    """What the KL divergence takes from the advantage of each token, without gradient."""
+    assert inputs.reference_logprobs is not None
+    kl = kl_estimate(
+        inputs.proximal_logprobs.detach(),
+        inputs.reference_logprobs,
+        terms.kl_estimator,
+        input_clamp=terms.kl_input_clamp,
+        output_clamp=terms.kl_output_clamp,
+    )
+    metrics["kl"] = kl
+    return terms.kl_coefficient * kl
+
+
+# ---------------------------------------------------------------------------------- what cannot be combined
+
+
+def _problems(given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
+    """Say what is wrong with the options: those given, and all with their defaults."""
+    yield from _problems_of_correction(given, full, setting)
+    yield from _problems_of_kl(given, full)
+    if full["top_entropy"] is not None and not 0 < full["top_entropy"] <= 1:
+        yield f"top_entropy = {full['top_entropy']}: it is a share of tokens, above 0 and at most 1"
+    if (cap := full.get("dual_clip")) is not None and cap <= 1:
+        yield f"dual_clip = {cap}: it has to be more than 1, or it would remove the gradient at ratio 1"
+    if (cap := full.get("ratio_cap")) is not None and cap <= 1:
+        yield f"ratio_cap = {cap}: it has to be more than 1, or it would remove the gradient at ratio 1"
+    if (limit := full["off_policy_limit"]) is not None and limit <= 0:
+        yield f"off_policy_limit = {limit}: it has to be above 0"
+    for name in ("nll_coefficient", "kl_coefficient"):
+        if full[name] < 0:
+            yield f"{name} = {full[name]}: a negative factor would push the policy away"
+
+
+def _problems_of_correction(
+    given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSetting
+) -> Iterator[str]:
+    bounds = {"importance_floor", "importance_cap"} & set(given)
+    if full["correction"] == "off" and bounds:
+        yield f"{min(bounds)} bounds a weight that correction = 'off' does not compute: leave one of them out"
+    elif (
+        setting.proximal == "generation" and (bounds or "correction" in given) and full["correction"] != "off"
+    ):
+        yield (
+            f"correction = {full['correction']!r} does nothing with trainer.proximal = 'generation': "
+            "proximal / generation is 1. Leave it out, or recompute the proximal logprobs"
+        )
+    if full["importance_floor"] > full["importance_cap"]:
+        floor, cap = full["importance_floor"], full["importance_cap"]
+        yield f"importance_floor = {floor} is above importance_cap = {cap}"
+    if full["on_policy"] and setting.updates_per_step > 1:
+        yield (
+            f"on_policy makes every ratio 1, and nothing would bound {setting.updates_per_step} updates of a "
+            "step: set trainer.updates_per_step = 1"
+        )
+
+
+def _problems_of_kl(given: Mapping[str, Any], full: Mapping[str, Any]) -> Iterator[str]:
+    of_kl = sorted(name for name in given if name.startswith("kl_") and name != "kl_coefficient")
+    if of_kl and not full["kl_coefficient"]:
+        yield f"{of_kl[0]} does nothing without kl_coefficient"
+    if full["kl_in"] == "reward" and "kl_weight" in given:
+        yield 'kl_weight weights a term of the loss, and kl_in = "reward" has none'

@@ -1,0 +1,188 @@
+"""The losses of the core keep their contract with every option, and the aggregation divides as it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from grpo_core import losses
+from grpo_core.config import build
+from grpo_core.errors import ConfigError
+from grpo_core.loss import LossInputs, LossSetting, needs_of, problems_of
+from grpo_core.testing.objectives import LossContract, check_loss
+
+NAMED = (losses.grpo, losses.gspo, losses.cispo, losses.sapo, losses.vespo, losses.reinforce, losses.dppo)
+CLIPPED = (losses.grpo, losses.cispo, losses.sapo)
+
+SHARED: list[dict[str, Any]] = [
+    {},
+    {"correction": "off"},
+    {"kl_coefficient": 0.1},
+    {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_weight": "none"},
+    {"kl_coefficient": 0.1, "kl_estimator": "k2", "kl_weight": "ratio", "kl_output_clamp": 1.0},
+    {"kl_coefficient": 0.1, "kl_weight": "generation", "kl_input_clamp": 0.1, "kl_output_clamp": 10.0},
+    {"kl_coefficient": 0.1, "kl_in": "reward"},
+    {"entropy_coefficient": 0.01},
+    {"entropy_coefficient": 0.01, "top_entropy": 0.4},
+    {"nll_coefficient": 0.1},
+    {"top_entropy": 0.5},
+    {"off_policy_limit": 0.05},
+]
+CORRECTED: list[dict[str, Any]] = [
+    {"correction": kind, "importance_floor": 0.9, "importance_cap": 1.1}
+    for kind in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
+]
+
+
+def cases() -> list[Any]:
+    made = [(loss, options) for loss in NAMED for options in SHARED]
+    made += [(losses.grpo, options) for options in (*CORRECTED, {"on_policy": True}, {"ratio_cap": 1.1})]
+    made += [(losses.grpo, {"ratio": "sequence_token", "dual_clip": 1.1})]
+    made += [(loss, {"ratio": "sequence"}) for loss in CLIPPED]
+    return [
+        pytest.param(loss, options, id=f"{loss.__name__}-{','.join(map(str, options.values()))}")
+        for loss, options in made
+    ]
+
+
+@pytest.mark.parametrize(("loss", "options"), cases())
+def test_a_loss_keeps_its_contract(loss: Any, options: dict[str, Any]) -> None:
+    check_loss(loss, **options)
+
+
+def inputs(loss: Any, options: dict[str, Any]) -> LossInputs:
+    return LossContract(lambda given: loss(given, **options), needs_of(loss, options))._inputs()
+
+
+@pytest.mark.parametrize("loss", NAMED)
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_the_objective_scales_with_the_advantages(loss: Any, scale: float) -> None:
+    options = {"drift_coefficient": 0.0} if loss is losses.dppo else {}
+    given = inputs(loss, options)
+    once, _ = loss(given, **options)
+    scaled, _ = loss(evolve(given, advantages=scale * given.advantages), **options)
+    torch.testing.assert_close(scaled, scale * once)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in NAMED if loss is not losses.dppo])
+def test_a_common_shift_of_all_logprobs_changes_no_ratio(loss: Any) -> None:
+    given = inputs(loss, {})
+    shifted = evolve(
+        given,
+        policy_logprobs=given.policy_logprobs - 0.7,
+        proximal_logprobs=given.proximal_logprobs - 0.7,
+        generation_logprobs=given.generation_logprobs - 0.7,
+    )
+    gradients = [
+        torch.autograd.grad(loss(each)[0].sum(), given.policy_logprobs)[0] for each in (given, shifted)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("loss", [losses.grpo, losses.gspo, losses.sapo, losses.reinforce, losses.dppo])
+def test_on_policy_the_gradient_is_the_policy_gradient(loss: Any) -> None:
+    given = inputs(loss, {})
+    same = given.policy_logprobs.detach()
+    given = evolve(given, proximal_logprobs=same, generation_logprobs=same)
+    (gradient,) = torch.autograd.grad(loss(given)[0].sum(), given.policy_logprobs)
+    expected = -given.advantages
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_cispo_and_vespo_have_the_policy_gradient_as_well_where_nothing_has_moved() -> None:
+    for loss in (losses.cispo, losses.vespo):
+        given = inputs(loss, {})
+        same = given.policy_logprobs.detach()
+        given = evolve(given, proximal_logprobs=same, generation_logprobs=same)
+        (gradient,) = torch.autograd.grad(loss(given)[0].sum(), given.policy_logprobs)
+        torch.testing.assert_close(gradient, -given.advantages)
+
+
+# ---------------------------------------------------------------------------------- aggregation
+
+
+def test_the_aggregations_average_over_what_they_are_named_after() -> None:
+    tokens, rollouts, prompts = [3, 1, 2, 4], [0, 0, 1, 2], [7, 7, 7, 8]  # the first rollout has two rows
+
+    def weights(aggregation: Any, constant: float | None = None) -> list[float]:
+        return losses.row_weights(
+            tokens, sequences=rollouts, prompts=prompts, aggregation=aggregation, constant=constant
+        )
+
+    assert weights("token") == pytest.approx([1 / 10] * 4)
+    assert weights("sequence") == pytest.approx([1 / 12, 1 / 12, 1 / 6, 1 / 12])
+    assert weights("prompt") == pytest.approx([1 / 12, 1 / 12, 1 / 12, 1 / 8])
+    assert weights("constant", 50) == pytest.approx([1 / 150] * 4)
+    with pytest.raises(ValueError, match="needs a constant"):
+        weights("constant")
+
+
+def test_an_entropy_bonus_and_the_term_for_right_rollouts_have_their_own_divisors() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    given = {
+        "policy_logprobs": -torch.arange(6.0, dtype=torch.float64).view(2, 3) - 1,
+        "advantages": torch.zeros(2, dtype=torch.float64),
+        "entropy": torch.tensor([[1.0, 2.0, 3.0], [8.0, 0.0, 0.0]], dtype=torch.float64),
+        "correct": torch.tensor([True, False]),
+    }
+    for aggregation in ("token", "sequence", "prompt"):
+        made = losses.padded(mask=mask, aggregation=aggregation, **given)  # type: ignore[arg-type]
+        bonus = losses.total(losses.reinforce(made, entropy_coefficient=1.0)[0], made)
+        right = losses.total(losses.reinforce(made, nll_coefficient=1.0)[0], made)
+        high = losses.total(losses.reinforce(made, entropy_coefficient=1.0, top_entropy=0.5)[0], made)
+        assert bonus.item() == pytest.approx(-(1 + 2 + 3 + 8) / 4)
+        assert right.item() == pytest.approx((1 + 2 + 3) / 3)
+        assert high.item() == pytest.approx(-(3 + 8) / 2)
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "setting", "message"),
+    [
+        (losses.grpo, {"kl_estimator": "k1"}, {}, "kl_estimator does nothing without kl_coefficient"),
+        (losses.grpo, {"kl_coefficient": 1.0, "kl_in": "reward", "kl_weight": "none"}, {}, "has none"),
+        (losses.grpo, {"correction": "off", "importance_cap": 3.0}, {}, "does not compute"),
+        (losses.grpo, {"correction": "token_mask"}, {"proximal": "generation"}, "does nothing"),
+        (losses.grpo, {"importance_floor": 3.0}, {}, "is above importance_cap"),
+        (losses.grpo, {"on_policy": True}, {"updates_per_step": 2}, "nothing would bound 2 updates"),
+        (losses.grpo, {"dual_clip": 1.0}, {}, "has to be more than 1"),
+        (losses.grpo, {"ratio_cap": 0.9}, {}, "has to be more than 1"),
+        (losses.grpo, {"top_entropy": 1.5}, {}, "a share of tokens"),
+        (losses.grpo, {"off_policy_limit": 0.0}, {}, "above 0"),
+        (losses.sapo, {"nll_coefficient": -1.0}, {}, "would push the policy away"),
+        (losses.vespo, {"correction": "sequence_mask"}, {}, "expected 'off' or 'token_truncate' or"),
+        (losses.dppo, {"correction": "token_mask"}, {}, "expected 'off'"),
+    ],
+)
+def test_options_that_make_no_sense_together_are_refused(
+    loss: Any, options: dict[str, Any], setting: dict[str, Any], message: str
+) -> None:
+    (problem,) = problems_of(loss, options, LossSetting(**setting))
+    assert message in problem
+
+
+@pytest.mark.parametrize("loss", NAMED)
+@pytest.mark.parametrize("proximal", ["recompute", "generation"])
+def test_a_loss_with_its_defaults_is_never_refused(loss: Any, proximal: str) -> None:
+    assert problems_of(loss, {}, LossSetting(proximal=proximal, updates_per_step=3)) == []
+
+
+def test_a_constant_goes_with_its_aggregation_and_with_no_other() -> None:
+    assert build([{"loss": {"aggregation": "constant", "aggregation_constant": 512}}]).loss.aggregation
+    for loss in ({"aggregation": "constant"}, {"aggregation_constant": 512.0}):
+        with pytest.raises(ConfigError, match="needs a constant above 0"):
+            build([{"loss": loss}])
+
+
+def test_needs_follow_from_the_options() -> None:
+    assert needs_of(losses.grpo, {}) == frozenset()
+    assert needs_of(losses.gspo, {}) == {"sequences"}
+    assert needs_of(losses.grpo, {"ratio": "sequence"}) == {"sequences"}
+    assert needs_of(losses.grpo, {"correction": "geometric_mask"}) == {"sequences"}
+    assert needs_of(losses.grpo, {"entropy_coefficient": 0.1}) == {"entropy", "all_rows"}
+    assert needs_of(losses.cispo, {"top_entropy": 0.2}) == {"update_entropies"}
