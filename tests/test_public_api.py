@@ -31,7 +31,7 @@ import grpo_core
 ROOT = Path(__file__).parent.parent
 SNAPSHOT = ROOT / "tests" / "public_api.txt"
 WRITE = "python tests/test_public_api.py --write"
-PUBLIC = ("grpo_core", "grpo_core.engine_kit", "grpo_core.testing")
+PUBLIC = ("grpo_core", "grpo_core.engine_kit", "grpo_core.losses", "grpo_core.testing")
 PLUGINS = sorted(path for path in ROOT.glob("plugins/*/**/*.py") if "build" not in path.parts)
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]

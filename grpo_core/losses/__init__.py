@@ -11,50 +11,58 @@ loss from tensors [B, T]::
 
 from __future__ import annotations
 
-from grpo_core.losses.aggregation import Aggregation, row_weights, total
-from grpo_core.losses.corrections import importance_weights, off_policy_kept, sequence_errors
-from grpo_core.losses.inputs import padded
-from grpo_core.losses.kl import kl_estimate, reference_kl, score_weights
-from grpo_core.losses.named import cispo, dppo, grpo, gspo, reinforce, sapo, vespo
-from grpo_core.losses.objectives import (
-    cispo_loss,
-    clipped_loss,
-    dppo_kept,
-    reinforce_loss,
-    sapo_loss,
-    vespo_loss,
-    vespo_weights,
-)
-from grpo_core.losses.ratios import policy_ratio
-from grpo_core.losses.terms import Objective, Terms, composed
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Aggregation",
-    "Objective",
-    "Terms",
-    "cispo",
-    "cispo_loss",
-    "clipped_loss",
-    "composed",
-    "dppo",
-    "dppo_kept",
-    "grpo",
-    "gspo",
-    "importance_weights",
-    "kl_estimate",
-    "off_policy_kept",
-    "padded",
-    "policy_ratio",
-    "reference_kl",
-    "reinforce",
-    "reinforce_loss",
-    "row_weights",
-    "sapo",
-    "sapo_loss",
-    "score_weights",
-    "sequence_errors",
-    "total",
-    "vespo",
-    "vespo_loss",
-    "vespo_weights",
-]
+from grpo_core._lazy import attach
+
+if TYPE_CHECKING:
+    from grpo_core.losses.aggregation import Aggregation as Aggregation
+    from grpo_core.losses.aggregation import row_weights as row_weights
+    from grpo_core.losses.aggregation import total as total
+    from grpo_core.losses.corrections import importance_weights as importance_weights
+    from grpo_core.losses.corrections import off_policy_kept as off_policy_kept
+    from grpo_core.losses.corrections import sequence_errors as sequence_errors
+    from grpo_core.losses.inputs import padded as padded
+    from grpo_core.losses.kl import kl_estimate as kl_estimate
+    from grpo_core.losses.kl import reference_kl as reference_kl
+    from grpo_core.losses.kl import score_weights as score_weights
+    from grpo_core.losses.named import cispo as cispo
+    from grpo_core.losses.named import dppo as dppo
+    from grpo_core.losses.named import grpo as grpo
+    from grpo_core.losses.named import gspo as gspo
+    from grpo_core.losses.named import reinforce as reinforce
+    from grpo_core.losses.named import sapo as sapo
+    from grpo_core.losses.named import vespo as vespo
+    from grpo_core.losses.objectives import cispo_loss as cispo_loss
+    from grpo_core.losses.objectives import clipped_loss as clipped_loss
+    from grpo_core.losses.objectives import dppo_kept as dppo_kept
+    from grpo_core.losses.objectives import reinforce_loss as reinforce_loss
+    from grpo_core.losses.objectives import sapo_loss as sapo_loss
+    from grpo_core.losses.objectives import vespo_loss as vespo_loss
+    from grpo_core.losses.objectives import vespo_weights as vespo_weights
+    from grpo_core.losses.ratios import policy_ratio as policy_ratio
+    from grpo_core.losses.terms import Objective as Objective
+    from grpo_core.losses.terms import Terms as Terms
+    from grpo_core.losses.terms import composed as composed
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "grpo_core.losses.aggregation": ["Aggregation", "row_weights", "total"],
+        "grpo_core.losses.corrections": ["importance_weights", "off_policy_kept", "sequence_errors"],
+        "grpo_core.losses.inputs": ["padded"],
+        "grpo_core.losses.kl": ["kl_estimate", "reference_kl", "score_weights"],
+        "grpo_core.losses.named": ["cispo", "dppo", "grpo", "gspo", "reinforce", "sapo", "vespo"],
+        "grpo_core.losses.objectives": [
+            "cispo_loss",
+            "clipped_loss",
+            "dppo_kept",
+            "reinforce_loss",
+            "sapo_loss",
+            "vespo_loss",
+            "vespo_weights",
+        ],
+        "grpo_core.losses.ratios": ["policy_ratio"],
+        "grpo_core.losses.terms": ["Objective", "Terms", "composed"],
+    },
+)
