@@ -191,6 +191,9 @@ class LossConfig(PluginChoice):
     all_rows: bool = False
     """Rollouts with advantage 0 are trained as well, so that they count in the averages; losses with other
     terms need them in any case."""
+    max_sequence_error: float = field(default=0.0, validator=ge(0))
+    """Rollouts are not trained if the mean of exp(|difference of logprobs between engine and trainer|) over
+    their tokens is above this; 0 trains all.  It costs one more forward pass."""
 
     def __attrs_post_init__(self) -> None:
         if (self.aggregation == "constant") != (self.aggregation_constant > 0):
@@ -198,6 +201,11 @@ class LossConfig(PluginChoice):
                 f"aggregation = {self.aggregation!r} with aggregation_constant = "
                 f'{self.aggregation_constant:g}: aggregation "constant" needs a constant above 0, such as '
                 "rollout.max_tokens, and no other has one"
+            )
+        if 0 < self.max_sequence_error <= 1:
+            raise ValueError(
+                f"max_sequence_error = {self.max_sequence_error:g}: expected 0, or more than 1, since it "
+                "is 1 for a rollout on which engine and trainer agree"
             )
 
 
@@ -308,6 +316,12 @@ class TrainerConfig(PluginChoice):
     """Proximal logprobs are recomputed with the trainer's weights at the start of the step (one more forward
     pass if there are several updates), taken from generation, or interpolated between generation and policy
     by the staleness of each token, without a forward pass (A-3PO)."""
+    reference_every: int = field(default=0, validator=ge(0))
+    """The reference model of a KL term takes the trained weights every this many steps; with 0 it keeps the
+    weights that the run started from."""
+    reference_mix: float = field(default=1.0, validator=[gt(0), le(1)])
+    """The reference model becomes this share of the trained weights and keeps the rest of its own when it is
+    refreshed; 1 copies them, less makes an exponential moving average."""
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
     """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
     own."""

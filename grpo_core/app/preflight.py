@@ -7,7 +7,7 @@ from grpo_core.app.workers import transport
 from grpo_core.config import AdvantageConfig, Config, TaskConfig
 from grpo_core.data.samplers import sampler_state
 from grpo_core.errors import ConfigError
-from grpo_core.loss import LossSetting, problems_of
+from grpo_core.loss import LossSetting, needs_of, problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
@@ -52,6 +52,16 @@ def _check_loss(config: Config, host: PluginHost) -> None:
         updates_per_step=config.trainer.updates_per_step,
     )
     loss = host.function("loss", config.loss.name, **config.loss.options)
+    trainer = config.trainer
+    if trainer.reference_every and "reference" not in needs_of(loss.function, loss.options):
+        raise ConfigError(
+            f"trainer.reference_every = {trainer.reference_every}: the loss {config.loss.name!r} has no "
+            "reference model; set loss.options.kl_coefficient, or leave it out"
+        )
+    if trainer.reference_mix < 1 and not trainer.reference_every:
+        raise ConfigError(
+            f"trainer.reference_mix = {trainer.reference_mix:g} does nothing without trainer.reference_every"
+        )
     if problems := problems_of(loss.function, config.loss.options, setting):
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
 

@@ -125,6 +125,14 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
             "ratio", "Weight that corrects for sampling by older weights, after its cap; mean."
         ),
         "importance_weight_max": Metric("ratio", "The largest of these weights."),
+        "sequence_error_mean": Metric(
+            "ratio",
+            "Mean of exp(|difference of logprobs between engine and trainer|) over a rollout, 1 if they "
+            "agree; mean over rollouts. This and the next three only with `loss.max_sequence_error`.",
+        ),
+        "sequence_error_max": Metric("ratio", "The largest of these."),
+        "sequence_error_masked": Metric("rollouts", "Rollouts left out for it; absent if none."),
+        "sequence_error_masked_correct": Metric(_SHARE, "Right ones among these; absent if there are none."),
         "off_policy_masked": Metric(
             _SHARE, "Tokens that the objective left out as too far off-policy. Only with `off_policy_limit`."
         ),

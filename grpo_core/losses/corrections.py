@@ -73,9 +73,14 @@ def off_policy_kept(
     return (advantages >= 0) | (distance <= limit)
 
 
-def sequence_errors(proximal: Tensor, generation: Tensor, sequences: Tensor) -> Tensor:
-    """Compute for each token the mean of exp(|proximal - generation|) over its sequence.
+def token_errors(proximal: Tensor, generation: Tensor) -> Tensor:
+    """Compute exp(|proximal - generation|) of each token; 1 means that trainer and engine agree."""
+    return (proximal - generation).detach().abs().clamp(max=80.0).exp()
 
-    1 means that trainer and engine agree on every token.
+
+def sequence_errors(proximal: Tensor, generation: Tensor, sequences: Tensor) -> Tensor:
+    """Compute for each token the mean over its sequence of exp(|proximal - generation|).
+
+    Sequences above a limit are left out by ``loss.max_sequence_error``.
     """
-    return means((proximal - generation).detach().abs().clamp(max=80.0).exp(), sequences)
+    return means(token_errors(proximal, generation), sequences)

@@ -1,4 +1,4 @@
-"""What the losses of the core share: corrections, masks, KL, an entropy bonus and a term for right rollouts.
+"""The options that losses share: corrections, masks, KL, an entropy bonus, a term for right rollouts.
 
 ``composed`` makes a loss of an objective by adding these as options.
 """
@@ -82,7 +82,7 @@ class Terms:
 
 @frozen(kw_only=True, eq=False)
 class Objective:
-    """What the objective of a loss returns."""
+    """The result of an objective."""
 
     losses: Tensor
     """One loss for each token, with the importance weights."""
@@ -222,7 +222,10 @@ def _threshold(inputs: LossInputs, share: float) -> Tensor:
     """Return the entropy that this share of the update's tokens reaches."""
     entropies = inputs.entropy if inputs.update_entropies is None else inputs.update_entropies
     assert entropies is not None, "the loss declares that it needs them"
-    return entropies.detach().quantile(1 - share)
+    ordered = entropies.detach().sort().values  # quantile() takes 16 million numbers at most
+    place = (1 - share) * (len(ordered) - 1)
+    below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
+    return below.lerp(above, place - int(place))
 
 
 def _of_high_entropy(inputs: LossInputs, share: float) -> Tensor:
@@ -263,7 +266,7 @@ def _kl_of_loss(inputs: LossInputs, terms: Terms, ratio: Tensor | None) -> Tenso
 
 
 def _kl_of_reward(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> Tensor:
-    """What the KL divergence takes from the advantage of each token, without gradient."""
+    """Compute what the KL divergence takes from the advantage of each token, without gradient."""
     assert inputs.reference_logprobs is not None
     kl = kl_estimate(
         inputs.proximal_logprobs.detach(),

@@ -65,7 +65,22 @@ class Model(Protocol):
         ...
 
     def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """Return logprobs [N] of the sampled tokens by the run's first weights, without gradient."""
+        """Return logprobs [N] of the sampled tokens by the reference, without gradient.
+
+        The reference has the run's first weights, unless it was refreshed.
+        """
+        ...
+
+    def refresh_reference(self, share: float) -> None:
+        """Move the reference to the trained weights: all the way with share 1."""
+        ...
+
+    def saved_reference(self) -> Mapping[str, Tensor]:
+        """The tensors of a reference that has moved; ``restore_reference`` takes them."""
+        ...
+
+    def restore_reference(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue with a reference that has been saved."""
         ...
 
     def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
@@ -161,6 +176,22 @@ class FullModel:
     def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
         assert self.reference is not None, "the model was built without a reference"
         return self.reference.score(micro, temperature)[0]
+
+    @torch.no_grad()
+    def refresh_reference(self, share: float) -> None:
+        assert self.reference is not None, "the model was built without a reference"
+        parameters = zip(self.reference.module.parameters(), self.policy.module.parameters(), strict=True)
+        for mine, trained in parameters:
+            mine.lerp_(trained, share)
+
+    def saved_reference(self) -> Mapping[str, Tensor]:
+        assert self.reference is not None, "the model was built without a reference"
+        return dict(self.reference.module.named_parameters())
+
+    @torch.no_grad()
+    def restore_reference(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.saved_reference().items():
+            parameter.copy_(tensors[name])
 
     def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
         return self.policy.next_tokens(prompts)

@@ -32,6 +32,7 @@ from grpo_core import loss as losses
 from grpo_core.config import TrainerConfig
 from grpo_core.errors import CheckpointError, PluginError, TrainerError, one_line
 from grpo_core.losses.aggregation import row_weights
+from grpo_core.losses.corrections import token_errors
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.training.batching import microbatches, of_several_rows, rollouts, split_updates
@@ -55,6 +56,8 @@ SWITCH = 5e-4
 
 _MODEL = "model/"
 """Before the names of the model's own tensors in what is saved."""
+_REFERENCE = "reference/"
+"""Before the names of the tensors of a reference that moves."""
 
 
 def create(setup: TrainerSetup) -> TorchTrainer:
@@ -170,6 +173,7 @@ class TorchTrainer:
         self._overhead = _overhead(self.model.parameters, self._device)
         self._budget = token_budget(self._config, self.model.vocabulary, self._device)
         self._optimizer = _adamw(self._parameters, self._config)
+        self._moves_reference = "reference" in self._needs and self._config.reference_every > 0
         self._snapshot = Snapshot(copies=setup.async_save)
         self._lost_updates = 0
         self.version = 0
@@ -200,11 +204,15 @@ class TorchTrainer:
         rows = [row for row in batch.rows if row.tokens.n_sampled]
         totals = Totals()
         divided = split_updates(rows, self._config.updates_per_step)
-        updates = [self._microbatches(update) for update in divided]
+        if self._setup.loss.max_sequence_error:
+            divided = [self._agreeing(update, batch.temperature, totals) for update in divided]
+        updates = [self._microbatches(update) for update in divided if update]
         updates = [self._scored(update, i, batch.temperature) for i, update in enumerate(updates)]
         for number, update in enumerate(updates):
             self._update(Update.of(batch, number, update), update, totals)
         self.version += 1
+        if self._moves_reference and self.version % self._config.reference_every == 0:
+            self.model.refresh_reference(self._config.reference_mix)
         metrics = totals.metrics()
         seconds = time.perf_counter() - begun
         used, padded = sum(map(length, rows)), sum(m.input_ids.numel() for u in updates for m in u)
@@ -235,6 +243,30 @@ class TorchTrainer:
             )
             for part in [*whole, *([alone[i] for i in part] for part in divided)]
         ]
+
+    @torch.no_grad()
+    def _agreeing(self, rows: Sequence[Row], temperature: float, totals: Totals) -> list[Row]:
+        """Return the rows of those rollouts on whose logprobs engine and trainer agree well enough."""
+        places = {id(row): rollout for row, rollout in zip(rows, rollouts(rows), strict=True)}
+        errors: dict[int, list[Tensor]] = {}
+        for micro in self._microbatches(rows):
+            each = token_errors(self.model.score(micro, temperature)[0], micro.generation_logprobs)
+            for row, of_row in zip(
+                micro.rows, torch.split(each, [r.tokens.n_sampled for r in micro.rows]), strict=True
+            ):
+                errors.setdefault(places[id(row)], []).append(of_row)
+        means = torch.stack([torch.cat(parts).mean() for parts in errors.values()])
+        limit = self._setup.loss.max_sequence_error
+        masked = {
+            rollout for rollout, error in zip(errors, means.tolist(), strict=True) if not error <= limit
+        }
+        totals.add({"sequence_error_mean": means, "sequence_error_max": means})
+        if masked:
+            right = {places[id(row)] for row in rows if row.correct} & masked
+            share = means.new_tensor([float(rollout in right) for rollout in masked])
+            totals.add({"sequence_error_masked_correct": share})
+        totals.count("sequence_error_masked", len(masked))
+        return [row for row in rows if places[id(row)] not in masked]
 
     @torch.no_grad()
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
@@ -392,6 +424,8 @@ class TorchTrainer:
             for name, parameter in self._named
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
+        if self._moves_reference:
+            state |= {f"{_REFERENCE}{name}": t for name, t in self.model.saved_reference().items()}
         state["rng"] = torch.get_rng_state()
         about = {"version": self.version, "optimizer": "AdamW"}
         self._snapshot.save(state, partial(self._write, directory, about))
@@ -417,6 +451,11 @@ class TorchTrainer:
             about = json.loads((directory / "optimizer" / "state.json").read_text())
             state = load_file(directory / "optimizer" / "state.safetensors")
             torch.set_rng_state(state.pop("rng"))
+            reference = {name: state.pop(name) for name in list(state) if name.startswith(_REFERENCE)}
+            if reference and self._moves_reference:
+                self.model.restore_reference(
+                    {name.removeprefix(_REFERENCE): tensor for name, tensor in reference.items()}
+                )
             by_name = dict(self._named)
             for key, value in state.items():
                 name, _, slot = key.rpartition("/")

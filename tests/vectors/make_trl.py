@@ -44,7 +44,7 @@ def inputs():
 
 
 def importance_ratio(given, mask, mode, low, high):
-    """What ``_generate_and_score_completions`` computes inline."""
+    """Compute the weights as ``_generate_and_score_completions`` does inline."""
     difference = (given["old"] - given["sampling"]) * mask
     if mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)

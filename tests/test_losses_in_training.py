@@ -1,0 +1,254 @@
+"""The trainer aggregates, masks and refreshes its reference as its configuration says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from test_trainer import batch, ragged, row, same, save, scores, setup, with_tokens
+from torch import Tensor
+
+from grpo_core.app import preflight
+from grpo_core.config import LossConfig, build
+from grpo_core.demo import tiny
+from grpo_core.errors import ConfigError
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import Row
+from grpo_core.training.trainer import TorchTrainer, interpolated
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    tiny.make_tiny_model(directory, (), width=16, layers=1, warm_start_steps=0)
+    return str(directory)
+
+
+def of_two_segments() -> list[Row]:
+    """Twelve rows of eight rollouts in three groups; every second rollout has two rows."""
+    rows = ragged(groups=3, size=4, seed=5)
+    numbers = [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7]
+    advantage = {number: rows[place].advantage for place, number in enumerate(numbers)}
+    group = {number: rows[place].group for place, number in enumerate(numbers)}
+    return [
+        attrs.evolve(
+            each, rollout=number, advantage=advantage[number], group=group[number], correct=number % 3 == 0
+        )
+        for each, number in zip(rows, numbers, strict=True)
+    ]
+
+
+def trained(
+    model: str,
+    rows: Sequence[Row],
+    *,
+    name: str = "grpo",
+    budget: int = 8192,
+    config: Any = None,
+    **options: Any,
+) -> tuple[list[Tensor], float]:
+    """The gradient of one step in float64, and the metric ``loss``."""
+    given = attrs.evolve(
+        setup(model, tokens_per_microbatch=budget, max_grad_norm=1e9, lr=1e-9),
+        loss=LossConfig(name=name, options=options, **(config or {})),
+    )
+    trainer = TorchTrainer(given)
+    for scorer in (trainer.model.policy, trainer.model.reference):
+        if scorer is not None:
+            scorer.module.double()
+    metrics = trainer.step(batch(rows)).metrics
+    moments = [trainer._optimizer.state[parameter]["exp_avg"] for parameter in trainer._parameters]
+    return [moment / (1 - 0.9) for moment in moments], metrics["loss"]
+
+
+AGGREGATIONS: list[dict[str, Any]] = [
+    {"aggregation": "token"},
+    {"aggregation": "sequence"},
+    {"aggregation": "prompt"},
+    {"aggregation": "constant", "aggregation_constant": 12},
+]
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {"kl_coefficient": 0.1, "correction": "sequence_truncate"}),
+    ("gspo", {"nll_coefficient": 0.2}),
+    ("cispo", {"top_entropy": 0.4, "entropy_coefficient": 0.05}),
+    ("sapo", {"correction": "geometric_mask", "importance_floor": 0.5, "importance_cap": 3.0}),
+    ("vespo", {"entropy_coefficient": 0.05}),
+    ("reinforce", {"off_policy_limit": 0.4}),
+    ("dppo", {}),
+]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a["aggregation"])
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[name for name, _ in OPTIONS])
+def test_the_gradient_does_not_depend_on_how_an_update_is_split_or_ordered(
+    model: str, name: str, options: dict[str, Any], aggregation: dict[str, Any]
+) -> None:
+    rows = of_two_segments()
+    one, loss = trained(model, rows, name=name, config=aggregation, **options)
+    assert max(float(gradient.abs().max()) for gradient in one) > 1e-4
+    for order, budget in ((rows, 1), (rows[::-1], 40)):
+        other, again = trained(model, order, name=name, budget=budget, config=aggregation, **options)
+        assert again == pytest.approx(loss, abs=1e-6)
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+PLUGIN = """
+def plain(inputs):
+    return -inputs.advantages * inputs.policy_logprobs, {}
+"""
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a["aggregation"])
+def test_the_loss_of_a_plugin_is_aggregated_too(model: str, tmp_path: Path, aggregation: Any) -> None:
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    rows = of_two_segments()
+    theirs, _ = trained(model, rows, name=f"{tmp_path / 'mine.py'}:plain", config=aggregation)
+    ours, loss = trained(model, rows, name="reinforce", correction="off", config=aggregation)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-9)
+    logprobs = {
+        id(r): torch.tensor(s.tokens.logprobs[s.tokens.sampled])
+        for r, s in zip(rows, scores(model, rows), strict=True)
+    }
+    lengths = {n: sum(len(logprobs[id(r)]) for r in rows if r.rollout == n) for n in range(8)}
+    of_prompt = {g: sum(len(logprobs[id(r)]) for r in rows if r.group == g) for g in range(3)}
+    weight = {
+        "token": lambda r: 1 / sum(lengths.values()),
+        "sequence": lambda r: 1 / (8 * lengths[r.rollout]),
+        "prompt": lambda r: 1 / (3 * of_prompt[r.group]),
+        "constant": lambda r: 1 / (8 * 12),
+    }[aggregation["aggregation"]]
+    expected = sum(-r.advantage * float(logprobs[id(r)].sum()) * weight(r) for r in rows)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_ratio_of_sequences_sees_all_segments_of_a_rollout(model: str) -> None:
+    """Half of the tokens moved up and half of them down: the rollout has not moved, its rows have."""
+    first, second = scores(model, [row("ab=", "good", 1.0), row("ab=good", "evil", 1.0)])
+    first = with_tokens(first, logprobs=first.tokens.logprobs - 0.5)
+    second = with_tokens(second, logprobs=second.tokens.logprobs + 0.5)
+    options = {
+        "name": "gspo",
+        "correction": "geometric_mask",
+        "importance_floor": 0.99,
+        "importance_cap": 1.01,
+    }
+    together = [attrs.evolve(each, rollout=0) for each in (first, second)]
+    apart = [attrs.evolve(each, rollout=i) for i, each in enumerate((first, second))]
+    assert trained(model, together, budget=1, **options)[1] != 0
+    assert trained(model, apart, budget=1, **options)[1] == 0
+
+
+# ---------------------------------------------------------------------------------- logprobs that are wrong
+
+
+def test_rollouts_on_which_engine_and_trainer_disagree_are_left_out(model: str) -> None:
+    rows = [
+        attrs.evolve(each, rollout=i, correct=i == 0) for i, each in enumerate(scores(model, ragged(2, 2)))
+    ]
+    wrong = [with_tokens(rows[0], logprobs=rows[0].tokens.logprobs - 1.0), *rows[1:]]
+    given = setup(model)
+    masking = attrs.evolve(given, loss=LossConfig(max_sequence_error=1.5))
+    with_mask, without = TorchTrainer(masking), TorchTrainer(given)
+    metrics = with_mask.step(batch(wrong)).metrics
+    without.step(batch(rows[1:]))
+    assert same(with_mask, without)
+    assert metrics["sequence_error_masked"] == 1
+    assert metrics["sequence_error_masked_correct"] == 1
+    assert metrics["sequence_error_max"] == pytest.approx(math.e, rel=1e-4)
+    assert metrics["sequence_error_mean"] == pytest.approx((math.e + 3) / 4, rel=1e-4)
+    calm = TorchTrainer(masking).step(batch(rows)).metrics
+    assert "sequence_error_masked" not in calm
+
+
+def test_a_step_whose_rollouts_are_all_left_out_raises_the_version_alone(model: str) -> None:
+    trainer = TorchTrainer(attrs.evolve(setup(model), loss=LossConfig(max_sequence_error=1.01)))
+    trainer.step(batch(ragged()))
+    assert trainer.version == 1
+    assert same(trainer, TorchTrainer(setup(model)))
+
+
+def test_a_limit_that_would_leave_out_everything_is_refused() -> None:
+    with pytest.raises(ConfigError, match="more than 1"):
+        build([{"loss": {"max_sequence_error": 0.5}}])
+
+
+# ---------------------------------------------------------------------------------- the proximal policy
+
+
+def test_interpolated_proximal_logprobs_follow_the_staleness_of_each_token() -> None:
+    policy, generation = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0, -2.0])
+    between = interpolated(policy, generation, torch.tensor([0.0, 1.0, 2.0, 4.0]))
+    assert between.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
+
+
+def test_tokens_of_fresh_weights_need_no_correction_and_old_ones_do(model: str) -> None:
+    rows = [with_tokens(r, logprobs=r.tokens.logprobs - 0.4) for r in scores(model, ragged())]
+    trainer = TorchTrainer(setup(model, proximal="interpolate", lr=1e-9))
+    fresh = trainer.step(batch(rows)).metrics
+    assert fresh["importance_weight_mean"] == pytest.approx(math.exp(0.4), rel=1e-3)
+    one_step_old = trainer.step(batch(rows, 1)).metrics
+    assert one_step_old["importance_weight_mean"] == pytest.approx(1, rel=1e-3)
+    two_steps_old = trainer.step(batch(rows, 2)).metrics
+    assert two_steps_old["importance_weight_mean"] == pytest.approx(math.exp(0.2), rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------- the reference model
+
+
+def test_the_reference_takes_the_trained_weights_every_few_steps(model: str) -> None:
+    trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl_coefficient": 0.01}, reference_every=2))
+    kl = [trainer.step(batch(ragged(), step)).metrics["kl"] for step in range(5)]
+    assert [value > 1e-6 for value in kl] == [False, True, False, True, False]
+
+
+def test_a_moving_average_is_between_start_and_policy(model: str) -> None:
+    trainer = TorchTrainer(
+        setup(model, lr=1e-2, loss={"kl_coefficient": 0.01}, reference_every=1, reference_mix=0.25)
+    )
+    start = {name: t.clone() for name, t in trainer.model.saved_reference().items()}
+    trainer.step(batch(ragged()))
+    policy = dict(trainer.model.policy.module.named_parameters())
+    for name, tensor in trainer.model.saved_reference().items():
+        torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * policy[name])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_a_resumed_run_has_the_reference_that_it_had(model: str, tmp_path: Path, share: float) -> None:
+    def given(**options: Any) -> Any:
+        return setup(
+            model, loss={"kl_coefficient": 0.5}, lr=1e-2, reference_every=2, reference_mix=share, **options
+        )
+
+    straight, first = TorchTrainer(given()), TorchTrainer(given())
+    for step in range(6):
+        straight.step(batch(ragged(seed=step), step))
+    for step in range(3):
+        first.step(batch(ragged(seed=step), step))
+    save(first, tmp_path)
+    resumed = TorchTrainer(given(resume_from=tmp_path))
+    for step in range(3, 6):
+        resumed.step(batch(ragged(seed=step), step))
+    assert same(straight, resumed)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "message"),
+    [
+        ({"reference_every": 5}, {}, "has no reference model"),
+        ({"reference_mix": 0.5}, {"kl_coefficient": 0.1}, "does nothing without trainer.reference_every"),
+        ({"proximal": "generation"}, {"correction": "token_mask"}, "does nothing with"),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused(
+    trainer: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    config = build([{"trainer": trainer, "loss": {"options": options}}])
+    with pytest.raises(ConfigError, match=message):
+        preflight._check_loss(config, PluginHost.discover(()))
