@@ -38,6 +38,7 @@ def train(
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     output: Path | None = None,
     resume: str | None = None,
+    until: str | None = None,
     ray: str | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
@@ -61,6 +62,8 @@ def train(
         Directory of the run, which must be empty or new.  Default: runs/NAME.
     resume
         Continue the run in this directory.  Without a value, continue the latest run in runs/.
+    until
+        End the run with a checkpoint before this time, as in "18:30" or "2026-11-23T07:00".
     ray
         Run engines and environments on the Ray cluster at this address ("auto", "host:6379").  Without a
         value, start a local cluster for this run.
@@ -74,7 +77,7 @@ def train(
         config_file=config,
         envs=env or [],
         chosen={section: name for section, name in chosen.items() if name is not None},
-        settings=set_ or [],
+        settings=[*(set_ or []), *([] if until is None else [commands.time_limit(until)])],
         output=output,
         resume=resume,
         ray=ray,

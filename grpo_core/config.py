@@ -22,6 +22,9 @@ from attrs.validators import deep_iterable, ge, gt, le, lt, optional
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import ConfigError, did_you_mean
 
+GOAL = re.compile(r"\s*(\S+)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+"""A condition on a metric: its name, the comparison, and a number."""
+
 TASK_NAME = r"[A-Za-z0-9_.-]{1,64}"
 """Names of tasks; they are names of files, too."""
 
@@ -286,6 +289,14 @@ class RolloutConfig:
     limit.  The rollouts of a group begin together, so a group that is larger is played alone."""
 
 
+def _goal(instance: object, attribute: object, value: str) -> None:
+    if value and not GOAL.fullmatch(value):
+        raise ValueError(
+            f"'stop_when' must be NAME >= NUMBER or NAME <= NUMBER, as in validation/sort/accuracy >= 0.95: "
+            f"{value!r}"
+        )
+
+
 @frozen(kw_only=True)
 class TrainerConfig(PluginChoice):
     """The trainer with its steps, optimizer and device."""
@@ -294,6 +305,12 @@ class TrainerConfig(PluginChoice):
     """Name of the trainer, as `grpo-core plugins` lists it, or `./file.py:Name`."""
     steps: int = field(default=100, validator=ge(1))
     """Number of steps of the run."""
+    time_limit: float = field(default=0.0, validator=ge(0))
+    """End the run before this many seconds since its start, or its resume, are over, early enough for a
+    complete checkpoint; 0 means no limit. `--until TIME` sets it."""
+    stop_when: str = field(default="", validator=_goal)
+    """End the run with a checkpoint as soon as a metric of a step or of a validation reaches a value, as in
+    `validation/sort/accuracy >= 0.95` or `kl <= 0.1`."""
     prompts_per_step: int = field(default=16, validator=ge(1))
     """Number of groups in one step."""
     updates_per_step: int = field(default=1, validator=ge(1))
@@ -389,6 +406,12 @@ class CheckpointConfig:
     """Save every this many steps; 0 means only at the end."""
     keep: int = field(default=2, validator=ge(1))
     """Number of newest complete checkpoints that stay on disk."""
+    keep_every: int = field(default=0, validator=ge(0))
+    """Checkpoints at multiples of this many steps stay on disk for ever; 0 means none."""
+    best: str = ""
+    """The checkpoint with the largest value of this metric of validation stays on disk, too, as in
+    `validation/sort/accuracy`; with `-` before the name, the one with the smallest value. Checkpoints
+    are compared that are validated: choose `checkpoint.every` as a multiple of `validation.every`."""
     async_save: bool = True
     """Save in the background from a snapshot in host memory, which stays allocated (12 bytes per float32
     parameter). If false, training waits until the checkpoint is written."""

@@ -577,7 +577,7 @@ def test_stop_ends_after_the_step_with_a_checkpoint_and_the_rest_can_be_trained_
     async def story():
         running = asyncio.create_task(first.pipeline.run())
         await asyncio.sleep(7.3)
-        await first.pipeline.stop()
+        first.pipeline.stop()
         return await running
 
     assert run(story()) == "interrupted"
@@ -599,7 +599,7 @@ def test_a_run_that_is_stopped_begins_no_validation():
         async def step(self, batch):
             result = await super().step(batch)
             if batch.step == 3:
-                await run_.pipeline.stop()
+                run_.pipeline.stop()
             return result
 
     run_.pipeline.validate, run_.pipeline.trainer = validate, Stopping()

@@ -239,7 +239,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_its_results():
     async def story():
         running = asyncio.create_task(training.pipeline.run())
         await asyncio.sleep(8.0)
-        await training.pipeline.stop()
+        training.pipeline.stop()
         return await running, asyncio.get_running_loop().time()
 
     reason, seconds = run(story())

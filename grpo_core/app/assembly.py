@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from grpo_core.aio import Slots
 from grpo_core.app import workers
@@ -42,11 +42,14 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, EngineConfig
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
-from grpo_core.events import Event, WarningRaised
+from grpo_core.events import Event, StepEnded, Validated, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.limits import Goal, TimeLimit
+from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer
+from grpo_core.loop.retention import Retention
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.plugins.host import PluginHost
@@ -61,25 +64,35 @@ Prompts = Mapping[str, Sequence[Prompt]]
 """Prompts by task."""
 
 
-@frozen(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class RunContext:
     """The surroundings of a run: its directory, plugins, environments and trackers."""
 
     directory: RunDirectory
     plugins: PluginHost
     placement: Placement
-    tasks: Tasks
+    tasks: Tasks = field(init=False)
+    """The environments, once they have started."""
     resume: checkpoint.Found | None
     trackers: Trackers
+    retention: Retention
     stack: contextlib.AsyncExitStack
     """Closes everything that was started."""
+    began: float = 0.0
+    """Start of the program, on the clock of the event loop, from which a time limit counts."""
+    after: Callable[[Event], None] = lambda event: None
+    """Called with each event that the trackers have received."""
     warnings: list[WarningRaised] = field(factory=list)
     """Found while the run was assembled; raised when it has started."""
 
     @property
     def emit(self) -> Callable[[Event], None]:
         """Sends an event to all trackers."""
-        return self.trackers.emit
+        return self._emit
+
+    def _emit(self, event: Event) -> None:
+        self.trackers.emit(event)
+        self.after(event)
 
 
 async def assemble(config: Config, run: RunContext) -> Pipeline:
@@ -105,7 +118,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
             run.trackers.status(f"resuming: {told}")
     loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
     engine, validate = assembly.validation(engine, own, renderer, held_out)
-    return Pipeline(
+    pipeline = Pipeline(
         buffer=buffer,
         draw=stream.draw,
         observe=stream.observe,
@@ -137,8 +150,29 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         canary=canary_prompts(prompts, renderer),
         canary_tolerance=canary_tolerance(config.health, config.engine),
         limits=health_limits(config.health),
+        time_limit=assembly.time_limit(),
         watch=assembly.watched(trainer, validate),
     )
+    if config.trainer.stop_when:
+        run.after = stop_at(Goal.parse(config.trainer.stop_when), pipeline)
+    return pipeline
+
+
+def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
+    """Return a receiver of events that stops the pipeline when the goal is reached."""
+
+    def receive(event: Event) -> None:
+        values = (
+            event.metrics
+            if isinstance(event, StepEnded)
+            else validation_metrics(event.results)
+            if isinstance(event, Validated)
+            else {}
+        )
+        if goal.reached(values):
+            pipeline.stop("goal reached")
+
+    return receive
 
 
 async def choose_devices(config: Config, run: RunContext) -> Devices:
@@ -263,6 +297,10 @@ class Assembly:
         self.run.stack.push_async_callback(made.aclose)
         return made
 
+    def time_limit(self) -> TimeLimit | None:
+        seconds = self.config.trainer.time_limit
+        return TimeLimit(end=self.run.began + seconds, seconds=seconds) if seconds else None
+
     async def renderer(self, model: str) -> Renderer:
         sections = (self.config.engine, self.config.validation.engine)
         engines = [each for each in sections if each is not None]
@@ -350,6 +388,7 @@ class Assembly:
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
                 keep=keep,
+                spared=self.run.retention.spared,
             )
 
         return save

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Coroutine, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, time, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,7 +90,29 @@ def train(
         _say(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
     _say(_summary(outcome, config, again))
-    return 0 if outcome.reason == "finished" else INTERRUPTED
+    return INTERRUPTED if outcome.reason == "interrupted" else 0
+
+
+def time_limit(until: str, now: datetime | None = None) -> str:
+    """Return the setting that ends a run before a time of day, or a date and time.
+
+    Raises ConfigError if it is neither, or over.
+    """
+    now = (now or datetime.now()).astimezone()
+    try:
+        clock = time.fromisoformat(until) if ":" in until and "-" not in until else None
+        end = datetime.combine(now.date(), clock) if clock else datetime.fromisoformat(until)
+    except ValueError:
+        raise ConfigError(
+            f'--until is {until!r}; expected a time of day, as in "18:30", or a date and time, as in '
+            '"2026-11-23T07:00"'
+        ) from None
+    seconds = (end.astimezone() - now).total_seconds()
+    if clock and seconds <= 0:
+        seconds += timedelta(days=1).total_seconds()
+    if seconds <= 0:
+        raise ConfigError(f"--until is {until!r}, which is over")
+    return f"trainer.time_limit={seconds:.0f}"
 
 
 def validate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from grpo_core.app.parts import engines_of, make_placement, make_sampler
 from grpo_core.app.workers import transport
 from grpo_core.config import AdvantageConfig, Config, TaskConfig
@@ -35,6 +37,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     host.check_options("trainer", config.trainer.name, config.trainer.options)
     _check_loss(config, host)
     _check_advantage(config.advantage, config.rollout.group_size, host)
+    _check_best(config)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
     check_trackers(config.tracking, host)
     _check_placement(config, host, trains=trains)
@@ -72,6 +75,24 @@ def _no_task(purpose: str, host: PluginHost) -> ConfigError:
         f"no task to {purpose}: give an environment with --env NAME, or [tasks.NAME] in CONFIG.toml; "
         "installed: " + (", ".join(offered) or "none (pip install grpo-plugin-math, for one)")
     )
+
+
+def _check_best(config: Config) -> None:
+    """Raise ConfigError if no checkpoint could be the best one."""
+    best = config.checkpoint.best.removeprefix("-")
+    if not best:
+        return
+    tasks = [name for name in config.tasks if re.fullmatch(rf"validation/{re.escape(name)}/[^/]+", best)]
+    if not tasks:
+        raise ConfigError(
+            f"checkpoint.best is {best!r}, which is no metric of validation; expected validation/TASK/NAME "
+            f"with one of the tasks {', '.join(config.tasks)}"
+        )
+    if not config.validation.every or not config.checkpoint.every:
+        raise ConfigError(
+            "checkpoint.best compares checkpoints that are validated: checkpoint.every and validation.every "
+            f"must not be 0; they are {config.checkpoint.every} and {config.validation.every}"
+        )
 
 
 def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:

@@ -35,6 +35,7 @@ from grpo_core.incidents import Incident, Lines, report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
+from grpo_core.loop.retention import Retention
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Tracker
@@ -73,19 +74,39 @@ async def train(
     SIGINT and SIGTERM end the run after its step with a checkpoint; a second one ends it at once.  Raises
     the root cause of what failed; children are gone then, and checkpoints are complete.
     """
+    began = time.monotonic()
     room = DiskRoom(run.path, config.trainer.steps, lambda event: trackers.emit(event))
     made = make_trackers(config.tracking, host, run.info(config, resume.step if resume else None))
     scores = Scores(run.first_scores() if resume else {})
-    own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
+    retention = Retention(
+        run.checkpoints,
+        every=config.checkpoint.keep_every,
+        best=config.checkpoint.best,
+        step=resume.step if resume else 0,
+    )
+    own: dict[str, Tracker] = {
+        "scores of the run": scores,
+        "room on the disk": room,
+        "retention of checkpoints": retention,
+    }
     trackers = Trackers({**own, **made})
     emit = trackers.emit
-    began = time.monotonic()
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(reported_to(trackers.report))
             interruptible = stack.enter_context(_signals(trackers.status))
-            pipeline = await _start(config, run, host, resume, trackers, stack)
+            around = RunContext(
+                directory=run,
+                plugins=host,
+                placement=make_placement(config.placement, host),
+                resume=resume,
+                trackers=trackers,
+                retention=retention,
+                began=began,
+                stack=stack,
+            )
+            pipeline = await _start(config, around)
             interruptible(pipeline)
             reason = await pipeline.run()
         step = pipeline.buffer.step
@@ -218,31 +239,15 @@ def _prepare(prepare: Callable[[], None], threads: int) -> None:
     prepare()
 
 
-async def _start(
-    config: Config,
-    run: RunDirectory,
-    host: PluginHost,
-    resume: checkpoint.Found | None,
-    trackers: Trackers,
-    stack: contextlib.AsyncExitStack,
-) -> Pipeline:
+async def _start(config: Config, run: RunContext) -> Pipeline:
     """Start every part of a run, and tell the trackers that the run has started."""
-    trackers.status("starting the environments")
-    placement = make_placement(config.placement, host)
-    context = RunContext(
-        directory=run,
-        plugins=host,
-        placement=placement,
-        tasks=await stack.enter_async_context(_tasks(config, placement, logs=run.logs)),
-        resume=resume,
-        trackers=trackers,
-        stack=stack,
-    )
-    pipeline = await assemble(config, context)
-    trackers.emit(_started(config, context, pipeline))
-    for warning in context.warnings:
-        trackers.emit(warning)
-    for reason in resume.passed_over if resume else ():
+    run.trackers.status("starting the environments")
+    run.tasks = await run.stack.enter_async_context(_tasks(config, run.placement, logs=run.directory.logs))
+    pipeline = await assemble(config, run)
+    run.emit(_started(config, run, pipeline))
+    for warning in run.warnings:
+        run.emit(warning)
+    for reason in run.resume.passed_over if run.resume else ():
         report("passed_over", "checkpoints", f"passed over {reason}")
     return pipeline
 
@@ -302,14 +307,15 @@ def _signals(status: Callable[[str], None]) -> Iterator[Callable[[Pipeline], Non
     main = asyncio.current_task()
     assert main is not None
     running: list[Pipeline] = []
-    stops: list[asyncio.Task[None]] = []
+    stops: list[Pipeline] = []
 
     def on_signal(received: signal.Signals) -> None:
         if stops or not running:
             main.cancel()
             return
         status(f"{received.name}: ending after this step, with a checkpoint (once more: at once)")
-        stops.append(loop.create_task(running[0].stop()))
+        stops.append(running[0])
+        running[0].stop()
 
     received = (signal.SIGINT, signal.SIGTERM)
     for each in received:

@@ -20,7 +20,7 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
@@ -57,12 +57,14 @@ async def begin(
     loaders: Mapping[str, Mapping[str, Any]],
     save_trainer: Callable[[Path], Awaitable[Callable[[], Awaitable[None]]]],
     keep: int,
+    spared: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
     disk: Disk | None = None,
 ) -> Callable[[], Awaitable[Path]]:
     """Begin ``parent/step-NNNNNN``; return when training may go on.  The returned function writes the rest.
 
-    The checkpoint is written completely or not at all; then all but the newest ``keep`` are removed.  Both
-    functions raise CheckpointError, and leave older checkpoints untouched.
+    The checkpoint is written completely or not at all; then all but the newest ``keep`` and those that
+    ``spared`` names are removed.  Both functions raise CheckpointError, and leave older checkpoints
+    untouched.
 
     Args:
         pipeline: the result of ``cut``.
@@ -85,7 +87,7 @@ async def begin(
         except OSError as error:
             raise await failed(error) from error
         try:
-            await disk.run(lambda: _tidy(disk, parent, step, keep))
+            await disk.run(lambda: _tidy(disk, parent, step, keep, spared))
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint {final}: it is complete, but older ones cannot be removed: {error}"
@@ -119,11 +121,15 @@ def _write(
     disk.sync(partial)
 
 
-def _tidy(disk: Disk, parent: Path, step: int, keep: int) -> None:
+def _tidy(
+    disk: Disk, parent: Path, step: int, keep: int, spared: Callable[[Collection[int]], Collection[int]]
+) -> None:
     """Remove checkpoints that are too old, damaged, or were never finished."""
     complete = complete_names(parent)
     passed_over = [path for at, path in complete if at > step]
-    for path in [path for at, path in complete if at <= step][:-keep] + passed_over:
+    kept = spared({at for at, _ in complete if at <= step})
+    old = [(at, path) for at, path in complete if at <= step][:-keep]
+    for path in [path for at, path in old if at not in kept] + passed_over:
         disk.remove(path)
     for unfinished in parent.glob(f"step-*{_PARTIAL}"):
         disk.remove(unfinished)

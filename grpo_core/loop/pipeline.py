@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -50,6 +50,7 @@ from grpo_core.incidents import report
 from grpo_core.loop import canary, health
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.limits import TimeLimit
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import task_metrics
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
@@ -144,6 +145,8 @@ class Pipeline:
     """Largest difference of logprobs between engine and trainer after a weight sync; 0: by rounding."""
     limits: Mapping[str, health.Limits] = field(factory=dict)
     """Health limits by metric."""
+    time_limit: TimeLimit | None = None
+    """Ends the run in time for a last checkpoint, on the clock of the event loop."""
     watch: Sequence[Watch] = ()
     """Background watchers; each raises if a process that the run needs has died."""
 
@@ -152,7 +155,8 @@ class Pipeline:
     _taken: tuple[int, Written] | None = field(init=False, default=None)
     """The version of the cut that is being written, and how to wait for it."""
     _trained: int = field(init=False, default=0)
-    _stopping: bool = field(init=False, default=False)
+    _stopping: str = field(init=False, default="")
+    """Reason for which the run ends before its last step."""
     _paused: bool = field(init=False, default=False)
     _stepping: asyncio.Lock = field(init=False, factory=asyncio.Lock)
     """Held during a trainer step, and during a validation that pauses training."""
@@ -164,7 +168,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------ public methods
 
     async def run(self) -> str:
-        """Train until the last step or until ``stop``; return "finished" or "interrupted".
+        """Train until the last step or until ``stop``; return "finished", or the reason of the stop.
 
         Raises the first error of any task, after the other tasks have been cancelled and have ended.
         """
@@ -180,17 +184,38 @@ class Pipeline:
                     tasks.create_task(self._collect(), name="collect"),
                     tasks.create_task(self._sync(), name="sync"),
                     tasks.create_task(self._write(), name="write"),
+                    tasks.create_task(self._stop_in_time(), name="time limit"),
                     *(tasks.create_task(died(), name="watch") for died in self.watch),
                 ]
                 await self._train()
                 for task in background:
                     task.cancel()
-        return "interrupted" if self._trained < self.buffer.num_steps else "finished"
+        return self._stopping if self._trained < self.buffer.num_steps else "finished"
 
-    async def stop(self) -> None:
+    def stop(self, reason: str = "interrupted") -> None:
         """End the run after the current step, with a checkpoint."""
-        self._stopping = True
+        self._stopping = self._stopping or reason
         self._changes.notify()
+
+    async def _stop_in_time(self) -> None:
+        """Stop when a step, a weight sync and a checkpoint would take what is left of the time limit."""
+        limit, now = self.time_limit, asyncio.get_running_loop().time
+        while limit is not None and (left := limit.left(now())) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):  # less is left after something has taken longer than before
+                    await self._changes.until(lambda: True if limit.left(now()) <= 0 else None)
+        if limit is not None:
+            self.stop("out of time")
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Measure how long a part of the run takes, for the time limit."""
+        now = asyncio.get_running_loop().time
+        began = now()
+        yield
+        if self.time_limit is not None:
+            self.time_limit.observe(part, now() - began)
+            self._changes.notify()
 
     # ------------------------------------------------------------------------------ collect
 
@@ -312,11 +337,12 @@ class Pipeline:
         step = self._trained
         waited = self._meter.now() - started
         batch = make_batch(groups, step=step, temperature=self.sampling.temperature)
-        async with self._stepping:
-            result = await self.trainer.step(batch)
-        self._trained = result.version
-        await self._synced()  # the engine may still be reading what was published before
-        weights = await self.trainer.publish(self.canary)
+        with self._timed("step"):
+            async with self._stepping:
+                result = await self.trainer.step(batch)
+            self._trained = result.version
+            await self._synced()  # the engine may still be reading what was published before
+            weights = await self.trainer.publish(self.canary)
         if weights.version != step + 1:
             raise GrpoError(f"the trainer published version {weights.version} after step {step}")
         self._published = weights
@@ -365,7 +391,8 @@ class Pipeline:
         if self.save is not None:
             await self._saved()
             self.emit(Saving(step=version))
-            written = await self.save(version)
+            with self._timed("cut"):
+                written = await self.save(version)
             self._taken = (version, written)
             self._changes.notify()
 
@@ -377,8 +404,9 @@ class Pipeline:
     async def _write(self) -> None:
         while True:
             version, written = await self._when(lambda: self._taken, "a cut", patience=None)
-            await self.flush()
-            directory = await written()
+            with self._timed("save"):
+                await self.flush()
+                directory = await written()
             self.emit(Saved(step=version, directory=str(directory)))
             self._taken = None
             self._changes.notify()
@@ -388,12 +416,13 @@ class Pipeline:
     async def _sync(self) -> None:
         while True:
             weights = await self._when(lambda: self._published, "published weights", patience=None)
-            if not self.schedule.in_flight_updates:
-                self._paused = True
-                await self._no_group_runs()
-            await self._update_engine(weights)
-            self._advance()
-            await self._validate(weights.version)
+            with self._timed("sync"):
+                if not self.schedule.in_flight_updates:
+                    self._paused = True
+                    await self._no_group_runs()
+                await self._update_engine(weights)
+                self._advance()
+                await self._validate(weights.version)
             self._published = None
             self._changes.notify()
 

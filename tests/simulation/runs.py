@@ -316,9 +316,8 @@ class Simulation:
         loop = asyncio.get_running_loop()
         main = asyncio.current_task()
         assert main is not None
-        stops: list[asyncio.Task[None]] = []
         if stop_at is not None:
-            loop.call_later(stop_at, lambda: stops.append(loop.create_task(pipeline.stop())))
+            loop.call_later(stop_at, pipeline.stop)
             if again_at is not None:
                 loop.call_later(stop_at + again_at, main.cancel)
         with reported_to(lambda incident: self._tell(f"survived: {incident.component}: {incident.message}")):

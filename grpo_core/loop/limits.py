@@ -1,0 +1,67 @@
+"""Ends of a run before its last step: a goal that is reached, or a time that is nearly over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import define, field, frozen
+
+from grpo_core.config import GOAL
+
+PARTS = ("step", "sync", "cut", "save")
+"""A step with its publication, a weight sync with its validation, and the two parts of a checkpoint: what may
+still have to end when a run stops."""
+
+MARGIN = 1.5
+"""Steps and checkpoints may take this many times longer than the longest so far."""
+
+SHORTEST = 0.01
+"""Seconds that are not worth another wait."""
+
+UNKNOWN = 0.03
+"""Share of the time limit that is set aside for each of them that has not been measured yet."""
+
+
+@frozen
+class Goal:
+    """A condition on a metric that ends a run."""
+
+    metric: str
+    sign: float
+    """1 if the metric has to be at least the bound, -1 if at most."""
+    bound: float
+
+    @classmethod
+    def parse(cls, text: str) -> Goal:
+        """Read a condition like "validation/sort/accuracy >= 0.95", which the configuration has checked."""
+        match = GOAL.fullmatch(text)
+        assert match is not None
+        return cls(match[1], 1.0 if match[2] == ">=" else -1.0, float(match[3]))
+
+    def reached(self, values: Mapping[str, float]) -> bool:
+        return self.metric in values and self.sign * values[self.metric] >= self.sign * self.bound
+
+
+@define
+class TimeLimit:
+    """Says when a run has to stop, so that its last checkpoint is complete before the limit.
+
+    Args:
+        end: the time of the limit, on the clock of its caller.
+        seconds: seconds from the start of the program to the limit.
+    """
+
+    end: float
+    seconds: float
+    _longest: dict[str, float] = field(init=False, factory=dict)
+
+    def observe(self, part: str, seconds: float) -> None:
+        """Take the duration of a part of the run, one of ``PARTS``."""
+        self._longest[part] = max(seconds, self._longest.get(part, 0.0))
+
+    def left(self, now: float) -> float:
+        """Return the seconds until the run has to stop; 0 or less: at once."""
+        unknown = UNKNOWN * self.seconds
+        reserve = [self._longest.get(part, unknown) for part in PARTS]
+        left = self.end - now - max(MARGIN * sum(reserve), unknown)
+        return left if left >= SHORTEST else 0.0

@@ -1,0 +1,81 @@
+"""Decides which checkpoints stay on disk besides the newest: every Nth, and the best in validation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from grpo_core.disk import Disk, replace_file
+from grpo_core.errors import CheckpointError, GrpoError
+from grpo_core.protocols import Tracker
+
+SCORES = "scores.json"
+"""File beside the checkpoints: the metric, and its value for each step that was validated."""
+
+
+class Retention(Tracker):
+    """Remembers what validations measured, and names the checkpoints that must stay.
+
+    Values are on disk before a checkpoint is complete, so that the best one stays the best after a kill.
+
+    Args:
+        directory: directory of the checkpoints.
+        every: checkpoints at multiples of this many steps stay; 0 is none.
+        best: name of a metric of validations, as in "validation/TASK/accuracy"; the checkpoint with its
+            largest value stays, or with "-" before the name, its smallest.  Empty is none.
+        step: step that the run continues from; values of later steps are forgotten.
+    """
+
+    required = True
+
+    def __init__(self, directory: Path, *, every: int = 0, best: str = "", step: int = 0) -> None:
+        self._path, self._every = directory / SCORES, every
+        self._sign, self._metric = (-1.0, best[1:]) if best.startswith("-") else (1.0, best)
+        self._disk = Disk()
+        self.scores: dict[int, float] = {at: value for at, value in self._read().items() if at <= step}
+        """Value of the metric by step."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._metric or not any(name.startswith("validation/") for name in values):
+            return
+        if self._metric not in values:
+            known = ", ".join(sorted(name for name in values if name.startswith("validation/")))
+            raise GrpoError(
+                f"checkpoint.best is {self._metric!r}, which validation does not measure; it measures {known}"
+            )
+        self.scores = {**self.scores, step: values[self._metric]}
+        data = {"metric": self._metric, "scores": {str(at): value for at, value in self.scores.items()}}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._disk, self._path, json.dumps(data).encode())
+
+    def spared(self, steps: Collection[int]) -> set[int]:
+        """Return those of the checkpoints at ``steps`` that stay even if they are old.
+
+        One that is newer than the last validation may still turn out to be the best.
+        """
+        stay = {step for step in steps if self._every and step % self._every == 0}
+        if self._metric:
+            scores = self.scores
+            stay |= {step for step in steps if step > max(scores, default=-1)}
+            best = self.best(steps)
+            stay |= set() if best is None else {best}
+        return stay
+
+    def best(self, steps: Collection[int]) -> int | None:
+        """Return the best of the checkpoints at ``steps``, the newest of equal ones; None without a value."""
+        scored = [step for step in steps if step in self.scores]
+        return max(scored, key=lambda step: (self._sign * self.scores[step], step), default=None)
+
+    def _read(self) -> dict[int, float]:
+        """Return the values on disk; those of another metric do not count."""
+        if not self._path.exists():
+            return {}
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            scores = {int(step): float(value) for step, value in found["scores"].items()}
+            return scores if found["metric"] == self._metric else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self._path}: cannot be read: {error}; remove it to forget which checkpoint was the best"
+            ) from error

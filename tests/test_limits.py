@@ -1,0 +1,132 @@
+"""A run ends before its last step when a goal is reached, and in time for its last checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from datetime import datetime
+
+import pytest
+from test_pipeline import Run
+
+from grpo_core.app.assembly import stop_at
+from grpo_core.app.commands import time_limit
+from grpo_core.config import TrainerConfig
+from grpo_core.errors import ConfigError
+from grpo_core.events import Saved, StepEnded, Validated
+from grpo_core.loop.limits import Goal, TimeLimit
+from grpo_core.testing import FakeTrainer
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "reached"),
+    [
+        ("reward/sort >= 0.5", 0.5, True),
+        ("reward/sort >= 0.5", 0.49, False),
+        ("reward/sort<=1e-3", 0.0, True),
+        ("reward/sort <= -1", 0.0, False),
+    ],
+)
+def test_a_goal_is_a_metric_and_a_bound(goal, value, reached):
+    assert Goal.parse(goal).reached({"reward/sort": value}) is reached
+    assert not Goal.parse(goal).reached({})
+
+
+@pytest.mark.parametrize("text", ["reward", "reward > 3", "reward >= high", "reward >= nan", ">= 3"])
+def test_what_is_no_goal_is_refused_when_the_configuration_is_read(text):
+    with pytest.raises(ValueError, match="'stop_when' must be NAME >= NUMBER"):
+        TrainerConfig(stop_when=text)
+
+
+def test_a_run_ends_with_a_checkpoint_when_its_goal_is_reached():
+    saved = []
+    run_ = Run(steps=12, schedule={"validate_every": 2})
+
+    async def validate(version):
+        return {"task": {"accuracy": version / 10}}
+
+    async def save(version):
+        async def written():
+            saved.append(version)
+            return "there"
+
+        return written
+
+    run_.pipeline.validate, run_.pipeline.save = validate, save
+    receive = stop_at(Goal.parse("validation/task/accuracy >= 0.6"), run_.pipeline)
+    run_.pipeline.emit = lambda event: (run_.events.append(event), receive(event))
+    assert run_().result == "goal reached"
+    assert run_.of(Validated)[-1].version == 6
+    assert saved == [run_.of(StepEnded)[-1].step]
+    assert 6 <= saved[0] <= 8, "a step that runs is ended"
+
+
+class Slow(FakeTrainer):
+    """Steps take any time between half and all of the longest."""
+
+    def __init__(self, rng, longest):
+        super().__init__()
+        self.rng, self.longest = rng, longest
+
+    async def step(self, batch):
+        await asyncio.sleep(self.rng.uniform(0.5, 1.0) * self.longest)
+        return await super().step(batch)
+
+
+def ended(seed):
+    """Play one schedule; return its limit, the time of its last checkpoint, its result and its steps."""
+    rng = random.Random(seed)
+    step, save, validation = (rng.uniform(1.0, 20.0) for _ in range(3))
+    limit = rng.uniform(20, 40) * (step + save + validation)
+    run_ = Run(
+        steps=1000,
+        prompts_per_step=1,
+        group_size=2,
+        trainer=Slow(rng, step),
+        schedule={"validate_every": rng.choice([0, 1, 3]), "save_every": rng.choice([0, 2, 5])},
+        time_limit=TimeLimit(end=limit, seconds=limit),
+    )
+    times = []
+
+    async def validate(version):
+        await asyncio.sleep(rng.uniform(0.5, 1.0) * validation)
+        return {"task": {"accuracy": 0.0}}
+
+    async def begin(version):
+        await asyncio.sleep(rng.uniform(0.0, 0.1) * save)
+
+        async def written():
+            await asyncio.sleep(rng.uniform(0.5, 1.0) * save)
+            times.append(asyncio.get_running_loop().time())
+            return "there"
+
+        return written
+
+    run_.pipeline.validate, run_.pipeline.save = validate, begin
+    run_(seed=seed)
+    return limit, times[-1], run_.result, run_.of(StepEnded)[-1].step, run_.of(Saved)[-1].step
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 80), marks=pytest.mark.long)])
+def test_the_last_checkpoint_is_complete_before_the_time_limit(seeds):
+    used = []
+    for seed in seeds:
+        limit, at, result, step, saved = ended(seed)
+        assert at <= limit, seed
+        assert result == "out of time"
+        assert saved == step
+        used.append(at / limit)
+    assert sum(used) / len(used) > 0.8, "not much of the time is left over"
+
+
+def test_a_time_of_day_is_the_next_one():
+    now = datetime(2026, 11, 22, 17, 0, 0)
+    assert time_limit("18:30", now) == "trainer.time_limit=5400"
+    assert time_limit("16:00", now) == "trainer.time_limit=82800"
+    assert time_limit("2026-11-22T17:00:10", now) == "trainer.time_limit=10"
+
+
+@pytest.mark.parametrize("text", ["tomorrow", "25:00", "2026-11-21T17:00"])
+def test_what_is_no_time_to_come_is_refused(text):
+    with pytest.raises(ConfigError, match="--until is "):
+        time_limit(text, datetime(2026, 11, 22, 17, 0, 0))
