@@ -30,7 +30,6 @@ from grpo_core.records import (
 )
 
 if TYPE_CHECKING:
-    from grpo_core.errors import PluginError
     from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
     from grpo_core.tokens import Ids
@@ -343,8 +342,8 @@ class AgentSession(Protocol):
 
     client: AgentClient
 
-    async def broken(self) -> PluginError:
-        """Wait until the engine breaks its contract, and return how."""
+    async def broken(self) -> Exception:
+        """Wait until a request fails by no fault of the agent, such as a broken engine; return the error."""
         ...
 
     async def aclose(self) -> Recording:

@@ -19,7 +19,7 @@ from grpo_core.agents.recorder import Node, Recorder, Turn
 from grpo_core.agents.repeats import Attempt, Call, Repeats
 from grpo_core.aio import cancel
 from grpo_core.completions import check_completions
-from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, PluginError, describe
+from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, describe
 from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import Engine, Renderer
 from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationRequest, Message, Recording
@@ -79,7 +79,7 @@ class Session:
     _history: dict[str, tuple[Message, ...]] = field(init=False, factory=dict)
     _running: set[asyncio.Task[Reply]] = field(init=False, factory=set)
     _fault: asyncio.Event = field(init=False, factory=asyncio.Event)
-    _why: PluginError | None = field(init=False, default=None)
+    _why: Exception | None = field(init=False, default=None)
     _error: str | None = field(init=False, default=None)
     """The engine's last error; None once it has completed a request after it."""
     _closed: bool = field(init=False, default=False)
@@ -87,8 +87,8 @@ class Session:
     def __attrs_post_init__(self) -> None:
         self.recorder = Recorder(self.rollout.limits)
 
-    async def broken(self) -> PluginError:
-        """Wait until the engine breaks its contract, and return how."""
+    async def broken(self) -> Exception:
+        """Wait until a request fails by no fault of the agent, such as a broken engine; return the error."""
         await self._fault.wait()
         assert self._why is not None
         return self._why
@@ -147,6 +147,10 @@ class Session:
             return await self.renderer.run(lambda: self._recorded(dialect, read, completions), tokens)
         except Refused as refused:
             return refusal(dialect, refused)
+        except Exception as error:
+            self._why = error
+            self._fault.set()
+            return refusal(dialect, Refused(500, describe(error), "internal"))
 
     def _read(self, dialect: Dialect, body: bytes) -> _Read:
         """Read a request and encode what is new in it.  Raises Refused."""
@@ -179,10 +183,6 @@ class Session:
             completions = await self.engine.generate(requests)
             check_completions(completions, requests, vocabulary=self.renderer.vocabulary)
             completed = True
-        except PluginError as error:
-            self._why = error
-            self._fault.set()
-            raise Refused(500, str(error), "engine") from error
         except (EngineError, ChildDied, DeadlineExceeded) as error:
             self._error = describe(error)
             raise Refused(503, f"the engine did not complete this request: {error}", "engine") from error

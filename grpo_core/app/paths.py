@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def plugin_files(config: Config) -> set[Path]:
     names = [choice.name for _, choice in _choices(config)]
     names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
     names += [config.validation.engine.name] if config.validation.engine else []
-    return {place[0] for name in names if (place := in_file(name))}
+    words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
+    programs = {word for word in words if word.is_absolute() and word.is_file()}
+    return {place[0] for name in names if (place := in_file(name))} | programs
 
 
 def _choices(config: Config) -> Iterator[tuple[str, PluginChoice]]:
@@ -60,8 +63,8 @@ def _choices(config: Config) -> Iterator[tuple[str, PluginChoice]]:
 
 
 def _absolute_name(name: str) -> str:
-    if (place := in_file(name)) is None:
-        return name
+    if (place := in_file(name)) is None:  # a command, perhaps, as in "agent:sh ./agent.sh"
+        return re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), name)
     return ":".join(part for part in (os.path.abspath(place[0]), place[1]) if part)
 
 

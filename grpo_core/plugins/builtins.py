@@ -8,6 +8,11 @@ from grpo_core.hookspecs import hookimpl
 
 
 @hookimpl
+def grpo_environments() -> Mapping[str, str]:
+    return {"agent:*": "grpo_core.agents.program:AgentProgram"}
+
+
+@hookimpl
 def grpo_samplers() -> Mapping[str, str]:
     return {
         "mix": "grpo_core.data.samplers:Mix",

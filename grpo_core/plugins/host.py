@@ -10,6 +10,7 @@ How an offer is spelled (see ``grpo_core.hookspecs`` for what an offer is):
     reasoning_gym:chain_sum     the rest of a prefix
     grpo-plugin-math/math:sort  if two distributions call their plugin "math"
     ./file.py:Shout             a factory, or an offer of the hooks, of a file that is not installed
+    ./file.py                   an agent, if the file defines ``async def run(prompt, client)``
 """
 
 from __future__ import annotations
@@ -318,6 +319,8 @@ class PluginHost:
         if (found := matching(plugin.offers.get(kind, {}), wanted)) is not None:
             return Offer(kind, name, plugin, *found)
         module = sys.modules[module_name(module_file)]
+        if not wanted and kind == "environment" and inspect.iscoroutinefunction(getattr(module, "run", None)):
+            return Offer(kind, name, plugin, "grpo_core.agents.program:AgentProgram", (str(module_file),))
         factory = getattr(module, wanted, None) if wanted else None
         if callable(factory):
             return Offer(kind, name, plugin, factory)

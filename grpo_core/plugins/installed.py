@@ -49,8 +49,11 @@ def names_of(plugin: Plugin, entry: EntryPoint) -> set[str]:
 
 
 def in_file(name: str) -> tuple[Path, str] | None:
-    """Split the name of an offer that is in a file, ``PATH.py`` or ``PATH.py:NAME``; None for any other."""
-    if (match := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is None:
+    """Split the name of an offer that is in a file, ``PATH.py`` or ``PATH.py:NAME``; None for any other.
+
+    What follows a word and a colon, as in ``agent:./file.py``, is for the plugin or the prefix of that name.
+    """
+    if re.match(r"\w+:", name) or (match := re.fullmatch(r"(.+\.py)(?::(.*))?", name)) is None:
         return None
     return Path(match[1]).expanduser(), match[2] or ""
 

@@ -1,0 +1,162 @@
+"""Agents that are programs or functions in a file: the environments ``agent:...`` of the core."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from grpo_core.errors import ConfigError, PluginError, shortened
+from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.installed import import_file
+from grpo_core.protocols import Environment
+from grpo_core.records import AgentClient, Episode, Feedback, Prompt
+
+LONGEST_PROMPT = 100_000
+"""Bytes of the messages up to which a program gets them in ``GRPO_PROMPT``; Linux allows about 128,000."""
+
+
+class AgentProgram(Environment):
+    """Plays each rollout with a program, or with the function ``run(prompt, client)`` of a Python file.
+
+    A program finds the model by ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (or ``ANTHROPIC_BASE_URL`` and
+    ``ANTHROPIC_API_KEY``) and its name by ``GRPO_MODEL``.  Its standard input is the text of the prompt's
+    last message, and ``GRPO_PROMPT`` has all messages as JSON.  The last line of its standard output may be
+    its result, such as ``{"reward": 1.0, "metrics": {"steps": 3}}``.
+
+    Args:
+        command: a Python file, or a program with its arguments.
+        reward: name of the environment that judges the conversation, such as ``math:sort``; it also offers
+            the prompts if the task has no source.  Without it, the agent's own result is the reward.
+    """
+
+    def __init__(self, command: str, *, reward: str = "") -> None:
+        words = shlex.split(command)
+        if not words:
+            raise ConfigError("agent: the command is empty; write agent:./my_agent.py or agent:PROGRAM")
+        self._command = command
+        self._words = [sys.executable, *words] if words[0].endswith(".py") else words
+        self._module = _module(words)
+        judge = PluginHost.discover().make("environment", reward) if reward else None
+        self._judge: Any = judge or self._module
+        for name in ("success", "needs_group", "concurrency", "deadline"):
+            if hasattr(self._judge, name):
+                setattr(self, name, getattr(self._judge, name))
+        turns = getattr(self._module, "max_turns", None)  # those of a judge are no limit for an agent
+        if turns is not None:
+            self.max_turns = turns
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        """Return the prompts of the file or of the environment that judges."""
+        if not hasattr(self._judge, "prompts"):
+            raise PluginError(
+                f"agent {self._command!r} offers no prompts: give its task a source (source.path), or set "
+                "the option reward to the name of an environment"
+            )
+        prompts: Sequence[Prompt] = self._judge.prompts(split)
+        return prompts
+
+    def evaluate(self, episodes: Sequence[Episode]) -> Any:
+        """Judge conversations with the file or with the environment that the option names."""
+        if not hasattr(self._judge, "evaluate"):
+            raise PluginError(
+                f"agent {self._command!r} returned no reward; return a number, or set the option reward to "
+                "the name of an environment that judges"
+            )
+        return self._judge.evaluate(episodes)
+
+    def solve(self, prompt: Prompt) -> str | None:
+        """Return what the judge knows of the prompt's first reply."""
+        solve = getattr(self._judge, "solve", super().solve)
+        reply: str | None = solve(prompt)
+        return reply
+
+    async def run(self, prompt: Prompt, client: AgentClient) -> float | Feedback | None:
+        """Play a rollout.  Raises RuntimeError if the program fails."""
+        if self._module is not None:
+            result: float | Feedback | None = await self._module.run(prompt, client)
+            return result
+        output = await self._output(prompt, client)
+        found = _result(output)
+        if found is None and not hasattr(self._judge, "evaluate"):
+            last = (output.strip().splitlines() or [""])[-1]
+            raise RuntimeError(
+                f"{self._command!r} ended with the line {shortened(last, 200)!r}; expected "
+                '{"reward": NUMBER}, or the option reward'
+            )
+        return found
+
+    async def _output(self, prompt: Prompt, client: AgentClient) -> str:
+        """Run the program to its end; if this is cancelled, it is killed with all that it has started."""
+        messages = json.dumps([dict(message) for message in prompt.messages], ensure_ascii=False)
+        given = {"GRPO_PROMPT": messages} if len(messages.encode()) <= LONGEST_PROMPT else {}
+        # it stays in the group of this process: whoever kills that ends the programs, too
+        process = await asyncio.create_subprocess_exec(
+            *self._words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **client.env_vars(), "GRPO_MODEL": client.model, **given},
+        )
+        try:
+            output, _ = await process.communicate(_last(prompt).encode())
+        finally:
+            for pid in [*_descendants(process.pid)] if process.returncode is None else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if process.returncode is None:
+                await process.wait()
+        if process.returncode:
+            raise RuntimeError(f"{self._command!r} ended with exit status {process.returncode}")
+        return output.decode(errors="replace")
+
+
+def _module(words: Sequence[str]) -> ModuleType | None:
+    """Return the module of a Python file that defines ``async def run``; None for any other command."""
+    path = Path(words[0]).expanduser()
+    if len(words) > 1 or path.suffix != ".py":
+        return None
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"agent: {path} cannot be read: {error.strerror}") from error
+    except SyntaxError as error:
+        raise PluginError(f"agent: {path}, line {error.lineno}: {error.msg}") from error
+    if not any(isinstance(node, ast.AsyncFunctionDef) and node.name == "run" for node in tree.body):
+        return None
+    module: ModuleType = import_file(path.resolve())
+    return module
+
+
+def _last(prompt: Prompt) -> str:
+    content = prompt.messages[-1].get("content")
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _result(output: str) -> Feedback | None:
+    """Return the result in the last line of a program's output, or None if it has none."""
+    lines = output.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, Mapping) or "reward" not in found:
+        return None
+    return Feedback(reward=found["reward"], metrics=found.get("metrics") or {})
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield a process and all that it has started, as far as the system tells."""
+    yield pid
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in path.read_text().split():
+                yield from _descendants(int(child))

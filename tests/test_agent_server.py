@@ -1,0 +1,398 @@
+"""The endpoint that serves the model to agents: real clients on a real socket, and an engine that is told
+what to say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import io
+import json
+import socket
+import tracemalloc
+
+import aiohttp
+import openai
+import pytest
+from test_agent_sessions import MANY, Says, check
+
+from grpo_core.agents.server import MAX_BODY, AgentServer
+from grpo_core.errors import PluginError
+from grpo_core.incidents import reported_to
+from grpo_core.limits import Limits
+from grpo_core.records import AgentRollout
+from grpo_core.testing import FakeRenderer
+
+CALL = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
+TOOL = {"type": "function", "function": {"name": "price", "parameters": {"type": "object", "properties": {}}}}
+ASKED = [{"role": "user", "content": "what is it"}]
+
+
+class Story:
+    """A server with one session."""
+
+    def __init__(self, *texts, limits=MANY, seconds=0.0):
+        self.engine = Says(FakeRenderer(), *texts, seconds=lambda: seconds)
+        self.limits = limits
+        self.incidents = []
+
+    async def __aenter__(self):
+        self._stack = contextlib.AsyncExitStack()
+        self._stack.enter_context(reported_to(self.incidents.append))
+        self.server = AgentServer()
+        await self.server.start()
+        self._stack.push_async_callback(self.server.aclose)
+        rollout = AgentRollout(seed=1, group="g", temperature=0.7, limits=self.limits)
+        self.session = self.server.open(rollout, self.engine, FakeRenderer())
+        self.client = self.session.client
+        self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
+        return self
+
+    async def __aexit__(self, *error):
+        await self._stack.aclose()
+
+    def openai(self):
+        return openai.AsyncOpenAI(base_url=self.client.base_url, api_key=self.client.api_key, max_retries=0)
+
+    async def post(self, path, body, *, key=None, **headers):
+        key = self.client.api_key if key is None else key
+        raw = body if isinstance(body, bytes | io.BytesIO) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}", **headers}
+        async with self.http.post(f"{self.client.base_url}{path}", data=raw, headers=headers) as response:
+            return response.status, await response.json()
+
+
+def story(play, *texts, **options):
+    async def told():
+        async with Story(*texts, **options) as scene:
+            await play(scene)
+            recording = await scene.session.aclose()
+            check(recording, scene.engine)
+            assert scene.server.sessions == 0
+            return recording
+
+    return asyncio.run(told())
+
+
+# ---------------------------------------------------------------------------------- who may ask
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages", "/messages/count_tokens"])
+def test_a_key_that_belongs_to_no_running_rollout_is_refused(path):
+    async def play(scene):
+        for key in ("", "guess", scene.client.api_key[:-1], scene.client.api_key + "x"):
+            status, body = await scene.post(path, {"messages": ASKED}, key=key)
+            assert status == 401
+            assert "this key belongs to no rollout" in body["error"]["message"]
+        async with scene.http.get(f"{scene.client.base_url}/models") as response:
+            assert response.status == 401
+        assert scene.engine.said == []
+
+    story(play, "yes")
+
+
+def test_the_key_of_a_rollout_is_refused_when_it_has_ended():
+    async def play(scene):
+        assert (await scene.post("/chat/completions", {"messages": ASKED}))[0] == 200
+        await scene.session.aclose()
+        assert (await scene.post("/chat/completions", {"messages": ASKED}))[0] == 401
+
+    story(play, "yes")
+
+
+def test_the_server_listens_on_the_loopback_address_only():
+    async def play(scene):
+        port = int(scene.client.base_url.split(":")[2].split("/")[0])
+        for address in {
+            info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        }:
+            if not address.startswith("127."):
+                with pytest.raises(OSError):
+                    socket.create_connection((address, port), timeout=2).close()
+
+    story(play)
+
+
+def test_two_rollouts_have_two_keys_and_no_text_has_them():
+    async def play(scene):
+        other = scene.server.open(scene.session.rollout, scene.engine, FakeRenderer())
+        assert len({scene.client.api_key, other.client.api_key}) == 2
+        assert len(other.client.api_key) >= 40
+        assert other.client.api_key not in repr(other.client)
+        await other.aclose()
+
+    story(play)
+
+
+def test_a_body_without_an_end_is_read_up_to_a_bound():
+    async def play(scene):
+        status, body = await scene.post("/chat/completions", io.BytesIO(b" " * (MAX_BODY + 1)))
+        assert (status, body["error"]["code"]) == (413, "too_large")
+
+    story(play)
+
+
+# ---------------------------------------------------------------------------------- OpenAI, chat completions
+
+
+def test_an_openai_client_talks_over_several_turns_and_calls_tools():
+    async def play(scene):
+        async with scene.openai() as model:
+            messages = list(ASKED)
+            first = await model.chat.completions.create(model="gpt", messages=messages, tools=[TOOL])
+            choice = first.choices[0]
+            assert choice.finish_reason == "tool_calls"
+            (call,) = choice.message.tool_calls
+            assert json.loads(call.function.arguments) == {"item": "tea"}
+            messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "costs 2"}]
+            second = await model.chat.completions.create(model="gpt", messages=messages, tools=[TOOL])
+            assert second.choices[0].message.content == "it costs 2"
+            assert second.usage.completion_tokens == len("it costs 2")
+            assert [each.id async for each in model.models.list()] == ["policy"]
+
+    recording = story(play, CALL, "it costs 2")
+    assert (len(recording.segments), recording.turns, recording.tool_calls) == (1, 2, 1)
+    assert [message["role"] for message in recording.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_a_stream_has_the_same_text_calls_and_usage():
+    async def play(scene):
+        async with scene.openai() as model:
+            options = {"model": "any", "messages": ASKED, "tools": [TOOL]}
+            async with model.chat.completions.stream(**options) as stream:
+                whole = await stream.get_final_completion()
+            assert whole.choices[0].message.tool_calls[0].function.name == "price"
+            told = await model.chat.completions.create(
+                **options, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in told]
+            assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "yes"
+            assert chunks[-1].usage.completion_tokens == 3
+
+    story(play, CALL, "yes")
+
+
+def test_several_completions_of_one_request_are_branches():
+    async def play(scene):
+        async with scene.openai() as model:
+            several = await model.chat.completions.create(model="any", messages=ASKED, n=3)
+            assert [choice.message.content for choice in several.choices] == ["a", "b", "c"]
+            said = {"role": "assistant", "content": "b"}
+            await model.chat.completions.create(model="any", messages=[*ASKED, said, *ASKED])
+
+    assert len(story(play, "a", "b", "c", "d").segments) == 3
+
+
+def test_a_client_stops_and_shortens_completions_but_the_temperature_is_the_runs():
+    async def play(scene):
+        async with scene.openai() as model:
+            for _ in range(2):
+                await model.chat.completions.create(
+                    model="any", messages=ASKED, stop="END", max_tokens=4, temperature=0.1, top_p=0.5
+                )
+        (request, _), _ = scene.engine.said
+        assert (request.stop, request.max_tokens, request.temperature) == (("END",), 4, 0.7)
+        (incident,) = scene.incidents
+        assert incident.kind == "agent_option"
+        assert "temperature, top_p" in incident.message
+
+    recording = story(play, "yEND", "no way")
+    assert recording.finish_reason == "length"
+    assert recording.segments[0].tokens.ids.tolist() == list(map(ord, "yEND"))
+
+
+# ---------------------------------------------------------------------------------- the other dialects
+
+
+def test_an_openai_client_of_responses_goes_on_by_id_and_by_items():
+    async def play(scene):
+        async with scene.openai() as model:
+            tool = {"type": "function", "name": "price", "parameters": {"type": "object"}, "strict": False}
+            first = await model.responses.create(
+                model="any", instructions="be good", input="what is it", tools=[tool]
+            )
+            (call,) = first.output
+            assert (call.type, call.name) == ("function_call", "price")
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "costs 2"}
+            second = await model.responses.create(
+                model="any", instructions="be good", input=[result], tools=[tool],
+                previous_response_id=first.id,
+            )  # fmt: skip
+            assert second.output_text == "it costs 2"
+            items = [{"role": "user", "content": "what is it"}, call.model_dump(), result]
+            items += [item.model_dump() for item in second.output]
+            items.append({"role": "user", "content": [{"type": "input_text", "text": "and why"}]})
+            async with model.responses.stream(
+                model="any", instructions="be good", input=items, tools=[tool]
+            ) as stream:
+                third = await stream.get_final_response()
+            assert third.output_text == "because"
+
+    recording = story(play, CALL, "it costs 2", "because")
+    assert (len(recording.segments), recording.turns) == (1, 3)
+
+
+def test_messages_of_anthropic_with_tools_and_streams():
+    async def play(scene):
+        tool = {"name": "price", "description": "a price", "input_schema": {"type": "object"}}
+        body = {"model": "any", "max_tokens": 90, "system": [{"type": "text", "text": "be good"}],
+                "messages": list(ASKED), "tools": [tool]}  # fmt: skip
+        status, first = await scene.post("/messages", body)
+        assert (status, first["stop_reason"]) == (200, "tool_use")
+        (use,) = first["content"]
+        assert (use["name"], use["input"]) == ("price", {"item": "tea"})
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "2"}]}
+        body["messages"] += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
+        ]
+        counted = await scene.post("/messages/count_tokens", body)
+        status, second = await scene.post("/messages", body)
+        assert second["content"] == [{"type": "text", "text": "two"}]
+        assert counted == (200, {"input_tokens": second["usage"]["input_tokens"]})
+        status, wrong = await scene.post("/messages", {"messages": [{"role": "x"}]})
+        assert (status, wrong["type"], wrong["error"]["type"]) == (400, "error", "invalid_request_error")
+
+    recording = story(play, CALL, "two")
+    assert len(recording.segments) == 1
+    assert [m["role"] for m in recording.messages] == [
+        "system", "user", "assistant", "tool", "user", "assistant",
+    ]  # fmt: skip
+
+
+def test_the_client_of_anthropic_reads_replies_and_streams():
+    anthropic = pytest.importorskip("anthropic")
+
+    async def play(scene):
+        base = scene.client.env_vars()["ANTHROPIC_BASE_URL"]
+        async with anthropic.AsyncAnthropic(base_url=base, api_key=scene.client.api_key) as model:
+            options = {"model": "any", "max_tokens": 90, "messages": ASKED}
+            assert (await model.messages.create(**options)).content[0].text == "yes"
+            async with model.messages.stream(**options) as stream:
+                whole = await stream.get_final_message()
+            assert whole.content[0].text == "no"
+            assert whole.usage.output_tokens == 2
+
+    story(play, "yes", "no")
+
+
+# ---------------------------------------------------------------------------------- faults
+
+
+def test_a_retry_of_a_client_gets_the_same_reply_and_samples_nothing():
+    async def play(scene):
+        body = {"messages": ASKED}
+        first = await scene.post("/chat/completions", body, **{"x-stainless-retry-count": "0"})
+        again = await scene.post("/chat/completions", body, **{"x-stainless-retry-count": "1"})
+        other = await scene.post("/chat/completions", body, **{"x-stainless-retry-count": "0"})
+        assert again == first
+        assert other != first
+        keyed = [
+            await scene.post("/chat/completions", {"messages": [*ASKED, *ASKED]}, **{"Idempotency-Key": "k"})
+            for _ in range(2)
+        ]
+        assert keyed[0] == keyed[1]
+        assert len(scene.engine.said) == 3
+
+    story(play, "a", "b", "c")
+
+
+def test_a_client_that_vanished_while_the_model_wrote_gets_that_reply_when_it_asks_again():
+    async def play(scene):
+        with pytest.raises(asyncio.TimeoutError):
+            async with asyncio.timeout(0.1):
+                await scene.post("/chat/completions", {"messages": ASKED})
+        status, _ = await scene.post("/chat/completions", {"messages": ASKED})
+        assert status == 200
+        assert len(scene.engine.said) == 1
+
+    story(play, "a", "b", seconds=0.4)
+
+
+def test_a_limit_refuses_a_turn_in_the_clients_own_words():
+    async def play(scene):
+        async with scene.openai() as model:
+            await model.chat.completions.create(model="any", messages=ASKED)
+            with pytest.raises(
+                openai.BadRequestError, match=r"has had its 1 completions \(max_turns\)"
+            ) as error:
+                await model.chat.completions.create(model="any", messages=[*ASKED, *ASKED])
+            assert error.value.code == "max_turns"
+            with pytest.raises(openai.BadRequestError):
+                await model.chat.completions.create(model="any", messages=[{"role": "alien", "content": "x"}])
+
+    recording = story(play, "a", limits=Limits(max_tokens=9, max_turns=1, context=100))
+    assert (recording.finish_reason, recording.limited) == ("turns", True)
+
+
+def test_a_conversation_that_is_too_long_is_refused():
+    async def play(scene):
+        status, body = await scene.post(
+            "/chat/completions", {"messages": [{"role": "user", "content": "x" * 50}]}
+        )
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+
+    recording = story(play, limits=Limits(max_tokens=9, max_turns=5, context=50))
+    assert recording.finish_reason == "tokens"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"{", b'{"messages": 1}', b'{"messages": []}', b'{"messages": [1]}', b"\xff" * 9,
+     b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', b"[" * 100_000,
+     b'{"messages": [{"role": "user", "content": ""}]}'],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
+def test_a_request_that_makes_no_sense_is_one_clear_error(path, body):
+    async def play(scene):
+        status, told = await scene.post(path, body)
+        assert status == 400
+        assert told["error"]["message"]
+        assert scene.engine.said == []
+
+    story(play)
+
+
+def test_an_engine_that_fails_is_the_engines_fault_and_a_broken_one_ends_the_run():
+    async def play(scene):
+        scene.engine.fault = lambda: True
+        status, _ = await scene.post("/chat/completions", {"messages": ASKED})
+        assert status == 503
+        scene.engine.fault = lambda: False
+        failed = await scene.session.renderer.run(lambda: scene.session.recorder.recording("x"), 0)
+        assert (failed.turns, failed.segments) == (0, ())
+        scene.engine.say = lambda request: None
+        scene.engine.generate = lambda requests: asyncio.sleep(0, result=[])
+        status, _ = await scene.post("/chat/completions", {"messages": [*ASKED, *ASKED]})
+        assert status == 500
+        assert isinstance(await scene.session.broken(), PluginError)
+
+    assert story(play, "a").error == "engine fake: asked again, please"
+
+
+def test_sessions_that_have_ended_leave_nothing_behind():
+    async def play(scene):
+        async def one():
+            engine = Says(FakeRenderer(), "y" * 50, seconds=lambda: 0)
+            session = scene.server.open(scene.session.rollout, engine, FakeRenderer())
+            messages = [{"role": "user", "content": "x" * 2000}]
+            for _ in range(3):
+                body, key = {"messages": messages}, session.client.api_key
+                _, reply = await scene.post("/chat/completions", body, key=key)
+                messages += [reply["choices"][0]["message"], {"role": "user", "content": "x" * 2000}]
+            await session.aclose()
+
+        for _ in range(10):
+            await one()
+        gc.collect()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(50):
+            await one()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert scene.server.sessions == 1
+        assert after - before < 200_000, "one session has 100,000 bytes"
+
+    story(play)
