@@ -365,10 +365,8 @@ class EnvironmentClient(Protocol):
     max_turns: int
     needs_group: bool
     success: float | None
-
-    @property
-    def agents(self) -> AgentEndpoint | None:
-        """The endpoint of an environment whose agents play their rollouts; None for any other."""
+    agents: AgentEndpoint | None
+    """The endpoint of an environment whose agents play their rollouts; None for any other."""
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
         """Let the agent play a rollout; None if ``evaluate`` judges it.

@@ -16,9 +16,9 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.pool import EnvironmentWorker
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, PluginError
 from grpo_core.incidents import Incident
-from grpo_core.records import Episode, Feedback, Prompt, SessionStart
+from grpo_core.records import Episode, Feedback, Prompt, Rollout, SessionStart
 from grpo_core.tool_calls import assistant_message
 
 Outcome = Literal["passed", "failed", "noted"]
@@ -27,7 +27,9 @@ PROMPTS = 32
 """Number of prompts that are tried for each environment."""
 FEW = 8
 """Prompts that are tried with replies that no prompt asks for."""
-ESSENTIAL = ("prompts to train on", "a reply is scored")
+AGENT = 4
+"""Prompts that an agent plays."""
+ESSENTIAL = ("prompts to train on", "a reply is scored", "its agent plays a rollout")
 """Checks without which there is nothing more to find."""
 MAX_BATCH = EnvironmentConfig().max_batch
 """Episodes of the largest batch."""
@@ -99,6 +101,10 @@ class Conformance:
     """Reward of each prompt's solution, by the id of the prompt."""
     steady: bool = True
     """The same replies get the same rewards."""
+    _plays: list[Reply] = field(factory=list)
+    """Replies to an agent."""
+    _played: list[Rollout] = field(factory=list)
+    """Rollouts of an agent with these replies."""
     _train: list[Prompt] = field(factory=list)
     _judgements: list[tuple[Reply, Feedback]] = field(factory=list)
     """On replies that no prompt asks for, those of a reply side by side."""
@@ -131,10 +137,18 @@ class Conformance:
                 return
 
     def _checks(self) -> dict[str, Callable[[], str]]:
-        return {
+        of_prompts = {
             "prompts to train on": self._training_prompts,
             "held-out prompts": self._held_out_prompts,
             "the same prompts each time": self._same_prompts,
+        }
+        if self.environment.runs_agents:
+            return (of_prompts if self._has_prompts() else {"prompts": self._stand_in}) | {
+                "its agent plays a rollout": self._agent,
+                "the same replies get the same reward": self._steady_agent,
+                "a solution gets more than nonsense": self._solving_agent,
+            }
+        return of_prompts | {
             "a reply is scored": self._first_feedback,
             "a solution gets full marks": self._solutions,
             "every reply is scored": self._every_feedback,
@@ -296,6 +310,64 @@ class Conformance:
         for incident in self.incidents:
             _expect(incident.kind != "batch_failed", incident.message)
         return f"{size * self._members} episodes (environment.max_batch) in {seconds * 1000:,.0f} ms"
+
+    # ------------------------------------------------------------------------------ agents
+
+    def _has_prompts(self) -> bool:
+        try:
+            return bool(self._prompts("train"))
+        except PluginError:
+            return False
+
+    def _stand_in(self) -> str:
+        self.some = [Prompt(messages="Say hello.", id="0", environment="check")]
+        raise Noted(
+            "it offers none, so that its task needs a source (source.path); here it plays 'Say hello.' without "
+            "an answer"
+        )
+
+    def _agent(self) -> str:
+        replies = self._solved(self.some[:AGENT])
+        self._plays = [(p, reply or NONSENSE[0]) for p, reply in zip(self.some, replies, strict=False)]
+        self._played = self._rollouts(self._plays)
+        for (prompt, reply), rollout in zip(self._plays, self._played, strict=True):
+            _expect(
+                rollout.reward is not None,
+                f"{_said(prompt, reply)}, to everything that it asks: {rollout.error}",
+            )
+        asked = sorted({rollout.turns for rollout in self._played})
+        rows = sorted({len(rollout.segments) for rollout in self._played})
+        return (
+            f"{len(self._played)} of {len(self._played)}, each with {' or '.join(map(str, asked))} "
+            f"completions in {' or '.join(map(str, rows))} segments"
+        )
+
+    def _steady_agent(self) -> str:
+        again = self._rollouts(self._plays)
+        for (prompt, reply), one, other in zip(self._plays, self._played, again, strict=True):
+            if one.reward != other.reward:
+                raise Noted(
+                    f"{_said(prompt, reply)}: reward {one.reward}, then {other.reward}: if that is not the "
+                    "chance of a judge, look for state that rollouts share"
+                )
+        return f"{len(again)} rollouts, played twice"
+
+    def _solving_agent(self) -> str:
+        solved = [play for play in self._plays if play[1] not in NONSENSE]
+        if not solved:
+            raise Noted("solve(prompt) knows no reply; with one, a tiny model can be warmed up")
+        right = self._rollouts(solved)
+        wrong = self._rollouts([(prompt, NONSENSE[0]) for prompt, _ in solved])
+        for play, one, other in zip(solved, right, wrong, strict=True):
+            if (one.reward or 0.0) <= (other.reward or 0.0):
+                raise Noted(f"{_said(*play)}: reward {one.reward}; for {NONSENSE[0]!r} it is {other.reward}")
+        return f"{len(solved)} of {len(solved)}"
+
+    def _rollouts(self, plays: Sequence[Reply]) -> list[Rollout]:
+        from grpo_core.testing.agents import play_agent
+
+        rollouts: list[Rollout] = self.wait(play_agent(self.environment, plays))
+        return rollouts
 
     # ------------------------------------------------------------------------------ playing
 
