@@ -322,8 +322,8 @@ class Conformance:
     def _stand_in(self) -> str:
         self.some = [Prompt(messages="Say hello.", id="0", environment="check")]
         raise Noted(
-            "it offers none, so that its task needs a source (source.path); here it plays 'Say hello.' without "
-            "an answer"
+            "it offers none, so that its task needs a source (source.path); here it plays 'Say hello.' "
+            "without an answer"
         )
 
     def _agent(self) -> str:
