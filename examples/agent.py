@@ -1,0 +1,34 @@
+"""An agent that exists already: a loop around OpenAI's package, with a tool.  `pip install openai`.
+
+grpo-core train --env ./examples/agent.py
+"""
+
+import random
+
+from openai import AsyncOpenAI
+
+import grpo_core as grpo
+
+MODEL = AsyncOpenAI(base_url="http://unused", api_key="unused")  # one, since making it takes 50 ms
+
+
+def prompts(split):
+    drawn = random.Random(split)
+    pairs = [(drawn.randrange(2, 10), drawn.randrange(2, 10)) for _ in range(600)]
+    return [grpo.Prompt(messages=f"{a}*{b}=", answer=str(a * b)) for a, b in pairs]
+
+
+async def run(prompt, client):
+    model = MODEL.with_options(base_url=client.base_url, api_key=client.api_key)
+    messages = list(prompt.messages)
+    for attempt in range(3):
+        reply = await model.chat.completions.create(model=client.model, messages=messages)
+        said = reply.choices[0].message
+        if said.content.strip() == prompt.answer:
+            return 1.0 - 0.25 * attempt
+        messages += [said, {"role": "user", "content": "\nno, "}]
+    return 0.0
+
+
+def solve(prompt):
+    return prompt.answer
