@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,14 +32,32 @@ SHARED: list[dict[str, Any]] = [
     {"top_entropy": 0.5},
     {"off_policy_limit": 0.05},
 ]
+ALL_TERMS = {
+    "kl_coefficient": 0.1,
+    "kl_weight": "ratio",
+    "entropy_coefficient": 0.01,
+    "nll_coefficient": 0.1,
+    "top_entropy": 0.5,
+    "off_policy_limit": 0.05,
+}
 CORRECTED: list[dict[str, Any]] = [
     {"correction": kind, "importance_floor": 0.9, "importance_cap": 1.1}
     for kind in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for tensors of this size several are slower
+    yield
+    torch.set_num_threads(threads)
+
+
 def cases() -> list[Any]:
-    made = [(loss, options) for loss in NAMED for options in SHARED]
+    made = [(losses.grpo, options) for options in SHARED]
+    made += [(loss, {}) for loss in NAMED if loss is not losses.grpo]
+    made += [(loss, ALL_TERMS) for loss in NAMED]
     made += [(losses.grpo, options) for options in (*CORRECTED, {"on_policy": True}, {"ratio_cap": 1.1})]
     made += [(losses.grpo, {"ratio": "sequence_token", "dual_clip": 1.1})]
     made += [(loss, {"ratio": "sequence"}) for loss in CLIPPED]

@@ -99,6 +99,26 @@ def test_a_loss_and_its_gradient_are_those_of_trl(case: Mapping[str, Any]) -> No
     torch.testing.assert_close(gradients[1], of_entropy, rtol=0, atol=TOLERANCE)
 
 
+def test_a_token_without_a_logprob_of_the_engine_has_weight_1() -> None:
+    given = tensors()
+    known, missing = given["sampling"].clone(), given["sampling"].clone()
+    known[0, 1], missing[0, 1] = given["old"][0, 1], float("nan")
+    weights = [
+        losses.reinforce(
+            losses.padded(
+                policy_logprobs=given["policy"],
+                mask=given["mask"],
+                advantages=given["advantages"],
+                proximal_logprobs=given["old"],
+                generation_logprobs=sampled,
+            )
+        )[1]["importance_weight_mean"]
+        for sampled in (known, missing)
+    ]
+    assert weights[1][1] == 1
+    torch.testing.assert_close(*weights)
+
+
 def test_each_type_of_loss_is_here() -> None:
     assert {case["config"]["loss_type"] for case in CASES} == set(LOSSES)
     assert len(CASES) == 114

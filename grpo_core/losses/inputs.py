@@ -34,7 +34,8 @@ def padded(
         mask: which tokens [B, T] are trained; the others are nowhere, not even in a divisor.
         advantages: [B], or [B, T] for one of each token.
         proximal_logprobs: logprobs [B, T] of the weights that the step started from; None: the policy itself.
-        generation_logprobs: logprobs [B, T] by the engine; None: the proximal ones.
+        generation_logprobs: logprobs [B, T] by the engine; None: the proximal ones, which also stand for
+            those that are NaN (unknown), so that their importance weight is 1.
         reference_logprobs: logprobs [B, T] by the reference model.
         entropy: entropies [B, T] of the policy, with gradient or without.
         correct: whether each rollout [B] is right.
@@ -66,6 +67,8 @@ def padded(
 
     policy = policy_logprobs[picked]
     proximal = policy.detach() if proximal_logprobs is None else proximal_logprobs[picked]
+    generation = proximal if generation_logprobs is None else generation_logprobs[picked]
+    generation = generation.where(~generation.isnan(), proximal)
     right = None if correct is None else correct[rows].bool()
     given = flat(advantages)
     entropies = flat(entropy)
@@ -73,7 +76,7 @@ def padded(
     return LossInputs(
         policy_logprobs=policy,
         proximal_logprobs=proximal,
-        generation_logprobs=proximal if generation_logprobs is None else generation_logprobs[picked],
+        generation_logprobs=generation,
         reference_logprobs=flat(reference_logprobs),
         entropy=entropies,
         advantages=given,

@@ -41,7 +41,11 @@ TESTS: dict[str, list[str]] = {
     "loop/turns.py": ["turns", "rollout", "simulation"],
     "training/batching.py": ["batching"],
     "training/logprobs.py": ["logprobs"],
-    "loss.py": ["loss", "trainer_exactness"],
+    "loss.py": ["loss", "losses"],
+    **{
+        f"losses/{module}.py": ["losses_as_trl", "losses_as_nemo", "losses"]
+        for module in ("aggregation", "corrections", "kl", "named", "objectives", "ratios", "terms")
+    },
     "tokens.py": ["tokens", "columns", "turns"],
 }
 """Tests of each module by name, ``tests/test_NAME.py``, or the simulation; the quickest comes first."""
