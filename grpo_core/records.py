@@ -354,6 +354,8 @@ class EngineSetup:
     """Seconds for the start and for a weight update."""
     env_vars: Mapping[str, str] = field(factory=dict)
     """Environment variables of the engine's process, such as those that name its GPUs."""
+    number: int = 0
+    """Number of the engine among those that share the requests, from 0."""
 
 
 @frozen(kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_core.app.parts import engine_setup, load_renderer
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.workers import make_engine
+from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.cli import _with_values
 from grpo_core.config import EngineConfig, EnvironmentConfig, ModelConfig
 from grpo_core.demo.tiny import make_tiny_model
@@ -177,7 +177,8 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
 
         def of(**changes):
             config = EngineConfig(name=f"{tmp_path}/fake.py:fake", **changes)
-            return make_engine(config, setup, LocalPlacement(host), tolerance=1e-3)
+            placement, number = LocalPlacement(host), workers_of(config, host)
+            return make_engine(config, setup, placement, workers=number, tolerance=1e-3)
 
         assert isinstance(of(), FakeEngine)
         pool = of(workers=2)
@@ -185,6 +186,7 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
         setups = [member.engine.setup for member in pool._members]
         assert [given.threads for given in setups] == [2, 2], "they share the cores"
         assert len({given.log_directory for given in setups}) == 2
+        assert [given.number for given in setups] == [0, 1]
         assert [member.engine.setup.threads for member in of(workers=2, threads=3)._members] == [3, 3]
         await pool.aclose()
 

@@ -291,6 +291,7 @@ class Assembly:
             engine,
             engine_setup(model, config.model, engine, seed=config.seed, logs=logs, colocated=colocated),
             self.run.placement,
+            workers=workers.workers_of(engine, self.run.plugins),
             tolerance=canary_tolerance(config.health, engine),
             env_vars=self.devices.engines.get(key, ()),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from grpo_core.app.parts import engines_of, make_placement, make_sampler
-from grpo_core.app.workers import transport
+from grpo_core.app.workers import transport, workers_of
 from grpo_core.config import AdvantageConfig, Config, TaskConfig
 from grpo_core.data.samplers import sampler_state
 from grpo_core.errors import ConfigError
@@ -34,6 +34,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
             host.check_options("engine", engine.name, engine.options)
+            workers_of(engine, host)
     host.check_options("trainer", config.trainer.name, config.trainer.options)
     _check_loss(config, host)
     _check_advantage(config.advantage, config.rollout.group_size, host)

@@ -170,6 +170,7 @@ async def validate(
                 str(path), config.model, engine_config, seed=config.seed, logs=None, colocated=False
             ),
             placement,
+            workers=workers.workers_of(engine_config, host),
             tolerance=canary_tolerance(config.health, engine_config),
             env_vars=devices.engines.get(key, ()),
         )

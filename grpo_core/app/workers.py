@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve
 
@@ -25,6 +26,7 @@ def make_engine(
     setup: EngineSetup,
     placement: Placement,
     *,
+    workers: int,
     tolerance: float,
     env_vars: Sequence[Mapping[str, str]] = (),
 ) -> Engine:
@@ -32,20 +34,39 @@ def make_engine(
 
     Args:
         setup: setup of a single engine; a pool divides its threads.
+        workers: number of engines; see ``workers_of``.
         tolerance: tolerance of the pool's canaries.
         env_vars: environment variables of each engine's process, by number.
     """
-    if config.workers == 1 and not placement.pooled:
+    config = evolve(config, workers=workers)
+    if workers == 1 and not placement.pooled:
         return placement.engine(0, config, evolve(setup, env_vars=_of(env_vars, 0)))
     return EnginePool(
         lambda number: placement.engine(
             number, config, _share(config, evolve(setup, env_vars=_of(env_vars, number)), number)
         ),
-        config.workers,
+        workers,
         tolerance=tolerance,
         deadline=config.deadline,
         hold=placement.retain(),
     )
+
+
+def workers_of(config: EngineConfig, plugins: PluginHost) -> int:
+    """Return the number of engines of a section: ``workers``, or as many as the engine's options describe.
+
+    Raises ConfigError if both are given and differ.
+    """
+    factory: Any = plugins.find("engine", config.name).load()
+    if "workers" not in getattr(factory, "__dict__", {}):
+        return config.workers
+    described: int = factory.workers(**config.options)
+    if config.workers not in (1, described):
+        raise ConfigError(
+            f"engine.workers = {config.workers}: the options of engine {config.name!r} describe {described}; "
+            "leave out engine.workers"
+        )
+    return described
 
 
 def _of(env_vars: Sequence[Mapping[str, str]], number: int) -> Mapping[str, str]:
@@ -57,6 +78,7 @@ def _share(config: EngineConfig, setup: EngineSetup, number: int) -> EngineSetup
     """Give an engine its share of the cores, and its own directory for logs."""
     return evolve(
         setup,
+        number=number,
         threads=config.threads or max(1, setup.threads // config.workers),
         log_directory=f"{setup.log_directory}/engine-{number}" if setup.log_directory else None,
     )

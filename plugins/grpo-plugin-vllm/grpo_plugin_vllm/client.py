@@ -75,6 +75,7 @@ class Client:
         if attempts < 1:
             raise ConfigError(f"engine vllm:http: attempts = {attempts}; expected at least 1")
         self._attempts = attempts
+        self._key = api_key
         self._headers = {"Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -160,6 +161,10 @@ class Client:
         try:
             async with request as response:
                 text = (await _body(response, largest)).decode(errors="replace")
+                if (
+                    self._key
+                ):  # a server or a proxy may repeat what it was sent; messages are written to files
+                    text = text.replace(self._key, "[key]")
                 if response.status in BUSY:
                     raise Unsent(f"status {response.status}: {text[:500]}")
                 if response.status != 200:

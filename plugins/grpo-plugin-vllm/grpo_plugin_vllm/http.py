@@ -29,11 +29,13 @@ from grpo_core import (
     WeightSyncError,
 )
 from grpo_core.engine_kit import check_request, read_weights, report
-from grpo_plugin_vllm.client import NAME, Client, ServerError, UnreachableError
+from grpo_plugin_vllm.client import NAME, Client, ServerError, UnreachableError, checked_url
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
 from grpo_plugin_vllm.transfer import as_table
 
 T = TypeVar("T")
+
+URL = "http://127.0.0.1:8000"
 
 ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 1 << 10
 """Largest answer, and for each token that was asked for: several times what vLLM needs."""
@@ -49,7 +51,8 @@ class HttpEngine:
     """Asks a vLLM server that already runs for completions, over HTTP.
 
     Args:
-        url: address of the server.
+        url: address of the server, or a list of addresses.  The requests of a group go to one server, and
+            those of a server that does not answer go to another.
         directory: where weights are written for a server that cannot read the trainer's memory.  The trainer
             and the server must both see it.  None: the server reads the trainer's memory.
         request_deadline: seconds for one completion.
@@ -68,7 +71,7 @@ class HttpEngine:
         self,
         setup: EngineSetup,
         *,
-        url: str = "http://127.0.0.1:8000",
+        url: str | list[str] = URL,
         directory: str | None = None,
         request_deadline: float = 600.0,
         connect_deadline: float = 10.0,
@@ -81,8 +84,9 @@ class HttpEngine:
     ) -> None:
         if max_requests < 1:
             raise ConfigError(f"engine vllm:http: max_requests = {max_requests}; expected at least 1")
+        urls = _addresses(url, remote=remote)
         self._client = Client(
-            url,
+            urls[setup.number % len(urls)],
             seconds=request_deadline,
             connect_seconds=connect_deadline,
             attempts=attempts,
@@ -92,6 +96,7 @@ class HttpEngine:
         self._places = asyncio.Semaphore(max_requests)
         self._setup = setup
         self._directory = Path(directory) if directory is not None else None
+        self._file = f"weights-{setup.number}" if len(urls) > 1 else "weights"
         self._keep_cache = keep_cache
         self._seeds = seeds
         self._weights: Weights | None = None
@@ -103,6 +108,11 @@ class HttpEngine:
         self._positions = 0
         self._closed = False
         self._syncing = asyncio.Lock()
+
+    @staticmethod
+    def workers(*, url: str | list[str] = URL, remote: bool = False, **options: Any) -> int:
+        """Return the number of servers, which is that of the engines.  Raises ConfigError."""
+        return len(_addresses(url, remote=remote))
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.  Cancelling the task frees the server's rows.
@@ -272,7 +282,7 @@ class HttpEngine:
         if self._directory is None:
             return weights
         self._directory.mkdir(parents=True, exist_ok=True)
-        path, beside = self._directory / "weights.bin", self._directory / "weights.part"
+        path, beside = (self._directory / f"{self._file}.{end}" for end in ("bin", "part"))
         with beside.open("wb") as file:
             for info in weights.tensors:
                 file.seek(info.offset)
@@ -280,6 +290,19 @@ class HttpEngine:
             file.truncate(weights.nbytes)
         beside.replace(path)
         return evolve(weights, location=str(path.absolute()))
+
+
+def _addresses(url: str | list[str], *, remote: bool) -> list[str]:
+    """Return the addresses of the servers.  Raises ConfigError unless there is one, and each is another."""
+    given: list[Any] = [url] if isinstance(url, str) else list(url)
+    if not all(isinstance(each, str) for each in given):
+        raise ConfigError(f"engine vllm:http: url = {url!r}; expected an address or a list of addresses")
+    urls = [checked_url(each, remote=remote) for each in given]
+    if not urls or len(set(urls)) < len(urls):
+        raise ConfigError(
+            f"engine vllm:http: url = {url!r}; expected at least one address, each of them once"
+        )
+    return urls
 
 
 def _api_key(variable: str) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import os
 import re
 import socket
+import sys
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import stamina
@@ -15,7 +18,10 @@ from aiohttp import web
 from attrs import evolve
 
 from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, WeightSyncError
-from grpo_core.engine_kit import read_weights, reported_to
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.workers import make_engine, workers_of
+from grpo_core.config import EngineConfig
+from grpo_core.engine_kit import PluginHost, read_weights, reported_to
 from grpo_core.testing import SharedMemoryWriter
 from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
@@ -39,18 +45,28 @@ class Server:
         self.changed = asyncio.Condition()
         self.queries = {}
         self.keys = set()
+        self.port = 0
 
     async def __aenter__(self):
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self.answer)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        site = web.TCPSite(self.runner, "127.0.0.1", self.port)
         await site.start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        self.port = self.runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *error):
+        await self.runner.cleanup()
+
+    async def die(self):
+        """End as a killed process does: no connection is taken, and the open ones are lost."""
+        for site in list(self.runner.sites):
+            await site.stop()
+        for connection in self.runner.server.connections:
+            connection.transport.abort()
         await self.runner.cleanup()
 
     async def answer(self, request):
@@ -595,3 +611,165 @@ def test_a_closed_engine_says_so():
             await engine.generate([REQUEST])
 
     played(story)
+
+
+# ---------------------------------------------------------------------------------- several servers
+
+
+def played_on(story, n=2, **options):
+    """The story with the engine that a run makes of several addresses; the servers hold version 1."""
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(Server()) for _ in range(n)]
+            given = {"url": [server.url for server in servers], **options}
+            config, host = EngineConfig(name="vllm:http", options=given), PluginHost.discover(["vllm"])
+            engine = make_engine(
+                config,
+                EngineSetup(model="m", deadline=20.0),
+                LocalPlacement(host),
+                workers=workers_of(config, host),
+                tolerance=0.0,
+            )
+            stack.push_async_callback(engine.aclose)
+            await engine.update_weights(weights(1))
+            await story(engine, servers)
+
+    asyncio.run(main())
+
+
+def groups(n, size=4):
+    """Requests of ``n`` groups; the first token of a prompt is that of its group."""
+    return [
+        GenerationRequest(prompt_ids=(place, 2, 3), max_tokens=2, group=str(place))
+        for place in range(n)
+        for _ in range(size)
+    ]
+
+
+async def until(holds):
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - a real socket has no event to wait for
+            await asyncio.sleep(0.01)
+
+
+def test_several_servers_share_the_groups_and_each_gets_all_weights(tmp_path):
+    async def story(engine, servers):
+        answers = await engine.generate(groups(8))
+        assert [each.token_ids[0] for each in answers] == [request.prompt_ids[0] for request in groups(8)]
+        asked = [
+            {body["token_ids"][0] for body in server.bodies if body and "token_ids" in body}
+            for server in servers
+        ]
+        assert [len(each) for each in asked] == [4, 4], "the load is balanced"
+        assert not asked[0] & asked[1], "a group stays on one server"
+        await engine.update_weights(weights(2))
+        assert [server.version for server in servers] == ["2", "2"]
+        files = {
+            body["update_info"]["location"]
+            for s in servers
+            for body in s.bodies
+            if body and "update_info" in body
+        }
+        assert len(files) == 2, "each server reads a file of its own"
+
+    played_on(story, directory=str(tmp_path))
+
+
+def test_what_a_server_that_dies_has_not_answered_goes_to_another_and_it_is_waited_for(monkeypatch):
+    monkeypatch.setattr(http, "START_PAUSE", 0.01)
+
+    async def story(engine, servers):
+        dying, other = servers
+        dying.gate, other.gate = asyncio.Event(), asyncio.Event()
+        asking = asyncio.create_task(engine.generate(groups(8)))
+        await until(lambda: dying.running == other.running == 16)
+        await dying.die()
+        other.gate.set()
+        answers = await asking
+        assert [each.token_ids[0] for each in answers] == [request.prompt_ids[0] for request in groups(8)]
+        await engine.update_weights(weights(2))
+        assert {version for each in await engine.generate(groups(2)) for version in each.versions} == {2}
+        dying.version, dying.gate = "default", None
+        async with dying:
+            await until(lambda: engine.statistics().serving == 2)
+            assert dying.version == "2", "it is given what it has missed"
+            before = len(dying.calls)
+            await engine.generate(groups(8))
+            assert "/inference/v1/generate" in dying.calls[before:]
+            await engine.aclose()
+
+    incidents = []
+    with reported_to(incidents.append):
+        played_on(story)
+    assert {"retried", "replaced"} <= {incident.kind for incident in incidents}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"url": []}, "expected at least one address, each of them once"),
+        ({"url": ["http://127.0.0.1:1", "http://127.0.0.1:1/"]}, "each of them once"),
+        ({"url": ["http://127.0.0.1:1", "http://10.0.0.7:1"]}, "another machine"),
+        ({"url": ["http://127.0.0.1:1", 8000]}, "expected an address or a list of addresses"),
+    ],
+)
+def test_addresses_are_checked_before_anything_starts(options, told):
+    with pytest.raises(ConfigError, match=told):
+        workers_of(EngineConfig(name="vllm:http", options=options), PluginHost.discover(["vllm"]))
+
+
+def test_another_number_of_workers_than_of_addresses_is_refused():
+    config = EngineConfig(name="vllm:http", options={"url": ["http://[::1]:1", "http://[::1]:2"]}, workers=3)
+    with pytest.raises(ConfigError, match=r"engine\.workers = 3: the options .* describe 2; leave out"):
+        workers_of(config, PluginHost.discover(["vllm"]))
+
+
+# ---------------------------------------------------------------------------------- the key
+
+
+def test_a_server_that_repeats_the_key_does_not_put_it_into_a_message(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sesame")
+
+    async def story(engine, server):
+        server.faults["/inference/v1/generate"] = [(503, "you said sesame"), (500, "Bearer sesame")]
+        with pytest.raises(EngineError, match=r"status 500: Bearer \[key\]"):
+            await engine.generate([REQUEST])
+
+    incidents = []
+    with reported_to(incidents.append):
+        played(story, api_key_variable="MY_KEY")
+    assert [incident.message for incident in incidents if "sesame" in incident.message] == []
+    assert "you said [key]" in incidents[0].message
+
+
+@pytest.mark.slow
+def test_the_key_is_in_no_file_of_a_run(tmp_path):
+    """A run that trains, until the server repeats the key in an error that ends it."""
+    program = Path(sys.executable).with_name("grpo-core")
+
+    async def story():
+        async with Server() as server:
+            server.faults["/inference/v1/generate"] = [(500, "Bearer sesame-4711")] * 1000
+            process = await asyncio.create_subprocess_exec(
+                *(program, "train", "--env", "math:sort", "--engine", "vllm:http", "--output", "run"),
+                *("--set", f"engine.options.url={server.url}"),
+                *("--set", "engine.options.api_key_variable=MY_KEY"),
+                *("--set", "model.options.warm_start_steps=1", "--set", "trainer.steps=2"),
+                cwd=tmp_path,
+                env={**os.environ, "MY_KEY": "sesame-4711"},
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+            said, _ = await process.communicate()
+            assert server.keys == {"Bearer sesame-4711"}
+            return process.returncode, said
+
+    status, said = asyncio.run(story())
+    assert status == 1, said
+    assert b"Bearer [key]" in said
+    files = {
+        str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    }
+    assert {"run/config.toml", "run/events.jsonl", "run/report.html"} <= files.keys()
+    assert [name for name, data in {**files, "output": said}.items() if b"sesame-4711" in data] == []

@@ -1,0 +1,96 @@
+"""Two servers behind ``vllm:http`` against one: requests a second, with servers of a fixed service time.
+
+    python tests/benchmarks/bench_servers.py
+
+A server answers 8 requests at a time, each after 0.5 s, as an engine with a full batch would.  The servers
+are in this process; what limits them is their service time, not a processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import torch
+from aiohttp import web
+
+from grpo_core import EngineSetup, GenerationRequest, Weights
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.app.workers import make_engine, workers_of
+from grpo_core.config import EngineConfig
+from grpo_core.engine_kit import PluginHost
+from grpo_core.testing import SharedMemoryWriter
+
+ROWS, SECONDS, GROUPS, SIZE = 8, 0.5, 16, 8
+LEAST = 1.9
+"""Smallest ratio of the rates."""
+
+
+@contextlib.asynccontextmanager
+async def server() -> AsyncIterator[str]:
+    """A server with the routes that the engine asks for."""
+    rows, held = asyncio.Semaphore(ROWS), {"version": "default"}
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else {}
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"max_model_len": 100}]})
+        if request.path == "/finish_weight_update":
+            held["version"] = body["weight_version"]
+        if request.path != "/inference/v1/generate":
+            return web.json_response({})
+        async with rows:
+            await asyncio.sleep(SECONDS)
+        choice = {
+            "token_ids": [5],
+            "logprobs": {"content": [{"logprob": -0.5}]},
+            "weight_versions": [{"version": held["version"], "start": 0, "end": 1}],
+            "finish_reason": "length",
+        }
+        return web.json_response({"choices": [choice]})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def rate(servers: int, weights: Weights) -> float:
+    """Return the requests a second of an engine with so many servers."""
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(server()) for _ in range(servers)]
+        config, host = EngineConfig(name="vllm:http", options={"url": urls}), PluginHost.discover(["vllm"])
+        engine = make_engine(
+            config,
+            EngineSetup(model="m"),
+            LocalPlacement(host),
+            workers=workers_of(config, host),
+            tolerance=0.0,
+        )
+        stack.push_async_callback(engine.aclose)
+        await engine.update_weights(weights)
+        requests = [
+            [GenerationRequest(prompt_ids=(group, 2), max_tokens=1, group=str(group))] * SIZE
+            for group in range(GROUPS)
+        ]
+        began = time.perf_counter()
+        await asyncio.gather(*(engine.generate(each) for each in requests))
+        return GROUPS * SIZE / (time.perf_counter() - began)
+
+
+def main() -> int:
+    weights = SharedMemoryWriter().write(1, [("a", torch.ones(3))])
+    one, two = (asyncio.run(rate(servers, weights)) for servers in (1, 2))
+    good = two >= LEAST * one
+    print(f"requests/s with one server {one:.1f}, with two {two:.1f}: {two / one:.3f}x, at least {LEAST}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
