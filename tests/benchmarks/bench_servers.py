@@ -24,7 +24,7 @@ from grpo_core.config import EngineConfig
 from grpo_core.engine_kit import PluginHost
 from grpo_core.testing import SharedMemoryWriter
 
-ROWS, SECONDS, GROUPS, SIZE = 8, 0.5, 16, 8
+ROWS, SECONDS, GROUPS, SIZE = 8, 0.5, 32, 8
 LEAST = 1.9
 """Smallest ratio of the rates."""
 
