@@ -20,8 +20,7 @@ from attrs import evolve
 from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, WeightSyncError
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
-from grpo_core.config import EngineConfig
-from grpo_core.engine_kit import PluginHost, read_weights, reported_to
+from grpo_core.engine_kit import EngineConfig, PluginHost, read_weights, reported_to
 from grpo_core.testing import SharedMemoryWriter
 from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
