@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -205,3 +206,68 @@ def test_needs_follow_from_the_options() -> None:
     assert needs_of(losses.grpo, {"correction": "geometric_mask"}) == {"sequences"}
     assert needs_of(losses.grpo, {"entropy_coefficient": 0.1}) == {"entropy", "all_rows"}
     assert needs_of(losses.cispo, {"top_entropy": 0.2}) == {"update_entropies"}
+
+
+# ---------------------------------------------------------------------------------- parts
+
+
+def test_a_sequence_with_a_negative_advantage_is_left_out_if_the_policy_has_left_it() -> None:
+    generation = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
+    policy = torch.tensor([-1.5, -1.1, -1.5, -1.1, -0.2])
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 0.0, -1.0])
+    sequences = torch.tensor([0, 0, 1, 1, 2])
+    kept = losses.off_policy_kept(policy, generation, advantages, sequences, limit=0.25)
+    assert kept.tolist() == [False, False, True, True, True]
+    kept = losses.off_policy_kept(policy, generation, advantages, sequences, limit=0.35)
+    assert kept.tolist() == [True] * 5
+
+
+def test_tokens_left_out_as_off_policy_have_no_objective_and_are_counted() -> None:
+    policy = torch.tensor([[-1.5, -1.1], [-0.2, -0.2]], dtype=torch.float64)
+    given = losses.padded(
+        policy_logprobs=policy,
+        generation_logprobs=torch.full_like(policy, -1.0),
+        mask=torch.ones(2, 2),
+        advantages=torch.tensor([-1.0, -1.0], dtype=torch.float64),
+    )
+    per_token, metrics = losses.reinforce(given, off_policy_limit=0.25)
+    assert (per_token == 0).tolist() == [True, True, False, False]
+    assert metrics["off_policy_masked"].tolist() == [1, 1, 0, 0]
+
+
+def test_a_token_that_moved_where_its_advantage_pushes_it_is_dropped_by_dppo() -> None:
+    policy, generation = torch.tensor([0.9, 0.9, 0.1, 0.1, 0.1]), torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
+    kept = losses.dppo_kept(policy.log(), generation.log(), advantages, mask_low=0.3, mask_high=0.3)
+    assert kept.tolist() == [False, True, True, False, False]
+    kept = losses.dppo_kept(policy.log(), generation.log(), advantages, mask_low=0.5, mask_high=0.3)
+    assert kept.tolist() == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("part", "loss"),
+    [
+        (losses.clipped_loss, losses.grpo),
+        (losses.cispo_loss, losses.cispo),
+        (losses.sapo_loss, losses.sapo),
+        (losses.dppo_kept, losses.dppo),
+    ],
+)
+def test_an_objective_has_the_defaults_of_its_loss(part: Any, loss: Any) -> None:
+    mine, shown = signature(part).parameters, signature(loss).parameters
+    options = [name for name, parameter in mine.items() if parameter.default is not parameter.empty]
+    assert options
+    assert {name: mine[name].default for name in options} == {name: shown[name].default for name in options}
+
+
+def test_the_defaults_of_vespo_are_those_of_its_weights() -> None:
+    shown = signature(losses.vespo).parameters
+    for name in ("positive", "negative"):
+        pair = (shown[f"k_{name}"].default, shown[f"lambda_{name}"].default)
+        assert signature(losses.vespo_weights).parameters[name].default == pair
+
+
+def test_the_docstring_of_a_loss_explains_all_of_its_options() -> None:
+    for loss in NAMED:
+        for name in signature(loss).parameters:
+            assert f"\n    {name}: " in str(loss.__doc__), f"{loss.__name__}: {name}"
