@@ -30,12 +30,13 @@ OURS = {"grpo-core", *(path.name for path in (ROOT / "plugins").iterdir())}
 """Distributions of this repository: what else is installed has its own documents."""
 LEFT_OUT = {"environment"}
 """Each environment is documented by its plugin."""
-FROM_THE_CORE = {"self", "setup", "run", "plugins", "inputs", "groups", "rewards"}
+FROM_THE_CORE = {"self", "setup", "run", "plugins", "inputs", "group", "groups", "rewards"}
 """Parameters that the core fills in."""
 SELECTED = {
     "validation_strategy": '[validation] name = "{}"',
     "tracker": '[tracking] trackers = ["{}"]',
     "model": '[model] path = "{}"',
+    "filter": "[filters.{}]",
 }
 """How the configuration selects a part, where it is not ``[KIND] name = "NAME"``."""
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from grpo_core import advantages as advantages
     from grpo_core import errors as errors
     from grpo_core import events as events
+    from grpo_core import rewards as rewards
     from grpo_core._version import __version__ as __version__
     from grpo_core.data.samplers import TaskSampler as TaskSampler
     from grpo_core.data.samplers import WeightedTaskSampler as WeightedTaskSampler
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from grpo_core.protocols import AdvantageFunction as AdvantageFunction
     from grpo_core.protocols import Engine as Engine
     from grpo_core.protocols import Environment as Environment
+    from grpo_core.protocols import Filter as Filter
     from grpo_core.protocols import Loader as Loader
     from grpo_core.protocols import LossFunction as LossFunction
     from grpo_core.protocols import Sampler as Sampler
@@ -81,6 +83,7 @@ __getattr__, __dir__, __all__ = attach(
             "advantages",
             "errors",
             "events",
+            "rewards",
         ],
         "grpo_core._version": ["__version__"],
         "grpo_core.data.samplers": [
@@ -106,6 +109,7 @@ __getattr__, __dir__, __all__ = attach(
             "AdvantageFunction",
             "Engine",
             "Environment",
+            "Filter",
             "Loader",
             "LossFunction",
             "Sampler",

@@ -307,6 +307,107 @@ def combine(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> 
     return fsum(value * weight for value, weight in known) if known else None
 
 
+# ---------------------------------------------------------------------------------- of turns
+
+Turns = Sequence[Sequence[float] | None]
+"""Rewards of the turns of each rollout of a group; None is a rollout without a reward."""
+
+
+def returns(rewards: Sequence[float], discount: float = 1.0) -> list[float]:
+    """Return for each turn the sum of its reward and those after it, each times ``discount`` ** distance.
+
+    Args:
+        rewards: reward of each turn.
+        discount: from 0, where only a turn's own reward counts, to 1.
+    """
+    sums: list[float] = []
+    for reward in reversed(rewards):
+        sums.append(reward + discount * (sums[-1] if sums else 0.0))
+    return sums[::-1]
+
+
+def turns(
+    rewards: Sequence[Turns],
+    *,
+    discount: float = 1.0,
+    scale: Literal["group", "none"] = "group",
+    ddof: int = 1,
+    epsilon: float = 0.0,
+) -> list[list[list[float] | None]]:
+    """Credit each turn with the rewards that follow it, relative to the turns of its group.
+
+    With G the ``returns`` of a turn, m and s their mean and standard deviation over all turns of the group::
+
+        advantage = (G - m) / (s + epsilon)
+
+    This is the process supervision of GRPO (arXiv 2402.03300, section 4.1.3) with the sum before the
+    normalisation instead of after it.  With one turn in each rollout it is ``group``.
+
+    Args:
+        rewards: rewards of the turns of each rollout of each group.
+        discount: factor of a reward for each turn between it and the turn that is credited.
+        scale: what the differences are divided by; see ``Scale``.
+        ddof: the variance is the sum of squares over n - ``ddof``.
+        epsilon: is added to the standard deviation.
+    """
+    check_ranges(discount=discount)
+    one = partial(normalize, scale=scale, ddof=ddof, epsilon=epsilon)
+    scores: list[list[list[float] | None]] = []
+    for row in rewards:
+        sums = [None if its is None else returns(its, discount) for its in row]
+        flat = iter(one([value for its in sums if its is not None for value in its]))
+        scores.append([None if its is None else [next(flat) for _ in its] for its in sums])
+    return scores
+
+
+def gigpo(
+    rewards: Sequence[Turns],
+    states: Sequence[Sequence[Sequence[str | None]]],
+    *,
+    weight: float = 1.0,
+    discount: float = 0.95,
+    scale: Literal["group", "none"] = "group",
+    ddof: int = 1,
+    epsilon: float = 0.0,
+) -> list[list[list[float] | None]]:
+    """Compare whole rollouts, and turns that begin in the same state (GiGPO, arXiv 2505.10978).
+
+    With R a rollout's reward and G the ``returns`` of a turn::
+
+        advantage = normalize(R, in the group) + weight * normalize(G, among turns that begin as it does)
+
+    A turn whose state occurs once has only the first term.
+
+    Args:
+        rewards: rewards of the turns of each rollout of each group.
+        states: name of the state in which each of these turns begins; None is compared with no other.
+        weight: factor of the second term.
+        discount: factor of a reward for each turn between it and the turn that is credited.
+        scale: what the differences are divided by; see ``Scale``.
+        ddof: the variance is the sum of squares over n - ``ddof``.
+        epsilon: is added to the standard deviation.
+    """
+    check_ranges(discount=discount)
+    one = partial(normalize, scale=scale, ddof=ddof, epsilon=epsilon)
+    scores: list[list[list[float] | None]] = []
+    for row, its_states in zip(rewards, states, strict=True):
+        whole = _masked(one, [None if its is None else fsum(its) for its in row])
+        sums = [None if its is None else returns(its, discount) for its in row]
+        places: dict[str, list[tuple[int, int]]] = {}
+        for i, (its, begun) in enumerate(zip(sums, its_states, strict=True)):
+            for t, state in enumerate(begun if its is not None else ()):
+                if state is not None:
+                    places.setdefault(state, []).append((i, t))
+        scores.append(
+            [None if a is None else [a] * len(its or ()) for a, its in zip(whole, sums, strict=True)]
+        )
+        for its_places in places.values():
+            compared = one([sums[i][t] for i, t in its_places])  # type: ignore[index]
+            for (i, t), value in zip(its_places, compared, strict=True):
+                scores[-1][i][t] += weight * value  # type: ignore[index]
+    return scores
+
+
 # ---------------------------------------------------------------------------------- of tokens
 
 
@@ -357,6 +458,7 @@ def check_ranges(
     epsilon: float = 0.0,
     batch_epsilon: float = 0.0,
     floor: float = 0.0,
+    discount: float = 1.0,
 ) -> None:
     """Raise ValueError for an option that is out of range."""
     if scale not in ("group", "batch", "others", "none"):
@@ -366,6 +468,8 @@ def check_ranges(
     for name, value in (("epsilon", epsilon), ("batch_epsilon", batch_epsilon), ("floor", floor)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value}; expected a finite number >= 0")
+    if not 0 <= discount <= 1:
+        raise ValueError(f"discount is {discount}; expected 0 to 1")
 
 
 def _masked(function: Callable[[Sequence[float]], Sequence[float]], values: Rewards) -> list[float | None]:

@@ -132,6 +132,38 @@ class DynamicSamplingConfig:
     each group of a step."""
 
 
+def _range(instance: object, attribute: attrs.Attribute[Any], value: tuple[float, float]) -> None:
+    low, high = value
+    if not low < high and value != (0.0, 0.0):
+        raise ValueError(f"'{attribute.name}' must be [low, high] with low < high: {list(value)}")
+
+
+@frozen(kw_only=True)
+class ShapingConfig:
+    """Shaping changes the rewards that advantages compare; metrics and records keep the original ones.
+
+    It is applied in the order of the keys.
+    """
+
+    weights: dict[str, float] = field(factory=dict)
+    """The reward is the sum of these parts (`Feedback.metrics`), each times its weight; without parts, the
+    environment's reward."""
+    source: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
+    """Rewards are clipped to this range, [lowest, highest], and mapped to `target`; [0, 0] is off."""
+    target: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
+    """The range `source` becomes this range; [0, 0] only clips."""
+    truncated_factor: float = field(default=1.0, validator=[ge(0), le(1)])
+    """The reward of a rollout that a token limit cut off is multiplied by this."""
+    token_price: float = field(default=0.0, validator=ge(0))
+    """Each sampled token costs this much reward."""
+    overlong_buffer: int = field(default=0, validator=ge(0))
+    """DAPO's soft overlong punishment rises over this many tokens below `overlong_limit`; 0 is off."""
+    overlong_limit: int = field(default=0, validator=ge(0))
+    """Rollouts with this many sampled tokens or more have the whole penalty; 0 takes `rollout.max_tokens`."""
+    overlong_penalty: float = field(default=1.0, validator=ge(0))
+    """The whole penalty of an overlong rollout."""
+
+
 def _ports(instance: object, attribute: object, value: tuple[int, int]) -> None:
     first, last = value
     if tuple(value) != (0, 0) and not 1 <= first <= last <= 65535:
@@ -487,6 +519,10 @@ class Config:
     placement: PlacementConfig = field(factory=PlacementConfig)
     rollout: RolloutConfig = field(factory=RolloutConfig)
     advantage: AdvantageConfig = field(factory=AdvantageConfig)
+    shaping: ShapingConfig = field(factory=ShapingConfig)
+    filters: dict[str, dict[str, Any]] = field(factory=dict)
+    """Filters by name, each with its options: `[filters.pass_rate]` and `high = 0.9` below it. A group that
+    one of them rejects is not trained, and another prompt is drawn instead."""
     loss: LossConfig = field(factory=LossConfig)
     trainer: TrainerConfig = field(factory=TrainerConfig)
     pipeline: PipelineConfig = field(factory=PipelineConfig)

@@ -49,6 +49,21 @@ class Dispatched(Event):
 
 
 @frozen(kw_only=True)
+class PromptsPassedOver(Event):
+    """A sampler looked at the next prompts of a task and passed some over; the others are dispatched next."""
+
+    task: str
+    size: int
+    """Number of prompts in an epoch of the task."""
+    offered: tuple[int, ...]
+    """Places, in the task's data, of the prompts that it looked at, in the order of the epoch."""
+    drawn: tuple[str, ...]
+    """Ids of the prompts that it returned."""
+    passed_over: tuple[tuple[int, str], ...]
+    """Place of each prompt that was passed over, and the reason."""
+
+
+@frozen(kw_only=True)
 class GroupFinished(Event):
     """All rollouts of a prompt have a reward; the group waits to be trained."""
 
@@ -59,13 +74,17 @@ class GroupFinished(Event):
 
 @frozen(kw_only=True)
 class GroupFiltered(Event):
-    """All rewards of a group are equal, so it is not trained (``dynamic_sampling.enabled``)."""
+    """A group is not trained, because a filter has rejected it (``dynamic_sampling``, ``[filters]``)."""
 
     slot: int
     task: str
     prompt: str
     reward: float
     """Mean reward of its rollouts."""
+    filter: str = ""
+    """Name of the filter; "equal_rewards" is that of dynamic sampling."""
+    reason: str = ""
+    """The filter says this of the group."""
 
 
 @frozen(kw_only=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         AdvantageFunction,
         Engine,
         Environment,
+        Filter,
         LossFunction,
         Sampler,
         Tracker,
@@ -81,6 +82,11 @@ def grpo_losses() -> Mapping[str, LossFunction | str]:  # type: ignore[empty-bod
 @hookspec
 def grpo_advantages() -> Mapping[str, AdvantageFunction | str]:  # type: ignore[empty-body]
     """Offer advantages: ``{name: pure function}``; its keyword-only parameters are its options."""
+
+
+@hookspec
+def grpo_filters() -> Mapping[str, Filter | str]:  # type: ignore[empty-body]
+    """Offer filters: ``{name: function(group, **options) -> reason | None}``; ``[filters]`` selects them."""
 
 
 @hookspec

@@ -157,7 +157,7 @@ class LossInputs:
     """Entropy of the policy's distribution that each token was sampled from, in nats, at the sampling
     temperature; None unless the loss needs "entropy", or, without a gradient, "update_entropies"."""
     advantages: Tensor
-    """Advantage of the token's rollout."""
+    """Advantage of each token; usually that of its rollout."""
     rows: Tensor
     """Index of the row that a token belongs to: an integer from 0, below the number of rows."""
     step: int

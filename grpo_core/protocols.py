@@ -30,6 +30,9 @@ from grpo_core.records import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
     from grpo_core.tokens import Ids
@@ -121,9 +124,28 @@ class Environment:
 
 @runtime_checkable
 class Loader(Protocol):
-    """The endless stream of one task's prompts: reshuffled each epoch, resumed exactly."""
+    """The endless stream of one task's prompts: reshuffled each epoch, resumed exactly.
 
-    def take(self, n: int) -> list[Prompt]: ...
+    A sampler takes the next prompts, or looks at what is offered and decides on each: it returns the prompt,
+    or passes it over.
+    """
+
+    def take(self, n: int) -> list[Prompt]:
+        """Return the next ``n`` prompts."""
+        ...
+
+    def offer(self, n: int) -> list[int]:
+        """Return the places, in the task's data, of the next ``n`` prompts."""
+        ...
+
+    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        """Return the prompts at places that were offered; the sampler returns them."""
+        ...
+
+    def pass_over(self, place: int, reason: str) -> None:
+        """Leave an offered prompt out of this epoch."""
+        ...
+
     def __len__(self) -> int: ...
 
 
@@ -281,8 +303,19 @@ class Trainer(Protocol):
 class AdvantageFunction(Protocol):
     """Computes the advantages of a step's rollouts.  Its keyword-only parameters are its options."""
 
-    def __call__(self, groups: Sequence[Group], /) -> Sequence[Sequence[float | None]]:
-        """Return for each group a list with one finite float for each rollout; None masks the rollout."""
+    def __call__(self, groups: Sequence[Group], /) -> Sequence[Sequence[float | NDArray[np.float64] | None]]:
+        """Return for each group a list with one finite float for each rollout; None masks the rollout.
+
+        Instead of a float, a rollout may have an array with one for each of its sampled tokens.
+        """
+        ...
+
+
+class Filter(Protocol):
+    """Decides whether a finished group is trained.  Its keyword-only parameters are its options."""
+
+    def __call__(self, group: Group, /) -> str | None:
+        """Return why the group is not trained, or None; rewards are as the environment gave them."""
         ...
 
 

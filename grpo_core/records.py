@@ -67,6 +67,12 @@ def _same_ids(one: Ids, other: Ids) -> bool:
     return np.array_equal(one, other)
 
 
+def _same_numbers(one: Any, other: Any) -> bool:
+    import numpy as np
+
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
 def _no_tokens() -> Tokens:
     from grpo_core.tokens import Tokens
 
@@ -147,6 +153,9 @@ class Feedback:
     """The reply's answer, in a form in which equal answers are equal texts: a majority votes on it."""
     train: bool = True
     """Whether the rollout may be trained; if False, its reward still counts for its group."""
+    state: str = ""
+    """Name of the state that this turn has led to; advantages by turn compare what a group's rollouts did in
+    the same state.  Empty: nothing is compared."""
     error: str | None = None
     """Why the episode is unscored."""
     lost: bool = False
@@ -425,6 +434,10 @@ class Segment:
     """All tokens after that: the engine's sampled tokens and, between turns, the environment's."""
 
 
+def _tuple(given: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(given)
+
+
 def _segments(given: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(given)
 
@@ -485,6 +498,12 @@ class Rollout:
     """Whether the reward is a success; None if it is unscored, or its environment declares no ``success``."""
     metrics: Mapping[str, float] = field(factory=dict)
     """``Feedback.metrics`` of all its turns; of each name the last value."""
+    turn_rewards: tuple[float, ...] = field(default=(), converter=_tuple)
+    """Reward of each of its turns."""
+    turn_tokens: tuple[int, ...] = field(default=(), converter=_tuple)
+    """Number of sampled tokens of each of its turns, which stand in its segments in this order."""
+    turn_states: tuple[str, ...] = field(default=(), converter=_tuple)
+    """``Feedback.state`` of each of its turns; empty if none has one."""
     answer: str | None = None
     """The answer in its last feedback."""
     turns: int = 0
@@ -496,7 +515,12 @@ class Rollout:
     seed: int = 0
     """Seed of its first completion; with the weights and the prompt it decides what is sampled."""
     advantage: float | None = None
-    """Its advantage in the step that trained its group; None before that step, and if it was masked."""
+    """Its advantage in the step that trained its group (the mean, if its tokens' differ); None before that
+    step, and if it was masked."""
+    token_advantages: NDArray[np.float64] | None = field(
+        default=None, eq=cmp_using(eq=_same_numbers), hash=False
+    )
+    """Advantage of each sampled token; None if all have ``advantage``."""
     trained: bool = False
     """Whether that step made rows of it; a rollout with advantage 0 has none, unless the loss needs them."""
     finish_reason: str = ""
@@ -560,13 +584,17 @@ class Row:
     tokens: Tokens
     """All tokens after the prompt; those that were sampled are trained."""
     advantage: float
-    """Advantage of its sampled tokens."""
+    """Advantage of its sampled tokens; their mean if they differ."""
     group: int
     """Identifier that is equal for the rows of one group."""
     rollout: int | None = None
     """Identifier that is equal for the rows of one rollout, its segments; None: it has no other row."""
     correct: bool = False
     """Whether its rollout is right: a success, or a reward above 0 if its environment declares no success."""
+    token_advantages: NDArray[np.float32] | None = field(
+        default=None, eq=cmp_using(eq=_same_numbers), hash=False
+    )
+    """Advantage of each sampled token, float32; None if all have ``advantage``."""
 
 
 @frozen(kw_only=True)

@@ -215,6 +215,9 @@ def test_the_buffer_survives_its_files(tmp_path):
         messages=({"role": "user", "content": "é"},),
         reward=0.5,
         metrics={"format": 1.0},
+        turn_rewards=(0.0, 0.5),
+        turn_tokens=(1, 1),
+        turn_states=("", "hall"),
         turns=2,
         finish_reason="stop",
     )

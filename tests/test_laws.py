@@ -136,6 +136,9 @@ def doubled(place):
     ENDED_2, SYNCED_2, VALIDATED_2, SAVING_2, SAVED_2, END,
 ) = range(21)  # fmt: skip
 SKIPPED = {"event": "PromptSkipped", "step": 0, "slot": 0}
+OFFERED = {"event": "PromptsPassedOver", "step": 0, "task": "t", "size": 9, "offered": [0, 1, 0, 2, 3]}
+OFFERED |= {"drawn": ["p0", "p1", "p2", "p3"], "passed_over": [[0, "solved"]]}
+FILTERED = {"event": "GroupFiltered", "step": 0, "slot": 0, "filter": "unknown", "reason": "any"}
 COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")
 BROKEN = [
     ("staleness", inside(READY_1, "groups", 0, token_versions=[-1, 0])),
@@ -168,6 +171,9 @@ BROKEN = [
     ("stream", inside(RETRIED, "slots", 0, prompt="another")),
     ("retries", inside(RETRIED, "slots", 0, attempt=2)),
     ("retries", lambda events: events.insert(RETRIED, SKIPPED)),
+    ("epoch", lambda events: events.insert(DISPATCHED, OFFERED)),
+    ("epoch", lambda events: events.insert(DISPATCHED, OFFERED | {"passed_over": [[9, ""]]})),
+    ("filter", lambda events: events.insert(FINISHED_0, FILTERED)),
     ("memory", changed(DISPATCHED, slots=[slot(i) for i in range(5)])),
     ("memory", lambda events: events.insert(SYNCED_1, events[DISPATCHED] | {"slots": [slot(4)]})),
     ("sync", changed(SYNCED_1, step=0)),

@@ -31,6 +31,7 @@ from grpo_core.app.parts import (
     make_buffer,
     make_sampler,
     make_schedule,
+    make_shaping,
     make_validation,
     rollout_places,
     sampling_params,
@@ -121,6 +122,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     pipeline = Pipeline(
         buffer=buffer,
         draw=stream.draw,
+        passed_over=stream.passed_over,
         observe=stream.observe,
         engine=engine,
         trainer=trainer,
@@ -131,7 +133,13 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         places=assembly.places,
         advantages=make_advantages(config.advantage, run.plugins),
         all_rows=config.loss.all_rows or "all_rows" in needs_of(loss.function, loss.options),
-        dynamic=dynamic_sampling(config.dynamic_sampling, prompts_per_step=config.trainer.prompts_per_step),
+        shaping=make_shaping(config.shaping, max_tokens=config.rollout.max_tokens),
+        dynamic=dynamic_sampling(
+            config.dynamic_sampling,
+            config.filters,
+            run.plugins,
+            prompts_per_step=config.trainer.prompts_per_step,
+        ),
         seed=config.seed,
         schedule=make_schedule(
             rollout=config.rollout,

@@ -23,6 +23,7 @@ from grpo_core.config import (
     PlacementConfig,
     RolloutConfig,
     SamplerConfig,
+    ShapingConfig,
     TrainerConfig,
     ValidationConfig,
 )
@@ -38,6 +39,7 @@ from grpo_core.loop.health import Limits
 from grpo_core.loop.pipeline import ObserveAttempt, Schedule
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.rollout import LostBudget, SamplingParams
+from grpo_core.loop.shaping import Shaping
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import AdvantageFunction, Engine, EnvironmentClient, Sampler
@@ -180,11 +182,54 @@ def check_lengths(config: RolloutConfig, positions: int) -> None:
         )
 
 
-def dynamic_sampling(config: DynamicSamplingConfig, *, prompts_per_step: int) -> DynamicSampling | None:
-    if not config.enabled:
+def dynamic_sampling(
+    config: DynamicSamplingConfig,
+    filters: Mapping[str, Mapping[str, Any]],
+    host: PluginHost,
+    *,
+    prompts_per_step: int,
+) -> DynamicSampling | None:
+    """Make what filters groups, or None if nothing does."""
+    if not config.enabled and not filters:
         return None
     extra = config.max_extra_groups or EXTRA_GROUPS * prompts_per_step
-    return DynamicSampling(tolerance=config.tolerance, max_extra_groups=extra)
+    return DynamicSampling(
+        tolerance=config.tolerance if config.enabled else None,
+        filters={
+            short_name(name): host.function("filter", name, **options) for name, options in filters.items()
+        },
+        max_extra_groups=extra,
+    )
+
+
+def short_name(name: str) -> str:
+    """Return the name of an offer without its plugin or file, as names of metrics have it."""
+    return name.rpartition(":")[2].replace("/", "_")
+
+
+def make_shaping(config: ShapingConfig, *, max_tokens: int) -> Shaping | None:
+    """Make the shaping of rewards, or None if the section changes nothing."""
+    if config == ShapingConfig():
+        return None
+    source = config.source if any(config.source) else None
+    limit = config.overlong_limit or max_tokens
+    if config.overlong_buffer > limit:
+        raise ConfigError(
+            f"shaping.overlong_buffer is {config.overlong_buffer}; expected at most shaping.overlong_limit, "
+            f"which is {limit}"
+        )
+    if any(config.target) and source is None:
+        raise ConfigError("shaping.target needs shaping.source, the range that it maps")
+    return Shaping(
+        weights=config.weights,
+        source=source,
+        target=config.target if any(config.target) else source,
+        truncated_factor=config.truncated_factor,
+        token_price=config.token_price,
+        limit=limit,
+        buffer=config.overlong_buffer,
+        penalty=config.overlong_penalty,
+    )
 
 
 def health_limits(config: HealthConfig) -> dict[str, Limits]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from grpo_core.app.parts import engines_of, make_placement, make_sampler
+from grpo_core.app.parts import engines_of, make_placement, make_sampler, make_shaping
 from grpo_core.app.workers import transport, workers_of
 from grpo_core.config import AdvantageConfig, Config, TaskConfig
 from grpo_core.data.samplers import sampler_state
@@ -39,6 +39,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_loss(config, host)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
+    _check_filters(config, host)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
     check_trackers(config.tracking, host)
     _check_placement(config, host, trains=trains)
@@ -112,6 +113,13 @@ def _check_advantage(config: AdvantageConfig, group_size: int, host: PluginHost)
             f"advantage.clip_low is {low} and advantage.clip_high is {high}; expected clip_low <= 0 <= "
             "clip_high, or an advantage of 0 would teach something"
         )
+
+
+def _check_filters(config: Config, host: PluginHost) -> None:
+    for name, options in config.filters.items():
+        host.check_options("filter", name, options)
+        host.check_values("filter", name, options, config.rollout.group_size)
+    make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
 
 
 def _check_environment(task: TaskConfig, host: PluginHost) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import random
 import warnings
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class ShuffledIndices:
         self.position = 0
         self._n = n
         self._key = f"{seed}/{task}"
-        self._order: list[int] = []
+        self._order: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -41,7 +42,7 @@ class ShuffledIndices:
         indices: list[int] = []
         while len(indices) < self.want:
             if self.position == self._n:
-                self.epoch, self.position, self._order = self.epoch + 1, 0, []
+                self.epoch, self.position, self._order = self.epoch + 1, 0, ()
             self._order = self._order or self._permutation()
             end = min(self.position + self.want - len(indices), self._n)
             indices += self._order[self.position : end]
@@ -52,12 +53,12 @@ class ShuffledIndices:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.epoch, self.position, self._order = state["epoch"], state["position"], []
+        self.epoch, self.position, self._order = state["epoch"], state["position"], ()
 
-    def _permutation(self) -> list[int]:
+    def _permutation(self) -> Sequence[int]:
         order = list(range(self._n))
         random.Random(f"{self._key}/{self.epoch}").shuffle(order)
-        return order
+        return array("q", order)
 
 
 class _Rows:
@@ -95,6 +96,8 @@ class TaskLoader:
         self._workers = workers
         self._taken = 0
         self._restored: dict[str, Any] | None = None
+        self._offered: ShuffledIndices | None = None
+        """The order once a sampler has asked for offers: then no prompts are read ahead."""
         self._dataloader: StatefulDataLoader | None = None
         self._stream: Iterator[list[Prompt]] = iter(())
 
@@ -117,6 +120,8 @@ class TaskLoader:
         """Return the next ``n`` prompts."""
         if n < 1:
             return []
+        if self._offered is not None:
+            return self.prompts_at(self.offer(n))
         if self._dataloader is None:
             self._dataloader = self._open()
             self._stream = iter(self._dataloader)
@@ -125,6 +130,30 @@ class TaskLoader:
             return [prompt for _ in range(n) for prompt in next(self._stream)]
         self._indices.want = n
         return next(self._stream)
+
+    def offer(self, n: int) -> list[int]:
+        """Return the places, in the task's data, of the next ``n`` prompts."""
+        if self._offered is None:
+            self._offered = self._order_from_here()
+            self._dataloader, self._stream, self._restored = None, iter(()), None
+        self._taken += n
+        self._offered.want = n
+        return next(self._offered) if n else []
+
+    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        """Return the prompts at places that were offered."""
+        return [self._prompts[place] for place in places]
+
+    def pass_over(self, place: int, reason: str) -> None:
+        """Leave an offered prompt out of this epoch; who draws prompts records it."""
+
+    def _order_from_here(self) -> ShuffledIndices:
+        if not len(self):
+            return self._indices  # raises PluginError
+        order = ShuffledIndices(len(self), seed=self._seed, task=self.task)
+        epoch, position = divmod(self._taken, len(self))
+        order.load_state_dict({"epoch": epoch, "position": position})
+        return order
 
     def prompt(self, id: str) -> Prompt:
         """Return the prompt with this id.  Raises CheckpointError if the task no longer has it."""
@@ -140,7 +169,8 @@ class TaskLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position and a fingerprint of the prompts, as JSON values."""
         state = self._restored if self._dataloader is None else self._dataloader.state_dict()
-        return {**self._source, "taken": self._taken, "dataloader": state}
+        offers = {} if self._offered is None else {"offers": True}
+        return {**self._source, "taken": self._taken, "dataloader": state, **offers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.  Raises CheckpointError if it belongs to other prompts or another seed."""
@@ -154,6 +184,7 @@ class TaskLoader:
         self._taken = state["taken"]
         self._restored = state["dataloader"]
         self._dataloader, self._stream = None, iter(())
+        self._offered = self._order_from_here() if state.get("offers") else None
         self._indices.load_state_dict({"epoch": 0, "position": 0})  # before the first draw
 
     def _open(self) -> StatefulDataLoader:

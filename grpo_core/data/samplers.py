@@ -18,6 +18,7 @@ from typing import Any
 from attrs import define, field
 
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, did_you_mean
+from grpo_core.events import PromptsPassedOver
 from grpo_core.protocols import Loader, Sampler
 from grpo_core.records import Group, Prompt, SampleRequest
 
@@ -177,6 +178,8 @@ class PromptStream:
     loaders: Mapping[str, Loader]
     name: str
     """Name of the sampler in the configuration, for messages."""
+    passed_over: list[PromptsPassedOver] = field(init=False, factory=list)
+    """Events about prompts that the sampler looked at; who emits them clears the list."""
     _drawn: bool = field(init=False, default=False)
     _watched: dict[str, _WatchedLoader] = field(init=False)
 
@@ -193,6 +196,7 @@ class PromptStream:
         for loader in self._watched.values():
             loader.taken.clear()
         prompts = checked_sample(self.sampler, self.name, self._watched, request)
+        self.passed_over += [event for loader in self._watched.values() for event in loader.told(self.name)]
         lost = _ids(prompt for loader in self._watched.values() for prompt in loader.taken) - _ids(prompts)
         if lost:
             (task, id), *more = lost
@@ -240,11 +244,52 @@ class _WatchedLoader:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self.taken: list[Prompt] = []
+        self._offered: list[int] = []
+        self._chosen: list[int] = []
+        self._passed_over: list[tuple[int, str]] = []
 
     def take(self, n: int) -> list[Prompt]:
         prompts = self._loader.take(n)
         self.taken += prompts
         return prompts
+
+    def offer(self, n: int) -> list[int]:
+        places = self._loader.offer(n)
+        self._offered += places
+        return places
+
+    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        prompts = self._loader.prompts_at(places)
+        self._chosen += places
+        self.taken += prompts
+        return prompts
+
+    def pass_over(self, place: int, reason: str) -> None:
+        self._loader.pass_over(place, reason)
+        self._passed_over.append((place, reason))
+
+    def told(self, sampler: str) -> Iterator[PromptsPassedOver]:
+        """Yield what became of the prompts that were offered since the last call.
+
+        Raises PluginError unless each was returned, or passed over with a reason.
+        """
+        offered, chosen, passed_over = self._offered, self._chosen, self._passed_over
+        self._offered, self._chosen, self._passed_over = [], [], []
+        left = [place for place, reason in passed_over if reason]
+        if Counter(offered) != Counter([*chosen, *left]) or len(left) != len(passed_over):
+            raise PluginError(
+                f"sampler {sampler!r} was offered the places {offered[:10]}, returned {chosen[:10]} and "
+                f"passed over {passed_over[:10]}; expected each to be returned, or passed over with a "
+                "reason"
+            )
+        if offered:
+            yield PromptsPassedOver(
+                task=self.taken[0].environment if self.taken else "",
+                size=len(self),
+                offered=tuple(offered),
+                drawn=tuple(prompt.id for prompt in self.taken),
+                passed_over=tuple(passed_over),
+            )
 
     def __len__(self) -> int:
         return len(self._loader)

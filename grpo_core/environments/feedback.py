@@ -53,7 +53,13 @@ def _feedback(result: Any, who: str, method: str) -> Feedback:
         reward |= {"done": True, "messages": ()}
     messages = tuple(map(well_formed, result.messages))
     answer = None if result.answer is None else well_formed(result.answer)
-    return attrs.evolve(result, **{"metrics": metrics, "messages": messages, "answer": answer, **reward})
+    known = {
+        "metrics": metrics,
+        "messages": messages,
+        "answer": answer,
+        "state": well_formed(str(result.state)),
+    }
+    return attrs.evolve(result, **{**known, **reward})
 
 
 def _reward(given: Any, who: str, method: str) -> dict[str, Any]:

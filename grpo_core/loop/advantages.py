@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 from attrs import frozen
 
 from grpo_core import advantages as formulas
 from grpo_core.advantages import EQUAL, SMALLEST, equal, normalize
-from grpo_core.loop.rows import checked_scores
+from grpo_core.loop.rows import Advantages, checked_scores
+from grpo_core.loop.rows import Scores as TokenScores
 from grpo_core.protocols import AdvantageFunction
 from grpo_core.records import Group, Rollout
 
@@ -25,11 +27,13 @@ __all__ = [
     "checks_options",
     "equal",
     "gdpo",
+    "gigpo",
     "group",
     "max_rl",
     "normalize",
     "pass_at_k",
     "reinforce_plus_plus",
+    "turns",
 ]
 
 Scores = list[list[float | None]]
@@ -59,16 +63,21 @@ class Clipped:
     low: float | None = None
     high: float | None = None
 
-    def __call__(self, groups: Sequence[Group], /) -> Scores:
+    def __call__(self, groups: Sequence[Group], /) -> TokenScores:
         scores = checked_scores(self.function(groups), groups, str(self))
-        return formulas.clip(scores, low=self.low, high=self.high)
+        return [[self._limited(value) for value in row] for row in scores]
+
+    def _limited(self, value: float | Advantages | None) -> float | Advantages | None:
+        if value is None or isinstance(value, float):
+            return None if value is None else formulas.clipped(value, self.low, self.high)
+        return np.clip(value, self.low, self.high)
 
     def __str__(self) -> str:
         return str(self.function)
 
 
 def _in_range(*, group_size: int, **options: Any) -> None:
-    known = ("scale", "ddof", "epsilon", "batch_epsilon", "floor")
+    known = ("scale", "ddof", "epsilon", "batch_epsilon", "floor", "discount")
     formulas.check_ranges(**{name: value for name, value in options.items() if name in known})
 
 
@@ -213,6 +222,92 @@ def pass_at_k(groups: Sequence[Group], *, k: int = 2, success: float | None = No
         return [None if rollout.reward is None else next(done) for rollout in each.rollouts]
 
     return [of_group(each) for each in groups]
+
+
+@checks_options(_in_range)
+def turns(
+    groups: Sequence[Group],
+    *,
+    discount: float = 1.0,
+    scale: Literal["group", "none"] = "group",
+    ddof: int = 1,
+    epsilon: float = 0.0,
+) -> TokenScores:
+    """Credit each turn with the rewards that follow it; see ``grpo_core.advantages.turns``.
+
+    The reward of a turn is the ``Feedback.reward`` that answers it.
+
+    Args:
+        groups: the groups of a step.
+        discount: factor of a reward for each turn between it and the turn that is credited.
+        scale: ``"group"`` divides by the standard deviation of the group's turns, ``"none"`` does not.
+        ddof: the variance is the sum of squares over n - ``ddof``.
+        epsilon: is added to the standard deviation.
+    """
+    scores = formulas.turns(
+        [_turn_rewards(each) for each in groups], discount=discount, scale=scale, ddof=ddof, epsilon=epsilon
+    )
+    return _on_tokens(groups, scores)
+
+
+@checks_options(_in_range)
+def gigpo(
+    groups: Sequence[Group],
+    *,
+    weight: float = 1.0,
+    discount: float = 0.95,
+    scale: Literal["group", "none"] = "group",
+    ddof: int = 1,
+    epsilon: float = 0.0,
+) -> TokenScores:
+    """Compare rollouts, and turns that begin in the same state (GiGPO); see ``grpo_core.advantages.gigpo``.
+
+    An environment names the state that a turn leads to in ``Feedback.state``.  All rollouts of a group begin
+    in the same state; a turn whose state has no name is not compared.
+
+    Args:
+        groups: the groups of a step.
+        weight: factor of the advantages of turns.
+        discount: factor of a reward for each turn between it and the turn that is credited.
+        scale: ``"group"`` divides by the standard deviation of what is compared, ``"none"`` does not.
+        ddof: the variance is the sum of squares over n - ``ddof``.
+        epsilon: is added to the standard deviation.
+    """
+    scores = formulas.gigpo(
+        [_turn_rewards(each) for each in groups],
+        [[_states(rollout) for rollout in each.rollouts] for each in groups],
+        weight=weight,
+        discount=discount,
+        scale=scale,
+        ddof=ddof,
+        epsilon=epsilon,
+    )
+    return _on_tokens(groups, scores)
+
+
+def _turn_rewards(its: Group) -> list[Sequence[float] | None]:
+    return [
+        None if rollout.reward is None else rollout.turn_rewards or (rollout.reward,)
+        for rollout in its.rollouts
+    ]
+
+
+def _states(rollout: Rollout) -> list[str | None]:
+    """Return the state in which each turn begins; "" is the prompt, None has no name."""
+    count = max(1, len(rollout.turn_rewards))
+    led_to = [state or None for state in rollout.turn_states] or [None] * count
+    return ["", *led_to][:count]
+
+
+def _on_tokens(groups: Sequence[Group], scores: Sequence[Sequence[Sequence[float] | None]]) -> TokenScores:
+    """Give each sampled token the advantage of its turn."""
+    return [
+        [
+            None if its is None else np.repeat(its, rollout.turn_tokens or (rollout.n_sampled,))
+            for rollout, its in zip(each.rollouts, row, strict=True)
+        ]
+        for each, row in zip(groups, scores, strict=True)
+    ]
 
 
 def _of_known(its: Group, function: Callable[[Sequence[float]], list[float]]) -> list[float | None]:

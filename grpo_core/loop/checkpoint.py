@@ -38,7 +38,7 @@ from grpo_core.records import Group, Prompt, Rollout, Segment
 if TYPE_CHECKING:
     from grpo_core.tokens import Ids, Tokens
 
-FORMAT = 3
+FORMAT = 4
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 _ARRAYS = "pipeline.safetensors"

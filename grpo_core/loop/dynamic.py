@@ -1,19 +1,32 @@
-"""Dynamic sampling: groups that teach nothing do not train, and others are drawn instead.  Pure.
+"""Dynamic sampling: groups that should not train are filtered, and others are drawn instead.  Pure.
 
 A group whose rewards are all equal has no advantages.  It is filtered, whole, and its slot is free for
 another prompt, so that each step trains ``prompts_per_step`` groups that say something (DAPO, arXiv
-2503.14476, section 3.2).
+2503.14476, section 3.2).  Other filters (``[filters]``) reject groups for other reasons.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 
-from attrs import define, field
+from attrs import define, field, frozen
 
-from grpo_core.errors import SamplingError
-from grpo_core.loop.advantages import equal
+from grpo_core.errors import PluginError, SamplingError
+from grpo_core.loop import filters
 from grpo_core.records import Group
+
+EQUAL_REWARDS = "equal_rewards"
+"""Name of the filter that ``dynamic_sampling.enabled`` stands for."""
+
+
+@frozen
+class Rejection:
+    """Why a group does not train."""
+
+    filter: str
+    """Name of the filter."""
+    reason: str
 
 
 @define(kw_only=True)
@@ -21,32 +34,57 @@ class DynamicSampling:
     """Decides which groups train, and counts the others.
 
     Args:
-        tolerance: rewards of a group that differ by no more than this are equal.
+        tolerance: rewards of a group that differ by no more than this are equal; None looks at no rewards.
+        filters: further filters by name, in order; each returns why a group does not train, or None.
         max_extra_groups: groups filtered between two steps, at most.
     """
 
-    tolerance: float = 0.0
+    tolerance: float | None = 0.0
+    filters: Mapping[str, Callable[[Group], str | None]] = field(factory=dict)
     max_extra_groups: int
     _kept: Counter[str] = field(init=False, factory=Counter)
     _filtered: Counter[str] = field(init=False, factory=Counter)
+    _by_filter: Counter[tuple[str, str]] = field(init=False, factory=Counter)
+    """Number of filtered groups, by filter and task."""
     _rewards: dict[str, float] = field(init=False, factory=lambda: defaultdict(float))
     """Sums of the filtered groups' mean rewards."""
 
     def keeps(self, group: Group) -> bool:
-        """Whether the group trains, by its rewards as the environment gave them; call it once a group.
+        """Whether the group trains; see ``rejects``."""
+        return self.rejects(group) is None
 
-        Raises SamplingError if too many were filtered since the last step.
+    def rejects(self, group: Group) -> Rejection | None:
+        """Return why the group does not train, by the rewards of its environment; call it once a group.
+
+        Raises SamplingError if too many were filtered since the last step, and PluginError if a filter
+        returns neither a text nor None.
         """
         task = group.prompt.environment
-        rewards = [reward for reward in group.rewards if reward is not None]
-        if not equal(rewards, self.tolerance):
+        rejection = self._first(group)
+        if rejection is None:
             self._kept[task] += 1
-            return True
+            return None
+        rewards = [reward for reward in group.rewards if reward is not None]
         self._filtered[task] += 1
+        self._by_filter[rejection.filter, task] += 1
         self._rewards[task] += sum(rewards) / max(1, len(rewards))
         if self._filtered.total() > self.max_extra_groups:
             raise SamplingError(self._complaint())
-        return False
+        return rejection
+
+    def _first(self, group: Group) -> Rejection | None:
+        if self.tolerance is not None and (reason := filters.equal_rewards(group, tolerance=self.tolerance)):
+            return Rejection(EQUAL_REWARDS, reason)
+        for name, function in self.filters.items():
+            told = function(group)
+            if told is not None and not isinstance(told, str):
+                raise PluginError(
+                    f"{function} returned {type(told).__name__} for prompt {group.prompt.id!r}; expected a "
+                    "text that says why the group is not trained, or None"
+                )
+            if told is not None:
+                return Rejection(name, told)
+        return None
 
     def read(self) -> dict[str, float]:
         """Return the metrics since the last call, which is made for each step."""
@@ -57,7 +95,10 @@ class DynamicSampling:
             metrics[f"filtered_fraction/{task}"] = filtered / (filtered + self._kept[task])
             if filtered:
                 metrics[f"filtered_reward/{task}"] = self._rewards[task] / filtered
-        for counts in (self._kept, self._filtered, self._rewards):
+        for (name, task), count in sorted(self._by_filter.items()):
+            if self.filters:
+                metrics[f"filtered_by_{name}/{task}"] = float(count)
+        for counts in (self._kept, self._filtered, self._rewards, self._by_filter):
             counts.clear()
         return metrics
 
@@ -68,9 +109,14 @@ class DynamicSampling:
             f"{self._rewards[task] / count:.3g}"
             for task, count in sorted(self._filtered.items())
         )
+        by_filter: Counter[str] = Counter()
+        for (name, _), count in self._by_filter.items():
+            by_filter[name] += count
+        counted = ", ".join(f"{count} by {name}" for name, count in sorted(by_filter.items()))
+        why = "had equal rewards" if set(by_filter) == {EQUAL_REWARDS} else f"were filtered ({counted})"
         return (
             f"dynamic sampling: since the last step {kept} of {kept + filtered} groups passed "
-            f"({kept / (kept + filtered):.1%}), the other {filtered} had equal rewards; "
+            f"({kept / (kept + filtered):.1%}), the other {filtered} {why}; "
             f"dynamic_sampling.max_extra_groups is {self.max_extra_groups} ({tasks}). Choose prompts that "
             "the model solves sometimes, a larger rollout.group_size or temperature, or a higher limit"
         )

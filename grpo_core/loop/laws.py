@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from statistics import fmean
@@ -32,8 +32,10 @@ LAWS = {
     "stamps": "a slot is stamped with the version that the engine holds and its farthest deadline",
     "stream": "the places of the stream are filled one after the other, and each keeps its prompt; a resumed "
     "run draws the same prompts of a task in the same order",
+    "epoch": "each prompt is offered once an epoch, and is dispatched, or passed over with a reason",
     "retries": "a prompt is skipped after max_retries further attempts, not sooner and not later",
     "conservation": "dispatched = trained + skipped + filtered + in flight + retrying + ready",
+    "filter": "a group is filtered by a filter of the configuration, which says why",
     "memory": "at most (max_staleness + 1) * prompts_per_step slots are outstanding",
     "sync": "the engine gets each version once, in order, after the step that made it",
     "validation": "validation measures the version that its engine holds, one after the other, and leaves "
@@ -74,6 +76,8 @@ class Terms:
     """Whether validation has its own engine."""
     validate_every: int
     save_every: int
+    filters: frozenset[str] = frozenset()
+    """Names of the filters, without their plugins or files."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Terms:
@@ -89,6 +93,12 @@ class Terms:
             validates_apart="engine" in config.get("validation", {}),
             validate_every=config.get("validation", {}).get("every", 0),
             save_every=config.get("checkpoint", {}).get("every", 0),
+            filters=frozenset(
+                [
+                    *(name.rpartition(":")[2].replace("/", "_") for name in config.get("filters", {})),
+                    *(["equal_rewards"] if config.get("dynamic_sampling", {}).get("enabled") else []),
+                ]
+            ),
         )
 
 
@@ -161,6 +171,12 @@ class Laws:
         """Cuts by step; a step may be saved again, and a resumed run may find either cut."""
         self._stream: dict[str, array[int]] = defaultdict(lambda: array("Q"))
         """Hashes of the prompts of each task, in the order in which they were drawn."""
+        self._offered: dict[str, array[int]] = defaultdict(lambda: array("Q"))
+        """Places of the prompts of each task, in the order in which they were offered."""
+        self._epoch: dict[str, bytearray] = {}
+        """Whether the newest epoch of each task has offered each of its prompts."""
+        self._expected: dict[str, Counter[str]] = defaultdict(Counter)
+        """Prompts that were chosen and are to be dispatched next."""
 
     def observe(self, event: Mapping[str, Any]) -> None:
         """Account for an event.  One that lacks what its kind must have breaks the law ``record``."""
@@ -226,6 +242,7 @@ class Laws:
         self._law("resume", same, f"continues from a checkpoint of step {step} that the run did not save")
         self._now = cut.copy()
         self._now.saving = None
+        self._expected.clear()
         if step == 0:  # version 0 is measured again
             self._now.measured = -1
         self._now.due = (0,) if not event["resumed"] and self.terms.validate_every else ()
@@ -310,13 +327,20 @@ class Laws:
 
     def _draw(self, slot: _Open, who: str) -> None:
         """Check that the n-th prompt of a task is the same in each life, whatever the sampler."""
+        if self._expected[slot.task][slot.prompt] > 0:  # it was counted when it was offered
+            self._expected[slot.task][slot.prompt] -= 1
+            return
+        left = +self._expected[slot.task]
+        self._law("epoch", not left, f"{who} was not drawn; {dict(left)} were, and were not dispatched")
         place, drawn = self._now.drawn[slot.task], self._stream[slot.task]
+        drawn.extend([_UNKNOWN] * (place - len(drawn)))
         prompt = int.from_bytes(blake2b(slot.prompt.encode(errors="replace"), digest_size=8).digest())
         self._now.drawn[slot.task] += 1
         if place == len(drawn):
             drawn.append(prompt)
         else:
-            self._law("stream", drawn[place] == prompt, f"{who}: the life before drew another prompt here")
+            same = drawn[place] in (prompt, _UNKNOWN)
+            self._law("stream", same, f"{who}: the life before drew another prompt here")
 
     def _check_stamps(self, slot: _Open, kept: int, before: _Open | None, who: str) -> None:
         assert self.terms is not None
@@ -329,6 +353,27 @@ class Laws:
         farthest = versions.deadline(generated_by=v, max_staleness=self.terms.max_staleness)
         late = target > farthest or (self.terms.policy == "deadline" and target != farthest)
         self._law("stamps", not late, f"{who} of version {v} has the deadline {target}")
+
+    def _on_PromptsPassedOver(self, event: Mapping[str, Any]) -> None:  # noqa: N802
+        now, task, size = self._now, event["task"], event["size"]
+        offered, passed = event["offered"], event["passed_over"]
+        known, seen = self._offered[task], self._epoch.setdefault(task, bytearray(size))
+        for index in offered:
+            place = now.drawn[task]
+            now.drawn[task] += 1
+            known.extend([_UNKNOWN] * (place - len(known)))
+            if place < len(known):
+                same = known[place] in (index, _UNKNOWN)
+                self._law("stream", same, f"task {task!r}: the life before was offered {known[place]} here")
+                continue
+            known.append(index)
+            if place % size == 0:
+                self._epoch[task] = seen = bytearray(size)
+            self._law("epoch", not seen[index], f"task {task!r}: prompt {index} is offered twice in an epoch")
+            seen[index] = 1
+        whole = len(offered) == len(event["drawn"]) + len(passed) and all(reason for _, reason in passed)
+        self._law("epoch", whole, f"task {task!r}: {offered} were offered, {event['drawn']} drawn")
+        self._expected[task] += Counter(event["drawn"])
 
     def _on_GroupFinished(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         slot = self._now.open.get(event["slot"])
@@ -343,6 +388,10 @@ class Laws:
         self._now.filtered += 1
         flying = slot is not None and not slot.ready and not slot.resumed
         self._law("once", flying, f"slot {event['slot']} is filtered as {slot}")
+        if name := event.get("filter"):
+            assert self.terms is not None
+            known = name in self.terms.filters and bool(event.get("reason"))
+            self._law("filter", known, f"slot {event['slot']} is filtered by {name}: {event.get('reason')!r}")
 
     def _on_PromptSkipped(self, event: Mapping[str, Any]) -> None:  # noqa: N802
         assert self.terms is not None
@@ -463,6 +512,8 @@ def _metrics(groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]
     }
 
 
+_UNKNOWN = 2**64 - 1
+"""A place of the stream that no event tells of, because another sampler drew there."""
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
 _RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts")
 _COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")

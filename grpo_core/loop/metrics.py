@@ -48,12 +48,19 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
         "filtered/TASK": Metric(
             _GROUPS,
-            "Groups that dynamic sampling left out since the last step, because their rewards are equal. "
-            "Only with `dynamic_sampling.enabled`, like the next two.",
+            "Groups that dynamic sampling left out since the last step, because their rewards are equal or a "
+            "filter rejected them. Only with `dynamic_sampling.enabled` or `[filters]`, like the next three.",
         ),
         "filtered_fraction/TASK": Metric(_SHARE, "Finished groups that were filtered since the last step."),
         "filtered_reward/TASK": Metric(
             "reward", "Mean reward of the filtered groups: near 0 the prompts are too hard, near 1 too easy."
+        ),
+        "filtered_by_NAME/TASK": Metric(
+            _GROUPS, "Groups that the filter NAME left out since the last step. Only with `[filters]`."
+        ),
+        "shaped_reward/TASK": Metric(
+            "reward",
+            "Mean of the rewards that the advantages compare. Only with `[shaping]`.",
         ),
         "completion_tokens/TASK": Metric(
             _TOKENS, "Sampled tokens of a rollout, over all of its turns; mean."

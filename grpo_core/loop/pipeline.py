@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from grpo_core.aio import UNLIMITED, Changes, Slots, gather, raising_root_cause
 from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
@@ -39,6 +39,7 @@ from grpo_core.events import (
     GroupFinished,
     GroupsReady,
     PromptSkipped,
+    PromptsPassedOver,
     Saved,
     Saving,
     StepEnded,
@@ -55,6 +56,7 @@ from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import task_metrics
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
+from grpo_core.loop.shaping import Shaping, shaped_rewards
 from grpo_core.protocols import (
     AdvantageFunction,
     Engine,
@@ -113,6 +115,8 @@ class Pipeline:
     buffer: Buffer[Prompt, Group]
     draw: Callable[[SampleRequest], list[Prompt]]
     """Draws exactly the expected number of prompts."""
+    passed_over: list[PromptsPassedOver] = field(factory=list)
+    """Events about the prompts that ``draw`` looked at; they are emitted before the dispatch, and removed."""
     engine: Engine
     trainer: Trainer
     environments: Mapping[str, EnvironmentClient]
@@ -124,6 +128,8 @@ class Pipeline:
     advantages: AdvantageFunction
     all_rows: bool = False
     """Rows with advantage 0 are trained as well, because the loss needs them."""
+    shaping: Shaping | None = None
+    """Shapes the rewards that the advantages compare; None compares the environment's."""
     dynamic: DynamicSampling | None = None
     """Filters groups without a learning signal; None trains all groups."""
     seed: int = 0
@@ -240,6 +246,9 @@ class Pipeline:
                 expected_prompts=len(slots),
             )
             slots = self.buffer.assign(slots, self.draw(request))
+            for event in self.passed_over:
+                self.emit(evolve(event, step=self._trained))
+            self.passed_over.clear()
         self.emit(Dispatched(step=self._trained, slots=tuple(slots)))
         return slots
 
@@ -295,14 +304,25 @@ class Pipeline:
     def _finish(self, slot: Slot[Prompt], group: Group) -> None:
         """Mark a group whose rollouts have all ended as ready, or filter it."""
         step, task, prompt = self._trained, group.prompt.environment, group.prompt.id
-        if self.dynamic is None or self.dynamic.keeps(group):
+        rejected = None if self.dynamic is None else self.dynamic.rejects(group)
+        if rejected is None:
             self.buffer.complete(slot, group)
             self.emit(GroupFinished(step=step, slot=slot.id, task=task, prompt=prompt))
             return
         self.buffer.filter(slot)
         self.observe([group])
         reward = fmean([reward for reward in group.rewards if reward is not None] or [0.0])
-        self.emit(GroupFiltered(step=step, slot=slot.id, task=task, prompt=prompt, reward=reward))
+        self.emit(
+            GroupFiltered(
+                step=step,
+                slot=slot.id,
+                task=task,
+                prompt=prompt,
+                reward=reward,
+                filter=rejected.filter,
+                reason=rejected.reason,
+            )
+        )
 
     # ------------------------------------------------------------------------------ train
 
@@ -324,7 +344,7 @@ class Pipeline:
         if groups:
             step = self.buffer.step - 1
             check_staleness(groups, step=step, max_staleness=self.buffer.max_staleness)
-            groups = with_advantages(groups, self.advantages, all_rows=self.all_rows)
+            groups = with_advantages(groups, self.advantages, shaping=self.shaping, all_rows=self.all_rows)
             self.emit(GroupsReady(step=step, groups=tuple(groups)))
         return groups
 
@@ -351,6 +371,7 @@ class Pipeline:
         metrics = task_metrics(groups, step=step)
         metrics["rows"] = float(len(batch.rows))
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
+        metrics |= shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)

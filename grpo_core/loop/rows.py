@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from math import isfinite, nan
+from typing import Any, TypeAlias
 
+import numpy as np
 from attrs import evolve
+from numpy.typing import NDArray
 
 from grpo_core.errors import EngineError, PluginError
+from grpo_core.loop.shaping import Shaping
 from grpo_core.protocols import AdvantageFunction
 from grpo_core.records import Batch, Group, Rollout, Row
 from grpo_core.tokens import sampled_versions
 
+Advantages: TypeAlias = NDArray[np.float64]
+"""Advantage of each sampled token of a rollout."""
+Scores: TypeAlias = list[list[float | Advantages | None]]
+"""Advantages of the rollouts of each group; None masks a rollout."""
+
 
 def with_advantages(
-    groups: Sequence[Group], advantages: AdvantageFunction, *, all_rows: bool = False
+    groups: Sequence[Group],
+    advantages: AdvantageFunction,
+    *,
+    shaping: Shaping | None = None,
+    all_rows: bool = False,
 ) -> list[Group]:
     """Return the groups of a step; each rollout has its advantage, and says whether it is trained.
 
@@ -24,11 +37,14 @@ def with_advantages(
     gradient, and they do not count in the loss's average either (as in DAPO, arXiv 2503.14476, section 3.2,
     but without refilling the batch).  With ``all_rows`` they are, because the loss has another term that
     trains on them.  Rollouts that are masked (by the advantage function, or because they may not be trained)
-    or have no sampled token are never trained.
+    or have no sampled token are never trained.  The advantages compare shaped rewards, if there is a
+    ``shaping``; the groups keep theirs.
 
-    Raises PluginError if the advantage function returns anything but a finite float or None for each rollout.
+    Raises PluginError if the advantage function returns anything but a finite float, one for each sampled
+    token, or None for each rollout.
     """
-    scores = checked_scores(advantages(groups), groups, str(advantages))
+    compared = groups if shaping is None else shaping(groups)
+    scores = checked_scores(advantages(compared), groups, str(advantages))
     return [
         evolve(
             group,
@@ -41,10 +57,13 @@ def with_advantages(
     ]
 
 
-def _scored(rollout: Rollout, score: float | None, *, all_rows: bool) -> Rollout:
-    advantage = score if rollout.train else None
-    taught = advantage is not None and (all_rows or advantage != 0.0)
-    return evolve(rollout, advantage=advantage, trained=taught and rollout.n_sampled > 0)
+def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: bool) -> Rollout:
+    if score is None or not rollout.train:
+        return evolve(rollout, advantage=None, trained=False)
+    if isinstance(score, float):
+        taught = all_rows or score != 0.0
+        return evolve(rollout, advantage=score, trained=taught and rollout.n_sampled > 0)
+    return evolve(rollout, advantage=float(score.mean()), token_advantages=score, trained=True)
 
 
 def make_batch(groups: Sequence[Group], *, step: int, temperature: float) -> Batch:
@@ -54,24 +73,36 @@ def make_batch(groups: Sequence[Group], *, step: int, temperature: float) -> Bat
     """
     numbers = count()
     rows = tuple(
-        Row(
-            prompt_ids=segment.prompt_ids,
-            tokens=segment.tokens,
-            advantage=rollout.advantage,
-            group=place,
-            rollout=number,
-            correct=_correct(rollout),
-        )
+        row
         for place, group in enumerate(groups)
         for rollout, number in zip(group.rollouts, numbers, strict=False)
         if rollout.trained and rollout.advantage is not None
-        for segment in rollout.segments
-        if segment.tokens.n_sampled
+        for row in _rows(rollout, rollout.advantage, place, number)
     )
     masked: Counter[str] = Counter()
     for group in groups:
         masked[group.prompt.environment] += sum(rollout.advantage is None for rollout in group.rollouts)
     return Batch(step=step, rows=rows, temperature=temperature, masked=dict(+masked))
+
+
+def _rows(rollout: Rollout, advantage: float, group: int, number: int) -> Iterator[Row]:
+    """Yield a row for each segment that has sampled tokens."""
+    begin = 0
+    for segment in rollout.segments:
+        if not (n := segment.tokens.n_sampled):
+            continue
+        of_tokens = rollout.token_advantages
+        its = advantage if of_tokens is None else _plain(of_tokens[begin : begin + n])
+        begin += n
+        yield Row(
+            prompt_ids=segment.prompt_ids,
+            tokens=segment.tokens,
+            advantage=its if isinstance(its, float) else float(its.mean()),
+            group=group,
+            rollout=number,
+            correct=_correct(rollout),
+            token_advantages=None if isinstance(its, float) else its.astype(np.float32),
+        )
 
 
 def _correct(rollout: Rollout) -> bool:
@@ -80,12 +111,18 @@ def _correct(rollout: Rollout) -> bool:
     return rollout.reward is not None and rollout.reward > 0
 
 
-def checked_scores(
-    scores: Sequence[Sequence[float | None]], groups: Sequence[Group], who: str
-) -> list[list[float | None]]:
-    """Check the result of an advantage function; return floats and None.  ``who`` names it in messages.
+def _plain(values: Advantages) -> float | Advantages:
+    """Return the one number that all tokens have, or the array if they differ."""
+    if not len(values):
+        return 0.0
+    return float(values[0]) if values.min() == values.max() else values
 
-    Raises PluginError unless it is a finite number or None for each rollout.
+
+def checked_scores(scores: Sequence[Sequence[Any]], groups: Sequence[Group], who: str) -> Scores:
+    """Check the result of an advantage function; return floats, arrays and None.
+
+    ``who`` names it in messages.  An array whose numbers are all equal becomes a float.  Raises PluginError
+    unless the result is a finite number, one for each sampled token, or None, for each rollout.
     """
     try:
         sizes = [len(row) for row in scores]
@@ -98,14 +135,34 @@ def checked_scores(
             f"{[len(group.rollouts) for group in groups]}"
         )
     return [
-        [_number(value, f"{who}, prompt {group.prompt.id!r}, rollout {i}") for i, value in enumerate(row)]
+        [
+            _score(value, rollout, f"{who}, prompt {group.prompt.id!r}, rollout {i}")
+            for i, (value, rollout) in enumerate(zip(row, group.rollouts, strict=True))
+        ]
         for group, row in zip(groups, scores, strict=True)
     ]
 
 
-def _number(value: float | None, where: str) -> float | None:
-    if value is None:
-        return None
+def _score(value: Any, rollout: Rollout, where: str) -> float | Advantages | None:
+    if value is None or type(value) is float:
+        return value if value is None else _number(value, where)
+    if not (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim)):
+        return _number(value, where)
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        array = np.array([nan])
+    if array.shape != (rollout.n_sampled,) and not np.isnan(array).all():
+        raise PluginError(
+            f"{where}: the advantages have shape {list(array.shape)}; expected one for each of its "
+            f"{rollout.n_sampled} sampled tokens"
+        )
+    if not np.isfinite(array).all():
+        raise PluginError(f"{where}: the advantages are {str(value)[:80]}; expected finite numbers")
+    return _plain(array)
+
+
+def _number(value: Any, where: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -123,6 +123,9 @@ class RolloutState:
     metrics: dict[str, float] = field(factory=dict)
     answer: str | None = None
     turns: int = 0
+    turn_rewards: list[float] = field(factory=list)
+    turn_tokens: list[int] = field(factory=list)
+    turn_states: list[str] = field(factory=list)
     n_sampled: int = 0
     """Number of tokens of all completions."""
     tool_calls: int = 0
@@ -261,6 +264,9 @@ class RolloutState:
             self.tool_calls += len(calls)
         self.messages = (*self.messages, message)
         self.turns += 1
+        self.turn_rewards.append(0.0)
+        self.turn_tokens.append(len(completion.tokens))
+        self.turn_states.append("")
         self.n_sampled += len(completion.tokens)
         self.awaiting_reward = True
         self.finish_reason = completion.finish_reason
@@ -291,6 +297,8 @@ class RolloutState:
             return False
         self.awaiting_reward = False
         self.reward = (self.reward or 0.0) + (feedback.reward or 0.0)
+        self.turn_rewards[-1] = feedback.reward or 0.0
+        self.turn_states[-1] = feedback.state
         self.metrics |= feedback.metrics
         self.answer = feedback.answer
         self.train = self.train and feedback.train
@@ -328,6 +336,9 @@ class RolloutState:
             reward=self.reward,
             success=self.success,
             metrics=self.metrics,
+            turn_rewards=self.turn_rewards,
+            turn_tokens=self.turn_tokens,
+            turn_states=self.turn_states if any(self.turn_states) else (),
             answer=self.answer,
             turns=self.turns,
             tool_calls=self.tool_calls,

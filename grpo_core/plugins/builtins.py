@@ -20,6 +20,7 @@ def grpo_samplers() -> Mapping[str, str]:
         "chosen": "grpo_core.data.samplers:TaskOrder",
         "schedule": "grpo_core.data.curriculum:Schedule",
         "curriculum": "grpo_core.data.curriculum:Curriculum",
+        "learnable_prompts": "grpo_core.data.learnable:LearnablePrompts",
     }
 
 
@@ -74,6 +75,17 @@ def grpo_advantages() -> Mapping[str, str]:
         "gdpo": "grpo_core.loop.advantages:gdpo",
         "max_rl": "grpo_core.loop.advantages:max_rl",
         "pass_at_k": "grpo_core.loop.advantages:pass_at_k",
+        "turns": "grpo_core.loop.advantages:turns",
+        "gigpo": "grpo_core.loop.advantages:gigpo",
+    }
+
+
+@hookimpl
+def grpo_filters() -> Mapping[str, str]:
+    return {
+        "equal_rewards": "grpo_core.loop.filters:equal_rewards",
+        "pass_rate": "grpo_core.loop.filters:pass_rate",
+        "mean_length": "grpo_core.loop.filters:mean_length",
     }
 
 

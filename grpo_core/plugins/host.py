@@ -56,6 +56,9 @@ from grpo_core.plugins.offers import (
 from grpo_core.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from grpo_core.loss import LossInputs, LossOutput
     from grpo_core.protocols import Engine, Environment, Sampler, Trainer, ValidationStrategy
     from grpo_core.records import Group
@@ -169,10 +172,13 @@ class PluginHost:
     @overload
     def function(
         self, kind: Literal["advantage"], name: str, **options: Any
-    ) -> Bound[Sequence[Group], Sequence[Sequence[float | None]]]: ...
+    ) -> Bound[Sequence[Group], Sequence[Sequence[float | NDArray[np.float64] | None]]]: ...
+
+    @overload
+    def function(self, kind: Literal["filter"], name: str, **options: Any) -> Bound[Group, str | None]: ...
 
     def function(self, kind: Kind, name: str, **options: Any) -> Bound[Any, Any]:
-        """A loss or advantage with its options, which are its keyword-only parameters, filled in.
+        """A loss, advantage or filter with its options, which are its keyword-only parameters, filled in.
 
         Raises PluginError for unknown, missing or mistyped options.
         """

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -73,6 +73,18 @@ class MemoryLoader:
         prompts = [self._prompts[index] for index in (next(self._indices) if n else ())]
         self.given += prompts
         return prompts
+
+    def offer(self, n: int) -> list[int]:
+        self._indices.want = n
+        return next(self._indices) if n else []
+
+    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        prompts = [self._prompts[place] for place in places]
+        self.given += prompts
+        return prompts
+
+    def pass_over(self, place: int, reason: str) -> None:
+        """Do nothing: what is offered and not returned is not given away."""
 
     def copy(self) -> MemoryLoader:
         """Return a copy that continues independently from here."""

@@ -89,6 +89,9 @@ def collate(
         row_of.append(np.full(sampled.size, b))
     counts = torch.tensor([len(each) for each in targets])
     advantages = torch.tensor([row.advantage for row in rows], dtype=dtype).repeat_interleave(counts)
+    for row, start, n in zip(rows, (counts.cumsum(0) - counts).tolist(), counts.tolist(), strict=True):
+        if row.token_advantages is not None:
+            advantages[start : start + n] = torch.from_numpy(row.token_advantages.copy())
 
     numbers = {rollout: number for number, rollout in enumerate(dict.fromkeys(rollouts(rows)))}
     sequences = torch.tensor([numbers[rollout] for rollout in rollouts(rows)]).repeat_interleave(counts)

@@ -1,0 +1,213 @@
+"""A sampler that chooses prompts by their expected success rates, and passes the others over."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import define, field
+from numpy.typing import NDArray
+
+from grpo_core.data.samplers import WeightedTaskSampler
+from grpo_core.errors import ConfigError
+from grpo_core.protocols import Loader
+from grpo_core.records import Group, Prompt, SampleRequest
+
+
+@define(eq=False)
+class Rates:
+    """Holds what is known of the success rate of each prompt of a task: a Beta distribution that fades.
+
+    The evidence of a group counts by half after ``half_life`` steps, and by half again after as many more.
+    A group that is heard of late counts as if it had been heard of in time, so the order makes no difference.
+    """
+
+    size: int
+    half_life: float
+    successes: NDArray[np.float32] = field(init=False)
+    failures: NDArray[np.float32] = field(init=False)
+    at: NDArray[np.int32] = field(init=False)
+    """Step at which the evidence counts fully; evidence from before has faded already."""
+    total: list[float] = field(init=False, factory=lambda: [0.0, 0.0, 0.0])
+    """Successes and failures of all prompts of the task, and the step at which they count fully."""
+
+    def __attrs_post_init__(self) -> None:
+        self.successes = np.zeros(self.size, np.float32)
+        self.failures = np.zeros(self.size, np.float32)
+        self.at = np.zeros(self.size, np.int32)
+
+    def observe(self, place: int, successes: int, failures: int, step: int) -> None:
+        """Add the evidence of a group that was generated at a step."""
+        s, f, at = self._added(
+            float(self.successes[place]), float(self.failures[place]), int(self.at[place]),
+            successes, failures, step,
+        )  # fmt: skip
+        self.successes[place], self.failures[place], self.at[place] = s, f, at
+        before = self.total
+        self.total = list(self._added(before[0], before[1], int(before[2]), successes, failures, step))
+
+    def _added(
+        self, s: float, f: float, at: int, successes: int, failures: int, step: int
+    ) -> tuple[float, float, float]:
+        newest = max(at, step)
+        old, new = self._faded(newest - at), self._faded(newest - step)
+        return s * old + successes * new, f * old + failures * new, newest
+
+    def _faded(self, steps: float) -> float:
+        return float(0.5 ** (max(0.0, steps) / self.half_life))
+
+    def prior(self, strength: float) -> tuple[float, float]:
+        """Return the successes and failures that are expected of any prompt of the task."""
+        s, f, _ = self.total
+        mean = min(0.65, max(0.35, (s + 1.0) / (s + f + 2.0)))  # an unknown prompt is always worth a look
+        return strength * mean, strength * (1.0 - mean)
+
+    def expected(
+        self, places: Sequence[int], step: int, prior: tuple[float, float]
+    ) -> list[tuple[float, float]]:
+        """Return the expected success rate p of each prompt, and what it is expected to teach.
+
+        That is the expectation of 4 p (1 - p), the variance of its rewards: 1 at p = 0.5, 0 at 0 and 1.
+        """
+        at = np.asarray(places)
+        fade = np.exp2(np.minimum(self.at[at] - step, 0) / self.half_life)
+        a = prior[0] + self.successes[at] * fade
+        n = a + prior[1] + self.failures[at] * fade
+        return list(zip((a / n).tolist(), (4.0 * a * (n - a) / (n * (n + 1.0))).tolist(), strict=True))
+
+    def state(self) -> dict[str, Any]:
+        """Return the evidence as JSON values; prompts that were never heard of take no room."""
+        seen = np.flatnonzero(self.successes + self.failures).astype(np.int32)
+        arrays = (seen, self.successes[seen], self.failures[seen], self.at[seen])
+        packed = [base64.b64encode(each.tobytes()).decode() for each in arrays]
+        return {"size": self.size, "evidence": packed, "total": self.total}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], half_life: float) -> Rates:
+        rates = cls(state["size"], half_life)
+        kinds = (np.int32, np.float32, np.float32, np.int32)
+        seen, *evidence = (
+            np.frombuffer(base64.b64decode(each), kind)
+            for each, kind in zip(state["evidence"], kinds, strict=True)
+        )
+        rates.successes[seen], rates.failures[seen], rates.at[seen] = evidence
+        rates.total = list(state["total"])
+        return rates
+
+
+class LearnablePrompts(WeightedTaskSampler):
+    """Draws the prompts whose success is least certain, and passes over those that teach little.
+
+    Tasks are drawn in proportion to their weights.  Of a task, the loader offers the next prompts of the
+    epoch.  A prompt that is expected to teach at least ``enough`` is drawn; the others are passed over,
+    unless too few are left: then the best of them are drawn.  So each prompt is drawn or passed over once an
+    epoch.  What is known of a prompt fades, so a prompt that was solved, or never solved, is tried again.
+
+    Args:
+        enough: a prompt is drawn if the expectation of 4 p (1 - p) is at least this, where p is its success
+            rate.  0.6 is reached between success rates of 19% and 81%.
+        candidates: number of prompts that are looked at for each one that is drawn, at most.
+        half_life: number of steps after which what was seen of a prompt counts by half.
+        prior: number of rollouts by which the task's mean success rate counts for each prompt.
+        success: a rollout with this reward or more has succeeded.  None: what the task declares as a success,
+            or a reward of 1 if it declares none.
+        weights: weight of each task.  A task without one has weight 1.  Default: the tasks' weights in the
+            configuration.
+        seed: seed of the draws of tasks.  Default: the run's seed.
+
+    Raises:
+        ConfigError: a number is out of range, or a weight names an unknown task.
+    """
+
+    name = "learnable_prompts"
+
+    def __init__(
+        self,
+        enough: float = 0.6,
+        candidates: int = 4,
+        half_life: float = 25.0,
+        prior: float = 2.0,
+        success: float | None = None,
+        weights: Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed)
+        if not (0 <= enough <= 1 and candidates >= 1 and 0 < half_life < np.inf and 0 < prior < np.inf):
+            raise ConfigError(
+                "sampler learnable_prompts: expected 0 <= enough <= 1, candidates >= 1, half_life > 0 and "
+                f"prior > 0, got enough = {enough}, candidates = {candidates}, half_life = {half_life}, "
+                f"prior = {prior}"
+            )
+        self._enough, self._candidates, self._success = enough, candidates, success
+        self._half_life, self._prior = half_life, prior
+        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
+        self._rates: dict[str, Rates] = {}
+        self._drawn_at: dict[str, dict[str, list[int]]] = {}
+        """Place of each prompt that is on its way, and how often it is, by task and id."""
+
+    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
+        self.known(self._weights, tasks, "weigh")
+        return [self._weights.get(task, 1.0) for task in tasks]
+
+    def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]:
+        chosen = self.choose(sorted(loaders), request)
+        self.drawn += len(chosen)
+        now = request.generation_version
+        picked = {
+            task: iter(self._pick(task, loaders[task], count, now)) for task, count in Counter(chosen).items()
+        }
+        return [next(picked[task]) for task in chosen]
+
+    def _pick(self, task: str, loader: Loader, count: int, now: int) -> list[Prompt]:
+        """Return ``count`` of the next prompts of a task, in the epoch's order; pass the others over."""
+        rates = self._rates.get(task)
+        if rates is None or rates.size != len(loader):
+            rates = self._rates[task] = Rates(len(loader), self._half_life)
+        prior = rates.prior(self._prior)
+        offered: list[int] = []
+        expected: list[tuple[float, float]] = []
+        good = 0
+        while good < count and len(offered) < count * self._candidates:
+            places = loader.offer(min(count - good, count * self._candidates - len(offered)))
+            offered += places
+            found = rates.expected(places, now, prior)
+            expected += found
+            good += sum(value >= self._enough for _, value in found)
+        best = sorted(range(len(offered)), key=lambda i: -expected[i][1])[:count]
+        taken = set(best)
+        for i, place in enumerate(offered):
+            if i not in taken:
+                loader.pass_over(place, f"success rate {expected[i][0]:.2f}")
+        places = [offered[i] for i in sorted(best)]
+        prompts = loader.prompts_at(places)
+        on_their_way = self._drawn_at.setdefault(task, {})
+        for place, prompt in zip(places, prompts, strict=True):
+            on_their_way.setdefault(prompt.id, [place, 0])[1] += 1
+        return prompts
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Add what the groups tell of their prompts."""
+        for group in groups:
+            task, id = group.prompt.environment, group.prompt.id
+            entry = self._drawn_at.get(task, {}).get(id)
+            if entry is None:
+                continue  # it was heard of before
+            entry[1] -= 1
+            if not entry[1]:
+                del self._drawn_at[task][id]
+            done = group.successes(self._success)
+            self._rates[task].observe(entry[0], sum(done), len(done) - sum(done), group.generation_version)
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = {task: its.state() for task, its in self._rates.items()}
+        return {**super().state_dict(), "rates": rates, "drawn_at": self._drawn_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rates = {task: Rates.of(its, self._half_life) for task, its in state["rates"].items()}
+        self._drawn_at = {
+            task: {id: list(entry) for id, entry in its.items()} for task, its in state["drawn_at"].items()
+        }

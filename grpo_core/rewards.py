@@ -1,0 +1,39 @@
+"""Formulas that shape rewards before they are compared: scales, and prices of length.  Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def scaled(reward: float, source: Sequence[float], target: Sequence[float]) -> float:
+    """Clip a reward to the range ``source``, and map that range linearly to ``target``.
+
+    Args:
+        reward: the reward.
+        source: smallest and largest reward; others are clipped.
+        target: what these two become.
+    """
+    (low, high), (bottom, top) = source, target
+    return bottom + (min(max(reward, low), high) - low) / (high - low) * (top - bottom)
+
+
+def overlong(
+    length: float, *, limit: float, buffer: float, penalty: float = 1.0, bounded: bool = True
+) -> float:
+    """Return what its length adds to a reward: DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+
+    ::
+
+        0                                             length <= limit - buffer
+        -penalty * (length - limit + buffer) / buffer     up to the limit
+        -penalty                                      beyond it
+
+    Args:
+        length: number of sampled tokens.
+        limit: length from which the penalty is whole.
+        buffer: number of tokens below the limit over which it rises.
+        penalty: the whole penalty.
+        bounded: whether the penalty stays whole beyond the limit; if not, it goes on rising (NeMo RL).
+    """
+    share = max(0.0, length - (limit - buffer)) / buffer
+    return -penalty * (min(share, 1.0) if bounded else share)
