@@ -1,0 +1,165 @@
+"""How much the endpoint adds to a call of an agent.
+
+    python tests/benchmarks/bench_agents.py [SESSIONS]
+
+256 agents talk at the same time, each over ten turns, with a model whose completions take 0.7 to 1.3 s and
+compute nothing.  The time of a call beyond that, as the client sees it, is the overhead: the client's own
+JSON, the way through the socket, reading, matching, the chat template, the tokenizer, recording and writing.
+The clients run in a process of their own.
+
+    alone    the same calls, one after another
+    floor    a server that reads the body, waits as long, and answers with a constant: the machine's own share
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from grpo_core.agents.server import AgentServer
+from grpo_core.limits import Limits
+from grpo_core.models import chat_template
+from grpo_core.records import AgentRollout, Completion, GenerationRequest
+from grpo_core.tokens import Tokens
+
+TURNS, LIMIT = 10, 5.0
+MODEL_SECONDS = (0.7, 1.3)
+LIMITS = Limits(max_tokens=64, max_turns=1000, context=100_000)
+
+
+class SleepingEngine:
+    """Waits and says the same words; remembers when it was asked, and how long it took."""
+
+    def __init__(self, ids: Sequence[int], seconds: tuple[float, float]) -> None:
+        self._tokens = Tokens.generated(ids, [-1.0] * len(ids), [0] * len(ids))
+        self._seconds, self._random = seconds, random.Random(0)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(self._random.uniform(*self._seconds))
+        return [Completion.of(self._tokens, "stop") for _ in requests]
+
+
+CLIENT = """
+import asyncio, json, sys, time, aiohttp
+
+async def agent(http, url, key, turns, delay):
+    await asyncio.sleep(delay)
+    messages, spent = [{"role": "user", "content": "what is it " * 20}], []
+    for turn in range(turns):
+        begin = time.perf_counter()
+        async with http.post(url + "/chat/completions", json={"messages": messages},
+                             headers={"Authorization": "Bearer " + key}) as response:
+            reply = await response.json()
+        spent.append(time.perf_counter() - begin)
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": "again, and why " * 5}]
+    return spent
+
+async def main():
+    told = json.loads(sys.stdin.read())
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        keys = told["keys"]
+        pace = told["pace"] / max(1, len(keys))
+        spent = await asyncio.gather(*(agent(http, told["url"], key, told["turns"], i * pace)
+                                       for i, key in enumerate(keys)))
+    print(json.dumps(spent))
+
+asyncio.run(main())
+"""
+
+
+def make_renderer():
+    sys.path.insert(0, str(__file__).rpartition("/benchmarks/")[0])
+    from test_segments import make_renderer
+
+    return make_renderer(chat_template("chatml"), "<|im_end|>")
+
+
+async def measured(sessions: int, turns: int, renderer, seconds: tuple[float, float], *, floor: bool):
+    """Return the overheads of all calls in milliseconds, and the calls a second."""
+    ids = [*renderer._encode("it is the answer " * 6), renderer.stop_token_ids[0]]
+    server = AgentServer()
+    await server.start()
+    waits: list[float] = []
+
+    class Timed(SleepingEngine):
+        async def generate(self, requests):
+            begin = time.perf_counter()
+            done = await super().generate(requests)
+            waits.append(time.perf_counter() - begin)
+            return done
+
+    engine = Timed(ids, seconds)
+    rollout = AgentRollout(seed=0, group="g", temperature=1.0, limits=LIMITS)
+    opened = [server.open(rollout, engine, renderer) for _ in range(sessions)]
+    url = opened[0].client.base_url
+    stop = None
+    if floor:
+        url, stop = await constant(engine, renderer)
+    told = {"url": url, "keys": [each.client.api_key for each in opened], "turns": turns, "pace": seconds[1]}
+    began = time.perf_counter()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    output, _ = await process.communicate(json.dumps(told).encode())
+    took = time.perf_counter() - began
+    spent = [second for agent in json.loads(output) for second in agent]
+    for each in opened:
+        await each.aclose()
+    await server.aclose()
+    if stop is not None:
+        await stop()
+    # the sums are exact; the two lists are in different orders, so each call is paired by its rank
+    over = [1000 * (a - b) for a, b in zip(sorted(spent), sorted(waits), strict=True)]
+    return over, len(spent) / took
+
+
+async def constant(engine, renderer):
+    """A server that does nothing but wait."""
+    from aiohttp import web
+
+    request = GenerationRequest(prompt_ids=[1], max_tokens=1)
+
+    async def handle(_request: web.Request) -> web.Response:
+        await _request.read()
+        await engine.generate([request])
+        said = {"role": "assistant", "content": "it is the answer " * 6}
+        return web.json_response({"choices": [{"message": said}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handle)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return f"http://127.0.0.1:{runner.addresses[0][1]}/v1", runner.cleanup
+
+
+def told(name: str, over: Sequence[float], rate: float, limit: float | None = None) -> None:
+    cuts = statistics.quantiles(over, n=100)
+    p50, p99 = cuts[49], cuts[98]
+    verdict = "" if limit is None else f"  limit {limit:g} ms: {'ok' if p99 <= limit else 'OVER'}"
+    print(f"{name:<28} p50 {p50:6.2f} ms  p99 {p99:6.2f} ms  {rate:6.0f} calls/s{verdict}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sessions", nargs="?", type=int, default=256)
+    sessions = parser.parse_args().sessions
+    renderer = make_renderer()
+    told("alone", *asyncio.run(measured(1, 100, renderer, (0.01, 0.01), floor=False)))
+    told("floor", *asyncio.run(measured(sessions, TURNS, renderer, MODEL_SECONDS, floor=True)))
+    told(
+        f"{sessions} sessions",
+        *asyncio.run(measured(sessions, TURNS, renderer, MODEL_SECONDS, floor=False)),
+        limit=LIMIT,
+    )
+
+
+if __name__ == "__main__":
+    main()
