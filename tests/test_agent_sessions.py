@@ -234,7 +234,7 @@ class Agent:
         assert self.session.recorder.turns <= asked + 1  # one more only if the engine failed
 
 
-EXAMPLES = int(os.environ.get("GRPO_CORE_SESSIONS", "25"))
+EXAMPLES = int(os.environ.get("GRPO_CORE_SESSIONS", "12"))
 """Number of sessions for each template."""
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
+import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -329,46 +329,55 @@ def test_agents_whose_process_is_killed_lose_nothing_and_double_nothing(tmp_path
     assert " 0 skipped" in verified.stdout
 
 
+TWICE = """
+async def run(prompt, client):
+    first = await asyncio.to_thread(ask, client, prompt.messages[0]["content"])
+    second = await asyncio.to_thread(ask, client, prompt.messages[0]["content"], first)
+    return float(second == prompt.answer)
+
+def solve(prompt):
+    return prompt.answer
+"""
+
+
 class AgentRun(Run):
     """A run whose environment is an agent that asks twice."""
 
-    STEPS = 12
-
-    def __init__(self, cwd, steps=STEPS):
-        (cwd / "loop.py").write_text(WORDS + LOOP)
+    def __init__(self, cwd, steps=12):
+        (cwd / "twice.py").write_text(HEAD.replace("range(8)", "range(40)") + TWICE)
         settings = {"trainer.steps": steps, "trainer.prompts_per_step": 4, "trainer.updates_per_step": 1,
                     "rollout.group_size": 4, "rollout.max_tokens": 4, "validation.every": 0,
-                    "checkpoint.every": 5, "rollout.max_retries": 20}  # fmt: skip
+                    "checkpoint.every": 5, "rollout.max_retries": 20,
+                    "model.options.warm_start_steps": 5}  # fmt: skip
         super().__init__(cwd, settings=settings)
 
     def _start(self, *arguments):
-        super()._start(*("./loop.py" if each == "./words.py:Words" else each for each in arguments))
+        super()._start(*("./twice.py" if each == "./words.py:Words" else each for each in arguments))
 
 
 def main(kills: int) -> None:
-    """Kill the processes of runs at random moments, this often: python tests/test_agents.py KILLS."""
-    import random
-    import tempfile
-
+    """Kill processes of runs at random moments, this often: python tests/test_agents.py KILLS."""
     rng, made = random.Random(0), 0
     while made < kills:
         with tempfile.TemporaryDirectory() as directory:
-            run = AgentRun(Path(directory), steps=40)
+            run = AgentRun(Path(directory), steps=60)
             while run.running and made < kills:
-                time.sleep(rng.uniform(0.3, 2.5))
-                who = rng.choice(["environment", "environment", "engine", "all"])
-                found = run.processes()
-                if who != "all" and who not in found:
+                steps = (
+                    run.steps
+                )  # it is started again before the next kill: three deaths at a start end a run
+                while run.running and run.steps <= steps:
+                    time.sleep(0.02)
+                time.sleep(rng.uniform(0.0, 0.5))
+                who = rng.choice(["environment", "environment", "environment", "engine", "all"])
+                if who == "all" and not list((run.directory / "checkpoints").glob("step-*")):
                     continue
-                if who == "all" and not (run.directory / "checkpoints").exists():
-                    continue
-                for pid in list(found.values()) if who == "all" else [found[who]]:
-                    os.kill(pid, signal.SIGKILL)
-                made += 1
+                if run.running and (who == "all" or who in run.processes()):
+                    run.kill(who)
+                    made += 1
                 if who == "all":
                     run.process.wait()
                     run.resume()
-            said = run.end(seconds=300)
+            said = run.end(seconds=600)
             verified = subprocess.run([GRPO, "verify", run.directory], capture_output=True, text=True)
             print(made, "kills;", run.process.returncode, verified.stdout.splitlines()[0], flush=True)
             assert run.process.returncode == 0, said
