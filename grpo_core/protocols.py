@@ -56,7 +56,8 @@ class Environment:
     concurrency: int | None = None
     """Number of calls of an async ``evaluate``, of tools and of ``open`` that run at once, each with one
     episode (or one group): for judges that wait for a network.  0 calls ``evaluate`` with batches, one after
-    another.  None takes the default, 0; ``environment.concurrency`` of the configuration comes first."""
+    another.  None takes the default, 0; ``environment.concurrency`` of the configuration comes first.  It is
+    also the number of agents that run at once, 256 by default."""
     deadline: float | None = None
     """Time limit of a call in seconds; None takes the default, 30.  ``environment.deadline`` comes first."""
     tools: Sequence[Callable[..., Any]] = ()
