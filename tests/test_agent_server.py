@@ -360,7 +360,7 @@ def test_an_engine_that_fails_is_the_engines_fault_and_a_broken_one_ends_the_run
         assert status == 503
         scene.engine.fault = lambda: False
         failed = await scene.session.renderer.run(lambda: scene.session.recorder.recording("x"), 0)
-        assert (failed.turns, failed.segments) == (0, ())
+        assert (failed.turns, failed.segments, scene.session.recorder.turns) == (0, (), 0)
         scene.engine.say = lambda request: None
         scene.engine.generate = lambda requests: asyncio.sleep(0, result=[])
         status, _ = await scene.post("/chat/completions", {"messages": [*ASKED, *ASKED]})
