@@ -472,6 +472,8 @@ class Recording:
     """The conversation that ends with the last completion."""
     turns: int = 0
     """Number of completions."""
+    turn_tokens: tuple[int, ...] = ()
+    """Number of tokens of each completion, in the order in which they stand in the segments."""
     tool_calls: int = 0
     """Number of tool calls that the model made."""
     finish_reason: EndReason = "stop"

@@ -106,6 +106,8 @@ def check(recording, engine):
             place = end
     assert sorted(found) == sorted(made), "every completion is trained once"
     assert recording.turns == len(engine.said)
+    sampled = [segment.tokens.n_sampled for segment in recording.segments]
+    assert sum(recording.turn_tokens) == sum(sampled)
 
 
 # ---------------------------------------------------------------------------------- any agent

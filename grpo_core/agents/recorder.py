@@ -46,6 +46,8 @@ class _Row:
     parts: list[Tokens]
     tip: Node | None = None
     """The completion at its end."""
+    turn_tokens: list[int] = field(factory=list)
+    """Number of tokens of each of its completions."""
 
     def segment(self) -> Segment:
         return Segment(prompt_ids=self.prompt_ids, tokens=Tokens.concatenate(self.parts))
@@ -141,6 +143,7 @@ class Recorder:
             self.tool_calls += len(calls)
         row = self._row(turn)
         row.parts.append(completion.tokens)
+        row.turn_tokens.append(len(completion.tokens))
         room = self.limits.room(len(turn.context) + len(completion.tokens))
         reason: EndReason = completion.finish_reason
         node = Node(
@@ -172,7 +175,8 @@ class Recorder:
         return Recording(
             segments=tuple(row.segment() for row in self._rows),
             messages=() if last is None else (*last.messages, last.said),
-            turns=sum(map(len, self._known.values())),
+            turns=sum(len(row.turn_tokens) for row in self._rows),
+            turn_tokens=tuple(tokens for row in self._rows for tokens in row.turn_tokens),
             tool_calls=self.tool_calls,
             finish_reason=self.limit or ("stop" if last is None else last.finish_reason),
             limited=self.limit is not None,

@@ -172,6 +172,8 @@ class RolloutState:
         self.prompt_ids, self.parts, self.n_tokens = last.prompt_ids, [last.tokens], len(last.tokens)
         self.messages = recording.messages or self.messages
         self.turns, self.tool_calls = recording.turns, recording.tool_calls
+        self.turn_tokens = list(recording.turn_tokens)
+        self.turn_rewards, self.turn_states = [0.0] * self.turns, [""] * self.turns
         self.n_sampled = sum(segment.tokens.n_sampled for segment in recording.segments)
         self.finish_reason = recording.finish_reason
         failed = None if feedback is None else feedback.error
