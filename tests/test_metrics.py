@@ -17,6 +17,7 @@ from grpo_core.loop.metrics import METRICS, documented, feedback_means, headline
 from grpo_core.records import EndReason, Group, Prompt, Rollout, Segment
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
+from grpo_core.validation.paired import Paired
 from grpo_core.validation.strategies import Greedy, Majority, PassAtK
 
 
@@ -54,6 +55,7 @@ def written(model, tmp_path_factory):  # noqa: F811
     found = names_of_a_run(Greedy(), path / "greedy", dynamic=DynamicSampling(max_extra_groups=10_000))
     found |= names_of_a_run(PassAtK(k=[1, 2], n=2), path / "pass_at_k")
     found |= names_of_a_run(Majority(n=3), path / "majority")
+    found |= names_of_a_run(Paired(margin=2.0), path / "paired")
     found |= set(task_metrics([group(rollout(), rollout(None, reason="length"))], step=0))
     found |= set(task_metrics([group(attrs.evolve(rollout(), tool_calls=1))], step=1))
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))

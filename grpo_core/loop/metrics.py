@@ -184,6 +184,19 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
         "validation/TASK/NAME_low": Metric("as NAME", "Lower end of the bootstrap interval of NAME."),
         "validation/TASK/NAME_high": Metric("as NAME", "Upper end of the bootstrap interval of NAME."),
+        "validation/TASK/difference": Metric(
+            "as accuracy or reward",
+            "Difference to the best version before, on the same prompts; mean.  Only of the strategy "
+            "`paired`, like the next four.",
+        ),
+        "validation/TASK/difference_low": Metric(
+            "as difference", "Lower end of its interval, which may be looked at as often as one likes."
+        ),
+        "validation/TASK/difference_high": Metric("as difference", "Upper end of that interval."),
+        "validation/TASK/outcome": Metric(
+            "-", "1: certainly better than the best version before; 0: equal; -1: worse; absent: undecided."
+        ),
+        "validation/TASK/standard": Metric("version", "The version that it was compared with."),
         "validation/TASK/feedback_PART": Metric(
             "as the environment says", "Mean of what the environment returns as `Feedback.metrics[PART]`."
         ),

@@ -32,6 +32,7 @@ def grpo_validation_strategies() -> Mapping[str, str]:
         "greedy": "grpo_core.validation.strategies:Greedy",
         "pass_at_k": "grpo_core.validation.strategies:PassAtK",
         "majority": "grpo_core.validation.strategies:Majority",
+        "paired": "grpo_core.validation.paired:Paired",
     }
 
 

@@ -1,0 +1,138 @@
+"""Two versions are compared on the same prompts, and whoever looks all the time is not misled more often."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.aio import raising_root_cause
+from grpo_core.errors import ConfigError
+from grpo_core.records import Prompt, Rollout
+from grpo_core.testing import run
+from grpo_core.validation.comparison import Comparison
+from grpo_core.validation.paired import Paired
+
+
+def watched(differences, every=16, **options):
+    """Look after every few differences; return the first verdict and how many were needed."""
+    comparison = Comparison(**options)
+    for begin in range(0, len(differences), every):
+        comparison.add(differences[begin : begin + every])
+        if comparison.verdict:
+            break
+    return comparison.verdict, comparison.n
+
+
+def pairs(rng, n, *, effect=0.0, discordant=0.2):
+    """Differences of right and wrong replies, of which a share differs between the versions."""
+    better, worse = (discordant + effect) / 2, (discordant - effect) / 2
+    return rng.choice([1.0, -1.0, 0.0], n, p=[better, worse, 1 - better - worse])
+
+
+def test_equal_versions_are_rarely_told_apart_however_often_one_looks():
+    rng = np.random.default_rng(1)
+    wrong = sum(watched(pairs(rng, 1568))[0] is not None for _ in range(40))
+    assert wrong <= 5, "two are expected; the benchmark counts 10,000"
+
+
+def test_a_difference_of_five_points_is_found_with_half_the_prompts_of_two_independent_samples():
+    """Two samples of 1568 find it with a power of 80% (two-sided, 5%)."""
+    rng = np.random.default_rng(2)
+    found = [watched(pairs(rng, 1568, effect=0.05)) for _ in range(60)]
+    assert sum(verdict == "better" for verdict, _ in found) / 60 >= 0.8
+    assert sum(n for _, n in found) / 60 <= 1568 / 2
+    assert {verdict for verdict, _ in found} <= {"better", None}
+
+
+def test_versions_that_never_differ_are_equal_within_a_margin():
+    verdict, n = watched([0.0] * 2000, margin=0.02)
+    assert verdict == "equal"
+    assert n < 1000
+    assert watched([0.0] * 2000)[0] is None
+
+
+@given(st.lists(st.floats(-1, 1), max_size=60), st.floats(0.01, 0.5))
+def test_an_interval_only_shrinks_and_holds_the_mean_or_is_gone(differences, effect):
+    comparison = Comparison(effect=effect)
+    before = comparison.interval
+    assert before == (-1.0, 1.0)
+    for difference in differences:
+        comparison.add([difference])
+        low, high = comparison.interval
+        assert (low, high) == (comparison.mean, comparison.mean) or (before[0] <= low <= high <= before[1])
+        before = low, high
+    negated = Comparison(effect=effect)
+    negated.add(-difference for difference in differences)
+    assert negated.interval == pytest.approx(tuple(-end for end in reversed(comparison.interval)))
+
+
+@pytest.mark.parametrize("wrong", [{"bound": 0.0}, {"confidence": 1.0}, {"effect": 2.0}, {"margin": -1.0}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match="expected bound > 0"):
+        Comparison(**wrong)
+    with pytest.raises(ValueError, match=r"a difference of 1.5; expected at most 1.0"):
+        Comparison().add([1.5])
+
+
+# ---------------------------------------------------------------------------------- the strategy
+
+
+class Context:
+    """Versions whose share of right replies is known; counts what is played."""
+
+    def __init__(self, shares, n=1200):
+        self.shares, self.version, self.played = shares, 0, []
+        self.prompts = {"sort": [Prompt(messages=str(i), id=str(i), environment="sort") for i in range(n)]}
+
+    async def rollout(self, prompts, *, n, temperature, max_tokens, mode):
+        self.played += [prompt.id for prompt in prompts]
+        right = [random.Random(prompt.id).random() < self.shares[self.version] for prompt in prompts]
+        return [Rollout(reward=float(each), success=each) for each in right]
+
+
+def validated(strategy, context, version):
+    context.version, context.played = version, []
+    return run(strategy.validate(context))["sort"]
+
+
+def test_a_worse_version_is_not_played_to_the_end_and_a_better_one_becomes_the_standard():
+    strategy, context = Paired(), Context([0.5, 0.4, 0.6, 0.6])
+    assert "difference" not in validated(strategy, context, 0)
+    assert len(context.played) == 1200
+    worse = validated(strategy, context, 1)
+    assert worse["outcome"] == -1.0
+    assert worse["difference_low"] < worse["difference"] < worse["difference_high"] < 0
+    assert worse["prompts"] == len(context.played) < 600
+    better = validated(strategy, context, 2)
+    assert (better["outcome"], better["standard"], better["prompts"]) == (1.0, 0.0, 1200.0)
+    same = validated(strategy, context, 3)
+    assert (same["outcome"], same["standard"]) == (0.0, 2.0)
+    assert same["prompts"] < 1200
+
+
+def test_all_prompts_are_played_if_one_wants_them():
+    strategy, context = Paired(until="all"), Context([0.5, 0.4])
+    validated(strategy, context, 0)
+    assert validated(strategy, context, 1)["prompts"] == 1200
+
+
+def test_scores_beyond_the_bound_name_the_option():
+    class Large(Context):
+        async def rollout(self, prompts, **_):
+            return [Rollout(reward=10.0 * self.version) for _ in prompts]
+
+    strategy, context = Paired(), Large([])
+    validated(strategy, context, 0)
+    expected = r"task 'sort': a difference of 10.0; .* set validation.options.bound"
+    with pytest.raises(ConfigError, match=expected), raising_root_cause():
+        validated(strategy, context, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"until": "soon"}, {"batch": 0}, {"effect": 0.0}])
+def test_options_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match="expected"):
+        Paired(**wrong)
