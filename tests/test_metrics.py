@@ -12,6 +12,7 @@ from test_docs import ROOT, generator
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
+from grpo_core.config import LossConfig
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
 from grpo_core.records import EndReason, Group, Prompt, Rollout, Segment
@@ -63,7 +64,14 @@ def written(model, tmp_path_factory):  # noqa: F811
     rows[0] = attrs.evolve(rows[0], advantage=math.nan)
     found |= set(trainer.step(batch(rows)).metrics)
     not_finite_backward(trainer, {1})
-    return found | set(trainer.step(batch(ragged(), 1)).metrics)
+    found |= set(trainer.step(batch(ragged(), 1)).metrics)
+    for loss in (
+        LossConfig(max_sequence_error=1.01),
+        LossConfig(options={"off_policy_limit": 1.0}),
+        LossConfig(name="vespo"),
+    ):
+        found |= set(TorchTrainer(attrs.evolve(setup(model), loss=loss)).step(batch(ragged())).metrics)
+    return found
 
 
 def test_every_metric_that_a_run_writes_is_documented(written):
