@@ -15,6 +15,7 @@ from tracked_run import METRICS_JSONL, a_run
 from grpo_core.config import LossConfig
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
+from grpo_core.loop.shaping import Shaping
 from grpo_core.records import EndReason, Group, Prompt, Rollout, Segment
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
@@ -53,7 +54,10 @@ def names_of_a_run(strategy, path, **changes):
 def written(model, tmp_path_factory):  # noqa: F811
     """Names of all metrics that the pipeline, the trainer and the validation strategies write."""
     path = tmp_path_factory.mktemp("runs")
-    found = names_of_a_run(Greedy(), path / "greedy", dynamic=DynamicSampling(max_extra_groups=10_000))
+    none_short = DynamicSampling(
+        max_extra_groups=10_000, filters={"short": lambda group: None if group.slot else "?"}
+    )
+    found = names_of_a_run(Greedy(), path / "greedy", dynamic=none_short, shaping=Shaping(token_price=0.1))
     found |= names_of_a_run(PassAtK(k=[1, 2], n=2), path / "pass_at_k")
     found |= names_of_a_run(Majority(n=3), path / "majority")
     found |= names_of_a_run(Paired(margin=2.0), path / "paired")
