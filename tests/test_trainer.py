@@ -25,10 +25,10 @@ from test_pipeline import Run
 from grpo_core import cpu
 from grpo_core.app.assembly import Assembly, RunContext
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
+from grpo_core.loop.retention import Retention
 from grpo_core.loop.rows import make_batch, with_advantages
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import StartModel
@@ -1035,9 +1035,9 @@ def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: st
             directory=RunDirectory(tmp_path),
             plugins=host,
             placement=LocalPlacement(host),
-            tasks=Tasks(environments={}, sources={}),
             resume=None,
             trackers=Trackers({}),
+            retention=Retention(tmp_path),
             stack=AsyncExitStack(),
         )
         return Assembly(config, context).trainer_setup(StartModel(path=model))
