@@ -9,8 +9,8 @@ from attrs import define, field, frozen
 from grpo_core.config import GOAL
 
 PARTS = ("step", "sync", "save", "cut", "save")
-"""A stopping run may have to end all of these: a step with its publication, a weight sync with its validation,
-the checkpoint that is being written, and the last one with its cut."""
+"""A run that stops may have to end all of these: a step with its publication, a weight sync with its
+validation, the checkpoint that is being written, and the last one with its cut."""
 
 MARGIN = 1.5
 """Steps and checkpoints may take this many times longer than the longest so far."""
