@@ -535,6 +535,7 @@ class Simulation:
             "pipeline": {"max_staleness": self.max_staleness, "policy": self.policy},
             "rollout": {"max_retries": MAX_RETRIES, "group_size": self.group_size},
             "sampler": {"name": "mix"},
+            "dynamic_sampling": {"enabled": self._dynamic},
             "validation": {"every": self._options["validate_every"]},
             "checkpoint": {"every": self._options["save_every"]},
         }
