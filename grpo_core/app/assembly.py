@@ -46,7 +46,7 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.events import Event, StepEnded, Validated, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.limits import Goal, TimeLimit
+from grpo_core.loop.endings import Goal, TimeLimit
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer

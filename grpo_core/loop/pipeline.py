@@ -51,7 +51,7 @@ from grpo_core.incidents import report
 from grpo_core.loop import canary, health
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.loop.limits import TimeLimit
+from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import task_metrics
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play

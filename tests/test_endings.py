@@ -14,7 +14,7 @@ from grpo_core.app.commands import time_limit
 from grpo_core.config import TrainerConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import Saved, StepEnded, Validated
-from grpo_core.loop.limits import Goal, TimeLimit
+from grpo_core.loop.endings import Goal, TimeLimit
 from grpo_core.testing import FakeTrainer
 
 
