@@ -337,6 +337,9 @@ class TrainerConfig(PluginChoice):
     """Name of the trainer, as `grpo-core plugins` lists it, or `./file.py:Name`."""
     steps: int = field(default=100, validator=ge(1))
     """Number of steps of the run."""
+    epochs: float = field(default=0.0, validator=ge(0))
+    """The run has as many steps as it takes to draw the prompts of all tasks this many times, instead of
+    `steps`; 0 means `steps`. Prompts that are filtered, skipped or passed over count as drawn."""
     time_limit: float = field(default=0.0, validator=ge(0))
     """End the run before this many seconds since its start, or its resume, are over, early enough for a
     complete checkpoint; 0 means no limit. `--until TIME` sets it."""

@@ -11,11 +11,12 @@ from test_pipeline import Run
 
 from grpo_core.app.assembly import stop_at
 from grpo_core.app.commands import time_limit
-from grpo_core.config import TrainerConfig
+from grpo_core.app.parts import with_steps
+from grpo_core.config import Config, TrainerConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import Saved, StepEnded, Validated
 from grpo_core.loop.endings import Goal, TimeLimit
-from grpo_core.testing import FakeTrainer
+from grpo_core.testing import FakeTrainer, prompts
 
 
 @pytest.mark.parametrize(
@@ -132,3 +133,9 @@ def test_a_time_of_day_is_the_next_one():
 def test_what_is_no_time_to_come_is_refused(text):
     with pytest.raises(ConfigError, match="--until is "):
         time_limit(text, datetime(2026, 11, 22, 17, 0, 0))
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.0, 7), (1.0, 4), (2.5, 9), (0.01, 1)])
+def test_epochs_are_as_many_steps_as_it_takes_to_draw_all_prompts(epochs, steps):
+    config = Config(trainer=TrainerConfig(steps=7, epochs=epochs, prompts_per_step=8))
+    assert with_steps(config, {"a": prompts(20), "b": prompts(8)}).trainer.steps == steps

@@ -89,7 +89,7 @@ def train(
     except KeyboardInterrupt:
         _say(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
-    _say(_summary(outcome, config, again))
+    _say(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
 
@@ -280,14 +280,14 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         raise KeyboardInterrupt from None
 
 
-def _summary(outcome: run.Outcome, config: Config, again: str) -> str:
+def _summary(outcome: run.Outcome, again: str) -> str:
     """Summarise a run in one line: its scores, steps, seconds and directory; ``again`` continues it."""
     learnt = ", ".join(
         f"{task}: validation {metric} {shown(metric, outcome.first[task])} -> {shown(metric, value)}"
         for task, value in outcome.last.items()
         for metric in (outcome.measured[task],)
     )
-    did = f"{outcome.step} of {config.trainer.steps} steps in {outcome.seconds:.0f} s"
+    did = f"{outcome.step} of {outcome.steps} steps in {outcome.seconds:.0f} s"
     line = f"{outcome.reason}: {learnt + '; ' if learnt else ''}{did}; run: {outcome.directory}"
     if outcome.reason != "finished":
         line += f" (continue with: {again})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,15 @@ def canary_prompts(prompts: Mapping[str, Sequence[Prompt]], renderer: Renderer) 
 def rollout_places(config: RolloutConfig) -> Slots:
     """Return the places that limit how many rollouts are played at the same time."""
     return Slots(config.max_in_flight or UNLIMITED)
+
+
+def with_steps(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> Config:
+    """Return the configuration with the number of steps that ``trainer.epochs`` stands for."""
+    if not config.trainer.epochs:
+        return config
+    drawn = config.trainer.epochs * sum(map(len, prompts.values()))
+    steps = max(1, math.ceil(drawn / config.trainer.prompts_per_step))
+    return evolve(config, trainer=evolve(config.trainer, steps=steps))
 
 
 def sampling_params(config: RolloutConfig) -> SamplingParams:

@@ -45,7 +45,7 @@ def find(path: Path, changes: Mapping[str, Any], block: Sequence[str]) -> tuple[
     directory.lock()
     config = build([replace_parts(as_table(before), changes), changes])
     found = checkpoint.newest(directory.checkpoints)
-    if found is not None and found.step >= config.trainer.steps:
+    if found is not None and found.step >= config.trainer.steps and not config.trainer.epochs:
         raise ConfigError(
             f"{path}: finished all of its {config.trainer.steps} steps; for more, add "
             f"--set trainer.steps={2 * config.trainer.steps}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -25,6 +26,7 @@ from grpo_core.app.parts import (
     make_validation,
     rollout_places,
     validation_context,
+    with_steps,
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.tasks import Tasks
@@ -52,6 +54,8 @@ class Outcome:
 
     reason: str
     step: int
+    steps: int
+    """Number of steps of the whole run."""
     directory: Path
     first: Mapping[str, float]
     """Validation accuracy, or else the strategy's first metric, by task, in the first validation of the run,
@@ -75,7 +79,8 @@ async def train(
     the root cause of what failed; children are gone then, and checkpoints are complete.
     """
     began = time.monotonic()
-    room = DiskRoom(run.path, config.trainer.steps, lambda event: trackers.emit(event))
+    steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
+    room = DiskRoom(run.path, steps, lambda event: trackers.emit(event))
     made = make_trackers(config.tracking, host, run.info(config, resume.step if resume else None))
     scores = Scores(run.first_scores() if resume else {})
     retention = Retention(
@@ -126,6 +131,7 @@ async def train(
     return Outcome(
         reason=reason,
         step=step,
+        steps=pipeline.buffer.num_steps,
         directory=run.path,
         first=scores.first,
         last=scores.last,
@@ -244,6 +250,7 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     """Start every part of a run, and tell the trackers that the run has started."""
     run.trackers.status("starting the environments")
     run.tasks = await run.stack.enter_async_context(_tasks(config, run.placement, logs=run.directory.logs))
+    config = with_steps(config, await run.tasks.prompts("train"))
     pipeline = await assemble(config, run)
     run.emit(_started(config, run, pipeline))
     for warning in run.warnings:
