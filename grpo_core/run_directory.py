@@ -24,7 +24,7 @@ import re
 import shutil
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class RunDirectory:
         self.logs = path / "logs"
         self.model = path / "model"
         """Directory in which a tiny model is made."""
+        self.unlock: Callable[[], object] = lambda: None
+        """Releases the lock, if this object has it."""
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunDirectory:
@@ -87,7 +89,7 @@ class RunDirectory:
         return run
 
     def lock(self) -> None:
-        """Reserve the directory for this process, until the process ends or this object is gone.
+        """Reserve the directory for this process, until ``unlock``, or until the process or this object ends.
 
         The kernel releases the lock of a process that was killed.  Raises ConfigError, which names the
         holder, if another process has it.
@@ -97,7 +99,7 @@ class RunDirectory:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error
-        closing = weakref.finalize(self, os.close, descriptor)
+        self.unlock = closing = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -89,6 +89,8 @@ def train(
     except KeyboardInterrupt:
         _say(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
+    finally:
+        directory.unlock()
     _say(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
