@@ -66,9 +66,9 @@ def group(
     check_ranges(scale=scale, ddof=ddof, epsilon=epsilon)
     if scale != "batch":
         one = partial(normalize, scale=scale, leave_one_out=leave_one_out, ddof=ddof, epsilon=epsilon)
-        return [_masked(one, each) for each in rewards]
+        return [of_known(one, each) for each in rewards]
     centred = [
-        _masked(lambda known: normalize(known, scale="none", leave_one_out=leave_one_out), each)
+        of_known(lambda known: normalize(known, scale="none", leave_one_out=leave_one_out), each)
         for each in rewards
     ]
     everything = _numbers(rewards)
@@ -214,7 +214,7 @@ def reinforce_plus_plus(
     check_ranges(floor=floor)
     centred: Sequence[Rewards] = rewards
     if baseline:
-        centred = [_masked(lambda known: normalize(known, scale="none"), each) for each in rewards]
+        centred = [of_known(lambda known: normalize(known, scale="none"), each) for each in rewards]
     return whiten(centred, weights=lengths, floor=floor)
 
 
@@ -283,7 +283,7 @@ def gdpo(
     one = partial(normalize, scale=scale, leave_one_out=leave_one_out, ddof=ddof, epsilon=epsilon)
     sums: list[list[float | None]] = []
     for row in parts:
-        scored = {name: _masked(one, [each.get(name) for each in row]) for name in weights}
+        scored = {name: of_known(one, [each.get(name) for each in row]) for name in weights}
         sums.append(
             [combine({name: its[i] for name, its in scored.items()}, weights) for i in range(len(row))]
         )
@@ -391,7 +391,7 @@ def gigpo(
     one = partial(normalize, scale=scale, ddof=ddof, epsilon=epsilon)
     scores: list[list[list[float] | None]] = []
     for row, its_states in zip(rewards, states, strict=True):
-        whole = _masked(one, [None if its is None else fsum(its) for its in row])
+        whole = of_known(one, [None if its is None else fsum(its) for its in row])
         sums = [None if its is None else returns(its, discount) for its in row]
         places: dict[str, list[tuple[int, int]]] = {}
         for i, (its, begun) in enumerate(zip(sums, its_states, strict=True)):
@@ -472,7 +472,7 @@ def check_ranges(
         raise ValueError(f"discount is {discount}; expected 0 to 1")
 
 
-def _masked(function: Callable[[Sequence[float]], Sequence[float]], values: Rewards) -> list[float | None]:
+def of_known(function: Callable[[Sequence[float]], Sequence[float]], values: Rewards) -> list[float | None]:
     """Apply a function to the numbers that are known; the others stay None."""
     known = iter(function([value for value in values if value is not None]))
     return [None if value is None else next(known) for value in values]

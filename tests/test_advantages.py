@@ -145,5 +145,5 @@ def test_equal_rewards_mean_the_same_to_advantages_dynamic_sampling_and_metrics(
     one = a_group(values)
     without_advantages = not any(advantages.group([one])[0])
     assert advantages.equal(values) is without_advantages
-    assert DynamicSampling(max_extra_groups=9).keeps(one) is not without_advantages
+    assert (DynamicSampling(max_extra_groups=9).rejects(one) is None) is not without_advantages
     assert task_metrics([one], step=0)["frac_reward_zero_std/task"] == float(without_advantages)

@@ -51,20 +51,21 @@ def group(*rewards, task="task"):
     ],
 )
 def test_a_group_trains_if_its_rewards_differ(rewards, tolerance, kept):
-    assert DynamicSampling(tolerance=tolerance, max_extra_groups=9).keeps(group(*rewards)) is kept
+    dynamic = DynamicSampling(tolerance=tolerance, max_extra_groups=9)
+    assert (dynamic.rejects(group(*rewards)) is None) is kept
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8))
 @example([0.0, 1e-291])
 def test_without_a_tolerance_exactly_the_groups_without_advantages_are_filtered(rewards):
-    kept = DynamicSampling(max_extra_groups=9).keeps(group(*rewards))
+    kept = DynamicSampling(max_extra_groups=9).rejects(group(*rewards)) is None
     assert kept is any(group_advantages([group(*rewards)])[0])
 
 
 def test_filtered_groups_are_counted_by_task_until_the_step():
     dynamic = DynamicSampling(max_extra_groups=9)
     for one in (group(0, 0, task="a"), group(1, 1, task="a"), group(0, 1, task="a"), group(0, 1, task="b")):
-        dynamic.keeps(one)
+        dynamic.rejects(one)
     assert dynamic.read() == {
         "filtered/a": 2.0,
         "filtered_fraction/a": 2 / 3,
@@ -78,9 +79,9 @@ def test_filtered_groups_are_counted_by_task_until_the_step():
 def test_too_many_filtered_groups_are_an_error_with_the_pass_rate():
     dynamic = DynamicSampling(max_extra_groups=2)
     for one in (group(0, 1), group(0, 0), group(1, 1)):
-        dynamic.keeps(one)
+        dynamic.rejects(one)
     with pytest.raises(SamplingError) as caught:
-        dynamic.keeps(group(1, 1, task="b"))
+        dynamic.rejects(group(1, 1, task="b"))
     assert "1 of 4 groups passed (25.0%), the other 3 had equal rewards" in str(caught.value)
     assert "max_extra_groups is 2 (b: 0 of 1 passed, mean reward of the others 1, task: 1 of 3 passed, " in (
         str(caught.value)

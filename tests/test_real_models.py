@@ -9,7 +9,7 @@ import json
 import subprocess
 
 import pytest
-from test_segments import FORGETS, GIVEN, GRPO, make_tokenizer
+from test_segments import FORGETS, GIVEN, GRPO, make_tokenizer, train
 
 from grpo_core.loop.rendering import Renderer
 
@@ -103,16 +103,9 @@ def make_qwen3(path, template):
     tokenizer.save_pretrained(path)
 
 
-def train(model, environment, cwd, **more):
-    (cwd / "env.py").write_text(environment)
-    settings = {
-        "model.path": model, "trainer.steps": 2, "trainer.prompts_per_step": 3, "rollout.group_size": 4,
-        "rollout.max_tokens": 60, "validation.prompts": 2, **more,
-    }  # fmt: skip
-    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    name = environment.partition("class ")[2].partition("(")[0]
-    command = [GRPO, "train", "--env", f"./env.py:{name}", *chosen, "--output", "run"]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
+def trained(source, model, cwd, **settings):
+    """Train, verify, and return the lines of the metrics."""
+    done = train(source, model, cwd, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     subprocess.run([GRPO, "verify", cwd / "run"], check=True, capture_output=True)
     return [json.loads(line) for line in (cwd / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -127,7 +120,7 @@ def values(metrics, name):
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in TEMPLATES.items()])
 def test_a_model_that_reasons_is_trained_over_turns_and_tools(tmp_path, template, response_format):
     make_qwen3(tmp_path / "qwen3", template)
-    metrics = train(tmp_path / "qwen3", SHOP, tmp_path, **{"model.response_format": response_format})
+    metrics = trained(SHOP, tmp_path / "qwen3", tmp_path, **{"model.response_format": response_format})
     assert max(values(metrics, "tool_calls/")) > 0.5, metrics
     assert max(values(metrics, "segments/")) > 1.0, "the reasoning is forgotten with the second question"
 
@@ -184,9 +177,9 @@ def make_base_model(path):
 def test_a_base_model_without_end_and_padding_whose_text_does_not_survive_is_trained(tmp_path):
     make_base_model(tmp_path / "base")
     assert Renderer.load(str(tmp_path / "base")).stop_token_ids == ()
-    metrics = train(
-        tmp_path / "base",
+    metrics = trained(
         TALK,
+        tmp_path / "base",
         tmp_path,
         **{"rollout.stop": '["a", "i", "o", "s"]', "rollout.max_tokens": 40},
     )

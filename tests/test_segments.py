@@ -386,16 +386,22 @@ class Talks(grpo.Environment):
 """
 
 
-def run_talks(model, cwd, *more):
-    (cwd / "talks.py").write_text(TALKS)
-    settings = {
+def train(source, model, cwd, *more, **settings):
+    """Run ``grpo-core train`` with an environment of this source, made small."""
+    (cwd / "environment.py").write_text(source)
+    name = source.partition("class ")[2].partition("(")[0]
+    chosen = {
         "model.path": model, "trainer.steps": 2, "trainer.prompts_per_step": 3, "rollout.group_size": 4,
-        "rollout.max_tokens": 60, "rollout.stop": '["a", "e", "i", "o", "n", "s", "t", " "]',
-        "validation.prompts": 2, "trainer.updates_per_step": 1,
+        "rollout.max_tokens": 60, "validation.prompts": 2, "trainer.updates_per_step": 1, **settings,
     }  # fmt: skip
-    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    command = [GRPO, "train", "--env", "./talks.py:Talks", *chosen, *more, "--output", "run"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    sets = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
+    command = [GRPO, "train", "--env", f"./environment.py:{name}", *sets, *more, "--output", "run"]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
+
+
+def run_talks(model, cwd, *more):
+    stops = {"rollout.stop": '["a", "e", "i", "o", "n", "s", "t", " "]'}
+    return train(TALKS, model, cwd, *more, **stops)
 
 
 def segments_of(run):

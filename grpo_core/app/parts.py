@@ -35,7 +35,7 @@ from grpo_core.events import Event, ValidationPlayed
 from grpo_core.loop import canary
 from grpo_core.loop.advantages import Clipped
 from grpo_core.loop.buffer import Buffer
-from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.dynamic import DynamicSampling, short_name
 from grpo_core.loop.health import Limits
 from grpo_core.loop.pipeline import ObserveAttempt, Schedule
 from grpo_core.loop.rendering import Renderer
@@ -210,11 +210,6 @@ def dynamic_sampling(
         },
         max_extra_groups=extra,
     )
-
-
-def short_name(name: str) -> str:
-    """Return the name of an offer without its plugin or file, as names of metrics have it."""
-    return name.rpartition(":")[2].replace("/", "_")
 
 
 def make_shaping(config: ShapingConfig, *, max_tokens: int) -> Shaping | None:

@@ -40,6 +40,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
     _check_filters(config, host)
+    make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
     check_trackers(config.tracking, host)
     _check_placement(config, host, trains=trains)
@@ -119,7 +120,6 @@ def _check_filters(config: Config, host: PluginHost) -> None:
     for name, options in config.filters.items():
         host.check_options("filter", name, options)
         host.check_values("filter", name, options, config.rollout.group_size)
-    make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
 
 
 def _check_environment(task: TaskConfig, host: PluginHost) -> None:

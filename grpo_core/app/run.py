@@ -89,11 +89,9 @@ async def train(
         best=config.checkpoint.best,
         step=resume.step if resume else 0,
     )
-    own: dict[str, Tracker] = {
-        "scores of the run": scores,
-        "room on the disk": room,
-        "retention of checkpoints": retention,
-    }
+    own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
+    if config.checkpoint.best:
+        own["retention of checkpoints"] = retention
     trackers = Trackers({**own, **made})
     emit = trackers.emit
     step = resume.step if resume else 0

@@ -11,7 +11,7 @@ import numpy as np
 from attrs import define, field
 from numpy.typing import NDArray
 
-from grpo_core.data.samplers import WeightedTaskSampler
+from grpo_core.data.samplers import Mix
 from grpo_core.errors import ConfigError
 from grpo_core.protocols import Loader
 from grpo_core.records import Group, Prompt, SampleRequest
@@ -98,7 +98,7 @@ class Rates:
         return rates
 
 
-class LearnablePrompts(WeightedTaskSampler):
+class LearnablePrompts(Mix):
     """Draws the prompts whose success is least certain, and passes over those that teach little.
 
     Tasks are drawn in proportion to their weights.  Of a task, the loader offers the next prompts of the
@@ -134,7 +134,7 @@ class LearnablePrompts(WeightedTaskSampler):
         weights: Mapping[str, float] | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(seed)
+        super().__init__(weights, seed)
         if not (0 <= enough <= 1 and candidates >= 1 and 0 < half_life < np.inf and 0 < prior < np.inf):
             raise ConfigError(
                 "sampler learnable_prompts: expected 0 <= enough <= 1, candidates >= 1, half_life > 0 and "
@@ -143,14 +143,9 @@ class LearnablePrompts(WeightedTaskSampler):
             )
         self._enough, self._candidates, self._success = enough, candidates, success
         self._half_life, self._prior = half_life, prior
-        self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
         self._rates: dict[str, Rates] = {}
         self._drawn_at: dict[str, dict[str, list[int]]] = {}
         """Place of each prompt that is on its way, and how often it is, by task and id."""
-
-    def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
-        self.known(self._weights, tasks, "weigh")
-        return [self._weights.get(task, 1.0) for task in tasks]
 
     def sample(self, loaders: Mapping[str, Loader], request: SampleRequest) -> list[Prompt]:
         chosen = self.choose(sorted(loaders), request)

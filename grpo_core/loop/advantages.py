@@ -201,7 +201,7 @@ def max_rl(groups: Sequence[Group]) -> Scores:
     Args:
         groups: the groups of a step.
     """
-    return [_of_known(each, formulas.max_rl) for each in groups]
+    return [formulas.of_known(formulas.max_rl, each.rewards) for each in groups]
 
 
 @checks_options(_enough)
@@ -308,8 +308,3 @@ def _on_tokens(groups: Sequence[Group], scores: Sequence[Sequence[Sequence[float
         ]
         for each, row in zip(groups, scores, strict=True)
     ]
-
-
-def _of_known(its: Group, function: Callable[[Sequence[float]], list[float]]) -> list[float | None]:
-    known = iter(function([reward for reward in its.rewards if reward is not None]))
-    return [None if reward is None else next(known) for reward in its.rewards]

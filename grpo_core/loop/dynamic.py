@@ -20,6 +20,11 @@ EQUAL_REWARDS = "equal_rewards"
 """Name of the filter that ``dynamic_sampling.enabled`` stands for."""
 
 
+def short_name(name: str) -> str:
+    """Return the name of a filter without its plugin or file, as names of metrics have it."""
+    return name.rpartition(":")[2].replace("/", "_")
+
+
 @frozen
 class Rejection:
     """Why a group does not train."""
@@ -48,10 +53,6 @@ class DynamicSampling:
     """Number of filtered groups, by filter and task."""
     _rewards: dict[str, float] = field(init=False, factory=lambda: defaultdict(float))
     """Sums of the filtered groups' mean rewards."""
-
-    def keeps(self, group: Group) -> bool:
-        """Whether the group trains; see ``rejects``."""
-        return self.rejects(group) is None
 
     def rejects(self, group: Group) -> Rejection | None:
         """Return why the group does not train, by the rewards of its environment; call it once a group.

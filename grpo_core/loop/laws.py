@@ -19,6 +19,7 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core import versions
 from grpo_core.loop.buffer import BufferStatistics
+from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 
 LAWS = {
     "staleness": "no trained token is older than max_staleness steps, older than its slot, or newer than the "
@@ -95,8 +96,8 @@ class Terms:
             save_every=config.get("checkpoint", {}).get("every", 0),
             filters=frozenset(
                 [
-                    *(name.rpartition(":")[2].replace("/", "_") for name in config.get("filters", {})),
-                    *(["equal_rewards"] if config.get("dynamic_sampling", {}).get("enabled") else []),
+                    *map(short_name, config.get("filters", {})),
+                    *([EQUAL_REWARDS] if config.get("dynamic_sampling", {}).get("enabled") else []),
                 ]
             ),
         )

@@ -60,16 +60,15 @@ def grpo(
             does not bound it.
         ratio_cap: bounds the ratio of the unclipped branch, for both signs of the advantage; more than 1.
     """
-    advantages = inputs.advantages
-    r = policy_ratio(inputs.policy_logprobs, inputs.proximal_logprobs, inputs.sequences, ratio)
-    losses = clipped_loss(
-        r, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, ratio_cap=ratio_cap
+    return _clipped(
+        inputs,
+        weights,
+        ratio,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        ratio_cap=ratio_cap,
     )
-    metrics = {
-        "clip_fraction_low": ((r < 1 - clip_low) & (advantages < 0)).to(r.dtype),
-        "clip_fraction_high": ((r > 1 + clip_high) & (advantages > 0)).to(r.dtype),
-    }
-    return Objective(losses=weights * losses, ratio=r, metrics=metrics)
 
 
 @needs("sequences")
@@ -91,14 +90,30 @@ def gspo(
         clip_low: the ratio of a rollout with a negative advantage is clipped below 1 minus this.
         clip_high: the ratio of a rollout with a positive advantage is clipped above 1 plus this.
     """
+    return _clipped(inputs, weights, "sequence", clip_low=clip_low, clip_high=clip_high)
+
+
+def _clipped(
+    inputs: LossInputs,
+    weights: Tensor,
+    ratio: Literal["token", "sequence", "sequence_token"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    ratio_cap: float | None = None,
+) -> Objective:
+    """Compute the clipped objective with one of the ratios, and how often its clip removes the gradient."""
     advantages = inputs.advantages
-    s = policy_ratio(inputs.policy_logprobs, inputs.proximal_logprobs, inputs.sequences, "sequence")
+    r = policy_ratio(inputs.policy_logprobs, inputs.proximal_logprobs, inputs.sequences, ratio)
+    losses = clipped_loss(
+        r, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, ratio_cap=ratio_cap
+    )
     metrics = {
-        "clip_fraction_low": ((s < 1 - clip_low) & (advantages < 0)).to(s.dtype),
-        "clip_fraction_high": ((s > 1 + clip_high) & (advantages > 0)).to(s.dtype),
+        "clip_fraction_low": ((r < 1 - clip_low) & (advantages < 0)).to(r.dtype),
+        "clip_fraction_high": ((r > 1 + clip_high) & (advantages > 0)).to(r.dtype),
     }
-    losses = clipped_loss(s, advantages, clip_low=clip_low, clip_high=clip_high)
-    return Objective(losses=weights * losses, ratio=s, metrics=metrics)
+    return Objective(losses=weights * losses, ratio=r, metrics=metrics)
 
 
 @composed()

@@ -177,7 +177,8 @@ def _with_terms(
         high=terms.importance_cap,
     )
     metrics: dict[str, Tensor] = {}
-    kept = _kept(inputs, terms, metrics)
+    uncertain = _of_high_entropy(inputs, terms)
+    kept = _kept(inputs, terms, uncertain, metrics)
     pulled = bool(terms.kl_coefficient) and inputs.reference_logprobs is not None
     if pulled and terms.kl_in == "reward":
         inputs = evolve(inputs, advantages=inputs.advantages - _kl_of_reward(inputs, terms, metrics))
@@ -188,7 +189,7 @@ def _with_terms(
         losses = losses + terms.kl_coefficient * kl
         metrics["kl"] = kl.detach()
     if terms.entropy_coefficient and inputs.entropy is not None:
-        losses = losses - terms.entropy_coefficient * _mean_entropy(inputs, terms)
+        losses = losses - terms.entropy_coefficient * _mean_entropy(inputs, inputs.entropy, uncertain)
     if terms.nll_coefficient and inputs.correct is not None and inputs.update_correct_tokens:
         nll = -inputs.policy_logprobs * inputs.correct.to(losses.dtype)
         losses = losses + terms.nll_coefficient * nll / (inputs.weights * inputs.update_correct_tokens)
@@ -200,7 +201,9 @@ def _with_terms(
     }
 
 
-def _kept(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> Tensor | None:
+def _kept(
+    inputs: LossInputs, terms: Terms, uncertain: _Uncertain | None, metrics: dict[str, Tensor]
+) -> Tensor | None:
     """Whether the objective trains each token; None if it trains all."""
     kept: Tensor | None = None
     if terms.off_policy_limit is not None:
@@ -212,37 +215,38 @@ def _kept(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> Tenso
             limit=terms.off_policy_limit,
         )
         metrics["off_policy_masked"] = (~kept).to(inputs.advantages.dtype)
-    if terms.top_entropy and inputs.entropy is not None:
-        high = _of_high_entropy(inputs, terms.top_entropy)
-        kept = high if kept is None else kept & high
+    if uncertain is not None:
+        kept = uncertain.here if kept is None else kept & uncertain.here
     return kept
 
 
-def _threshold(inputs: LossInputs, share: float) -> Tensor:
-    """Return the entropy that this share of the update's tokens reaches."""
+@frozen(eq=False)
+class _Uncertain:
+    """The tokens of highest entropy."""
+
+    here: Tensor
+    """Whether each token of the micro-batch is one of them."""
+    count: Tensor
+    """Number of them in the update."""
+
+
+def _of_high_entropy(inputs: LossInputs, terms: Terms) -> _Uncertain | None:
+    """Find the share ``top_entropy`` of the update's tokens that have the highest entropy; None is all."""
+    if not terms.top_entropy or inputs.entropy is None:
+        return None
     entropies = inputs.entropy if inputs.update_entropies is None else inputs.update_entropies
-    assert entropies is not None, "the loss declares that it needs them"
     ordered = entropies.detach().sort().values  # quantile() takes 16 million numbers at most
-    place = (1 - share) * (len(ordered) - 1)
+    place = (1 - terms.top_entropy) * (len(ordered) - 1)
     below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-    return below.lerp(above, place - int(place))
+    threshold = below.lerp(above, place - int(place))
+    return _Uncertain(inputs.entropy.detach() >= threshold, (ordered >= threshold).sum())
 
 
-def _of_high_entropy(inputs: LossInputs, share: float) -> Tensor:
-    assert inputs.entropy is not None
-    return inputs.entropy.detach() >= _threshold(inputs, share)
-
-
-def _mean_entropy(inputs: LossInputs, terms: Terms) -> Tensor:
+def _mean_entropy(inputs: LossInputs, entropy: Tensor, uncertain: _Uncertain | None) -> Tensor:
     """The entropy of each token, such that the weighted sum is the mean over the tokens it acts on."""
-    entropy = inputs.entropy
-    assert entropy is not None
-    if not terms.top_entropy:
+    if uncertain is None:
         return entropy / (inputs.weights * inputs.update_tokens)
-    entropies = entropy if inputs.update_entropies is None else inputs.update_entropies
-    count = (entropies.detach() >= _threshold(inputs, terms.top_entropy)).sum()
-    high = _of_high_entropy(inputs, terms.top_entropy)
-    return entropy.where(high, 0.0) / (inputs.weights * count)
+    return entropy.where(uncertain.here, 0.0) / (inputs.weights * uncertain.count)
 
 
 def _kl_of_loss(inputs: LossInputs, terms: Terms, ratio: Tensor | None) -> Tensor:

@@ -118,7 +118,7 @@ def learnt(task: str, arm: str, seed: int) -> int | None:
                 p = rate(int(prompt.id))
                 one = group(prompt, [float(chance.random() < p) for _ in range(GROUP)], version)
                 rollouts += GROUP
-                if dynamic is None or dynamic.keeps(one):
+                if dynamic is None or dynamic.rejects(one) is None:
                     trained.append(one)
                 else:
                     stream.observe([one])
