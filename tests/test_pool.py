@@ -54,7 +54,7 @@ class Worker:
 
     def __init__(self, world, number):
         self.world, self.number = world, number
-        self.pace, self.update_seconds = 1.0, 0.1
+        self.pace, self.update_seconds, self.canary_seconds = 1.0, 0.1, 0.01
         self.version, self.lies = None, False
         self.finished = 0
         self.seeds: list[int] = []
@@ -79,7 +79,7 @@ class Worker:
     async def _one(self, request):
         assert self.version is not None, "asked before it was given weights"
         if tuple(request.prompt_ids) == PROBE:
-            await self._live(0.01)
+            await self._live(self.canary_seconds)
             says = -0.5 if not self.lies else -3.0
             return Completion(
                 token_ids=(7,), logprobs=(says,), versions=(self.version,), finish_reason="length"
@@ -409,6 +409,50 @@ def test_a_member_that_fails_a_request_while_it_takes_weights_is_given_them_agai
         await updating
         assert len(await call) == 4
         assert given == [0, 1, 1]
+        await pool.aclose()
+
+    run(story())
+
+
+def test_what_an_engine_sampled_after_a_weight_sync_counts_once_its_canary_has_confirmed_the_weights():
+    """It may die before the canary is asked: nobody will know then which weights it used."""
+
+    async def story():
+        world = World()
+        pool = world.pool(2)
+        await pool.update_weights(weights(0))
+        first = world.of(0)
+        first.canary_seconds = 100.0
+        call = asyncio.create_task(pool.generate(group(0)))
+        await asyncio.sleep(0.5)
+        updating = asyncio.create_task(pool.update_weights(weights(1)))
+        await asyncio.sleep(3)
+        assert first.finished == 4
+        assert first.version == 1
+        assert not call.done()
+        first.die()
+        done = await call
+        assert {world.finished[request.seed] for request in group(0)} == {2}
+        assert {v for completion in done for v in completion.versions} == {1}
+        await updating
+        await pool.aclose()
+
+    run(story())
+
+
+def test_what_an_engine_sampled_before_a_weight_sync_does_not_wait_for_the_canary():
+    async def story():
+        world = World()
+        pool = world.pool(2)
+        await pool.update_weights(weights(0))
+        first = world.of(0)
+        first.update_seconds, first.canary_seconds = 4.0, 100.0
+        call = asyncio.create_task(pool.generate(group(0)))
+        await asyncio.sleep(0.5)
+        updating = asyncio.create_task(pool.update_weights(weights(1)))
+        await asyncio.sleep(3)
+        assert call.done()
+        await updating
         await pool.aclose()
 
     run(story())

@@ -35,6 +35,11 @@ def test_what_an_engine_samples_before_its_canary_is_confirmed_is_not_trained_un
     holds(1035, "deadline", 2)
 
 
+def test_what_an_engine_samples_is_not_trained_if_it_dies_before_its_canary_is_asked():
+    """In this story an engine of a pool with old weights samples the end of a rollout and dies."""
+    holds(1058, "deadline", 4)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("policy", "max_staleness"), CASES)
 def test_all_laws_hold_over_many_more_seeds(policy, max_staleness):

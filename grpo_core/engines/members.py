@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 
 from attrs import define, field
 
+from grpo_core.aio import Changes
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.incidents import reported_as
 from grpo_core.loop import canary
@@ -47,6 +49,9 @@ class Member:
     budget: RestartBudget = field(factory=lambda: RestartBudget(MAX_FAILURES))
     """Number of engines in a row that finished nothing."""
     supervisor: asyncio.Task[None] | None = None
+    _unconfirmed: float = math.inf
+    """Version of the weights that the engine was given, until its canary has confirmed them."""
+    _confirmed: Changes = field(factory=Changes)
     _doubts: int = 0
     _calls: set[asyncio.Task[Completion]] = field(factory=set)
 
@@ -100,14 +105,24 @@ class Member:
         if len(answer) != 1:
             raise PluginError(f"{self.name}: generate() returned {len(answer)} completions for one request")
         self.budget.succeeded()
+        await self._until_confirmed(answer[0])
         return answer[0]
+
+    async def _until_confirmed(self, answer: Completion) -> None:
+        """Wait until the canary has confirmed all weights that sampled the tokens.
+
+        If the engine is replaced before, the call is cancelled, and another member generates the tokens.
+        """
+        newest = answer.versions.max(initial=0)
+        if newest >= self._unconfirmed:
+            await self._confirmed.until(lambda: True if newest < self._unconfirmed else None)
 
     async def give(self, held: WeightsLease, *, tolerance: float, deadline: float) -> None:
         """Give the engine these weights, and check its canary.
 
         Raises TimeoutError after ``deadline`` seconds, CanaryMismatch, and whatever the engine raises.
         """
-        doubts = self._doubts
+        doubts, self._unconfirmed = self._doubts, held.weights.version
         with reported_as(self.name):
             async with asyncio.timeout(deadline):
                 await self.engine.update_weights(held.weights)
@@ -116,7 +131,8 @@ class Member:
                 except WeightSyncError as error:
                     raise CanaryMismatch(f"{self.name} of the pool: {error}") from error
         if doubts == self._doubts:
-            self.holds = held
+            self.holds, self._unconfirmed = held, math.inf
+            self._confirmed.notify()
 
     def give_back(self) -> None:
         """Cancel its unfinished requests, which go to another member."""

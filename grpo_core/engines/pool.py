@@ -13,12 +13,12 @@ twice as long as the quickest member took, plus ``lag`` seconds; a slower member
 * every later request is sampled from the new weights or from newer ones: a member that is behind, has failed,
   or has just joined gets no request before it holds them;
 * requests that run on a member that is behind continue.  Each of their tokens carries the version that
-sampled
-  it, which is at least the version that was current when the request began.  The staleness bound counts from
-  that version, so it holds for them, too.
+  sampled it, which is at least the version that was current when the request began.  The staleness bound
+  counts from that version, so it holds for them, too.
 
-Completions that a dying member has finished are kept; only unanswered requests go to another member.  The
-pool is pure asyncio: members may be child processes, Ray workers or fakes.
+Completions that a dying member has finished are kept; only unanswered requests go to another member.  A
+completion with tokens from new weights counts once the member's canary has confirmed them.  The pool is pure
+asyncio: members may be child processes, Ray workers or fakes.
 """
 
 from __future__ import annotations
