@@ -47,6 +47,8 @@ def page() -> str:
     for field in attrs.fields(attrs.resolve_types(config.Config)):
         if attrs.has(field.type):
             lines += _table(f"[{field.name}]", field.type, texts)
+            if field.name == "optimizer":
+                lines += _table("[optimizer.groups.NAME]", config.ParameterGroupConfig, texts)
     return "\n".join(lines)
 
 

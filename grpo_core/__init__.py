@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from grpo_core.protocols import Filter as Filter
     from grpo_core.protocols import Loader as Loader
     from grpo_core.protocols import LossFunction as LossFunction
+    from grpo_core.protocols import OptimizerFunction as OptimizerFunction
+    from grpo_core.protocols import ParameterGroup as ParameterGroup
     from grpo_core.protocols import Sampler as Sampler
     from grpo_core.protocols import Tracker as Tracker
     from grpo_core.protocols import Trainer as Trainer
@@ -112,6 +114,8 @@ __getattr__, __dir__, __all__ = attach(
             "Filter",
             "Loader",
             "LossFunction",
+            "OptimizerFunction",
+            "ParameterGroup",
             "Sampler",
             "Tracker",
             "Trainer",

@@ -358,10 +358,10 @@ class TrainerConfig(PluginChoice):
     """A linear or cosine schedule ends at this share of `lr`."""
     warmup_updates: int = field(default=5, validator=ge(0))
     """Number of updates in which the learning rate rises linearly to `lr`."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = field(default=(0.9, 0.95), validator=deep_iterable([ge(0), lt(1)]))
     """Decay rates of AdamW's first and second moments."""
     weight_decay: float = field(default=0.0, validator=ge(0))
-    """Weight decay of AdamW."""
+    """Weight decay of matrices; `optimizer.decay` extends it to all parameters."""
     max_grad_norm: float = field(default=1.0, validator=gt(0))
     """Gradients are clipped to this norm."""
     proximal: Literal["recompute", "generation", "interpolate"] = "recompute"
@@ -389,6 +389,39 @@ class TrainerConfig(PluginChoice):
     otherwise all."""
     deadline: float = field(default=3600.0, validator=gt(0))
     """Time limit in seconds for the start, and for each step, publication and save."""
+
+
+def _some(instance: object, attribute: attrs.Attribute[Any], value: list[str]) -> None:
+    if not value:
+        raise ValueError(f"'{attribute.name}' must name at least one pattern: {value}")
+
+
+@frozen(kw_only=True)
+class ParameterGroupConfig:
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    parameters: list[str] = field(validator=_some)
+    """Patterns of the names of parameters, as in `["*embed_tokens*", "model.layers.0.*"]`; a parameter
+    belongs to the first group with a pattern that fits."""
+    lr: float | None = field(default=None, validator=optional(ge(0)))
+    """Peak learning rate of these parameters; the schedule scales it like `trainer.lr`, which holds if this
+    is not set. With 0 they stay as they are."""
+    weight_decay: float | None = field(default=None, validator=optional(ge(0)))
+    """Weight decay of all of these parameters; without it, `trainer.weight_decay` and `optimizer.decay`
+    hold."""
+
+
+@frozen(kw_only=True)
+class OptimizerConfig(PluginChoice):
+    """The optimizer, and groups of parameters that it trains in another way."""
+
+    name: str = "adamw"
+    """Name of the optimizer, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """Weight decay acts on matrices only, not on the gains of norms and on biases ("matrices"), or on all
+    parameters ("all")."""
+    groups: dict[str, ParameterGroupConfig] = field(factory=dict)
+    """Groups of parameters by name, each a table `[optimizer.groups.NAME]`."""
 
 
 @frozen(kw_only=True)
@@ -528,6 +561,7 @@ class Config:
     one of them rejects is not trained, and another prompt is drawn instead."""
     loss: LossConfig = field(factory=LossConfig)
     trainer: TrainerConfig = field(factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(factory=OptimizerConfig)
     pipeline: PipelineConfig = field(factory=PipelineConfig)
     validation: ValidationConfig = field(factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Environment,
         Filter,
         LossFunction,
+        OptimizerFunction,
         Sampler,
         Tracker,
         Trainer,
@@ -82,6 +83,11 @@ def grpo_losses() -> Mapping[str, LossFunction | str]:  # type: ignore[empty-bod
 @hookspec
 def grpo_advantages() -> Mapping[str, AdvantageFunction | str]:  # type: ignore[empty-body]
     """Offer advantages: ``{name: pure function}``; its keyword-only parameters are its options."""
+
+
+@hookspec
+def grpo_optimizers() -> Mapping[str, OptimizerFunction | str]:  # type: ignore[empty-body]
+    """Offer optimizers: ``{name: function(groups, **options) -> torch's optimizers}``."""
 
 
 @hookspec

@@ -115,7 +115,13 @@ def size_of(directory: str, name: str) -> int:
 
 
 def parameters_in(directory: Path) -> int | None:
-    """Count a model's parameters by the headers of its safetensors files; tied ones count once.
+    """Count a model's parameters by the headers of its safetensors files; None if they do not tell."""
+    shapes = shapes_in(directory)
+    return None if shapes is None else sum(map(prod, shapes.values()))
+
+
+def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of a model's parameters by the headers of its safetensors files; tied ones once.
 
     Returns None if the files do not tell: there are none, they are quantised, or they hold other models too.
     """
@@ -127,7 +133,7 @@ def parameters_in(directory: Path) -> int | None:
         shapes = {name: info["shape"] for header in headers for name, info in header.items()}
         if config.get("tie_word_embeddings"):
             shapes.pop("lm_head.weight", None)
-        return sum(int(prod(shape)) for shape in shapes.values())
+        return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
+from attrs import frozen
+
 from grpo_core.records import (
     AgentClient,
     AgentRollout,
@@ -32,6 +34,8 @@ from grpo_core.records import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import nn
+    from torch.optim import Optimizer
 
     from grpo_core.events import Event
     from grpo_core.loss import LossInputs, LossOutput
@@ -328,6 +332,32 @@ class LossFunction(Protocol):
 
     def __call__(self, inputs: LossInputs, /) -> LossOutput:
         """Return one loss [N] for each token, and metrics [N] by name."""
+        ...
+
+
+@frozen(kw_only=True, eq=False)
+class ParameterGroup:
+    """Parameters of the model with one learning rate and one weight decay."""
+
+    parameters: Mapping[str, nn.Parameter]
+    """The parameters by name."""
+    lr: float
+    """Learning rate at the peak of the schedule."""
+    weight_decay: float
+    """Factor of the decay, which is independent of the gradient."""
+    betas: tuple[float, float]
+    """``trainer.betas``."""
+
+
+class OptimizerFunction(Protocol):
+    """Makes the optimizers of a run.  Its keyword-only parameters are its options.
+
+    An attribute ``state(name, shape, **options)`` may tell what is kept for a parameter: ``{slot: (shape,
+    dtype)}``.  The estimate of memory and the check of checkpoints read it.
+    """
+
+    def __call__(self, groups: Sequence[ParameterGroup], /) -> Sequence[Optimizer] | Optimizer:
+        """Return torch's optimizers, which train each parameter once; the trainer sets learning rates."""
         ...
 
 

@@ -17,7 +17,7 @@ from grpo_core.app.machine import Gpu, Memory
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ConfigError, ModelError
-from grpo_core.models import parameters_in
+from grpo_core.models import parameters_in, shapes_in
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
 from grpo_core.training.activations import Pass, activation_bytes, shapes
@@ -71,8 +71,8 @@ def sizes(parts):
 
 def parts_of(**changes):
     chosen = {
-        "parameters": 1000, "dtype": "float32", "device": "host", "transport": "shm", "reference": False,
-        "async_save": True,
+        "parameters": 1000, "optimizer": 8000, "dtype": "float32", "device": "host", "transport": "shm",
+        "reference": False, "async_save": True,
     } | changes  # fmt: skip
     return trainer_parts(**chosen)
 
@@ -314,7 +314,7 @@ FOUR = 20 * 100_000 * 2048
 def certain(directory, *settings):
     """Bytes that are certain, by device."""
     config, host = run_of(directory, *settings)
-    parts = memory.certain_parts(config, host, str(directory), parameters_in(directory), machine.gpus())
+    parts = memory.certain_parts(config, host, str(directory), shapes_in(directory), machine.gpus())
     return {each.device: each.certain for each in memory.capacities(parts, machine.gpus())}
 
 
@@ -372,7 +372,7 @@ def test_a_trainer_that_inherits_says_nothing_about_its_memory(tmp_path):
     )
     directory = eight_billion(tmp_path / "eight")
     config, host = run_of(directory, f"trainer.name={tmp_path}/own.py:Adapters", "trainer.device=cpu")
-    found = memory.certain_parts(config, host, str(directory), EIGHT_PARAMETERS, [])
+    found = memory.certain_parts(config, host, str(directory), {"matrix": (EIGHT_PARAMETERS, 1)}, [])
     assert [process.name for process in found] == ["engine"]
 
 

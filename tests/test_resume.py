@@ -310,6 +310,7 @@ def changed(path, *settings):
         ("rollout.group_size=4", "rollout.group_size is 8 in its checkpoint and 4 now; it cannot change"),
         ("model.options.width=32", 'model.options is {} in its checkpoint and {"width": 32} now; it cannot'),
         ("model.path=other/model", 'model.path is "tiny" in its checkpoint and "other/model" now; it cannot'),
+        ("optimizer.name=muon", 'optimizer.name is "adamw" in its checkpoint and "muon" now; it cannot'),
         ("seed=5", "seed is 0 in its checkpoint and 5 now; it cannot change"),
         (
             "pipeline.max_staleness=1",

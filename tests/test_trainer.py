@@ -43,7 +43,7 @@ from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource, compute_dtype
 from grpo_core.training.process import ProcessTrainer, thread_count
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.trainer import TorchTrainer, create, learning_rate, token_budget
+from grpo_core.training.trainer import TorchTrainer, create, schedule, token_budget
 from grpo_core.weights.reading import read_weights
 
 
@@ -841,16 +841,16 @@ def test_tied_weights_are_published_once(model: str) -> None:
 # ---------------------------------------------------------------------------------- schedule and threads
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_the_learning_rate_warms_up_and_ends_where_it_should(schedule: str) -> None:
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
+def test_the_learning_rate_warms_up_and_ends_where_it_should(shape: str) -> None:
     config = TrainerConfig(
-        steps=10, updates_per_step=4, lr=1.0, warmup_updates=4, lr_schedule=schedule, lr_end=0.1
+        steps=10, updates_per_step=4, lr=3.0, warmup_updates=4, lr_schedule=shape, lr_end=0.1
     )
-    rates = [learning_rate(config, update) for update in range(41)]
+    rates = [schedule(config, update) for update in range(41)]
     assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert rates[4] == 1.0
-    assert rates[40] == pytest.approx(1.0 if schedule == "constant" else 0.1)
-    assert rates[22] == pytest.approx(1.0 if schedule == "constant" else 0.55)
+    assert rates[40] == pytest.approx(1.0 if shape == "constant" else 0.1)
+    assert rates[22] == pytest.approx(1.0 if shape == "constant" else 0.55)
     assert rates[4:] == sorted(rates[4:], reverse=True)
 
 

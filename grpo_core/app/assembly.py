@@ -254,6 +254,7 @@ class Assembly:
             prepare=model.prepare,
             trainer=config.trainer,
             loss=config.loss,
+            optimizer=config.optimizer,
             seed=config.seed,
             colocated=self.colocated,
             resume_from=str(run.resume.directory) if run.resume else None,

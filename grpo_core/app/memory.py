@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from grpo_core.app.workers import transport
 from grpo_core.config import Config, EngineConfig
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loss import needs_of
-from grpo_core.models import parameters_in, size_of
+from grpo_core.models import shapes_in, size_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
 from grpo_core.training.memory import FLOAT32, PUBLISHED, kept_bytes
+from grpo_core.training.optimizers import state_bytes
 
 HOST = "host"
 PROMPT_TOKENS = 256
@@ -109,11 +111,11 @@ def checked(config: Config, host: PluginHost, directory: Path) -> list[str]:
 
     Raises ConfigError if the run cannot fit.
     """
-    parameters = parameters_in(directory) if config.health.max_memory else None
-    if parameters is None:
+    shapes = shapes_in(directory) if config.health.max_memory else None
+    if shapes is None:
         return []
-    gpus = machine.gpus() if 4 * FLOAT32 * parameters >= SMALLEST else []
-    processes = certain_parts(config, host, str(directory), parameters, gpus)
+    gpus = machine.gpus() if 4 * FLOAT32 * sum(map(prod, shapes.values())) >= SMALLEST else []
+    processes = certain_parts(config, host, str(directory), shapes, gpus)
     found = capacities(processes, gpus)
     for capacity in found:
         if capacity.refused(config.health.max_memory):
@@ -126,9 +128,14 @@ def checked(config: Config, host: PluginHost, directory: Path) -> list[str]:
 
 
 def certain_parts(
-    config: Config, host: PluginHost, directory: str, parameters: int, gpus: Sequence[machine.Gpu]
+    config: Config,
+    host: PluginHost,
+    directory: str,
+    shapes: Mapping[str, Sequence[int]],
+    gpus: Sequence[machine.Gpu],
 ) -> list[ProcessMemory]:
-    """Return the trainer and the engines with the parts that follow from the number of parameters."""
+    """Return the trainer and the engines with the parts that follow from the shapes of the parameters."""
+    parameters = sum(map(prod, shapes.values()))
     placement = make_placement(config.placement, host)
     engines = engines_of(config, trains=True)
     device = trainer_device(config, gpus)
@@ -137,8 +144,10 @@ def certain_parts(
     found = []
     if (of_trainer := _memory(host.find("trainer", config.trainer.name).load())) is not None:
         loss = host.function("loss", config.loss.name, **config.loss.options)
+        optimizer = host.find("optimizer", config.optimizer.name).load()
         parts = of_trainer(
             parameters=parameters,
+            optimizer=state_bytes(optimizer, config.optimizer.options, shapes),
             dtype=dtype,
             device=device,
             transport=transport(config.engine, engines.get("validation.engine"), placement, host),
@@ -273,7 +282,7 @@ def footprint(
     model = shapes(directory, trust_remote_code=config.model.trust_remote_code)
     bases = {"trainer": machine.resident(), "environment": python}
     remote = make_placement(config.placement, host).remote
-    processes = certain_parts(config, host, directory, model.parameters, gpus)
+    processes = certain_parts(config, host, directory, model.tensors, gpus)
     microbatch = largest_microbatch(config, directory, model.vocabulary, trainer_device(config, gpus))
     told = {process.name for process in processes}
     missing = [

@@ -37,6 +37,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
             workers_of(engine, host)
     host.check_options("trainer", config.trainer.name, config.trainer.options)
     _check_loss(config, host)
+    host.check_options("optimizer", config.optimizer.name, config.optimizer.options)
+    host.check_values("optimizer", config.optimizer.name, config.optimizer.options)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
     _check_filters(config, host)
@@ -107,7 +109,7 @@ def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
 
 def _check_advantage(config: AdvantageConfig, group_size: int, host: PluginHost) -> None:
     host.check_options("advantage", config.name, config.options)
-    host.check_values("advantage", config.name, config.options, group_size)
+    host.check_values("advantage", config.name, config.options, group_size=group_size)
     low, high = config.clip_low, config.clip_high
     if (low is not None and low > 0) or (high is not None and high < 0):
         raise ConfigError(
@@ -119,7 +121,7 @@ def _check_advantage(config: AdvantageConfig, group_size: int, host: PluginHost)
 def _check_filters(config: Config, host: PluginHost) -> None:
     for name, options in config.filters.items():
         host.check_options("filter", name, options)
-        host.check_values("filter", name, options, config.rollout.group_size)
+        host.check_values("filter", name, options, group_size=config.rollout.group_size)
 
 
 def _check_environment(task: TaskConfig, host: PluginHost) -> None:

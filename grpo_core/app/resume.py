@@ -18,7 +18,14 @@ from grpo_core.loop import checkpoint
 from grpo_core.plugins.host import PluginHost
 from grpo_core.run_directory import RunDirectory
 
-FIXED = ("seed", "trainer.prompts_per_step", "rollout.group_size", "model.path", "model.options")
+FIXED = (
+    "seed",
+    "trainer.prompts_per_step",
+    "rollout.group_size",
+    "model.path",
+    "model.options",
+    "optimizer.name",
+)
 """Keys that keep their values in all starts of a run with a checkpoint."""
 
 

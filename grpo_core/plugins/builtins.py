@@ -82,6 +82,15 @@ def grpo_advantages() -> Mapping[str, str]:
 
 
 @hookimpl
+def grpo_optimizers() -> Mapping[str, str]:
+    return {
+        "adamw": "grpo_core.training.optimizers:adamw",
+        "adamw_8bit": "grpo_core.training.optimizers:adamw_8bit",
+        "muon": "grpo_core.training.optimizers:muon",
+    }
+
+
+@hookimpl
 def grpo_filters() -> Mapping[str, str]:
     return {
         "equal_rewards": "grpo_core.loop.filters:equal_rewards",

@@ -58,9 +58,17 @@ from grpo_core.plugins.selection import PluginSelection
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch.optim import Optimizer
 
     from grpo_core.loss import LossInputs, LossOutput
-    from grpo_core.protocols import Engine, Environment, Sampler, Trainer, ValidationStrategy
+    from grpo_core.protocols import (
+        Engine,
+        Environment,
+        ParameterGroup,
+        Sampler,
+        Trainer,
+        ValidationStrategy,
+    )
     from grpo_core.records import Group
 
 __all__ = ["BUILT_IN", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listing"]
@@ -176,9 +184,13 @@ class PluginHost:
 
     @overload
     def function(self, kind: Literal["filter"], name: str, **options: Any) -> Bound[Group, str | None]: ...
+    @overload
+    def function(
+        self, kind: Literal["optimizer"], name: str, **options: Any
+    ) -> Bound[Sequence[ParameterGroup], Sequence[Optimizer] | Optimizer]: ...
 
     def function(self, kind: Kind, name: str, **options: Any) -> Bound[Any, Any]:
-        """A loss, advantage or filter with its options, which are its keyword-only parameters, filled in.
+        """Fill in the options of a loss, advantage, filter or optimizer: its keyword-only parameters.
 
         Raises PluginError for unknown, missing or mistyped options.
         """
@@ -210,8 +222,14 @@ class PluginHost:
         given = given if given is None else given + len(offer.args)
         check_options(offer, factory, options, given=given, filled=filled)
 
-    def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], group_size: int) -> None:
+    def check_values(self, kind: Kind, name: str, options: Mapping[str, Any], **known: Any) -> None:
         """Let a function check the values of its options, if it has an attribute ``check_options``.
+
+        Args:
+            kind: of the offer.
+            name: as the configuration spells it.
+            options: as the configuration gives them.
+            known: other values that functions of this kind check, too.
 
         Raises PluginError with what the check says.
         """
@@ -220,7 +238,7 @@ class PluginHost:
         if check is None:
             return
         try:
-            check(group_size=group_size, **options)
+            check(**known, **options)
         except ValueError as error:
             raise SelectionError(f"{offer}: {one_line(error)}") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Shapes:
     parameters: int
     """Number of parameters; tied ones count once."""
     vocabulary: int
+    tensors: Mapping[str, tuple[int, ...]]
+    """Shapes of the parameters by name; tied ones once."""
 
 
 @frozen(kw_only=True)
@@ -104,6 +107,7 @@ def shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
     return Shapes(
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         vocabulary=int(embedding.weight.shape[0]),
+        tensors={name: tuple(parameter.shape) for name, parameter in module.named_parameters()},
     )
 
 

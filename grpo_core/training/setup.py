@@ -7,7 +7,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from grpo_core.config import LossConfig, ModelConfig, TrainerConfig
+from grpo_core.config import LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
 
 
 @frozen(kw_only=True)
@@ -20,6 +20,8 @@ class TrainerSetup:
     """The ``[trainer]`` section."""
     loss: LossConfig = field(factory=LossConfig)
     """Name and options of the loss, for ``PluginHost.function``."""
+    optimizer: OptimizerConfig = field(factory=OptimizerConfig)
+    """The ``[optimizer]`` section."""
     seed: int = 0
     """Seed of the run."""
     colocated: bool = True

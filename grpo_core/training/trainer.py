@@ -3,7 +3,7 @@
 ``TorchTrainer`` is synchronous and runs in a child process; ``ProcessTrainer`` is the protocol's
 ``Trainer`` in front of it.  A step is: rows -> updates (whole groups) -> micro-batches (padded little);
 logprobs before the first update, where the loss needs them; then for each update the loss summed over its
-micro-batches, weighted as ``loss.aggregation`` says, and one AdamW step.
+micro-batches, weighted as ``loss.aggregation`` says, and one step of the optimizers.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from grpo_core.training.batching import microbatches, of_several_rows, rollouts,
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.microbatch import MicroBatch, collate, length
 from grpo_core.training.model import BuildModel, FullModel, ModelSource, compute_dtype
+from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
@@ -67,8 +68,8 @@ def create(setup: TrainerSetup) -> TorchTrainer:
     return TorchTrainer(setup)
 
 
-def learning_rate(config: TrainerConfig, update: int) -> float:
-    """Return the learning rate of an update, counted from 0 over all steps: warm-up, then the schedule."""
+def schedule(config: TrainerConfig, update: int) -> float:
+    """Return the factor of an update's learning rates, counted from 0 over all steps: warm-up, then shape."""
     total = config.steps * config.updates_per_step
     done = min(1.0, max(0, update - config.warmup_updates) / max(1, total - config.warmup_updates))
     shape = {
@@ -78,7 +79,7 @@ def learning_rate(config: TrainerConfig, update: int) -> float:
     }[config.lr_schedule]
     scheduled = shape if config.lr_schedule == "constant" else config.lr_end + (1 - config.lr_end) * shape
     warm = min(1.0, (update + 1) / (config.warmup_updates + 1))
-    return config.lr * scheduled * warm
+    return scheduled * warm
 
 
 def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -> int:
@@ -136,7 +137,7 @@ def interpolated(policy: Tensor, generation: Tensor, staleness: Tensor) -> Tenso
 
 
 class TorchTrainer:
-    """Trains a transformers causal language model with AdamW on one device.
+    """Trains a transformers causal language model on one device.
 
     Args:
         setup: what the trainer is made from.
@@ -144,9 +145,10 @@ class TorchTrainer:
 
     Raises:
         ModelError: the model cannot be loaded.
-        PluginError: the loss cannot be found or does not take its options.
+        PluginError: the loss or the optimizer cannot be found or does not take its options.
         CheckpointError: ``setup.resume_from`` cannot be continued.
-        ConfigError: torch cannot use the device, or engines could not reach the trainer.
+        ConfigError: torch cannot use the device, engines could not reach the trainer, or a group of the
+            optimizer has no parameter.
     """
 
     def __init__(self, setup: TrainerSetup, build: BuildModel = FullModel.build) -> None:
@@ -172,7 +174,12 @@ class TorchTrainer:
         self._parameters = [parameter for _, parameter in self._named]
         self._overhead = _overhead(self.model.parameters, self._device)
         self._budget = token_budget(self._config, self.model.vocabulary, self._device)
-        self._optimizer = _adamw(self._parameters, self._config)
+        chosen = setup.optimizer
+        self._optimizers = Optimization(
+            self._named,
+            host.function("optimizer", chosen.name, **chosen.options),
+            divided(self._named, chosen, self._config),
+        )
         self._moves_reference = "reference" in self._needs and self._config.reference_every > 0
         self._snapshot = Snapshot(copies=setup.async_save)
         self._lost_updates = 0
@@ -292,12 +299,10 @@ class TorchTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         self._check_rows(batch, number, update, bad, totals)
         if self._gradient_is_finite(batch, number, norm, totals):
-            lr = learning_rate(self._config, batch.step * self._config.updates_per_step + number)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-            totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([lr])})
-        self._optimizer.zero_grad()
+            factor = schedule(self._config, batch.step * self._config.updates_per_step + number)
+            self._optimizers.step(factor)
+            totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([self._config.lr * factor])})
+        self._optimizers.zero_grad()
 
     @torch.no_grad()
     def _entropies(self, update: Sequence[MicroBatch], temperature: float) -> Tensor:
@@ -419,16 +424,12 @@ class TorchTrainer:
     def save(self, directory: Path) -> None:
         """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
         state = {f"{_MODEL}{name}": tensor for name, tensor in self.model.saved().items()}
-        state |= {
-            f"{name}/{key}": value
-            for name, parameter in self._named
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-        }
+        tensors, about = self._optimizers.saved()
+        state |= tensors
         if self._moves_reference:
             state |= {f"{_REFERENCE}{name}": t for name, t in self.model.saved_reference().items()}
         state["rng"] = torch.get_rng_state()
-        about = {"version": self.version, "optimizer": "AdamW"}
-        self._snapshot.save(state, partial(self._write, directory, about))
+        self._snapshot.save(state, partial(self._write, directory, {"version": self.version, **about}))
 
     def written(self) -> Future[None]:
         """Done when what was saved last is written, or with the OSError for which it cannot be."""
@@ -456,11 +457,7 @@ class TorchTrainer:
                 self.model.restore_reference(
                     {name.removeprefix(_REFERENCE): tensor for name, tensor in reference.items()}
                 )
-            by_name = dict(self._named)
-            for key, value in state.items():
-                name, _, slot = key.rpartition("/")
-                self._optimizer.state[by_name[name]][slot] = value.to(self._device)
-            _check_state(self._named, self._optimizer)
+            self._optimizers.restore(state, about, self._device)
             self.version = int(about["version"])
         except Exception as error:
             raise CheckpointError(
@@ -468,27 +465,6 @@ class TorchTrainer:
                 f"({type(error).__name__}: {one_line(error)}); resume from another checkpoint, or start anew "
                 "with model.path set to its trainer/ directory"
             ) from error
-
-
-def _check_state(named: Sequence[tuple[str, Tensor]], optimizer: torch.optim.AdamW) -> None:
-    """Raise ValueError unless the state of each parameter is AdamW's; fused kernels do not look at shapes."""
-    for name, parameter in named:
-        expected = {
-            "step": (torch.Size([]), torch.float32),
-            "exp_avg": (parameter.shape, parameter.dtype),
-            "exp_avg_sq": (parameter.shape, parameter.dtype),
-        }
-        found = {
-            slot: (value.shape, value.dtype) for slot, value in optimizer.state.get(parameter, {}).items()
-        }
-        if found and found != expected:
-            raise ValueError(f"of {name} there is {_spelled(found)}, expected {_spelled(expected)}")
-
-
-def _spelled(state: Mapping[str, tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(
-        f"{slot} {list(shape)} {str(dtype)[6:]}" for slot, (shape, dtype) in sorted(state.items())
-    )
 
 
 def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
@@ -541,12 +517,3 @@ def _overhead(parameters: int, device: torch.device) -> int:
     """
     operations = 4e8 if device.type == "cpu" else 1e12
     return max(4, min(256, round(operations / (6 * parameters))))
-
-
-def _adamw(parameters: Sequence[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
-    """Weight decay on matrices only: on gains and biases it has no justification."""
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)

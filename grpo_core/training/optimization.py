@@ -1,0 +1,158 @@
+"""The optimizers of a trainer: their groups of parameters, learning rates, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_core.config import OptimizerConfig, ParameterGroupConfig, TrainerConfig
+from grpo_core.errors import ConfigError, PluginError
+from grpo_core.plugins.offers import Bound
+from grpo_core.protocols import ParameterGroup
+from grpo_core.training.optimizers import state_of
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def divided(named: Named, optimizer: OptimizerConfig, trainer: TrainerConfig) -> list[ParameterGroup]:
+    """Divide parameters into groups of one learning rate and one weight decay.
+
+    Raises ConfigError if a group of the configuration has no parameter.
+    """
+    rest = ParameterGroupConfig(parameters=["*"])
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in optimizer.groups}
+    left: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in named:
+        fitting = (key for key, group in optimizer.groups.items() if _fits(name, group.parameters))
+        key = next(fitting, None)
+        (left if key is None else members[key]).append((name, parameter))
+    for key, found in members.items():
+        if not found:
+            patterns = optimizer.groups[key].parameters
+            raise ConfigError(
+                f"optimizer.groups.{key}: no parameter fits {', '.join(patterns)}, or an earlier group has "
+                f"it; the model's parameters are {_some([name for name, _ in named])}"
+            )
+    pairs = [*((members[key], group) for key, group in optimizer.groups.items()), (left, rest)]
+    return [made for found, group in pairs for made in _by_decay(found, group, optimizer, trainer)]
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _by_decay(
+    members: Named, group: ParameterGroupConfig, optimizer: OptimizerConfig, trainer: TrainerConfig
+) -> Iterator[ParameterGroup]:
+    def decay(parameter: nn.Parameter) -> float:
+        if group.weight_decay is not None:
+            return group.weight_decay
+        return trainer.weight_decay if optimizer.decay == "all" or parameter.dim() > 1 else 0.0
+
+    for each in dict.fromkeys(decay(parameter) for _, parameter in members):
+        yield ParameterGroup(
+            parameters={name: p for name, p in members if decay(p) == each},
+            lr=trainer.lr if group.lr is None else group.lr,
+            weight_decay=each,
+            betas=trainer.betas,
+        )
+
+
+class Optimization:
+    """One or more optimizers that train all parameters.
+
+    Args:
+        named: the parameters by name.
+        make: makes the optimizers from groups of parameters.
+        groups: the parameters again, divided; learning rates are those at the peak of the schedule.
+
+    Raises PluginError if the optimizers do not train each parameter once.
+    """
+
+    def __init__(
+        self, named: Named, make: Bound[Sequence[ParameterGroup], Any], groups: Sequence[ParameterGroup]
+    ) -> None:
+        self._named, self._make = named, make
+        made = make(groups)
+        self._optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, Sequence) else [made]
+        self._of = {
+            parameter: optimizer
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        trained = sum(len(group["params"]) for each in self._optimizers for group in each.param_groups)
+        if trained != len(named) or any(parameter not in self._of for _, parameter in named):
+            raise PluginError(f"{make}: its optimizers train {trained} of {len(named)} parameters once each")
+        self._peaks = [[float(group["lr"]) for group in each.param_groups] for each in self._optimizers]
+
+    def step(self, factor: float) -> None:
+        """Update all parameters with ``factor`` times the learning rates at the peak."""
+        for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a parameter by slot; empty before its first update."""
+        state: dict[str, Any] = self._of[parameter].state.get(parameter, {})
+        return state
+
+    # ------------------------------------------------------------------------------ checkpoints
+
+    def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors of all states, each once, and what else there is, for a JSON file."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, float] = {}
+        twins: dict[str, str] = {}
+        places: dict[tuple[int, torch.Size], str] = {}
+        for name, parameter in self._named:
+            for slot, value in self.state(parameter).items():
+                key = f"{name}/{slot}"
+                if not isinstance(value, Tensor):
+                    numbers[key] = value
+                elif (first := places.setdefault((value.data_ptr(), value.shape), key)) != key:
+                    twins[key] = first
+                else:
+                    tensors[key] = value
+        return tensors, {"optimizer": self._make.offer.name, "numbers": numbers, "twins": twins}
+
+    def restore(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], device: torch.device) -> None:
+        """Continue with what was saved.  Raises ValueError or KeyError if it is not of these optimizers."""
+        if about["optimizer"] != self._make.offer.name:
+            raise ValueError(f"it is of {about['optimizer']!r}, not of {self._make.offer.name!r}")
+        moved = {key: tensor.to(device) for key, tensor in tensors.items()}
+        moved |= {key: moved[first] for key, first in about["twins"].items()}
+        by_name = dict(self._named)
+        for key, value in {**moved, **about["numbers"]}.items():
+            name, _, slot = key.rpartition("/")
+            parameter = by_name[name]
+            self._of[parameter].state[parameter][slot] = value
+        for name, parameter in self._named:
+            self._check(name, parameter)
+
+    def _check(self, name: str, parameter: nn.Parameter) -> None:
+        """Raise ValueError unless the optimizer keeps such a state: fused kernels do not look at shapes."""
+        expected = state_of(self._make.function, self._make.options, name, parameter.shape)
+        found = {
+            slot: (tuple(value.shape), str(value.dtype)[6:]) if isinstance(value, Tensor) else ((), "int")
+            for slot, value in self.state(parameter).items()
+        }
+        if found and expected is not None and found != expected:
+            raise ValueError(f"of {name} there is {_spelled(found)}, expected {_spelled(expected)}")
+
+
+def _spelled(state: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{slot} {list(shape)} {dtype}" for slot, (shape, dtype) in sorted(state.items()))
