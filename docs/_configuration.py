@@ -49,6 +49,8 @@ def page() -> str:
             lines += _table(f"[{field.name}]", field.type, texts)
             if field.name == "optimizer":
                 lines += _table("[optimizer.groups.NAME]", config.ParameterGroupConfig, texts)
+        if field.name == "validation":
+            lines += _table("[validation.sets.NAME]", config.ValidationSetConfig, texts)
     return "\n".join(lines)
 
 

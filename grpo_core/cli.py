@@ -90,6 +90,7 @@ def validate(
     model: str,
     *,
     env: Annotated[list[str] | None, Parameter(negative="")] = None,
+    only: Annotated[list[str] | None, Parameter(negative="")] = None,
     validation: str | None = None,
     engine: str | None = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
@@ -104,7 +105,10 @@ def validate(
     model
         Directory of a run or of a model, or a hub id.
     env
-        Environment to validate on, as "math:sort"; may be repeated.  Default: the tasks of the run.
+        Environment to validate on, as "math:sort"; may be repeated.  Default: the tasks and validation sets
+        of the run.
+    only
+        Task or validation set of the run to measure; may be repeated.  Default: all.
     validation
         Validation strategy for the prompts.  Default: the strategy of the run.
     engine
@@ -127,6 +131,7 @@ def validate(
         envs=env or [],
         chosen={section: name for section, name in chosen.items() if name is not None},
         settings=set_ or [],
+        only=only or [],
         output=output,
         as_json=json,
         block=no_plugin or [],

@@ -17,6 +17,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.events import Saved, StepEnded, Validated
 from grpo_core.loop.endings import Goal, TimeLimit
 from grpo_core.testing import FakeTrainer, prompts
+from grpo_core.versions import Interval
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_what_is_no_goal_is_refused_when_the_configuration_is_read(text):
 
 def test_a_run_ends_with_a_checkpoint_when_its_goal_is_reached():
     saved = []
-    run_ = Run(steps=12, schedule={"validate_every": 2})
+    run_ = Run(steps=12, schedule={"validations": [Interval(2)]})
 
     async def validate(version):
         return {"task": {"accuracy": version / 10}}
@@ -84,7 +85,7 @@ def ended(seed):
         prompts_per_step=1,
         group_size=2,
         trainer=Slow(rng, step),
-        schedule={"validate_every": rng.choice([0, 1, 3]), "save_every": rng.choice([0, 2, 5])},
+        schedule={"validations": [Interval(rng.choice([0, 1, 3]))], "save_every": rng.choice([0, 2, 5])},
         time_limit=TimeLimit(end=limit, seconds=limit),
     )
     times = []

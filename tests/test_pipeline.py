@@ -38,6 +38,7 @@ from grpo_core.loop.pipeline import Pipeline, Schedule
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.records import Completion, Feedback
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
+from grpo_core.versions import Interval
 
 
 class Stream:
@@ -314,7 +315,7 @@ def test_an_error_anywhere_ends_the_run_with_its_cause(who):
     class BoomError(Exception):
         pass
 
-    run_ = Run(schedule={"validate_every": 3})
+    run_ = Run(schedule={"validations": [Interval(3)]})
 
     async def boom(*args):
         raise BoomError(who)
@@ -511,7 +512,7 @@ def test_validation_runs_on_one_version_and_changes_no_training():
     seen = []
 
     def a_run(validate):
-        done = Run(policy="in_order", schedule={"in_flight_updates": False, "validate_every": 4})
+        done = Run(policy="in_order", schedule={"in_flight_updates": False, "validations": [Interval(4)]})
         if validate:
 
             async def measure(version):
@@ -589,7 +590,7 @@ def test_stop_ends_after_the_step_with_a_checkpoint_and_the_rest_can_be_trained_
 
 def test_a_run_that_is_stopped_begins_no_validation():
     begun = []
-    run_ = Run(schedule={"validate_every": 1})
+    run_ = Run(schedule={"validations": [Interval(1)]})
 
     async def validate(version):
         begun.append(version)

@@ -23,6 +23,7 @@ from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTra
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
 from grpo_core.validation.runner import Context, run_strategy
 from grpo_core.validation.strategies import Batched, PassAtK, Pipelined
+from grpo_core.versions import Interval
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)
 STEPS = 12
@@ -92,7 +93,7 @@ class Training:
             group_size=4,
             advantages=group_advantages,
             emit=self.emit,
-            schedule=Schedule(validate_every=every if strategy else 0, stall=3600.0, **schedule),
+            schedule=Schedule(validations=[Interval(every)] if strategy else (), stall=3600.0, **schedule),
             validate=validate,
             watch=watch,
         )
@@ -259,7 +260,8 @@ class Validating(Simulation):
 
     def told(self):
         """The simulation with everything that training may depend on fixed."""
-        self._options |= {"validate_every": self.every if self.strategy else 0, "in_flight_updates": False}
+        self._validation = {"every": self.every if self.strategy else 0, "at_start": True, "sets": {}}
+        self._options["in_flight_updates"] = False
         self._dynamic = False  # groups that are filtered make room in the order in which they end
         self._remembers = False  # a curriculum draws by what has been observed until then
         self.trained, self.validated = blake2b(), []

@@ -17,6 +17,7 @@ from grpo_core.records import Episode, Feedback, Prompt
 from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer
 from grpo_core.validation.runner import Context, run_strategy
+from grpo_core.versions import Interval
 
 METRICS_JSONL = "metrics.jsonl"
 
@@ -33,7 +34,7 @@ def a_run(path: Path, strategy: ValidationStrategy, *, task: str = "task", **cha
     """The directory of a run of twelve steps that validates every four of them."""
     environment = FakeEnvironment(feedback)
     engine = FakeEngine(reply=lambda request, rng: rng.choice("aaabbbz"))
-    options = {"schedule": {"validate_every": 4}, "max_retries": 20, **changes}
+    options = {"schedule": {"validations": [Interval(4)]}, "max_retries": 20, **changes}
     run = Run(environment=environment, engine=engine, **options)
 
     async def validate(version: int) -> object:

@@ -35,7 +35,6 @@ from grpo_core.app.parts import (
     make_validation,
     rollout_places,
     sampling_params,
-    validation_context,
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.resume import identity
@@ -60,6 +59,7 @@ from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
+from grpo_core.validation.sets import HeldOut
 
 Prompts = Mapping[str, Sequence[Prompt]]
 """Prompts by task."""
@@ -99,7 +99,8 @@ class RunContext:
 async def assemble(config: Config, run: RunContext) -> Pipeline:
     """Make the pipeline of a run, and start everything that it needs."""
     prompts = await run.tasks.prompts("train")
-    held_out = await run.tasks.prompts("validation") if config.validation.every else {}
+    chosen = config.validation
+    held_out = await run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every))
     assembly = Assembly(config, run, await choose_devices(config, run))
     start = await assembly.start_model(prompts)
     check_lengths(config.rollout, start.positions)
@@ -261,7 +262,7 @@ class Assembly:
             async_save=config.checkpoint.async_save,
             transport=workers.transport(
                 config.engine,
-                config.validation.engine if config.validation.every else None,
+                config.validation.engine if config.validation.measures else None,
                 run.placement,
                 run.plugins,
             ),
@@ -288,7 +289,7 @@ class Assembly:
     def validation_engine(self, model: str) -> Engine | None:
         """Make the engine that only validation uses, if one is configured."""
         engine = self.config.validation.engine
-        if engine is None or not self.config.validation.every:
+        if engine is None or not self.config.validation.measures:
             return None
         logs = self.run.directory.logs / "validation"
         logs.mkdir(exist_ok=True)
@@ -344,21 +345,21 @@ class Assembly:
         )
 
     def validation(
-        self, engine: Engine, own: Engine | None, renderer: Renderer, held_out: Prompts
+        self, engine: Engine, own: Engine | None, renderer: Renderer, held_out: Sequence[HeldOut]
     ) -> tuple[Engine, Validate]:
         """Return the engine for training, and the function that validates."""
         config, run = self.config, self.run
-        context = validation_context(
-            config.validation,
+        measure = make_validation(
+            held_out,
             config.rollout,
+            run.plugins,
             seed=config.seed,
             engine=own or engine,
-            environments=run.tasks.environments,
             renderer=renderer,
-            held_out=held_out,
             places=self.places,
+            last=config.trainer.steps,
+            emit=run.emit,
         )
-        measure = make_validation(config.validation, run.plugins, context, run.emit)
         section = config.validation.engine
         if own is None or section is None:
             return engine, measure

@@ -126,6 +126,7 @@ def validate(
     output: Path | None,
     as_json: bool,
     block: Sequence[str],
+    only: Sequence[str] = (),
 ) -> int:
     """Run ``grpo-core validate``; return the exit status."""
     changes = _changes(envs, chosen, settings)
@@ -136,6 +137,7 @@ def validate(
     with wrong_input():
         measured = drop_overridden(find(target, offered), changes, tasks=bool(envs))
     config, host = configure([measured.table], changes, block)
+    _check_only(only, config)
     _check(config, host, trains=False)
     console = Console(stderr=True)
     for note in measured.notes:
@@ -149,6 +151,7 @@ def validate(
                 measured.model,
                 version=measured.version,
                 host=host,
+                only=only,
                 status=lambda text: console.print(Text(inert(text), style="dim"), soft_wrap=True),
                 emit=lambda event: played.append(event) if isinstance(event, ValidationPlayed) else None,
             )
@@ -157,23 +160,45 @@ def validate(
         for event in played:
             write_validation(directory, event.version, event.groups)
     about = {"model": measured.name, "version": measured.version, "validation": config.validation.name}
-    report = {**about, "options": config.validation.options, "seed": config.seed, "results": results}
+    resolved = {name: config.validation.of_set(name) for name in config.validation.sets if name in results}
+    sets = {name: {"validation": one.name, "options": one.options} for name, one in resolved.items()}
+    report = {
+        **about,
+        "options": config.validation.options,
+        "sets": sets,
+        "seed": config.seed,
+        "results": results,
+    }
     text = json.dumps(report, indent=2)
     (directory / "results.json").write_text(text + "\n", encoding="utf-8")
     console.print(Text(inert(f"results and rollouts: {directory}")), soft_wrap=True)
     if as_json:
         print(text)
     else:
-        _say("{model}, version {version}, measured by {validation}\n".format(**about))
+        strategies = {config.validation.name: None} if set(results) - set(sets) else {}
+        strategies |= dict.fromkeys(one.name for one in resolved.values())
+        _say(f"{measured.name}, version {measured.version}, measured by {', '.join(strategies)}\n")
         _say(table(results))
     return 0
+
+
+def _check_only(only: Sequence[str], config: Config) -> None:
+    known = [*config.tasks, *config.validation.sets]
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(
+            f"--only {unknown[0]}: is no task and no validation set; there are {', '.join(known)}"
+        )
 
 
 def _validation_name(target: Path, config: Config) -> Path:
     """Return RUN/validated/DATE for a run, and runs/TASKS-validated-DATE for a model."""
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     a_run = (target / CONFIG).is_file()
-    first = target / "validated" / now if a_run else RUNS / f"{'+'.join(config.tasks)}-validated-{now}"
+    first = (
+        target / "validated" / now
+        if a_run
+        else RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
+    )
     candidates = [first, *(first.with_name(f"{first.name}-{i}") for i in range(2, 1000))]
     return next(path for path in candidates if not path.exists())
 

@@ -209,7 +209,9 @@ def row_tokens(config: Config, positions: int) -> int:
 def outstanding(config: Config) -> int:
     """Return the largest number of rollouts that an engine works at, at the same time."""
     rollouts = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
-    held_out = config.validation.prompts * len(config.tasks) if config.validation.every else 0
+    validation = config.validation
+    held_out = validation.prompts * len(config.tasks) if validation.every else 0
+    held_out += sum(validation.of_set(name).prompts for name in validation.due_sets)
     return max(rollouts * config.rollout.group_size, held_out)
 
 
@@ -303,7 +305,8 @@ def footprint(
                 missing.append(str(error))
         found.append(evolve(process, parts=parts))
     if not remote:
-        count = config.environment.workers * len(config.tasks)
+        sets = config.validation.environments(config.validation.due_sets)
+        count = config.environment.workers * (len(config.tasks) + len(sets))
         found.append(ProcessMemory(name="environment", parts=(_base(python),), count=count))
     return Footprint(
         processes=tuple(found), parameters=model.parameters, microbatch=microbatch, missing=tuple(missing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from grpo_core.config import (
 from grpo_core.environments.budget import ErrorBudget, errors_of_calls
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError
-from grpo_core.events import Event, ValidationPlayed
+from grpo_core.events import Event
 from grpo_core.loop import canary
 from grpo_core.loop.advantages import Clipped
 from grpo_core.loop.buffer import Buffer
@@ -43,10 +43,12 @@ from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.shaping import Shaping
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import AdvantageFunction, Engine, EnvironmentClient, Sampler
+from grpo_core.protocols import AdvantageFunction, Engine, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.training.process import thread_count
-from grpo_core.validation.runner import Context, Results, played_groups, run_strategy
+from grpo_core.validation.runner import Context
+from grpo_core.validation.sets import HeldOut, Measured, Validation
+from grpo_core.versions import Interval
 
 SYNC_GRACE = 15.0
 """Extra seconds for an engine to keep its own deadlines, and to end a process that does not answer."""
@@ -123,7 +125,7 @@ def engines_of(config: Config, *, trains: bool) -> dict[str, EngineConfig]:
     """Return the sections of the engines that training, or a validation alone, starts, by key."""
     own = config.validation.engine
     if trains:
-        with_own = own is not None and config.validation.every
+        with_own = own is not None and config.validation.measures
         return {"engine": config.engine} | ({"validation.engine": own} if own and with_own else {})
     return {"engine": config.engine} if own is None else {"validation.engine": own}
 
@@ -287,7 +289,10 @@ def make_schedule(
         groups = (pipeline.max_staleness + 1) * trainer.prompts_per_step
         rounds = -(-groups // max(1, rollout.max_in_flight // rollout.group_size))
     return Schedule(
-        validate_every=validation.every,
+        validations=[
+            _interval(validation),
+            *(_interval(validation.of_set(name)) for name in validation.sets),
+        ],
         save_every=checkpoint.every,
         rollout_deadline=rollout.deadline,
         sync_deadline=SYNC_ATTEMPTS * engine.deadline + SYNC_GRACE,
@@ -296,51 +301,56 @@ def make_schedule(
         stall=rollout.deadline * attempts * rounds
         + trainer.deadline
         + SYNC_ATTEMPTS * engine.deadline
-        + validation.deadline * bool(validation.every),
+        + validation.longest_deadline * validation.measures,
     )
 
 
-def validation_context(
-    config: ValidationConfig,
-    rollout: RolloutConfig,
-    *,
-    seed: int,
-    engine: Engine,
-    environments: Mapping[str, EnvironmentClient],
-    renderer: Renderer,
-    held_out: Mapping[str, Sequence[Prompt]],
-    places: Slots,
-) -> Context:
-    """Make the context of a validation strategy, of which each version gets a copy."""
-    return Context(
-        version=0,
-        prompts={task: part[: config.prompts] for task, part in held_out.items() if part},
-        engine=engine,
-        environments=environments,
-        renderer=renderer,
-        sampling=evolve(sampling_params(rollout), top_p=config.top_p, top_k=config.top_k, min_p=config.min_p),
-        deadline=config.deadline,
-        retries=rollout.max_retries,
-        seed=seed,
-        group_size=rollout.group_size,
-        places=places,
-    )
+def _interval(config: ValidationConfig) -> Interval:
+    return Interval(config.every, config.at_start)
 
 
 def make_validation(
-    config: ValidationConfig,
+    held_out: Sequence[HeldOut],
+    rollout: RolloutConfig,
     plugins: PluginHost,
-    context: Context,
+    *,
+    seed: int,
+    engine: Engine,
+    renderer: Renderer,
+    places: Slots,
+    last: int = 0,
     emit: Callable[[Event], None] = lambda event: None,
-) -> Callable[[int], Awaitable[Results]]:
-    """Make the function that validates a version with the section's strategy, and emits what it played."""
-    strategy = plugins.make("validation_strategy", config.name, **config.options)
+) -> Validation:
+    """Make what validates the versions of a run until the ``last`` one."""
 
-    async def validate(version: int) -> Results:
-        measuring = evolve(context, version=version)
-        try:
-            return await run_strategy(config.name, strategy, measuring)
-        finally:
-            emit(ValidationPlayed(step=version, version=version, groups=played_groups(measuring)))
+    def context(part: HeldOut) -> Context:
+        config = part.config
+        return Context(
+            version=0,
+            prompts={name: own[: config.prompts] for name, own in part.prompts.items() if own},
+            engine=engine,
+            environments=part.environments,
+            renderer=renderer,
+            sampling=evolve(
+                sampling_params(rollout), top_p=config.top_p, top_k=config.top_k, min_p=config.min_p
+            ),
+            deadline=config.deadline,
+            retries=rollout.max_retries,
+            seed=seed,
+            group_size=rollout.group_size,
+            places=places,
+        )
 
-    return validate
+    return Validation(
+        parts=[
+            Measured(
+                name=part.config.name,
+                strategy=plugins.make("validation_strategy", part.config.name, **part.config.options),
+                interval=_interval(part.config),
+                context=context(part),
+            )
+            for part in held_out
+        ],
+        last=last,
+        emit=emit,
+    )

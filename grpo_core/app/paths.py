@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve, fields_dict
 
-from grpo_core.config import Config, PluginChoice, SourceConfig
+from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
 from grpo_core.data.sources import FILES
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import in_file
@@ -30,9 +30,11 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         section: evolve(choice, name=_absolute_name(choice.name)) for section, choice in _choices(config)
     }
     own = config.validation.engine
-    if own is not None:
-        own = evolve(own, name=_absolute_name(own.name))
-        choices["validation"] = evolve(choices["validation"], engine=own)
+    choices["validation"] = evolve(
+        choices["validation"],
+        engine=own and evolve(own, name=_absolute_name(own.name)),
+        sets={name: _absolute_set(one) for name, one in config.validation.sets.items()},
+    )
     tasks = {
         name: evolve(task, env=_absolute_name(task.env), source=_absolute_source(task.source))
         for name, task in config.tasks.items()
@@ -50,6 +52,7 @@ def plugin_files(config: Config) -> set[Path]:
     names = [choice.name for _, choice in _choices(config)]
     names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
     names += [config.validation.engine.name] if config.validation.engine else []
+    names += [name for one in config.validation.sets.values() for name in (one.env, one.name) if name]
     words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
     programs = {word for word in words if word.is_absolute() and word.is_file()}
     return {place[0] for name in names if (place := in_file(name))} | programs
@@ -66,6 +69,15 @@ def _absolute_name(name: str) -> str:
     if (place := in_file(name)) is None:  # a command, perhaps, as in "agent:sh ./agent.sh"
         return re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), name)
     return ":".join(part for part in (os.path.abspath(place[0]), place[1]) if part)
+
+
+def _absolute_set(one: ValidationSetConfig) -> ValidationSetConfig:
+    return evolve(
+        one,
+        env=_absolute_name(one.env) if one.env else "",
+        name=one.name and _absolute_name(one.name),
+        source=_absolute_source(one.source),
+    )
 
 
 def _absolute_source(source: SourceConfig) -> SourceConfig:

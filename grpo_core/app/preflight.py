@@ -9,6 +9,7 @@ from grpo_core.app.workers import transport, workers_of
 from grpo_core.config import AdvantageConfig, Config, TaskConfig
 from grpo_core.data.samplers import sampler_state
 from grpo_core.errors import ConfigError
+from grpo_core.loop.endings import Goal
 from grpo_core.loss import LossSetting, needs_of, problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template
@@ -23,7 +24,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     The modules of the selected plugins are imported, except environments that are offered as a string: these
     may be loadable only in their own process.
     """
-    if not config.tasks:
+    if not config.tasks and (trains or not config.validation.sets):
         raise _no_task("train on" if trains else "measure", host)
     for task in config.tasks.values():
         _check_environment(task, host)
@@ -41,9 +42,12 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     host.check_values("optimizer", config.optimizer.name, config.optimizer.options)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
+    _check_goal(config)
     _check_filters(config, host)
     make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
     host.make("validation_strategy", config.validation.name, **config.validation.options)
+    for name in config.validation.sets:
+        _check_set(name, config, host, trains=trains)
     check_trackers(config.tracking, host)
     _check_placement(config, host, trains=trains)
     model_source(config.model, host).check()
@@ -87,23 +91,67 @@ def _check_best(config: Config) -> None:
     best = config.checkpoint.best.removeprefix("-")
     if not best:
         return
-    tasks = [name for name in config.tasks if re.fullmatch(rf"validation/{re.escape(name)}/[^/]+", best)]
-    if not tasks:
+    key, every = _interval_of(best, config, "checkpoint.best")
+    if not every or not config.checkpoint.every:
         raise ConfigError(
-            f"checkpoint.best is {best!r}, which is no metric of validation; expected validation/TASK/NAME "
-            f"with one of the tasks {', '.join(config.tasks)}"
+            f"checkpoint.best compares checkpoints that are validated: checkpoint.every and {key} "
+            f"must not be 0; they are {config.checkpoint.every} and {every}"
         )
-    if not config.validation.every or not config.checkpoint.every:
+
+
+def _check_goal(config: Config) -> None:
+    """Raise ConfigError if the run could never reach its goal, since nothing measures it."""
+    goal = config.trainer.stop_when
+    if not goal.strip().startswith("validation/"):
+        return
+    key, every = _interval_of(Goal.parse(goal).metric, config, "trainer.stop_when")
+    if not every:
+        raise ConfigError(f"trainer.stop_when is {goal!r}, which nothing measures: {key} is 0")
+
+
+def _interval_of(metric: str, config: Config, key: str) -> tuple[str, int]:
+    """Return the key of a validation metric's interval, and its value.  Raises ConfigError."""
+    validation = config.validation
+    intervals = dict.fromkeys(config.tasks, ("validation.every", validation.every)) | {
+        name: (f"validation.sets.{name}.every", validation.of_set(name).every) for name in validation.sets
+    }
+    for name, found in intervals.items():
+        if re.fullmatch(rf"validation/{re.escape(name)}/[^/]+", metric):
+            return found
+    sets = f" or of the sets {', '.join(validation.sets)}" if validation.sets else ""
+    raise ConfigError(
+        f"{key} is {metric!r}, which is no metric of validation; expected validation/TASK/NAME "
+        f"with one of the tasks {', '.join(config.tasks)}{sets}"
+    )
+
+
+def _check_set(name: str, config: Config, host: PluginHost, *, trains: bool) -> None:
+    """Raise ConfigError or PluginError if a validation set cannot be measured."""
+    key, validation = f"validation.sets.{name}", config.validation
+    chosen, resolved = validation.sets[name], validation.of_set(name)
+    if name in config.tasks:
         raise ConfigError(
-            "checkpoint.best compares checkpoints that are validated: checkpoint.every and validation.every "
-            f"must not be 0; they are {config.checkpoint.every} and {config.validation.every}"
+            f"{key}: {name!r} is the name of a task, which [validation] measures under that name; give the "
+            "set another one"
         )
+    if chosen.task and chosen.task not in config.tasks:
+        raise ConfigError(
+            f"{key}.task is {chosen.task!r}; the tasks are {', '.join(config.tasks) or '(none)'}"
+        )
+    if trains and chosen.every is None and not validation.every:
+        raise ConfigError(
+            f"{key} is never measured, since validation.every is 0: set {key}.every, to 0 if only "
+            "`grpo-core validate` shall measure it"
+        )
+    for environment in validation.environments([name]).values():
+        _check_environment(environment, host)
+    host.make("validation_strategy", resolved.name, **resolved.options)
 
 
 def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
     placement = make_placement(config.placement, host)
     placement.check(config.trainer if trains else None, engines_of(config, trains=trains))
-    own = config.validation.engine if config.validation.every else None
+    own = config.validation.engine if config.validation.measures else None
     transport(config.engine, own, placement, host)
 
 

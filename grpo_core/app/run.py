@@ -9,11 +9,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from grpo_core.app import workers
 from grpo_core.app.assembly import RunContext, assemble
@@ -25,7 +25,6 @@ from grpo_core.app.parts import (
     make_placement,
     make_validation,
     rollout_places,
-    validation_context,
     with_steps,
 )
 from grpo_core.app.placement import Placement
@@ -46,6 +45,7 @@ from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.process import thread_count
+from grpo_core.validation.sets import HeldOut
 
 
 @frozen(kw_only=True)
@@ -144,13 +144,15 @@ async def validate(
     *,
     version: int,
     host: PluginHost,
+    only: Collection[str] = (),
     status: Callable[[str], None] = lambda text: None,
     emit: Callable[[Event], None] = lambda event: None,
 ) -> Mapping[str, Mapping[str, float]]:
-    """Measure the weights in a model directory with the configuration's strategy and tasks.
+    """Measure the weights in a model directory with the configuration's strategies, tasks and sets.
 
     Args:
         model: None is the model that training would start from.
+        only: names of the tasks and sets that are measured; without names all are.
         emit: receives the rollouts, as an event, also if the strategy fails.
     """
     from grpo_core.weights.layout import load_tensors
@@ -162,10 +164,9 @@ async def validate(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(_said(status)))
         status("starting the environments")
-        tasks = await stack.enter_async_context(_tasks(config, placement, logs=None))
-        held_out = await tasks.prompts("validation")
-        if empty := [task for task, prompts in held_out.items() if not prompts]:
-            raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
+        sets = [name for name in config.validation.sets if name in only or not only]
+        tasks = await stack.enter_async_context(_tasks(config, placement, sets=sets, logs=None))
+        held_out = await _held_out(config, tasks, sets, only)
         path = model or await _start_model(config, host, tasks, stack, status)
         devices = await asyncio.to_thread(placement.devices, None, engines)
         engine = workers.make_engine(
@@ -184,19 +185,32 @@ async def validate(
         writer = SharedMemoryWriter()
         await engine.update_weights(writer.write(version, load_tensors(path)))
         status("validating")
-        context = validation_context(
-            config.validation,
+        validation = make_validation(
+            held_out,
             config.rollout,
+            host,
             seed=config.seed,
             engine=engine,
-            environments=tasks.environments,
             renderer=renderer,
-            held_out=held_out,
             places=rollout_places(config.rollout),
+            emit=emit,
         )
-        measure = make_validation(config.validation, host, context, emit)
-        results: Mapping[str, Mapping[str, float]] = await measure(version)
-        return results
+        return await validation.measure(version, validation.parts)
+
+
+async def _held_out(
+    config: Config, tasks: Tasks, sets: Sequence[str], only: Collection[str]
+) -> list[HeldOut]:
+    """Return what is measured.  Raises ConfigError if there is nothing to measure a task by."""
+    wanted = [name for name in config.tasks if name in only or not only]
+    held_out = await tasks.held_out(config.validation, sets, tasks=bool(wanted))
+    if not wanted:
+        return held_out
+    plain, *of_sets = held_out
+    prompts = {name: plain.prompts[name] for name in wanted}
+    if empty := [name for name, own in prompts.items() if not own]:
+        raise ConfigError(f"task {', '.join(map(repr, empty))}: there are no prompts for validation")
+    return [evolve(plain, prompts=prompts), *of_sets]
 
 
 # ---------------------------------------------------------------------------------- around it
@@ -247,7 +261,9 @@ def _prepare(prepare: Callable[[], None], threads: int) -> None:
 async def _start(config: Config, run: RunContext) -> Pipeline:
     """Start every part of a run, and tell the trackers that the run has started."""
     run.trackers.status("starting the environments")
-    run.tasks = await run.stack.enter_async_context(_tasks(config, run.placement, logs=run.directory.logs))
+    sets = config.validation.due_sets
+    around = _tasks(config, run.placement, sets=sets, logs=run.directory.logs)
+    run.tasks = await run.stack.enter_async_context(around)
     config = with_steps(config, await run.tasks.prompts("train"))
     pipeline = await assemble(config, run)
     run.emit(_started(config, run, pipeline))
@@ -259,11 +275,14 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
 
 
 @contextlib.asynccontextmanager
-async def _tasks(config: Config, placement: Placement, *, logs: Path | None) -> AsyncIterator[Tasks]:
-    """Start the environments of a run while its placement is connected."""
-    wanted = config.engine.workers + config.environment.workers * len(config.tasks)
+async def _tasks(
+    config: Config, placement: Placement, *, sets: Sequence[str], logs: Path | None
+) -> AsyncIterator[Tasks]:
+    """Start the environments of a run, and of some validation sets, while its placement is connected."""
+    of_sets = config.validation.environments(sets)
+    wanted = config.engine.workers + config.environment.workers * (len(config.tasks) + len(of_sets))
     with placement.connected(wanted):
-        async with Tasks.start(config.tasks, config.environment, placement, logs=logs) as tasks:
+        async with Tasks.start(config.tasks, config.environment, placement, sets=of_sets, logs=logs) as tasks:
             yield tasks
 
 

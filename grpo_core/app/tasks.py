@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from grpo_core.aio import gather
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
-from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig
+from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, ValidationConfig
 from grpo_core.data.sources import Source, find_source
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.records import Prompt
+from grpo_core.validation.sets import HeldOut
 
 ROWS_OF_A_CALL = 1000
 """Number of rows of a source that an environment turns into prompts in one call."""
@@ -27,6 +28,8 @@ class Tasks:
     """The environments of a run, each behind its workers and their batchers."""
 
     environments: Mapping[str, EnvironmentPool]
+    of_sets: Mapping[str, EnvironmentPool]
+    """The environments of validation sets that have their own, by set."""
     sources: Mapping[str, SourceConfig]
 
     @classmethod
@@ -37,35 +40,68 @@ class Tasks:
         config: EnvironmentConfig,
         placement: Placement,
         *,
+        sets: Mapping[str, TaskConfig],
         logs: Path | None,
     ) -> AsyncIterator[Tasks]:
-        """Start all environments together, and end them with the block."""
+        """Start all environments together, and end them with the block.
+
+        Args:
+            sets: the environments of validation sets, by set.
+        """
+        every = {**tasks, **sets}
         environments = {
             name: workers.make_environment(
                 name, task, config, placement, log=logs / f"environment-{name}.log" if logs else None
             )
-            for name, task in tasks.items()
+            for name, task in every.items()
         }
         try:
             await gather(environment.start() for environment in environments.values())
-            sources = {name: task.source for name, task in tasks.items()}
             async with _agents(environments, placement):
-                yield cls(environments=environments, sources=sources)
+                yield cls(
+                    environments={name: environments[name] for name in tasks},
+                    of_sets={name: environments[name] for name in sets},
+                    sources={name: task.source for name, task in every.items()},
+                )
         finally:
             await asyncio.gather(*(environment.aclose() for environment in environments.values()))
 
     async def prompts(self, split: str) -> dict[str, Sequence[Prompt]]:
         """Return each task's prompts, from its source or environment.  Raises PluginError, ConfigError."""
-
-        async def of(name: str, environment: EnvironmentPool) -> Sequence[Prompt]:
-            source = find_source(name, self.sources[name], split)
-            if source is None:
-                return await self._offered(name, environment, split)
-            await asyncio.to_thread(source.open)
-            return await _adopted(source, environment)
-
-        found = await gather(of(name, environment) for name, environment in self.environments.items())
+        found = await gather(self._prompts(*named, split) for named in self.environments.items())
         return dict(zip(self.environments, found, strict=True))
+
+    async def held_out(
+        self, validation: ValidationConfig, names: Collection[str], *, tasks: bool
+    ) -> list[HeldOut]:
+        """Return the prompts of all tasks, if they are wanted, and of the sets with these names."""
+        plain = HeldOut(
+            config=validation,
+            prompts=await self.prompts("validation") if tasks else {},
+            environments=self.environments,
+        )
+        sets = await gather(self._of_set(name, validation) for name in names)
+        return [*([plain] if tasks else []), *sets]
+
+    async def _of_set(self, name: str, validation: ValidationConfig) -> HeldOut:
+        """Return the prompts of a set; those of a task go by the set's name.  Raises ConfigError."""
+        task = validation.sets[name].task
+        environment = self.environments[task] if task else self.of_sets[name]
+        config = validation.of_set(name)
+        found = await self._prompts(task or name, environment, "validation")
+        prompts = [evolve(prompt, environment=name) for prompt in found[: config.prompts]]
+        if not prompts:
+            raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
+        return HeldOut(config=config, prompts={name: prompts}, environments={name: environment})
+
+    async def _prompts(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
+        source = find_source(name, self.sources[name], split)
+        if source is None and name in self.of_sets:  # all rows of a set's source are held out
+            source = find_source(name, self.sources[name], "train")
+        if source is None:
+            return await self._offered(name, environment, split)
+        await asyncio.to_thread(source.open)
+        return await _adopted(source, environment)
 
     async def _offered(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
         """Return the prompts that an environment has.  Raises PluginError, ConfigError."""

@@ -20,6 +20,7 @@ from attrs import define, evolve, field, frozen
 from grpo_core import versions
 from grpo_core.loop.buffer import BufferStatistics
 from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
+from grpo_core.versions import Interval
 
 LAWS = {
     "staleness": "no trained token is older than max_staleness steps, older than its slot, or newer than the "
@@ -39,8 +40,8 @@ LAWS = {
     "filter": "a group is filtered by a filter of the configuration, which says why",
     "memory": "at most (max_staleness + 1) * prompts_per_step slots are outstanding",
     "sync": "the engine gets each version once, in order, after the step that made it",
-    "validation": "validation measures the version that its engine holds, one after the other, and leaves "
-    "out no version that is due",
+    "validation": "validation measures the version that its engine holds, one after the other, by the sets "
+    "that are due, and leaves out no version that is due",
     "checkpoint": "a cut is taken when it is due, and is saved before the next one",
     "resume": "a run continues from a cut that was saved, and only what was unfinished comes again",
     "end": "a run that is finished has trained every step and has nothing left over; nothing follows its end",
@@ -75,7 +76,8 @@ class Terms:
     """Whether a rollout that a token limit cut off has no reward."""
     validates_apart: bool
     """Whether validation has its own engine."""
-    validate_every: int
+    validations: Mapping[str, Interval]
+    """When each validation set is measured; the tasks are the set ``""``."""
     save_every: int
     filters: frozenset[str] = frozenset()
     """Names of the filters, without their plugins or files."""
@@ -92,7 +94,7 @@ class Terms:
             group_size=config["rollout"]["group_size"],
             unscored=config["rollout"].get("truncated") == "unscored",
             validates_apart="engine" in config.get("validation", {}),
-            validate_every=config.get("validation", {}).get("every", 0),
+            validations=_validations(config.get("validation", {})),
             save_every=config.get("checkpoint", {}).get("every", 0),
             filters=frozenset(
                 [
@@ -101,6 +103,18 @@ class Terms:
                 ]
             ),
         )
+
+    def due(self, version: int) -> set[str]:
+        """Return the validation sets by which a version is measured."""
+        return {name for name, when in self.validations.items() if when.due(version, last=self.num_steps)}
+
+
+def _validations(section: Mapping[str, Any]) -> dict[str, Interval]:
+    """Return when each validation set is measured; a set without keys of its own has those of the section."""
+    every, start = section.get("every", 0), section.get("at_start", True)
+    sets = section.get("sets", {}).items()
+    own = {name: Interval(one.get("every", every), one.get("at_start", start)) for name, one in sets}
+    return {"": Interval(every, start), **own}
 
 
 @frozen(kw_only=True)
@@ -246,7 +260,7 @@ class Laws:
         self._expected.clear()
         if step == 0:  # version 0 is measured again
             self._now.measured = -1
-        self._now.due = (0,) if not event["resumed"] and self.terms.validate_every else ()
+        self._now.due = (0,) if not event["resumed"] and self.terms.due(0) else ()
         self._now.open = {
             id: slot if slot.ready else evolve(slot, resumed=True) for id, slot in cut.open.items()
         }
@@ -484,16 +498,19 @@ class Laws:
             f"the engine got version {event['step']} after {now.version - 1}; {now.step} steps were taken",
         )
         assert self.terms is not None
-        every = self.terms.validate_every
-        if every and (now.version % every == 0 or now.version == self.terms.num_steps):
+        if self.terms.due(now.version):
             now.due = (*now.due, now.version)
 
     def _on_Validated(self, event: Mapping[str, Any]) -> None:  # noqa: N802
+        assert self.terms is not None
         now, measured = self._now, event["version"]
-        apart = self.terms is not None and self.terms.validates_apart
-        fits = measured <= now.version if apart else measured == now.version
+        fits = measured <= now.version if self.terms.validates_apart else measured == now.version
         holds = fits and now.measured < measured
         self._law("validation", holds, f"measured {measured} after {now.measured}, held was {now.version}")
+        due, found = self.terms.due(measured), set(event["results"])
+        tasks = found - set(self.terms.validations)
+        complete = due - {""} == found - tasks and ("" in due or not tasks)
+        self._law("validation", complete, f"version {measured}: measured by {found}, due by {due}")
         now.measured = measured
         now.due = tuple(version for version in now.due if version > measured)
 

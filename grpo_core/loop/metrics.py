@@ -1,7 +1,7 @@
 """The metrics of a run: their names and meanings, and those of the groups that a step trains.  Pure.
 
 A metric's name is ``name``, ``group/name``, ``name/TASK`` or ``validation/TASK/name``; ``name`` contains no
-slash.
+slash.  In the last form TASK may also be the name of a validation set.
 """
 
 from __future__ import annotations

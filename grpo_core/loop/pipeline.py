@@ -66,6 +66,7 @@ from grpo_core.protocols import (
 )
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
 from grpo_core.tokens import sampled_versions
+from grpo_core.versions import Interval
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ DEATH_IS_SEEN = 2.0
 """Seconds within which a watcher raises that its process has ended."""
 
 Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]] | None]]
-"""Measures the weights of a version; returns None if it will emit the results itself, later."""
+"""Measures the weights of a version that is due; returns None if it will emit the results itself, later."""
 
 Written = Callable[[], Awaitable[Path]]
 """Wait until a checkpoint is complete, and return its directory."""
@@ -94,10 +95,12 @@ async def _nothing_to_flush() -> None:
 
 @frozen(kw_only=True)
 class Schedule:
-    """When validation and checkpoints are due (in steps; 0 is never), and how long waits may last."""
+    """When validation and checkpoints are due, and how long waits may last."""
 
-    validate_every: int = 0
+    validations: Sequence[Interval] = ()
+    """A version is validated if it is due in one of them."""
     save_every: int = 0
+    """Steps from one checkpoint to the next; 0 is never."""
     stall: float = 86400.0
     """Seconds that a wait may last before the run ends: the backstop behind all other deadlines."""
     rollout_deadline: float | None = None
@@ -487,14 +490,14 @@ class Pipeline:
         The next weight update waits until this returns, so the version is fixed.  Training goes on unless
         ``pause_to_validate`` is set.
         """
-        every = self.schedule.validate_every
-        if self.validate is None or not every or self._stopping:
+        last = self.buffer.num_steps
+        due = any(interval.due(version, last=last) for interval in self.schedule.validations)
+        if self.validate is None or not due or self._stopping:
             return
-        if version % every == 0 or version == self.buffer.num_steps:
-            async with self._pause():
-                results = await self.validate(version)
-            if results is not None:
-                self.emit(Validated(step=version, version=version, results=results))
+        async with self._pause():
+            results = await self.validate(version)
+        if results is not None:
+            self.emit(Validated(step=version, version=version, results=results))
 
     @contextlib.asynccontextmanager
     async def _pause(self) -> AsyncIterator[None]:

@@ -37,7 +37,8 @@ class Retention(Tracker):
         """Value of the metric by step."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        if not self._metric or not any(name.startswith("validation/") for name in values):
+        part = self._metric.rpartition("/")[0] + "/"  # of other sets, which are measured at other steps
+        if not self._metric or not any(name.startswith(part) for name in values):
             return
         if self._metric not in values:
             known = ", ".join(sorted(name for name in values if name.startswith("validation/")))

@@ -199,7 +199,8 @@ def _groups(tasks: Sequence[Task], steps: Sequence[Row]) -> list[Chart | None]:
 
 def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> list[Chart | None]:
     bound = config.get("pipeline", {}).get("max_staleness")
-    several = tasks if len(tasks) > 1 else ()
+    trained = [task for task in tasks if task.groups]  # validation sets have none
+    several = trained if len(trained) > 1 else ()
     return [
         chart(
             "staleness, in steps",

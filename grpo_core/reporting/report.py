@@ -30,7 +30,7 @@ from grpo_core.records import RunInfo
 from grpo_core.reporting.charts import readings
 from grpo_core.reporting.curves import Task, charts, tasks_of
 from grpo_core.reporting.stored import TEXTS
-from grpo_core.run_directory import ROLLOUTS, rollouts_step
+from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -101,12 +101,22 @@ class Files:
 
     def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
         """Yield the rollouts of the first step, the last step, and some steps between."""
-        named = [(rollouts_step(path.name), path) for path in (self.path / ROLLOUTS).glob("step-*")]
-        found = sorted((step, path) for step, path in named if step is not None and path.name.endswith(TEXTS))
+        found = self._texts(ROLLOUTS)
         places = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)} if found else set()
         for place in sorted(places):
             step, path = found[place]
             yield step, list(islice(self._rows(path), MOST_ROLLOUTS))
+
+    def validated(self, version: int) -> Iterator[Row]:
+        """Yield the rollouts by which a version was validated."""
+        for step, path in self._texts(VALIDATION):
+            if step == version:
+                yield from self._rows(path)
+
+    def _texts(self, folder: str) -> list[tuple[int, Path]]:
+        """Return the steps and files of the texts in a folder, in order."""
+        named = [(rollouts_step(path.name), path) for path in (self.path / folder).glob("step-*")]
+        return sorted((step, path) for step, path in named if step is not None and path.name.endswith(TEXTS))
 
     def told(self, event: str) -> list[Row]:
         return [row for row in self.events if row.get("event") == event]
@@ -207,6 +217,7 @@ def render(files: Files) -> str:
     environment.filters |= {"number": number, "share": share, "readings": readings, "measure": measure}
     shown = samples(files)  # first of all, since it may find more that cannot be read
     tasks = tasks_of(files.steps, files.validations, files.table)
+    held_out = validation_samples(files, tasks)
     return environment.get_template("report.html").render(
         script=script,
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -223,7 +234,14 @@ def render(files: Files) -> str:
         most_told=MOST_TOLD,
         resumed=[row.get("step") for row in files.told("RunStarted") if row.get("resumed")],
         unreadable=files.unreadable,
-        samples=shown,
+        samples=[
+            (
+                "Rollouts",
+                "from some steps: the best and the worst of the group whose rewards differ most",
+                shown,
+            ),
+            ("Validation", "the best and the worst rollout of the newest of each task and set", held_out),
+        ],
         config=files.config,
     )
 
@@ -310,6 +328,33 @@ def samples(files: Files) -> list[Sample]:
             if len(shown) == 2 and shown[0].get("reward") == shown[1].get("reward"):
                 shown = shown[:1]
             found += [(step, task, row) for row in shown]
+    return _samples(found)
+
+
+def validation_samples(files: Files, tasks: Sequence[Task]) -> list[Sample]:
+    """Return the best and the worst rollout of the newest validation of each task and set."""
+    newest: dict[int, set[str]] = {}
+    for task in tasks:
+        if task.validation:
+            newest.setdefault(int(task.validation[-1][0]), set()).add(task.name)
+    found = []
+    for version, names in sorted(newest.items()):
+        ends: dict[str, tuple[Row, Row]] = {}
+        for row in files.validated(version):
+            name, reward = str(row.get("task")), row.get("reward")
+            if name in names and _is_number(reward):
+                worst, best = ends.get(name, (row, row))
+                ends[name] = (
+                    min(worst, row, key=lambda one: _plain(one.get("reward"))),
+                    max(best, row, key=lambda one: _plain(one.get("reward"))),
+                )
+        for name, (worst, best) in sorted(ends.items()):
+            found += [(version, name, row) for row in ((best, worst) if worst is not best else (best,))]
+    return _samples(found)
+
+
+def _samples(found: Sequence[tuple[int, str, Row]]) -> list[Sample]:
+    """Return rollouts as they are shown, each with its step and task."""
     rewards = [_plain(row.get("reward")) for _, _, row in found]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     return [_sample(step, task, row, low, high) for step, task, row in found]

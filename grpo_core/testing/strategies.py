@@ -34,6 +34,7 @@ from grpo_core.records import Episode, Feedback, GenerationRequest, Group, Promp
 from grpo_core.testing import clock
 from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer
 from grpo_core.validation.runner import Context, Results, run_strategy
+from grpo_core.versions import Interval
 
 Policy = Callable[[GenerationRequest, random.Random], str]
 
@@ -272,7 +273,7 @@ def _trained(make: Callable[[], ValidationStrategy], validates: bool) -> Any:
             sampling=SAMPLING,
             group_size=4,
             advantages=group_advantages,
-            schedule=Schedule(validate_every=2 if validates else 0, in_flight_updates=False),
+            schedule=Schedule(validations=[Interval(2)] if validates else (), in_flight_updates=False),
             validate=validate,
         ).run()
 

@@ -58,11 +58,13 @@ def find(target: str, offered: Callable[[str], bool]) -> EvalTarget:
 def drop_overridden(measured: EvalTarget, changes: Mapping[str, Any], *, tasks: bool) -> EvalTarget:
     """Leaves out of its configuration what belongs to things that the command line replaces.
 
-    Those are the options of another strategy or engine, and its ``tasks``, if there are others.
+    Those are the options of another strategy or engine, and its ``tasks`` and validation sets, if there are
+    other tasks.
     """
     table = dict(measured.table)
     if tasks:
         table.pop("tasks", None)
+        table["validation"] = {k: v for k, v in table.get("validation", {}).items() if k != "sets"}
     for section in ("validation", "engine"):
         below, name = table.get(section, {}), changes.get(section, {}).get("name")
         if name is not None and below.get("name") != name:

@@ -50,12 +50,15 @@ from grpo_core.protocols import EnvironmentClient, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.reporting.files import plain
 from grpo_core.testing import clock
-from grpo_core.validation.runner import Context, Results, run_strategy
+from grpo_core.validation.runner import Context, Results
+from grpo_core.validation.sets import Measured, Validation
+from grpo_core.versions import Interval
 from simulation.faults import NONE, Dice, Faults
 from simulation.world import (
     DIFFERENCE,
     ENGINE_DEADLINE,
     HELD_OUT,
+    HELD_OUT_SET,
     RESTART,
     TEMPERATURE,
     Memory,
@@ -182,6 +185,8 @@ class Simulation:
     _pool: EnginePool | None = None
     _environments: dict[str, SimulatedEnvironment] = field(init=False)
     _options: dict[str, Any] = field(init=False)
+    _validation: dict[str, Any] = field(init=False)
+    """The section of the configuration."""
     _members: int = field(init=False)
     """Number of engines in a pool; 0 is one engine without a pool."""
     _remembers: bool = field(init=False)
@@ -196,8 +201,12 @@ class Simulation:
         rng = random.Random(f"run/{self.seed}")
         self._options = {
             "save_every": rng.choice([1, 2, 3, 5]),
-            "validate_every": rng.choice([0, 3]),
             "in_flight_updates": rng.random() < 0.8,
+        }
+        self._validation = {
+            "every": rng.choice([0, 3]),
+            "at_start": rng.random() < 0.7,
+            "sets": {HELD_OUT_SET: {"every": rng.choice([0, 2, 4])}} if rng.random() < 0.5 else {},
         }
         self._dynamic = rng.random() < 0.3
         members = rng.choice([0, 0, 0, 2, 3])
@@ -464,6 +473,7 @@ class Simulation:
                 rollout_deadline=90.0,
                 stall=3600.0,
                 sync_deadline=2 * ENGINE_DEADLINE + SYNC_GRACE,
+                validations=list(self._intervals().values()),
                 **self._options,
             ),
             emit=self._emit,
@@ -506,25 +516,43 @@ class Simulation:
         return {task: BatchedEnvironment(each, config) for task, each in self._environments.items()}
 
     async def _validate(self, version: int, pipeline: Pipeline) -> Results:
-        """Measure a version with held-out prompts, through the real runner."""
-        context = Context(
-            version=version,
-            prompts={
-                task: [
-                    Prompt(messages=f"{task} held out", id=f"{HELD_OUT} {i}", environment=task)
-                    for i in range(2 if task == "short" else 1)
-                ]
-                for task in TASKS
-            },
-            engine=pipeline.engine,
-            environments=pipeline.environments,
-            renderer=pipeline.renderer,
-            sampling=pipeline.sampling,
-            deadline=300.0,
-            retries=MAX_RETRIES,
-            seed=self.seed,
-        )
-        return await run_strategy("simulated", self._strategy(), context)
+        """Measure a version with held-out prompts of the tasks and of a set, through the real runner."""
+        environments = {**pipeline.environments, HELD_OUT_SET: pipeline.environments["short"]}
+        parts = [
+            Measured(
+                name="simulated",
+                strategy=self._strategy(),
+                interval=interval,
+                context=Context(
+                    version=0,
+                    prompts={
+                        task: [
+                            Prompt(messages=f"{task} held out", id=f"{HELD_OUT} {i}", environment=task)
+                            for i in range(2 if task == "short" else 1)
+                        ]
+                        for task in ([name] if name else TASKS)
+                    },
+                    engine=pipeline.engine,
+                    environments=environments,
+                    renderer=pipeline.renderer,
+                    sampling=pipeline.sampling,
+                    deadline=300.0,
+                    retries=MAX_RETRIES,
+                    seed=self.seed,
+                ),
+            )
+            for name, interval in self._intervals().items()
+        ]
+        return await Validation(parts=parts, last=self.steps)(version)
+
+    def _intervals(self) -> dict[str, Interval]:
+        """Return when the tasks (the empty name) and each validation set are measured."""
+        section = self._validation
+        own = {name: one["every"] for name, one in section["sets"].items()}
+        return {
+            name: Interval(every, section["at_start"])
+            for name, every in {"": section["every"], **own}.items()
+        }
 
     def _strategy(self) -> ValidationStrategy:
         return SimulatedValidation(self._dice, self.truth, self._tell, self._mode)
@@ -536,7 +564,7 @@ class Simulation:
             "rollout": {"max_retries": MAX_RETRIES, "group_size": self.group_size},
             "sampler": {"name": "mix"},
             "dynamic_sampling": {"enabled": self._dynamic},
-            "validation": {"every": self._options["validate_every"]},
+            "validation": self._validation,
             "checkpoint": {"every": self._options["save_every"]},
         }
 

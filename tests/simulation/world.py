@@ -73,6 +73,9 @@ RESTART = 5.0
 HELD_OUT = "held out"
 """Beginning of the ids of prompts for validation."""
 
+HELD_OUT_SET = "bench"
+"""Name of the validation set."""
+
 TEMPERATURE = 0.7
 
 DIFFERENCE = 0.5
