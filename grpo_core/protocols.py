@@ -196,7 +196,11 @@ class ValidationContext(Protocol):
 
 @runtime_checkable
 class ValidationStrategy(Protocol):
-    """Decides how held-out prompts are rolled out and measured; returns ``{task: {metric: value}}``."""
+    """Decides how held-out prompts are rolled out and measured; returns ``{task: {metric: value}}``.
+
+    Optional, for one that remembers what it has measured: ``state_dict() -> dict`` of JSON values and
+    ``load_state_dict(state)``.
+    """
 
     async def validate(self, context: ValidationContext) -> Mapping[str, Mapping[str, float]]: ...
 

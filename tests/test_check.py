@@ -341,7 +341,7 @@ def test_a_sampler_that_raises_is_a_finding_with_its_line(capsys, tmp_path):
 
 def test_a_validation_strategy_is_checked(capsys):
     status, told = checked(capsys, "greedy")
-    assert (status, told.splitlines()[-1]) == (0, "6 passed, 0 failed")
+    assert (status, told.splitlines()[-1]) == (0, "7 passed, 0 failed")
     with pytest.raises(SelectionError, match="has no option 'n'"):
         checked(capsys, "greedy", "--set", "n=0")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -112,6 +113,20 @@ def test_a_worse_version_is_not_played_to_the_end_and_a_better_one_becomes_the_s
     same = validated(strategy, context, 3)
     assert (same["outcome"], same["standard"]) == (0.0, 2.0)
     assert same["prompts"] < 1200
+
+
+def test_the_standard_survives_as_json_and_the_next_version_is_compared_with_it():
+    first, context = Paired(), Context([0.4, 0.6, 0.6])
+    validated(first, context, 0)
+    validated(first, context, 1)
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["sort"]["version"] == 1
+    resumed = Paired()
+    resumed.load_state_dict(state)
+    found, expected = (validated(each, context, 2) for each in (resumed, first))
+    assert found == expected
+    assert found["standard"] == 1.0
+    assert resumed.state_dict() == first.state_dict()
 
 
 def test_all_prompts_are_played_if_one_wants_them():

@@ -385,3 +385,32 @@ def test_a_set_without_prompts_is_named(tmp_path):
         "--set", "validation.sets.bench.env=./bench.py:Held")  # fmt: skip
     assert done.returncode == 2
     assert "validation.sets.bench: there are no prompts for validation" in done.stderr
+
+
+# ---------------------------------------------------------------------------------- after a resume
+
+
+@pytest.mark.long
+def test_the_best_version_is_compared_with_after_a_resume(tmp_path):
+    """Of the tasks and of a set, in two processes."""
+    common = ["--set", "trainer.prompts_per_step=4", "--set", "model.options.warm_start_steps=5"]
+    done = grpo(tmp_path, "train", "--env", "math:sort", "--validation", "paired", "--output", "run", *common,
+        "--set", "trainer.steps=2", "--set", "validation.every=2", "--set", "validation.prompts=20",
+        "--set", "validation.sets.b.env=math:reverse", "--set", "validation.sets.b.every=1")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    again = grpo(tmp_path, "train", "--resume", "run", "--set", "trainer.steps=4")
+    assert again.returncode == 0, again.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name, steps in (("sort", {2, 4}), ("b", {1, 2, 3, 4})):
+        standards = {row["step"]: row[key] for row in rows if (key := f"validation/{name}/standard") in row}
+        assert set(standards) == steps, f"{name}: compared from the second validation on: {standards}"
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    state = json.loads((saved / "pipeline.json").read_text())["validation"]
+    assert set(state) == {"", "b"}
+    assert state["b"]["strategy"] == "paired"
+    assert set(state["b"]["state"]) == {"b"}
+    other = grpo(tmp_path, "train", "--resume", "run", "--set", "trainer.steps=5",
+        "--set", "validation.sets.b.name=greedy")  # fmt: skip
+    assert other.returncode == 0, other.stderr
+    told = "validation strategy 'greedy' of the set 'b' is new since the checkpoint, where 'paired' measured"
+    assert told in other.stdout + other.stderr

@@ -18,6 +18,7 @@ from grpo_core.records import Rollout, Segment
 from grpo_core.testing.strategies import check_validation_strategy
 from grpo_core.tokens import Tokens
 from grpo_core.validation.estimates import interval, majority_score, pass_at_k
+from grpo_core.validation.paired import Paired
 from grpo_core.validation.results import table
 from grpo_core.validation.strategies import Batched, Greedy, Majority, PassAtK, Pipelined
 
@@ -240,8 +241,8 @@ def test_options_out_of_their_range_are_named(make, message):
 
 @pytest.mark.parametrize(
     "make",
-    [Greedy, Batched, Pipelined, partial(PassAtK, k=3), partial(Majority, n=3, mode="pipelined")],
-    ids=["greedy", "batched", "pipelined", "pass_at_k", "majority"],
+    [Greedy, Batched, Pipelined, partial(PassAtK, k=3), partial(Majority, n=3, mode="pipelined"), Paired],
+    ids=["greedy", "batched", "pipelined", "pass_at_k", "majority", "paired"],
 )
 def test_the_built_in_strategies_keep_the_contract(make):
     check_validation_strategy(make)
@@ -306,6 +307,20 @@ class Meddles(Mine):
         return rollouts
 
 
+class Forgets(Mine):
+    """Says how much better a version is than the one before, and does not after a resume."""
+
+    before = None
+
+    def score(self, rollouts):
+        now, before = super().score(rollouts)["accuracy"], self.before
+        self.before = now
+        return {"accuracy": now, **({} if before is None else {"gain": now - before})}
+
+    def state_dict(self):
+        return {}
+
+
 class Optimist(Mine):
     def score(self, rollouts):
         return {"accuracy": 1.0}
@@ -326,6 +341,7 @@ def test_a_strategy_of_ones_own_keeps_the_contract():
         (DoesNotLetGo, "cancelled at 0 s, it went on to its end"),
         (LeavesSomethingBehind, "and these go on"),
         (TakesPromptsAway, "the context's prompts were changed"),
+        (Forgets, "resumed, it measures .*; uninterrupted, .*gain"),
         (Meddles, "training with validation is not training without it"),
     ],
 )

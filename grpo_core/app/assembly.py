@@ -59,7 +59,7 @@ from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.validation.engine import DedicatedValidator, WeightsTrackingEngine
-from grpo_core.validation.sets import HeldOut
+from grpo_core.validation.sets import HeldOut, Validation
 
 Prompts = Mapping[str, Sequence[Prompt]]
 """Prompts by task."""
@@ -119,7 +119,11 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         for told in checkpoint.restore(run.resume.directory, buffer, loaders, stream):
             run.trackers.status(f"resuming: {told}")
     loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
-    engine, validate = assembly.validation(engine, own, renderer, held_out)
+    validation = assembly.validation(own or engine, renderer, held_out)
+    if run.resume:
+        for told in checkpoint.restore_validation(run.resume.directory, validation):
+            run.trackers.status(f"resuming: {told}")
+    engine, validate = assembly.validator(engine, own, validation)
     pipeline = Pipeline(
         buffer=buffer,
         draw=stream.draw,
@@ -155,7 +159,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         observe_attempt=assembly.budgets(),
         incidents=run.trackers.incidents.read,
         validate=validate,
-        save=assembly.save(trainer, buffer, loaders, stream),
+        save=assembly.save(trainer, buffer, loaders, stream, validation),
         canary=canary_prompts(prompts, renderer),
         canary_tolerance=canary_tolerance(config.health, config.engine),
         limits=health_limits(config.health),
@@ -344,22 +348,23 @@ class Assembly:
             max_lost=outstanding * config.rollout.group_size * (config.rollout.max_retries + 1),
         )
 
-    def validation(
-        self, engine: Engine, own: Engine | None, renderer: Renderer, held_out: Sequence[HeldOut]
-    ) -> tuple[Engine, Validate]:
-        """Return the engine for training, and the function that validates."""
+    def validation(self, engine: Engine, renderer: Renderer, held_out: Sequence[HeldOut]) -> Validation:
         config, run = self.config, self.run
-        measure = make_validation(
+        return make_validation(
             held_out,
             config.rollout,
             run.plugins,
             seed=config.seed,
-            engine=own or engine,
+            engine=engine,
             renderer=renderer,
             places=self.places,
             last=config.trainer.steps,
             emit=run.emit,
         )
+
+    def validator(self, engine: Engine, own: Engine | None, measure: Validation) -> tuple[Engine, Validate]:
+        """Return the engine for training, and the function that validates."""
+        config, run = self.config, self.run
         section = config.validation.engine
         if own is None or section is None:
             return engine, measure
@@ -387,6 +392,7 @@ class Assembly:
         buffer: Buffer[Prompt, Group],
         loaders: Mapping[str, TaskLoader],
         stream: PromptStream,
+        validation: Validation,
     ) -> Save:
         directory, keep = self.run.directory.checkpoints, self.config.checkpoint.keep
         process = identity(self.config)
@@ -395,7 +401,7 @@ class Assembly:
             return await checkpoint.begin(
                 directory,
                 step=step,
-                pipeline={**checkpoint.cut(buffer, stream), "run": process},
+                pipeline={**checkpoint.cut(buffer, stream, validation), "run": process},
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
                 keep=keep,

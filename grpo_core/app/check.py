@@ -216,6 +216,7 @@ def _strategy(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterat
         contract.the_same_whatever_is_batched_and_whoever_goes_first,
         contract.environments_are_called_in_batches,
         contract.it_can_be_cancelled_at_any_moment,
+        contract.what_it_remembers_survives_a_resume,
         contract.training_goes_on_as_if_it_were_not_there,
     ):
         about = clause.__name__.replace("_", " ")

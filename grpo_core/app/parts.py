@@ -344,6 +344,7 @@ def make_validation(
     return Validation(
         parts=[
             Measured(
+                set=part.name,
                 name=part.config.name,
                 strategy=plugins.make("validation_strategy", part.config.name, **part.config.options),
                 interval=_interval(part.config),

@@ -6,8 +6,8 @@ import re
 
 from grpo_core.app.parts import engines_of, make_placement, make_sampler, make_shaping
 from grpo_core.app.workers import transport, workers_of
-from grpo_core.config import AdvantageConfig, Config, TaskConfig
-from grpo_core.data.samplers import sampler_state
+from grpo_core.config import AdvantageConfig, Config, TaskConfig, ValidationConfig
+from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError
 from grpo_core.loop.endings import Goal
 from grpo_core.loss import LossSetting, needs_of, problems_of
@@ -29,9 +29,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     for task in config.tasks.values():
         _check_environment(task, host)
     weights = {name: task.weight for name, task in config.tasks.items()}
-    sampler_state(
-        make_sampler(config.sampler, host, seed=config.seed, weights=weights), config.sampler.name
-    )  # so that it does not fail at the first checkpoint
+    sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
+    plugin_state(sampler, f"sampler {config.sampler.name!r}")  # it does not fail at the first checkpoint then
     for engine in (config.engine, config.validation.engine):
         if engine is not None:
             host.check_options("engine", engine.name, engine.options)
@@ -45,7 +44,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_goal(config)
     _check_filters(config, host)
     make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
-    host.make("validation_strategy", config.validation.name, **config.validation.options)
+    _check_strategy(config.validation, host)
     for name in config.validation.sets:
         _check_set(name, config, host, trains=trains)
     check_trackers(config.tracking, host)
@@ -145,7 +144,12 @@ def _check_set(name: str, config: Config, host: PluginHost, *, trains: bool) -> 
         )
     for environment in validation.environments([name]).values():
         _check_environment(environment, host)
-    host.make("validation_strategy", resolved.name, **resolved.options)
+    _check_strategy(resolved, host)
+
+
+def _check_strategy(validation: ValidationConfig, host: PluginHost) -> None:
+    strategy = host.make("validation_strategy", validation.name, **validation.options)
+    plugin_state(strategy, f"validation strategy {validation.name!r}")
 
 
 def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:

@@ -92,7 +92,7 @@ class Tasks:
         prompts = [evolve(prompt, environment=name) for prompt in found[: config.prompts]]
         if not prompts:
             raise ConfigError(f"validation.sets.{name}: there are no prompts for validation")
-        return HeldOut(config=config, prompts={name: prompts}, environments={name: environment})
+        return HeldOut(name=name, config=config, prompts={name: prompts}, environments={name: environment})
 
     async def _prompts(self, name: str, environment: EnvironmentPool, split: str) -> Sequence[Prompt]:
         source = find_source(name, self.sources[name], split)

@@ -221,21 +221,11 @@ class PromptStream:
 
         Raises PluginError if the state cannot be saved.
         """
-        return sampler_state(self.sampler, self.name)
+        return plugin_state(self.sampler, f"sampler {self.name!r}")
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from a state.  Raises CheckpointError if the sampler does not know it."""
-        if state is None or not hasattr(self.sampler, "load_state_dict"):
-            return
-        try:
-            self.sampler.load_state_dict(state)
-        except GrpoError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"sampler {self.name!r} cannot continue from its state in the checkpoint: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        load_plugin_state(self.sampler, f"sampler {self.name!r}", state)
 
 
 class _WatchedLoader:
@@ -302,21 +292,35 @@ def _ids(prompts: Iterable[Prompt]) -> Counter[tuple[str, str]]:
     return Counter((prompt.environment, prompt.id) for prompt in prompts)
 
 
-def sampler_state(sampler: Sampler, name: str) -> Any:
-    """Return what a checkpoint would hold of a sampler, as JSON values; None if it has no state.
+def plugin_state(part: Any, who: str) -> Any:
+    """Return what a checkpoint would hold of a sampler or strategy, as JSON values; None if it has no state.
 
-    Raises PluginError, which names the sampler, if its state is not JSON.
+    Raises PluginError, which says ``who`` it is, if its state is not JSON.
     """
-    if not hasattr(sampler, "state_dict"):
+    if not hasattr(part, "state_dict"):
         return None
-    with plugin_call(f"sampler {name!r}", "state_dict"):
-        state = sampler.state_dict()
+    with plugin_call(who, "state_dict"):
+        state = part.state_dict()
     try:
         return json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise PluginError(
-            f"sampler {name!r}: its state_dict() cannot be saved as JSON: {error}; return dicts with strings "
+            f"{who}: its state_dict() cannot be saved as JSON: {error}; return dicts with strings "
             "as keys, lists, strings, and finite numbers"
+        ) from error
+
+
+def load_plugin_state(part: Any, who: str, state: Any) -> None:
+    """Continue from what ``plugin_state`` returned.  Raises CheckpointError if the part does not know it."""
+    if state is None or not hasattr(part, "load_state_dict"):
+        return
+    try:
+        part.load_state_dict(state)
+    except GrpoError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{who} cannot continue from its state in the checkpoint: {type(error).__name__}: {error}"
         ) from error
 
 

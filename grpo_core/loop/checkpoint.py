@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, unquote
 
 import attrs
@@ -331,9 +331,31 @@ def read_loader(directory: Path, task: str) -> dict[str, Any] | None:
 # ---------------------------------------------------------------------------------- a cut, and back
 
 
-def cut(buffer: Buffer[Prompt, Group], stream: PromptStream) -> dict[str, Any]:
+class Stateful(Protocol):
+    """A part with a state of JSON values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue from a state; return messages about what has changed since then."""
+
+
+def cut(
+    buffer: Buffer[Prompt, Group], stream: PromptStream, validation: Stateful | None = None
+) -> dict[str, Any]:
     """Return the contents of ``pipeline.json`` as of now: immutable records and copies."""
-    return {"buffer": buffer.state_dict(), "sampler": stream.state_dict(), "sampler_name": stream.name}
+    return {
+        "buffer": buffer.state_dict(),
+        "sampler": stream.state_dict(),
+        "sampler_name": stream.name,
+        **({} if validation is None else {"validation": validation.state_dict()}),
+    }
+
+
+def restore_validation(directory: Path, validation: Stateful) -> list[str]:
+    """Continue with what the validation had measured; return messages about what has changed since then."""
+    with reading(directory):
+        return validation.load_state_dict(read_pipeline(directory).get("validation", {}))
 
 
 def restore(

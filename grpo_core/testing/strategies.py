@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
 import re
@@ -23,6 +24,7 @@ from attrs import define, field
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.loaders import ShuffledIndices
+from grpo_core.data.samplers import load_plugin_state, plugin_state
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer
@@ -133,6 +135,7 @@ class ValidationContract:
         self.the_same_whatever_is_batched_and_whoever_goes_first()
         self.environments_are_called_in_batches()
         self.it_can_be_cancelled_at_any_moment()
+        self.what_it_remembers_survives_a_resume()
         self.training_goes_on_as_if_it_were_not_there()
 
     def full_marks_for_an_oracle_and_none_for_garbage(self) -> None:
@@ -178,6 +181,15 @@ class ValidationContract:
                 open_still = set(fake.opened) - set(fake.closed)
                 assert not open_still, f"cancelled at {seconds:g} s: sessions of {task!r} stay open"
 
+    def what_it_remembers_survives_a_resume(self) -> None:
+        """One that is resumed from its state as JSON measures a later version like one that was not."""
+        uninterrupted, resumed = self.make(), self.make()
+        self._results(World(guesses), strategy=uninterrupted)
+        state = json.dumps(plugin_state(uninterrupted, type(uninterrupted).__name__))
+        load_plugin_state(resumed, type(resumed).__name__, json.loads(state))
+        told = [self._results(World(oracle), strategy=one) for one in (uninterrupted, resumed)]
+        assert told[0] == told[1], f"resumed, it measures {told[1]}; uninterrupted, {told[0]}"
+
     def training_goes_on_as_if_it_were_not_there(self) -> None:
         """The same batches, the same weights, the same place in each loader."""
         with_, without = (_trained(self.make, validate) for validate in (True, False))
@@ -193,13 +205,15 @@ class ValidationContract:
         assert self.score in metrics, f"there is no metric {self.score!r} in {sorted(metrics)}"
         return metrics[self.score]
 
-    def _results(self, world: World, *, seed: int | None = None) -> Results:
+    def _results(
+        self, world: World, *, seed: int | None = None, strategy: ValidationStrategy | None = None
+    ) -> Results:
         before = {task: list(prompts) for task, prompts in world.prompts.items()}
 
         async def story() -> Results:
-            strategy = self.make()
-            assert isinstance(strategy, ValidationStrategy), f"{strategy!r} has no method validate(context)"
-            return await run_strategy(type(strategy).__name__, strategy, await world.context())
+            chosen = strategy or self.make()
+            assert isinstance(chosen, ValidationStrategy), f"{chosen!r} has no method validate(context)"
+            return await run_strategy(type(chosen).__name__, chosen, await world.context())
 
         results = clock.run(story(), seed=seed)
         assert world.prompts == before, "the context's prompts were changed"

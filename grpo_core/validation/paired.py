@@ -24,7 +24,7 @@ class Paired(ScoringStrategy):
     first validation plays all prompts and is the first standard.  A later version is played on a growing part
     of the prompts, in an order that is the same for all versions; as soon as it is certainly worse, or equal
     within ``margin``, the rest is left out.  A version that is certainly better is played to the end, and is
-    the standard from then on.  After a resume, the first validation is the standard.
+    the standard from then on, also after a resume.
 
     Metrics of each task, besides those of the rollouts that were played: ``difference`` to the standard with
     ``difference_low`` and ``difference_high``, an interval that may be looked at as often as one likes;
@@ -68,6 +68,17 @@ class Paired(ScoringStrategy):
             raise ConfigError(str(error)) from None
         self._standards: dict[str, tuple[int, dict[str, float]]] = {}
         """Version of the standard and its score by prompt, by task."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the standard of each task."""
+        return {
+            task: {"version": version, "scores": scores}
+            for task, (version, scores) in self._standards.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the standards of a run."""
+        self._standards = {task: (one["version"], dict(one["scores"])) for task, one in state.items()}
 
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
         prompts = sorted(context.prompts[task], key=lambda prompt: derive_seed("paired", task, prompt.id))

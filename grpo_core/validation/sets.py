@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from attrs import evolve, field, frozen
 
 from grpo_core.aio import gather
 from grpo_core.config import ValidationConfig
+from grpo_core.data.samplers import load_plugin_state, plugin_state
 from grpo_core.events import Event, ValidationPlayed
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
 from grpo_core.records import Prompt
@@ -19,6 +21,8 @@ from grpo_core.versions import Interval
 class HeldOut:
     """Held-out prompts that one strategy measures: those of all tasks, or of one set."""
 
+    name: str = ""
+    """Name of the set; empty for the tasks."""
     config: ValidationConfig
     """The section as it is for them."""
     prompts: Mapping[str, Sequence[Prompt]]
@@ -31,12 +35,19 @@ class HeldOut:
 class Measured:
     """Held-out prompts with their strategy, and when it measures them."""
 
+    set: str
+    """Name of the set; empty for the tasks."""
     name: str
     """Name of the strategy."""
     strategy: ValidationStrategy
     interval: Interval
     context: Context
     """The strategy gets a copy of it for each version."""
+
+    @property
+    def who(self) -> str:
+        of_set = f" of the set {self.set!r}" if self.set else ""
+        return f"validation strategy {self.name!r}{of_set}"
 
 
 @frozen(kw_only=True, eq=False)
@@ -66,3 +77,26 @@ class Validation:
             groups = tuple(group for context in contexts for group in played_groups(context))
             self.emit(ValidationPlayed(step=version, version=version, groups=groups))
         return {name: metrics for results in found for name, metrics in results.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the strategies, by set.  Raises PluginError if one is not JSON."""
+        states = {part: plugin_state(part.strategy, part.who) for part in self.parts}
+        return {
+            part.set: {"strategy": part.name, "state": state}
+            for part, state in states.items()
+            if state is not None
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue from a checkpoint; return messages about strategies that are new since then.
+
+        Raises CheckpointError if a strategy does not know its state.
+        """
+        told = []
+        for part in self.parts:
+            saved = state.get(part.set)
+            if saved is not None and saved["strategy"] == part.name:
+                load_plugin_state(part.strategy, part.who, saved["state"])
+            elif saved is not None:
+                told.append(f"{part.who} is new since the checkpoint, where {saved['strategy']!r} measured")
+        return told

@@ -520,6 +520,7 @@ class Simulation:
         environments = {**pipeline.environments, HELD_OUT_SET: pipeline.environments["short"]}
         parts = [
             Measured(
+                set=name,
                 name="simulated",
                 strategy=self._strategy(),
                 interval=interval,
