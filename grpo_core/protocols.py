@@ -159,7 +159,9 @@ class Sampler(Protocol):
     """Chooses the next prompts.
 
     Optional: ``observe(groups: Sequence[Group]) -> None``, called with what was finished, whether it was
-    trained or filtered (late, out of order, or never); ``state_dict() -> dict`` of JSON values and
+    trained or filtered (late, out of order, or never); ``untrained(prompt: Prompt, target_version: int) ->
+    None``, called at once with each prompt that was filtered or skipped, and the target version of its
+    request, since another will be asked for; ``state_dict() -> dict`` of JSON values and
     ``load_state_dict(state)``.
     """
 

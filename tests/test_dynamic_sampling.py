@@ -118,6 +118,7 @@ class Run:
             buffer=self.buffer,
             draw=stream.draw,
             observe=stream.observe,
+            untrained=stream.untrained,
             engine=FakeEngine(),
             trainer=self.trainer,
             environments=dict.fromkeys(TASKS, environment or FakeEnvironment(self.feedback)),
@@ -191,6 +192,34 @@ SAMPLERS = {
     "schedule": lambda: Schedule({"easy": [[0, 1], [10, 0.2]]}),
     "curriculum": lambda: Curriculum(known_after=2, window=8),
 }
+
+
+def tasks_by_step(*runs):
+    return {
+        event.step: Counter(group.prompt.environment for group in event.groups)
+        for run_ in runs
+        for event in run_.of(GroupsReady)
+    }
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_with_exact_shares_each_step_trains_its_quota_whatever_is_filtered_also_after_a_resume(
+    max_staleness, seed
+):
+    """A third of the easy prompts is filtered, and two thirds of the hard ones."""
+
+    def mix():
+        return Mix({"easy": 2, "hard": 1}, shares="trained")
+
+    options = {"policy": "in_order", "max_staleness": max_staleness, "steps": 9}
+    whole = Run(mix(), **options)(seed)
+    quotas = [{"easy": easy, "hard": 4 - easy} for easy in (3, 2, 3)] * 3
+    assert tasks_by_step(whole) == dict(enumerate(quotas))
+    assert len(whole.filtered) > 9
+    for cut in (2, 5):
+        again = Run(mix(), **options).resume(whole.saved[cut])(seed + 1)
+        assert tasks_by_step(again) == dict(list(enumerate(quotas))[cut + 1 :])
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)

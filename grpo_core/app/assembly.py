@@ -129,6 +129,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         draw=stream.draw,
         passed_over=stream.passed_over,
         observe=stream.observe,
+        untrained=stream.untrained,
         engine=engine,
         trainer=trainer,
         environments=run.tasks.environments,

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from grpo_core.data.samplers import WeightedTaskSampler
+from grpo_core.data.samplers import Shares, WeightedTaskSampler
 from grpo_core.errors import ConfigError
 from grpo_core.records import Group, SampleRequest
 
 
 class Schedule(WeightedTaskSampler):
-    """Draws each prompt's task at random, by weights that change with the step that the prompt is for.
+    """Draws each prompt's task by weights that change with the step that the prompt is for.
 
     Args:
         points: ``[[step, weight], ...]`` with rising steps for each task.  Between two points the weight
@@ -22,6 +22,7 @@ class Schedule(WeightedTaskSampler):
             request's ``target_version``, so that a longer pipeline does not shift the schedule.
         weights: weight of each task without points.  Default: the tasks' weights in the configuration, or 1.
         seed: seed of the draws.  Default: the run's seed.
+        shares: exact shares of each request: ``"drawn"``, or ``"trained"``, as in the sampler ``mix``.
 
     Raises:
         ConfigError: points are not pairs of a rising step and a weight of at least 0, or name an unknown
@@ -35,8 +36,9 @@ class Schedule(WeightedTaskSampler):
         points: Mapping[str, Sequence[Sequence[float]]],
         weights: Mapping[str, float] | None = None,
         seed: int = 0,
+        shares: Shares = "random",
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, shares)
         self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
         self._points = {task: self._checked_points(task, given) for task, given in points.items()}
 
@@ -95,6 +97,7 @@ class Curriculum(WeightedTaskSampler):
         weights: weight of each task inside the band.  A task without one has weight 1.  Default: the tasks'
             weights in the configuration.
         seed: seed of the draws.  Default: the run's seed.
+        shares: exact shares of each request: ``"drawn"``, or ``"trained"``, as in the sampler ``mix``.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.
@@ -112,8 +115,9 @@ class Curriculum(WeightedTaskSampler):
         success: float | None = None,
         weights: Mapping[str, float] | None = None,
         seed: int = 0,
+        shares: Shares = "random",
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, shares)
         if not (0 <= low < high <= 1 and 0 < rest <= 1 and 1 <= known_after <= window):
             raise ConfigError(
                 "sampler curriculum: expected 0 <= low < high <= 1, 0 < rest <= 1 and 1 <= known_after <= "

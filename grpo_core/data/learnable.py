@@ -11,7 +11,7 @@ import numpy as np
 from attrs import define, field
 from numpy.typing import NDArray
 
-from grpo_core.data.samplers import Mix
+from grpo_core.data.samplers import Mix, Shares
 from grpo_core.errors import ConfigError
 from grpo_core.protocols import Loader
 from grpo_core.records import Group, Prompt, SampleRequest
@@ -117,6 +117,7 @@ class LearnablePrompts(Mix):
         weights: weight of each task.  A task without one has weight 1.  Default: the tasks' weights in the
             configuration.
         seed: seed of the draws of tasks.  Default: the run's seed.
+        shares: exact shares of each request: ``"drawn"``, or ``"trained"``, as in the sampler ``mix``.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.
@@ -133,8 +134,9 @@ class LearnablePrompts(Mix):
         success: float | None = None,
         weights: Mapping[str, float] | None = None,
         seed: int = 0,
+        shares: Shares = "random",
     ) -> None:
-        super().__init__(weights, seed)
+        super().__init__(weights, seed, shares)
         if not (0 <= enough <= 1 and candidates >= 1 and 0 < half_life < np.inf and 0 < prior < np.inf):
             raise ConfigError(
                 "sampler learnable_prompts: expected 0 <= enough <= 1, candidates >= 1, half_life > 0 and "

@@ -13,10 +13,11 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from attrs import define, field
 
+from grpo_core.data.quotas import Quotas
 from grpo_core.errors import CheckpointError, ConfigError, GrpoError, PluginError, did_you_mean
 from grpo_core.events import PromptsPassedOver
 from grpo_core.protocols import Loader, Sampler
@@ -61,16 +62,29 @@ class TaskSampler:
                 )
 
 
+Shares = Literal["random", "drawn", "trained"]
+
+
 class WeightedTaskSampler(TaskSampler):
-    """Base class of samplers that draw each prompt's task at random, in proportion to weights.
+    """Base class of samplers that draw each prompt's task in proportion to weights.
 
     Args:
         seed: seed of the draws.
+        shares: ``"random"`` leaves a task's share of a request to chance.  ``"drawn"`` makes it exact: what
+            cannot be divided is carried over to the next request.  ``"trained"`` does so and replaces each
+            prompt that is filtered or skipped by one of the same task.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, shares: Shares = "random") -> None:
         super().__init__()
         self._seed = seed
+        if shares not in get_args(Shares):
+            raise ConfigError(
+                f"sampler {self.name}: shares is {shares!r}, expected "
+                + ", ".join(map(repr, get_args(Shares)))
+            )
+        self._shares = shares
+        self._quotas = Quotas()
 
     def weights(self, tasks: Sequence[str], request: SampleRequest) -> Sequence[float]:
         """Return a weight for each task: finite, at least 0, and not all 0."""
@@ -83,8 +97,25 @@ class WeightedTaskSampler(TaskSampler):
                 f"sampler {self.name}: every task has weight 0 at step {request.target_version} "
                 f"({', '.join(tasks)}); give one of them more"
             )
+        if self._shares != "random":
+            shares = dict(zip(tasks, weights, strict=True))
+            return self._quotas.divide(shares, request.expected_prompts, request.target_version)
         # A new generator is seeded with the number of prompts drawn, so that this number is the whole state.
         return random.Random(f"{self._seed}/{self.drawn}").choices(tasks, weights, k=request.expected_prompts)
+
+    def untrained(self, prompt: Prompt, target_version: int) -> None:
+        """Remember the task of a prompt that was filtered or skipped, if another has to replace it."""
+        if self._shares == "trained":
+            self._quotas.lost.append((prompt.environment, target_version))
+
+    def state_dict(self) -> dict[str, Any]:
+        quotas = {} if self._shares == "random" else {"quotas": self._quotas.state()}
+        return {**super().state_dict(), **quotas}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "quotas" in state:
+            self._quotas = Quotas.of(state["quotas"])
 
     def checked(self, task: str, weight: Any) -> float:
         """Return the weight.  Raises ConfigError if it is not a finite number of at least 0."""
@@ -100,12 +131,15 @@ class WeightedTaskSampler(TaskSampler):
 
 
 class Mix(WeightedTaskSampler):
-    """Draws each prompt's task at random, in proportion to the tasks' weights.
+    """Draws each prompt's task in proportion to the tasks' weights, at random or in exact shares.
 
     Args:
         weights: weight of each task.  A task without one has weight 1, weight 0 leaves it out.  Default: the
             tasks' weights in the configuration.
         seed: seed of the draws.  Default: the run's seed.
+        shares: how many prompts of a request each task gets: ``"random"`` leaves it to chance; ``"drawn"`` is
+            exact, with what cannot be divided carried over; ``"trained"`` also replaces a prompt that is
+            filtered or skipped by one of the same task.
 
     Raises:
         ConfigError: a weight is not a finite number of at least 0, or names an unknown task.
@@ -113,8 +147,10 @@ class Mix(WeightedTaskSampler):
 
     name = "mix"
 
-    def __init__(self, weights: Mapping[str, float] | None = None, seed: int = 0) -> None:
-        super().__init__(seed)
+    def __init__(
+        self, weights: Mapping[str, float] | None = None, seed: int = 0, shares: Shares = "random"
+    ) -> None:
+        super().__init__(seed, shares)
         self._weights = {task: self.checked(task, weight) for task, weight in (weights or {}).items()}
 
     def weights(self, tasks: Sequence[str], request: SampleRequest) -> list[float]:
@@ -215,6 +251,12 @@ class PromptStream:
         if hasattr(self.sampler, "observe"):
             with plugin_call(f"sampler {self.name!r}", "observe"):
                 self.sampler.observe(groups)
+
+    def untrained(self, prompt: Prompt, target_version: int) -> None:
+        """Tell the sampler, if it wants to know, that a prompt was filtered or skipped."""
+        if hasattr(self.sampler, "untrained"):
+            with plugin_call(f"sampler {self.name!r}", "untrained"):
+                self.sampler.untrained(prompt, target_version)
 
     def state_dict(self) -> Any:
         """Return a copy of the sampler's state, or None if it has none.

@@ -142,6 +142,9 @@ class Pipeline:
     """Returns when all events until now are on disk: a checkpoint must not be newer than its events."""
     observe: Callable[[Sequence[Group]], None] = lambda groups: None
     """Receives the groups of each step, and the groups that were filtered; a curriculum learns from them."""
+    untrained: Callable[[Prompt, int], None] = lambda prompt, target_version: None
+    """Receives each prompt that was filtered or skipped, and its slot's target version; another one is drawn
+    instead."""
     observe_attempt: ObserveAttempt = lambda task, rollouts, attempts: None
     """Counts what an attempt at a group lost or left unscored, and raises when it is too much."""
     incidents: Callable[[], Mapping[str, float]] = dict
@@ -300,6 +303,7 @@ class Pipeline:
             left = f"{self.group_size - len(kept)} of {self.group_size} rollouts"
             report(cause(first), who, f"{left} of prompt {prompt.id!r} are played again: {error}")
             return
+        self.untrained(prompt, slot.target_version)
         self.emit(PromptSkipped(step=self._trained, slot=slot.id, task=task, prompt=prompt.id, error=error))
         attempts = slot.attempts + 1
         report("skipped", who, f"prompt {prompt.id!r} is skipped after {attempts} attempts: {error}")
@@ -314,6 +318,7 @@ class Pipeline:
             return
         self.buffer.filter(slot)
         self.observe([group])
+        self.untrained(group.prompt, slot.target_version)
         reward = fmean([reward for reward in group.rewards if reward is not None] or [0.0])
         self.emit(
             GroupFiltered(

@@ -163,6 +163,15 @@ class SamplerContract(RuleBasedStateMachine):
             if hasattr(sampler, "observe"):
                 sampler.observe(groups)
 
+    @precondition(lambda self: self.returned)
+    @rule(place=st.integers(0, 39))
+    def lose_a_prompt(self, place: int) -> None:
+        """It is filtered or skipped."""
+        prompt = self.returned[place % len(self.returned)]
+        for sampler in (self.sampler, self.uninterrupted):
+            if hasattr(sampler, "untrained"):
+                sampler.untrained(prompt, self.version)
+
     @rule()
     def save_and_resume(self) -> None:
         state = _state_of(self.sampler)

@@ -459,6 +459,7 @@ class Simulation:
             buffer=buffer,
             draw=stream.draw,
             observe=stream.observe,
+            untrained=stream.untrained,
             observe_attempt=observe_attempt,
             engine=_NO_ENGINE,
             trainer=trainer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import grpo_core as grpo
 
@@ -24,6 +24,7 @@ class Learnable(grpo.WeightedTaskSampler):
             or a reward of 1 if it declares none.
         weights: factor of each task's weight.  Default: the tasks' weights in the configuration, or 1.
         seed: seed of the draws.  Default: the run's seed.
+        shares: exact shares of each request: ``"drawn"``, or ``"trained"``, as in the sampler ``mix``.
 
     Raises:
         ConfigError: a number is out of range, or a weight names an unknown task.
@@ -38,8 +39,9 @@ class Learnable(grpo.WeightedTaskSampler):
         success: float | None = None,
         weights: Mapping[str, float] | None = None,
         seed: int = 0,
+        shares: Literal["random", "drawn", "trained"] = "random",
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, shares)
         if not (0 < floor <= 1 and 0 <= memory < 1):
             raise grpo.ConfigError(
                 f"sampler learnable: expected 0 < floor <= 1 and 0 <= memory < 1, got {floor} and {memory}"

@@ -1,0 +1,64 @@
+"""Exact shares of tasks: what a request owes to each task is carried over to the next.  Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import define, field
+
+DIGITS = 9
+"""Decimals of what a task is owed: so that rounding decides nothing, and the same owed is a tie."""
+
+
+@define
+class Quotas:
+    """Divides the prompts of requests among tasks by largest remainders.
+
+    A task is owed its share of all prompts until now, less those that it was given.  It is never given a
+    whole prompt too many, and it has exactly its share whenever the shares of all tasks are whole numbers.
+    """
+
+    owed: dict[str, float] = field(factory=dict)
+    """Prompts by task; their sum is 0 between two requests."""
+    lost: list[tuple[str, int]] = field(factory=list)
+    """Task and target version of each prompt that another one of its task has to replace."""
+
+    def divide(self, weights: Mapping[str, float], n: int, target: int = 0) -> list[str]:
+        """Return the tasks of ``n`` prompts, mixed evenly; ``weights`` are at least 0, and not all 0.
+
+        Prompts that were lost are replaced first, those for the step ``target`` before the others.  A task
+        without a weight has no share, and forgets what it was owed.
+        """
+        shares = {task: weight for task, weight in sorted(weights.items()) if weight > 0}
+        lost = sorted((one for one in self.lost if one[0] in shares), key=lambda one: one[1] != target)
+        counts = Counter(task for task, _ in lost[:n])
+        self.lost = lost[n:]
+        left = n - counts.total()
+        owed = {task: self.owed.get(task, 0.0) for task in shares}
+        missing = left - sum(owed.values())  # of tasks that have gone; otherwise their sum is 0
+        total = sum(shares.values())
+        owed = {task: owed[task] + missing * share / total for task, share in shares.items()}
+        for _ in range(left):
+            most = max(owed, key=lambda task: round(owed[task], DIGITS))
+            owed[most] -= 1
+            counts[most] += 1
+        self.owed = {task: round(value, DIGITS) for task, value in owed.items()}
+        return _mixed(counts)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that decides the next requests."""
+        return {"owed": self.owed, "lost": self.lost}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Quotas:
+        return cls(owed=dict(state["owed"]), lost=[(task, target) for task, target in state["lost"]])
+
+
+def _mixed(counts: Mapping[str, int]) -> list[str]:
+    """Return each task as often as it is counted, so that every part of the list has about its share."""
+    places: Sequence[tuple[float, str]] = sorted(
+        ((i + 0.5) / count, task) for task, count in counts.items() for i in range(count)
+    )
+    return [task for _, task in places]
