@@ -392,7 +392,7 @@ def test_a_set_without_prompts_is_named(tmp_path):
 
 @pytest.mark.long
 def test_the_best_version_is_compared_with_after_a_resume(tmp_path):
-    """Of the tasks and of a set, in two processes."""
+    """It is known for the tasks and for a set, in a second process."""
     common = ["--set", "trainer.prompts_per_step=4", "--set", "model.options.warm_start_steps=5"]
     done = grpo(tmp_path, "train", "--env", "math:sort", "--validation", "paired", "--output", "run", *common,
         "--set", "trainer.steps=2", "--set", "validation.every=2", "--set", "validation.prompts=20",
