@@ -51,6 +51,8 @@ def page() -> str:
                 lines += _table("[optimizer.groups.NAME]", config.ParameterGroupConfig, texts)
         if field.name == "validation":
             lines += _table("[validation.sets.NAME]", config.ValidationSetConfig, texts)
+        if field.name == "model":
+            lines += _table("[model.lora]", config.LoraConfig, texts)
     return "\n".join(lines)
 
 

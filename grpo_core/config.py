@@ -32,6 +32,25 @@ NAMED = {"tasks": "task", "validation.sets": "set"}
 
 
 @frozen(kw_only=True)
+class LoraConfig:
+    """LoRA trains two small matrices beside each chosen layer, the adapters, and keeps the model's weights.
+
+    The section `[model.lora]`, empty or not, turns it on.
+    """
+
+    rank: int = field(default=16, validator=ge(1))
+    """Each adapter is a product of two matrices with this inner dimension."""
+    alpha: float = field(default=32.0, validator=gt(0))
+    """Adapters are multiplied by `alpha / rank`."""
+    targets: list[str] = field(factory=list)
+    """Names of the layers that get adapters, as in `["q_proj", "v_proj"]`; if the list is empty, all linear
+    layers but the output layer."""
+    dropout: float = field(default=0.0, validator=[ge(0), lt(1)])
+    """Share of an adapter's inputs that are dropped in passes with a gradient; engines never drop any, so
+    this adds noise to the ratios of the loss."""
+
+
+@frozen(kw_only=True)
 class ModelConfig:
     """The model that is trained."""
 
@@ -54,6 +73,8 @@ class ModelConfig:
     weights and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""
     trust_remote_code: bool = False
     """Allow code that comes with the model to run."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained instead of the model's weights."""
 
 
 @frozen(kw_only=True)

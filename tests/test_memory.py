@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from grpo_core.app import machine, memory
 from grpo_core.app.commands import configured
 from grpo_core.app.machine import Gpu, Memory
+from grpo_core.config import LoraConfig, ModelConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import ConfigError, ModelError
@@ -21,8 +22,9 @@ from grpo_core.models import parameters_in, shapes_in
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
 from grpo_core.training.activations import Pass, activation_bytes, shapes
-from grpo_core.training.memory import trainer_parts
-from grpo_core.training.model import Scorer, for_training
+from grpo_core.training.building import build_model
+from grpo_core.training.memory import lora_shapes, trainer_parts
+from grpo_core.training.model import ModelSource, Scorer, for_training
 
 GIB = 1 << 30
 EIGHT = {
@@ -74,7 +76,7 @@ def parts_of(**changes):
         "parameters": 1000, "optimizer": 8000, "dtype": "float32", "device": "host", "transport": "shm",
         "reference": False, "async_save": True,
     } | changes  # fmt: skip
-    return trainer_parts(**chosen)
+    return trainer_parts(**dict.fromkeys(("trained", "published"), chosen["parameters"]) | chosen)
 
 
 def test_a_trainer_on_the_host_holds_28_bytes_of_a_parameter_with_its_checkpoint():
@@ -103,6 +105,28 @@ def test_a_block_that_engines_read_on_the_gpu_is_there_and_no_copy_means_no_copy
     found = sizes(parts_of(dtype="bfloat16", device="cuda", transport="cuda_ipc", async_save=False))
     assert found["published weights"] == (2000, "cuda")
     assert "checkpoint copy" not in found
+
+
+def test_a_trainer_of_adapters_holds_gradients_and_moments_of_these_alone():
+    assert sizes(parts_of(trained=10, optimizer=80, reference=True)) == {
+        "weights": (4000, "host"),
+        "gradients": (40, "host"),
+        "optimizer": (80, "host"),
+        "published weights": (4000, "host"),
+        "adapters": (40, "host"),
+        "checkpoint copy": (120, "host"),
+    }
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
+def test_the_shapes_of_adapters_are_known_from_the_headers_of_the_files_alone(tmp_path, targets):
+    make_tiny_model(tmp_path / "tiny", (), warm_start_steps=0)
+    config = ModelConfig(path=str(tmp_path / "tiny"), lora=LoraConfig(rank=3, targets=targets))
+    source = ModelSource(start=config.path, saved=None, config=config, device=torch.device("cpu"))
+    held = {name: tuple(p.shape) for name, p in build_model(source).trainable()}
+    for told in (shapes_in(tmp_path / "tiny"), shapes(config.path).tensors):
+        found = lora_shapes(told, 3, targets)
+        assert {f"base_model.model.{name}": shape for name, shape in found.items()} == held
 
 
 # ---------------------------------------------------------------------------------- activations

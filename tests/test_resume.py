@@ -311,6 +311,7 @@ def changed(path, *settings):
         ("model.options.width=32", 'model.options is {} in its checkpoint and {"width": 32} now; it cannot'),
         ("model.path=other/model", 'model.path is "tiny" in its checkpoint and "other/model" now; it cannot'),
         ("optimizer.name=muon", 'optimizer.name is "adamw" in its checkpoint and "muon" now; it cannot'),
+        ("model.lora.rank=4", "model.lora.rank is (not set) in its checkpoint and 4 now; it cannot change"),
         ("seed=5", "seed is 0 in its checkpoint and 5 now; it cannot change"),
         (
             "pipeline.max_staleness=1",

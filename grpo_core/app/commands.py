@@ -149,6 +149,7 @@ def validate(
             run.validate(
                 config,
                 measured.model,
+                adapters=measured.adapters,
                 version=measured.version,
                 host=host,
                 only=only,

@@ -25,7 +25,7 @@ from grpo_core.loss import needs_of
 from grpo_core.models import shapes_in, size_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
-from grpo_core.training.memory import FLOAT32, PUBLISHED, kept_bytes
+from grpo_core.training.memory import FLOAT32, PUBLISHED, kept_bytes, lora_shapes
 from grpo_core.training.optimizers import state_bytes
 
 HOST = "host"
@@ -127,6 +127,12 @@ def checked(config: Config, host: PluginHost, directory: Path) -> list[str]:
     ]
 
 
+def trained_shapes(config: Config, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
+    """Return the shapes of the parameters that the optimizer changes: the model's, or its adapters'."""
+    lora = config.model.lora
+    return shapes if lora is None else lora_shapes(shapes, lora.rank, lora.targets)
+
+
 def certain_parts(
     config: Config,
     host: PluginHost,
@@ -135,7 +141,8 @@ def certain_parts(
     gpus: Sequence[machine.Gpu],
 ) -> list[ProcessMemory]:
     """Return the trainer and the engines with the parts that follow from the shapes of the parameters."""
-    parameters = sum(map(prod, shapes.values()))
+    parameters, trained = sum(map(prod, shapes.values())), trained_shapes(config, shapes)
+    changed = sum(map(prod, trained.values()))
     placement = make_placement(config.placement, host)
     engines = engines_of(config, trains=True)
     device = trainer_device(config, gpus)
@@ -147,7 +154,9 @@ def certain_parts(
         optimizer = host.find("optimizer", config.optimizer.name).load()
         parts = of_trainer(
             parameters=parameters,
-            optimizer=state_bytes(optimizer, config.optimizer.options, shapes),
+            trained=changed,
+            published=parameters,
+            optimizer=state_bytes(optimizer, config.optimizer.options, trained),
             dtype=dtype,
             device=device,
             transport=transport(config.engine, engines.get("validation.engine"), placement, host),
@@ -285,6 +294,7 @@ def footprint(
     bases = {"trainer": machine.resident(), "environment": python}
     remote = make_placement(config.placement, host).remote
     processes = certain_parts(config, host, directory, model.tensors, gpus)
+    changed = sum(map(prod, trained_shapes(config, model.tensors).values()))
     microbatch = largest_microbatch(config, directory, model.vocabulary, trainer_device(config, gpus))
     told = {process.name for process in processes}
     missing = [
@@ -298,9 +308,7 @@ def footprint(
         if process.name == "trainer":
             try:
                 device = process.parts[0].device
-                parts += _activations(
-                    config, directory, model.parameters, model.vocabulary, microbatch, device
-                )
+                parts += _activations(config, directory, changed, model.vocabulary, microbatch, device)
             except ModelError as error:
                 missing.append(str(error))
         found.append(evolve(process, parts=parts))
@@ -333,7 +341,7 @@ def _rows(config: Config) -> int:
 def _activations(
     config: Config,
     directory: str,
-    parameters: int,
+    trained: int,
     vocabulary: int,
     microbatch: tuple[int, int],
     device: str,
@@ -358,7 +366,7 @@ def _activations(
     part = MemoryPart(name="activations", nbytes=nbytes, device=device, certain=False, change=change)
     if device != HOST:
         return (part,)
-    kept = MemoryPart(name="freed, not given back", nbytes=kept_bytes(parameters, nbytes), certain=False)
+    kept = MemoryPart(name="freed, not given back", nbytes=kept_bytes(trained, nbytes), certain=False)
     return part, kept
 
 

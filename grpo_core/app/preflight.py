@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 from grpo_core.app.parts import engines_of, make_placement, make_sampler, make_shaping
@@ -39,6 +40,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_loss(config, host)
     host.check_options("optimizer", config.optimizer.name, config.optimizer.options)
     host.check_values("optimizer", config.optimizer.name, config.optimizer.options)
+    _check_lora(config)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
     _check_goal(config)
@@ -75,6 +77,18 @@ def _check_loss(config: Config, host: PluginHost) -> None:
         )
     if problems := problems_of(loss.function, config.loss.options, setting):
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
+
+
+def _check_lora(config: Config) -> None:
+    if config.model.lora is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora needs the package peft: pip install 'grpo-core[lora]'")
+    if config.trainer.reference_mix < 1:
+        raise ConfigError(
+            f"trainer.reference_mix = {config.trainer.reference_mix:g} mixes two sets of weights, which "
+            "adapters (model.lora) cannot hold; leave it at 1"
+        )
 
 
 def _no_task(purpose: str, host: PluginHost) -> ConfigError:

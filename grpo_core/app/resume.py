@@ -25,6 +25,9 @@ FIXED = (
     "model.path",
     "model.options",
     "optimizer.name",
+    "model.lora.rank",
+    "model.lora.alpha",
+    "model.lora.targets",
 )
 """Keys that keep their values in all starts of a run with a checkpoint."""
 
@@ -98,10 +101,10 @@ def identity(config: Config) -> dict[str, Any]:
 def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
     for key in FIXED:
         now = _value(config, key)
-        if fixed[key] != now:
+        if fixed.get(key) != now:
             raise ConfigError(
-                f"{path}: {key} is {_shown(fixed[key])} in its checkpoint and {_shown(now)} now; it cannot "
-                "change within a run: keep it, or start a new run"
+                f"{path}: {key} is {_shown(fixed.get(key))} in its checkpoint and {_shown(now)} now; it "
+                "cannot change within a run: keep it, or start a new run"
             )
 
 
@@ -132,6 +135,8 @@ def _warnings(path: Path, saved: Mapping[str, Any], config: Config) -> Iterator[
 def _value(config: Config, key: str) -> Any:
     value: Any = as_table(config)
     for name in key.split("."):
+        if name not in value:  # of a section that is not there
+            return None
         value = value[name]
     return value
 

@@ -142,6 +142,7 @@ async def validate(
     config: Config,
     model: Path | None,
     *,
+    adapters: Path | None = None,
     version: int,
     host: PluginHost,
     only: Collection[str] = (),
@@ -152,10 +153,11 @@ async def validate(
 
     Args:
         model: None is the model that training would start from.
+        adapters: directory of adapters that belong to the model.
         only: names of the tasks and sets that are measured; without names all are.
         emit: receives the rollouts, as an event, also if the strategy fails.
     """
-    from grpo_core.weights.layout import load_tensors
+    from grpo_core.training.building import saved_tensors
     from grpo_core.weights.shm import SharedMemoryWriter
 
     engines = engines_of(config, trains=False)
@@ -183,7 +185,8 @@ async def validate(
         status("loading the model")
         renderer = await asyncio.to_thread(load_renderer, str(path), config.model, [engine_config])
         writer = SharedMemoryWriter()
-        await engine.update_weights(writer.write(version, load_tensors(path)))
+        tensors = await asyncio.to_thread(saved_tensors, path, adapters, config.model)
+        await engine.update_weights(writer.write(version, tensors))
         status("validating")
         validation = make_validation(
             held_out,

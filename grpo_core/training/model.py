@@ -1,6 +1,7 @@
 """The model as the trainer sees it: which parameters are trained, published and saved, and how it scores.
 
-``Model`` is the seam for other ways to hold a model (adapters, shards); ``FullModel`` trains all weights.
+``Model`` is the seam for other ways to hold a model, such as adapters (``grpo_core.training.lora``);
+``FullModel`` trains all weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from grpo_core.models import chat_template, keep_softcapping
 from grpo_core.records import Canary
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
+from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
 
 SHORT = 64
@@ -41,6 +43,8 @@ class ModelSource:
     """Compute activations again in the backward pass instead of keeping them."""
     reference: bool = False
     """Whether ``reference_logprobs`` is going to be called."""
+    seed: int = 0
+    """Seed of parameters that begin at random."""
 
 
 class Model(Protocol):
@@ -87,7 +91,7 @@ class Model(Protocol):
         """The likeliest tokens after each prompt, at temperature 1, by the weights that are published."""
         ...
 
-    def published(self) -> Sequence[tuple[str, Tensor]]:
+    def published(self) -> Sequence[tuple[str, Tensor | LowRankSum]]:
         """The tensors that engines load, as ``grpo_core.weights.names.checkpoint_tensors`` returns them."""
         ...
 
@@ -98,8 +102,8 @@ class Model(Protocol):
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write a copy of what ``saved`` returned, so that ``ModelSource.saved`` can read it.
 
-        The directory is one that transformers loads.  Runs in a thread, while training goes on.  Raises
-        OSError or SafetensorError.
+        The directory is one that transformers loads, or peft.  Runs in a thread, while training goes on.
+        Raises OSError or SafetensorError.
         """
         ...
 
@@ -113,9 +117,7 @@ class FullModel:
     Args:
         policy: the model that is trained.
         reference: the frozen copy; None if ``reference_logprobs`` is never called.
-        tokenizer: directory or hub id of the tokenizer that is saved with the weights.
-        trust_remote_code: whether to run code that comes with the tokenizer.
-        template: chat template that is saved instead of the tokenizer's own.
+        tokenizer: is saved with the weights.
 
     Raises ModelError if the tensors cannot be published; see ``checkpoint_tensors``.
     """
@@ -125,13 +127,10 @@ class FullModel:
         policy: Scorer,
         reference: Scorer | None = None,
         *,
-        tokenizer: str = "",
-        trust_remote_code: bool = False,
-        template: str | None = None,
+        tokenizer: SavedTokenizer,
     ) -> None:
         self.policy, self.reference = policy, reference
-        self._template = template
-        self._tokenizer_source, self._trust_remote_code = tokenizer, trust_remote_code
+        self._tokenizer = tokenizer
         self._named = list(policy.module.named_parameters())  # tied tensors once
         self._places: list[int] = []
         self._views: list[tuple[str, Tensor]] = []
@@ -144,25 +143,13 @@ class FullModel:
         """Load the weights.  Raises ModelError."""
 
         def scorer(path: str | Path) -> Scorer:
-            module = load(
-                path,
-                device=source.device,
-                trust_remote_code=source.config.trust_remote_code,
-                checkpointing=source.checkpointing,
-            )
-            return Scorer(module, compute_dtype(source.config, source.device))
+            return Scorer(load_for(source, path), compute_dtype(source.config, source.device))
 
         policy = scorer(source.saved or source.start)
         reference = scorer(source.start) if source.reference else None
         if reference is not None:
             reference.module.requires_grad_(False)
-        return cls(
-            policy,
-            reference,
-            tokenizer=source.start,
-            trust_remote_code=source.config.trust_remote_code,
-            template=chat_template(source.config.chat_template),
-        )
+        return cls(policy, reference, tokenizer=SavedTokenizer(source))
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         return self._named
@@ -209,14 +196,25 @@ class FullModel:
 
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         self.policy.module.save_pretrained(directory, state_dict=tensors)  # type: ignore[operator]
-        self._tokenizer.save_pretrained(directory)
+        self._tokenizer.save(directory)
+
+
+class SavedTokenizer:
+    """The tokenizer that is saved with the weights, with the chat template of the configuration."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self._template = chat_template(source.config.chat_template)  # the file may change later
+
+    def save(self, directory: Path) -> None:
+        self._loaded.save_pretrained(directory)
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _loaded(self) -> Any:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(
-            self._tokenizer_source, trust_remote_code=self._trust_remote_code
+            self._source.start, trust_remote_code=self._source.config.trust_remote_code
         )
         if self._template is not None:
             tokenizer.chat_template = self._template
@@ -322,6 +320,16 @@ def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def load_for(source: ModelSource, path: str | Path) -> nn.Module:
+    """``load`` the weights in a directory of the source.  Raises ModelError."""
+    return load(
+        path,
+        device=source.device,
+        trust_remote_code=source.config.trust_remote_code,
+        checkpointing=source.checkpointing,
+    )
+
+
 def load(
     path: str | Path, *, device: torch.device, trust_remote_code: bool = False, checkpointing: bool = False
 ) -> nn.Module:
@@ -372,6 +380,11 @@ def for_training(model: Any, *, checkpointing: bool) -> nn.Module:
         enable({"use_reentrant": False})
     typed: nn.Module = model
     return typed
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer multiplies by a matrix: torch's class, or the one of transformers' oldest models."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
 def _not_loaded(report: Mapping[str, Any]) -> list[str]:

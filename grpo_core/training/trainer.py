@@ -36,9 +36,10 @@ from grpo_core.losses.corrections import token_errors
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.training.batching import microbatches, of_several_rows, rollouts, split_updates
+from grpo_core.training.building import build_model
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.microbatch import MicroBatch, collate, length
-from grpo_core.training.model import BuildModel, FullModel, ModelSource, compute_dtype
+from grpo_core.training.model import BuildModel, ModelSource, compute_dtype
 from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
@@ -151,7 +152,7 @@ class TorchTrainer:
             optimizer has no parameter.
     """
 
-    def __init__(self, setup: TrainerSetup, build: BuildModel = FullModel.build) -> None:
+    def __init__(self, setup: TrainerSetup, build: BuildModel = build_model) -> None:
         self._setup, self._config = setup, setup.trainer
         self._device = cpu.resolve_device(self._config.device, "trainer.device")
         self._writer = _writer(setup, self._device)  # before the model is made: its port may be taken
@@ -168,6 +169,7 @@ class TorchTrainer:
             device=self._device,
             checkpointing=self._config.gradient_checkpointing,
             reference="reference" in self._needs,
+            seed=setup.seed,
         )
         self.model = build(source)
         self._named = list(self.model.trainable())

@@ -8,11 +8,14 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from grpo_core.config import as_table
+from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.models import local_directory
 from grpo_core.run_directory import CONFIG, RunDirectory
+
+ADAPTERS = "adapter_config.json"
+"""A file of peft, which is in every directory of adapters."""
 
 
 @frozen(kw_only=True)
@@ -23,6 +26,8 @@ class EvalTarget:
     """As the user wrote it."""
     model: Path | None
     """Directory of the model; None: the one that training would start from."""
+    adapters: Path | None = None
+    """Directory of adapters that belong to the model."""
     version: int
     table: Mapping[str, Any]
     """Configuration that lies beneath the command line."""
@@ -47,6 +52,8 @@ def find(target: str, offered: Callable[[str], bool]) -> EvalTarget:
     if path.is_dir() and not (path / "config.json").exists():
         inner = path / "trainer"
         hint = f"; this checkpoint's model is {inner}" if (inner / "config.json").exists() else ""
+        if (path / ADAPTERS).exists() or (inner / ADAPTERS).exists():
+            hint = "; it holds adapters, which belong to a model: give the run instead"
         raise ConfigError(
             f"{target}: is neither a run (there is no {CONFIG} in it) nor a model (there is no config.json)"
             f"{hint}"
@@ -80,8 +87,11 @@ def _of_run(target: str, path: Path) -> EvalTarget:
     found = checkpoint.newest(run.checkpoints)
     if found is not None:
         notes = tuple(f"passed over {reason}" for reason in found.passed_over)
-        model = found.directory / "trainer"
-        return EvalTarget(name=target, model=model, version=found.step, table=table, notes=notes)
+        saved = found.directory / "trainer"
+        measured = EvalTarget(name=target, model=saved, version=found.step, table=table, notes=notes)
+        if not (saved / ADAPTERS).exists():
+            return measured
+        return evolve(measured, model=started_from(run, config), adapters=saved)
     made = (run.model / "config.json").exists()
     return EvalTarget(
         name=target,
@@ -90,3 +100,9 @@ def _of_run(target: str, path: Path) -> EvalTarget:
         table=table,
         notes=(f"{target} has no checkpoint yet: measuring the model that it starts from",),
     )
+
+
+def started_from(run: RunDirectory, config: Config) -> Path:
+    """Return the directory of the model that a run started from.  Raises ModelError."""
+    made = (run.model / "config.json").exists()
+    return run.model if made else Path(local_directory(config.model.path))

@@ -39,7 +39,7 @@ import torch
 from grpo_core.errors import ConfigError, WeightSyncError, one_line
 from grpo_core.records import Weights
 from grpo_core.weights import COLLECTIVE
-from grpo_core.weights.layout import Bucket, buckets, pack
+from grpo_core.weights.layout import Bucket, LowRankSum, buckets, pack
 from grpo_core.weights.line import Line, proof, proves, shut
 from grpo_core.weights.nccl import ENGINE, TRAINER, Pair, device_id, settle
 
@@ -88,7 +88,7 @@ class CollectiveWriter:
     def write(
         self,
         version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:

@@ -15,7 +15,7 @@ import torch
 
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
-from grpo_core.weights.layout import pack
+from grpo_core.weights.layout import LowRankSum, pack
 
 SCHEME = "cuda:"
 _BYTES = ("handle", "counter", "event")
@@ -34,7 +34,7 @@ class CudaIpcWriter:
     def write(
         self,
         version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:

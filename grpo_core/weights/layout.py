@@ -42,13 +42,25 @@ def buckets(weights: Weights) -> list[Bucket]:
     return found
 
 
+@frozen(eq=False)
+class LowRankSum:
+    """A tensor that is computed when it is needed: ``base + left @ right``, in float32."""
+
+    base: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def computed(self) -> torch.Tensor:
+        return torch.addmm(self.base.float(), self.left, self.right)
+
+
 class Writer(Protocol):
     """The trainer's side of a transport; owns the block of the published weights."""
 
     def write(
         self,
         version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:
@@ -70,7 +82,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def pack(
     version: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
     *,
     block: Callable[[int], torch.Tensor],
     location: Callable[[], str],
@@ -85,22 +97,23 @@ def pack(
             (``torch.nn.Buffer``), such as the biases that choose experts, keep theirs in any case.
     """
     named = list(tensors)
-    dtypes = [dtype if dtype and _is_cast(tensor) else tensor.dtype for _, tensor in named]
+    shaped = [tensor.base if isinstance(tensor, LowRankSum) else tensor for _, tensor in named]
+    dtypes = [dtype if dtype and _is_cast(tensor) else tensor.dtype for tensor in shaped]
     offsets, nbytes = [], 0
-    for (_, tensor), sent in zip(named, dtypes, strict=True):
+    for tensor, sent in zip(shaped, dtypes, strict=True):
         offsets.append(nbytes)
         nbytes += -(-tensor.numel() * sent.itemsize // _ALIGNMENT) * _ALIGNMENT
     target = block(nbytes)
     infos = []
-    for (name, tensor), sent, offset in zip(named, dtypes, offsets, strict=True):
+    for (name, given), tensor, sent, offset in zip(named, shaped, dtypes, offsets, strict=True):
         size = tensor.numel() * sent.itemsize
         there = target[offset : offset + size].view(sent).view(tensor.shape)
-        there.copy_(tensor.detach())
+        there.copy_((given.computed() if isinstance(given, LowRankSum) else given).detach())
         infos.append(
             TensorInfo(
                 name=name,
                 dtype=str(sent).removeprefix("torch."),
-                shape=tuple(tensor.shape),
+                shape=tuple(there.shape),
                 offset=offset,
                 checksum=checksum(there),
             )

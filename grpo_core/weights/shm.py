@@ -15,7 +15,7 @@ import torch
 
 from grpo_core.records import Weights
 from grpo_core.weights import anonymous_file
-from grpo_core.weights.layout import pack
+from grpo_core.weights.layout import LowRankSum, pack
 
 
 class SharedMemoryWriter:
@@ -28,7 +28,7 @@ class SharedMemoryWriter:
     def write(
         self,
         version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:

@@ -1,0 +1,31 @@
+"""Chooses how a model is held in training, and reads what was saved of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from grpo_core.config import ModelConfig
+from grpo_core.training.model import FullModel, Model, ModelSource
+from grpo_core.weights.layout import LowRankSum, load_tensors
+
+
+def build_model(source: ModelSource) -> Model:
+    """Load a model as its configuration says.  Raises ModelError."""
+    if source.config.lora is None:
+        return FullModel.build(source)
+    from grpo_core.training.lora import LoraModel  # it imports peft, which takes a second
+
+    return LoraModel.build(source)
+
+
+def saved_tensors(
+    model: Path, adapters: Path | None, config: ModelConfig
+) -> Sequence[tuple[str, torch.Tensor | LowRankSum]]:
+    """Read what engines load of a model, and of adapters that were saved for it.  Raises ModelError."""
+    if adapters is None:
+        return load_tensors(model)
+    source = ModelSource(start=str(model), saved=adapters, config=config, device=torch.device("cpu"))
+    return build_model(source).published()

@@ -1,0 +1,252 @@
+"""A model whose weights stay, with adapters that are trained: LoRA (Hu et al., arXiv 2106.09685), by peft.
+
+The reference of a KL term is the same model with its adapters off, so there is no second one.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from grpo_core.config import LoraConfig
+from grpo_core.errors import ModelError, one_line
+from grpo_core.records import Canary
+from grpo_core.training.microbatch import MicroBatch
+from grpo_core.training.model import (
+    ModelSource,
+    SavedTokenizer,
+    Scorer,
+    compute_dtype,
+    is_linear,
+    load_for,
+)
+from grpo_core.weights.layout import LowRankSum
+from grpo_core.weights.names import checkpoint_tensors
+
+ADAPTER = "default"
+"""peft's name of the adapters in the model."""
+FILE = "adapter_model.safetensors"
+"""peft's name of the file with the adapters."""
+PREFIX = "base_model.model."
+"""Before the names of a model's layers in that file."""
+
+
+class LoraModel:
+    """Trains and saves adapters; publishes the sum of weights and adapters.
+
+    Args:
+        policy: the model with its adapters.
+        base: the tensors of the model without adapters, as its checkpoint has them.
+        config: peft's, which is saved with the adapters.
+        tokenizer: is saved with the adapters.
+
+    Raises ModelError if a layer with an adapter is not a whole tensor of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        policy: Scorer,
+        *,
+        base: Mapping[str, Tensor],
+        config: PeftConfig,
+        tokenizer: SavedTokenizer,
+    ) -> None:
+        self.policy = policy
+        self._base, self._config, self._tokenizer = base, config, tokenizer
+        self._layers = _adapted(policy.module, base)
+        """Layers with an adapter by the checkpoint's name of their weight."""
+        self._named = [
+            (f"{PREFIX}{name}".replace(f".{ADAPTER}.", "."), parameter)
+            for name, parameter in policy.module.named_parameters()
+            if parameter.requires_grad
+        ]
+        self._moved: dict[str, Tensor] = {}
+        """The adapters of a reference that has moved."""
+        self._dropouts = [
+            dropout for layer in self._layers.values() for dropout in layer.lora_dropout.modules()
+        ]
+        self.parameters = sum(parameter.numel() for parameter in policy.module.parameters())
+        self.vocabulary = policy.vocabulary
+
+    @classmethod
+    def build(cls, source: ModelSource) -> LoraModel:
+        """Load the weights that the run started from, and adapters that were saved.  Raises ModelError."""
+        assert source.config.lora is not None, "there is no LoRA in the configuration"
+        module = load_for(source, source.start)
+        base = checkpoint_tensors(module)  # its names are those of a model without adapters
+        config = PeftConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=source.start,
+            r=source.config.lora.rank,
+            lora_alpha=source.config.lora.alpha,
+            lora_dropout=source.config.lora.dropout,
+            target_modules=source.config.lora.targets or "all-linear",
+        )
+        _inject(config, module, source)
+        scorer = Scorer(module, compute_dtype(source.config, source.device))
+        made = cls(scorer, base=base, config=config, tokenizer=SavedTokenizer(source))
+        if source.saved:
+            made.load(source.saved)
+        return made
+
+    def trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
+        return self._named
+
+    def score(
+        self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        for dropout in self._dropouts:
+            dropout.train(torch.is_grad_enabled())
+        return self.policy.score(micro, temperature, entropy_gradient=entropy_gradient)
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        with self._as_reference():
+            return self.score(micro, temperature)[0]
+
+    @torch.no_grad()
+    def refresh_reference(self, share: float) -> None:
+        assert share == 1, "a mixture of two adapters is no adapter of the same rank"
+        self._moved = {name: parameter.detach().clone() for name, parameter in self._named}
+
+    def saved_reference(self) -> Mapping[str, Tensor]:
+        return self._moved
+
+    def restore_reference(self, tensors: Mapping[str, Tensor]) -> None:
+        self._moved = {name: tensors[name].to(parameter.device) for name, parameter in self._named}
+
+    @torch.no_grad()
+    def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
+        for dropout in self._dropouts:
+            dropout.eval()
+        return self.policy.next_tokens(prompts)
+
+    def published(self) -> list[tuple[str, Tensor | LowRankSum]]:
+        return [
+            (name, LowRankSum(tensor, *_factors(self._layers[name])) if name in self._layers else tensor)
+            for name, tensor in self._base.items()
+        ]
+
+    def saved(self) -> Mapping[str, Tensor]:
+        return dict(self._named)
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.detach() for name, tensor in tensors.items()}, directory / FILE)
+        self._config.save_pretrained(str(directory))
+        self._tokenizer.save(directory)
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """Take the adapters that ``write`` wrote.  Raises ModelError if they are not this model's."""
+        path = directory / FILE
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: the adapters cannot be read ({one_line(error)})") from error
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        expected = {name: tuple(parameter.shape) for name, parameter in self._named}
+        if found != expected:
+            wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+            raise ModelError(
+                f"{path}: {len(wrong)} of its tensors are not those of the model's adapters: {wrong[0]} is "
+                f"{found.get(wrong[0], 'missing')}, expected {expected.get(wrong[0], 'no such tensor')}"
+            )
+        for name, parameter in self._named:
+            parameter.copy_(tensors[name])
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Compute as the reference: without adapters, or with those of a reference that has moved."""
+        layers = self._layers.values()
+        if not self._moved:
+            for layer in layers:
+                layer.enable_adapters(False)
+            try:
+                yield
+            finally:
+                for layer in layers:
+                    layer.enable_adapters(True)
+            return
+        trained = {name: parameter.data for name, parameter in self._named}
+        for name, parameter in self._named:
+            parameter.data = self._moved[name]
+        try:
+            yield
+        finally:
+            for name, parameter in self._named:
+                parameter.data = trained[name]
+
+
+def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
+    """Put adapters into a model; they begin with the seed's numbers.  Raises ModelError."""
+    assert source.config.lora is not None
+    problem = _problem(source.config.lora, module)
+    devices = [source.device] if source.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # of layers that are transposed
+        torch.manual_seed(source.seed)
+        try:
+            if not problem:
+                inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+        except ValueError as error:
+            problem = one_line(error)
+    if problem:
+        linear = dict.fromkeys(
+            name.rpartition(".")[2] for name, layer in module.named_modules() if is_linear(layer)
+        )
+        raise ModelError(
+            f"model.lora.targets = {json.dumps(source.config.lora.targets)}: {problem}; the linear layers of "
+            f"{source.start!r} are {', '.join(linear)}"
+        )
+
+
+def _problem(lora: LoraConfig, module: nn.Module) -> str:
+    """Say what is wrong with the targets; "" if each of them is a layer that may have an adapter."""
+    names = [name for name, _ in module.named_modules()]
+    for target in lora.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            return f"the model has no layer {target!r}"
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    inputs = module.get_input_embeddings()  # type: ignore[operator]
+    for name, layer in module.named_modules():
+        chosen = any(f".{name}".endswith(f".{target}") for target in lora.targets)
+        if chosen and (layer is head or layer is inputs):
+            return f"{name} is the model's output layer or embedding, which gets no adapter"
+    return ""
+
+
+def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the layers with an adapter by the checkpoint's name of their weight.  Raises ModelError."""
+    names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in base.items()}
+    layers = {}
+    for place, layer in module.named_modules():
+        if isinstance(layer, LoraLayer):
+            weight: Any = layer.get_base_layer().weight
+            name = names.get((weight.data_ptr(), weight.shape))
+            if name is None:
+                raise ModelError(
+                    f"{place} is not one tensor of the model's checkpoint, so engines could not take its "
+                    "adapter; leave it out of model.lora.targets"
+                )
+            layers[name] = layer
+    return layers
+
+
+def _factors(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return two matrices whose product is added to the layer's weight."""
+    down, up = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
+    up = up * layer.scaling[ADAPTER]
+    return (down.t(), up.t()) if layer.fan_in_fan_out else (up, down)

@@ -1,0 +1,351 @@
+"""LoRA: adapters are trained and saved, and nothing else; the reference is the model without them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_cli import grpo, refused
+from test_trainer import batch, model, ragged, same, save, weights
+from test_trainer import setup as full_setup
+
+from grpo_core.app import preflight
+from grpo_core.app.commands import configured
+from grpo_core.config import LoraConfig, as_table, build
+from grpo_core.errors import CheckpointError, ConfigError, ModelError
+from grpo_core.training import microbatch
+from grpo_core.training.building import build_model
+from grpo_core.training.lora import LoraModel
+from grpo_core.training.model import FullModel, ModelSource
+from grpo_core.training.setup import TrainerSetup
+from grpo_core.training.trainer import TorchTrainer
+from grpo_core.weights.layout import load_tensors
+
+model = model  # a fixture of the trainer's tests
+
+CPU = torch.device("cpu")
+
+
+def setup(
+    path: str, lora: LoraConfig | None = None, *, seed: int = 0, dtype: str = "auto", **options: object
+) -> TrainerSetup:
+    given = full_setup(path, **{"lr": 1e-2, **options})  # type: ignore[arg-type]
+    chosen = attrs.evolve(given.model, lora=lora or LoraConfig(rank=4, alpha=8), dtype=dtype)
+    return attrs.evolve(given, model=chosen, seed=seed)
+
+
+def trained(given: TrainerSetup, steps: int = 3) -> TorchTrainer:
+    trainer = TorchTrainer(given)
+    for step in range(steps):
+        trainer.step(batch(ragged(seed=step), step))
+    return trainer
+
+
+def made(path: Path, kind: str) -> str:
+    """Make a model of an architecture, with a tokenizer that is not used."""
+    common = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 1}
+    config = {
+        "qwen3": lambda: transformers.Qwen3Config(
+            **common, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, tie_word_embeddings=False,
+        ),
+        "gpt2": lambda: transformers.GPT2Config(**common, n_embd=16, n_layer=2, n_head=2, n_positions=64),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **common, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, query_pre_attn_scalar=8,
+        ),
+    }[kind]()  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+def logits_of(tensors: dict[str, torch.Tensor], path: str) -> torch.Tensor:
+    """Return what transformers computes with these weights in the model at ``path``."""
+    module = transformers.AutoModelForCausalLM.from_pretrained(path)
+    missing, unexpected = module.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    with torch.no_grad():
+        return module(torch.arange(8)[None]).logits
+
+
+# ---------------------------------------------------------------------------------- training
+
+
+def test_adapters_alone_are_trained_and_the_weights_of_the_model_stay_bit_for_bit(model: str) -> None:
+    trainer = TorchTrainer(setup(model))
+    adapters = {name: parameter.detach().clone() for name, parameter in trainer.model.trainable()}
+    for step in range(2):
+        trainer.step(batch(ragged(seed=step), step))
+    assert all(".lora_A." in name or ".lora_B." in name for name in adapters)
+    for name, parameter in trainer.model.trainable():
+        assert not torch.equal(parameter, adapters[name]), f"{name} was not trained"
+    start = dict(load_tensors(Path(model)))
+    kept = trainer.model._base
+    assert kept.keys() == start.keys()
+    assert all(torch.equal(kept[name], start[name]) for name in start)
+    states = sum(tensor.numel() for tensor in trainer._optimizers.saved()[0].values())
+    assert states < 2.1 * sum(tensor.numel() for tensor in adapters.values())
+
+
+def test_the_gradient_of_an_adapter_is_that_of_its_product_by_the_chain_rule(tmp_path: Path) -> None:
+    """For W + s B A with the gradient G of the whole: s B^T G for A, and s G A^T for B."""
+    path, lora = made(tmp_path / "m", "qwen3"), LoraConfig(rank=3, alpha=6, targets=["k_proj", "down_proj"])
+    source = ModelSource(start=path, saved=None, config=setup(path, lora).model, device=CPU)
+    adapted = build_model(source)
+    assert isinstance(adapted, LoraModel)
+    torch.manual_seed(1)
+    for _, parameter in adapted.trainable():
+        torch.nn.init.normal_(parameter, std=0.3)
+    whole = FullModel.build(attrs.evolve(source, config=attrs.evolve(source.config, lora=None)))
+    named = dict(whole.trainable())
+    with torch.no_grad():
+        for name, value in adapted.published():
+            if not isinstance(value, torch.Tensor):
+                named[name].copy_(value.computed())
+    for each in (whole, adapted):
+        each.policy.module.double()
+        logprobs, _ = each.score(microbatch.collate(ragged(), CPU), 0.7)
+        logprobs.square().sum().backward()
+    found = {name.removeprefix("base_model.model."): p for name, p in adapted.trainable()}
+    assert len(found) == 2 * 2 * 2
+    for name, parameter in named.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in found:
+            a, b = found[f"{layer}.lora_A.weight"], found[f"{layer}.lora_B.weight"]
+            torch.testing.assert_close(a.grad, 2 * b.T @ parameter.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(b.grad, 2 * parameter.grad @ a.T, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_begin_as_nothing_and_with_the_numbers_of_the_seed(model: str) -> None:
+    one, again, other = (TorchTrainer(setup(model, seed=seed)) for seed in (3, 3, 4))
+    assert same(one, TorchTrainer(full_setup(model))), "before the first step nothing is added"
+    random = [
+        [p for name, p in trainer.model.trainable() if "lora_A" in name] for trainer in (one, again, other)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(random[0], random[1], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(random[0], random[2], strict=True))
+
+
+def test_the_caller_draws_the_same_numbers_with_lora_as_without(model: str) -> None:
+    drawn = []
+    for given in (full_setup(model), setup(model)):
+        TorchTrainer(given)
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+def test_gradient_checkpointing_changes_no_gradient(model: str) -> None:
+    lora = LoraConfig(rank=4, dropout=0.3)
+    plain, saving = (trained(setup(model, lora, gradient_checkpointing=on)) for on in (False, True))
+    assert same(plain, saving)
+
+
+def test_dropout_changes_passes_with_a_gradient_and_no_other(model: str) -> None:
+    trainer = trained(setup(model, LoraConfig(rank=4, dropout=0.5)))
+    micro = microbatch.collate(ragged(), CPU)
+    noisy = [trainer.model.score(micro, 1.0)[0].detach() for _ in range(2)]
+    with torch.no_grad():
+        exact = [trainer.model.score(micro, 1.0)[0] for _ in range(2)]
+    assert not torch.equal(*noisy)
+    assert torch.equal(*exact)
+    prompts = [(5, 6, 7)]
+    trainer.model.score(micro, 1.0)
+    assert trainer.model.next_tokens(prompts) == trainer.model.next_tokens(prompts)
+
+
+# ---------------------------------------------------------------------------------- the reference
+
+
+def test_the_reference_is_the_model_without_its_adapters_and_no_second_model(model: str) -> None:
+    loss = {"kl_coefficient": 0.05}
+    trainer = trained(setup(model, loss=loss))
+    micro = microbatch.collate(ragged(), CPU)
+    reference = trainer.model.reference_logprobs(micro, 1.0)
+    with torch.no_grad():
+        start = TorchTrainer(full_setup(model)).model.score(micro, 1.0)[0]
+        now = trainer.model.score(micro, 1.0)[0]
+    assert torch.equal(reference, start)
+    assert not torch.allclose(now, start, atol=1e-3)
+    logprobs, _ = trainer.model.score(micro, 1.0)
+    logprobs.sum().backward()
+    assert all(parameter.grad is not None for _, parameter in trainer.model.trainable())
+    assert not trainer.model.saved_reference(), "nothing is kept for it"
+
+
+def test_a_reference_that_is_refreshed_is_the_policy_of_that_step(model: str) -> None:
+    given = setup(model, loss={"kl_coefficient": 0.05}, reference_every=2)
+    trainer = trained(given, steps=2)
+    micro = microbatch.collate(ragged(), CPU)
+    with torch.no_grad():
+        then = trainer.model.score(micro, 1.0)[0]
+    trainer.step(batch(ragged(seed=2), 2))
+    assert torch.equal(trainer.model.reference_logprobs(micro, 1.0), then)
+    with torch.no_grad():
+        assert not torch.equal(trainer.model.score(micro, 1.0)[0], then)
+
+
+# ---------------------------------------------------------------------------------- what engines get
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma2"])
+def test_engines_get_the_sum_of_weights_and_adapters_under_the_names_of_the_model(
+    kind: str, tmp_path: Path
+) -> None:
+    path = made(tmp_path / "m", kind)
+    trainer = trained(setup(path))
+    published = weights(trainer)
+    assert published.keys() == weights(TorchTrainer(full_setup(path))).keys()
+    with torch.no_grad():
+        theirs = trainer.model.policy.module(torch.arange(8)[None]).logits
+    torch.testing.assert_close(logits_of(published, path), theirs, rtol=0, atol=1e-5)
+    assert not torch.allclose(logits_of(dict(load_tensors(Path(path))), path), theirs, atol=1e-3)
+
+
+def test_the_sum_is_rounded_once_to_the_dtype_of_engines(model: str) -> None:
+    trainer = trained(setup(model, dtype="bfloat16"))
+    published = weights(trainer)
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+    for name, value in trainer.model.published():
+        whole = value if isinstance(value, torch.Tensor) else value.computed()
+        assert torch.equal(published[name], whole.bfloat16())
+
+
+# ---------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("options", [{}, {"updates_per_step": 2, "reference_every": 2}])
+def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, options: dict) -> None:
+    given = setup(model, LoraConfig(rank=4, dropout=0.2), loss={"kl_coefficient": 0.05}, **options)
+    straight, first = trained(given, 6), trained(given, 3)
+    save(first, tmp_path)
+    resumed = TorchTrainer(attrs.evolve(given, resume_from=str(tmp_path)))
+    assert same(first, resumed)
+    for step in range(3, 6):
+        resumed.step(batch(ragged(seed=step), step))
+    assert same(straight, resumed)
+
+
+def test_a_checkpoint_holds_adapters_that_transformers_loads_and_no_weights(
+    model: str, tmp_path: Path
+) -> None:
+    trainer = trained(setup(model))
+    save(trainer, tmp_path)
+    tensors = [name for path in (tmp_path / "trainer").glob("*.safetensors") for name in load_file(path)]
+    assert len(tensors) == len(trainer.model.trainable())
+    assert all(".lora_" in name for name in tensors)
+    slots = load_file(tmp_path / "optimizer" / "state.safetensors")
+    assert {name.rpartition("/")[0] for name in slots} == {"", *tensors}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trainer")
+    with torch.no_grad():
+        found = loaded(torch.arange(8)[None]).logits
+        expected = trainer.model.policy.module(torch.arange(8)[None]).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".json", ".safetensors"}
+
+
+def test_adapters_of_another_rank_are_refused_on_resume(model: str, tmp_path: Path) -> None:
+    save(trained(setup(model)), tmp_path)
+    with pytest.raises(ModelError, match=r"lora_A.weight is \(4, \d+\), expected \(8, \d+\)") as raised:
+        TorchTrainer(setup(model, LoraConfig(rank=8), resume_from=tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("harm", ["lost", "cut", "of another layer"])
+def test_damaged_adapters_are_refused(model: str, tmp_path: Path, harm: str) -> None:
+    save(trained(setup(model)), tmp_path)
+    file = tmp_path / "trainer" / "adapter_model.safetensors"
+    if harm == "lost":
+        file.unlink()
+    elif harm == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        save_file({key.replace("layers.0", "layers.7"): v for key, v in load_file(file).items()}, file)
+    with pytest.raises((ModelError, CheckpointError), match="adapter_model") as raised:
+        TorchTrainer(setup(model, resume_from=tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------- targets
+
+
+def test_targets_choose_the_layers(model: str) -> None:
+    trainer = TorchTrainer(setup(model, LoraConfig(targets=["q_proj", "mlp.up_proj"])))
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in trainer.model.trainable()}
+    assert layers == {"q_proj", "up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("q_prj", "the model has no layer 'q_prj'; the linear layers of .* q_proj, "),
+        ("lm_head", "lm_head is the model's output layer or embedding"),
+        ("embed_tokens", "embed_tokens is the model's output layer or embedding"),
+        ("input_layernorm", "input_layernorm"),
+    ],
+)
+def test_a_target_that_can_have_no_adapter_is_refused_in_one_line(
+    model: str, target: str, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message) as raised:
+        TorchTrainer(setup(model, LoraConfig(targets=["q_proj", target])))
+    assert "\n" not in str(raised.value)
+    assert "model.lora.targets" in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------- the configuration
+
+
+def test_lora_without_peft_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, host = configured(None, envs=["math:sort"], chosen={}, settings=["model.lora.rank=4"], block=())
+    preflight.check(config, host)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError) as raised:
+        preflight.check(config, host)
+    assert str(raised.value) == "model.lora needs the package peft: pip install 'grpo-core[lora]'"
+
+
+def test_a_reference_that_adapters_cannot_hold_is_refused() -> None:
+    settings = ["model.lora.rank=4", "loss.options.kl_coefficient=0.1"]
+    settings += ["trainer.reference_every=5", "trainer.reference_mix=0.5"]
+    config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=())
+    with pytest.raises(ConfigError, match=r"trainer.reference_mix = 0.5 mixes two sets"):
+        preflight.check(config, host)
+
+
+def test_an_empty_section_turns_lora_on(tmp_path: Path) -> None:
+    (tmp_path / "lora.toml").write_text("[model.lora]\n")
+    config, _ = configured(tmp_path / "lora.toml", envs=["math:sort"], chosen={}, settings=[], block=())
+    assert config.model.lora == LoraConfig()
+    assert build([as_table(config)]) == config
+
+
+@pytest.mark.slow
+def test_a_run_with_lora_is_trained_resumed_and_validated_by_the_command(tmp_path: Path) -> None:
+    settings = [
+        "model.options.warm_start_steps=20",
+        "model.lora.rank=4",
+        "trainer.lr=0.003",
+        "trainer.steps=4",
+    ]
+    settings += ["checkpoint.every=2", "validation.every=2", "validation.prompts=20"]
+    settings += ["health.canary_tolerance=1e-5"]
+    chosen = [part for setting in settings for part in ("--set", setting)]
+    done = grpo(tmp_path, "train", "--env", "math:sort", *chosen, "--output", "run")
+    assert done.returncode == 0, done.stderr
+    saved = tmp_path / "run" / "checkpoints" / "step-000004" / "trainer"
+    assert not (saved / "config.json").exists()
+    more = grpo(tmp_path, "train", "--resume", "run", "--set", "trainer.steps=6")
+    assert more.returncode == 0, more.stderr
+    done = grpo(tmp_path, "validate", "run", "--json", "--set", "validation.prompts=20")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["version"] == 6
+    assert "it holds adapters" in refused(tmp_path, "validate", saved)
