@@ -1,4 +1,4 @@
-"""The command line: ``train``, ``validate``, ``verify``, ``report``, ``check``, ``doctor``, ``plugins``.
+"""The command line: ``train``, ``validate``, ``export``, ``verify``, ``report``, ``check`` and others.
 
 The exit status is 0 if all went well, 1 if something failed, 2 if the input is wrong, and 130 after ctrl-C.
 Commands import what they need: ``--help``, ``plugins``, ``check`` (except of an engine) and ``doctor``
@@ -136,6 +136,35 @@ def validate(
         as_json=json,
         block=no_plugin or [],
     )
+
+
+@app.command
+def export(
+    run: Path,
+    *,
+    step: int | None = None,
+    output: Path | None = None,
+    merged: Annotated[bool, Parameter(negative="")] = False,
+    adapters: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Write a checkpoint of a run as a directory for transformers or peft, with a model card.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step of the checkpoint.  Default: the newest one.
+    output
+        Directory that is written, which must not exist.  Default: RUN/exported/step-STEP.
+    merged
+        Add the adapters of a run with LoRA to the weights of its model.
+    adapters
+        Write the adapters of a run with LoRA alone; this is the default for such a run.
+    """
+    from grpo_core.app import export as exporting
+
+    return exporting.main(run, step=step, output=output, merged=merged, adapters=adapters)
 
 
 @app.command

@@ -48,6 +48,9 @@ class LoraConfig:
     dropout: float = field(default=0.0, validator=[ge(0), lt(1)])
     """Share of an adapter's inputs that are dropped in passes with a gradient; engines never drop any, so
     this adds noise to the ratios of the loss."""
+    publish: Literal["adapters", "merged"] = "adapters"
+    """A weight sync sends the adapters alone, which the engine adds to the model's files, or the sum of both
+    ("merged"), for engines on machines without these files."""
 
 
 @frozen(kw_only=True)

@@ -343,6 +343,9 @@ class Weights:
     """Where each tensor is, and what it must be."""
     canary: tuple[Canary, ...] = ()
     """Predictions that an engine with these weights must reproduce; see ``grpo_core.loop.canary``."""
+    base: str = ""
+    """Directory of the model to which the tensors, which are adapters, are added; empty if they are the whole
+    model.  ``read_weights`` and ``read_buckets`` of ``grpo_core.engine_kit`` add them."""
 
 
 @frozen(kw_only=True)

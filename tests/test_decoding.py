@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+from adapted import AdaptedEngine
 
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
@@ -14,12 +15,12 @@ from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, sta
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory):
+@pytest.fixture(scope="module", params=[EngineUnderTest, AdaptedEngine], ids=["weights", "adapters"])
+def tried(tmp_path_factory, request):
     model = make_test_model(tmp_path_factory.mktemp("model"))
     with asyncio.Runner() as runner:
         engine = runner.run(start_engine(LocalEngine, model, max_rows=64))
-        tried = EngineUnderTest(engine=engine, model=model, kill=lambda: os.kill(engine.pid, signal.SIGKILL))
+        tried = request.param(engine=engine, model=model, kill=lambda: os.kill(engine.pid, signal.SIGKILL))
         runner.run(engine.update_weights(tried.publish(0)))
         yield runner, tried
         runner.run(engine.aclose())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import pytest
@@ -18,14 +20,17 @@ from test_trainer import setup as full_setup
 from grpo_core.app import preflight
 from grpo_core.app.commands import configured
 from grpo_core.config import LoraConfig, as_table, build
-from grpo_core.errors import CheckpointError, ConfigError, ModelError
+from grpo_core.demo import tiny
+from grpo_core.errors import CheckpointError, ConfigError, ModelError, WeightSyncError
 from grpo_core.training import microbatch
 from grpo_core.training.building import build_model
 from grpo_core.training.lora import LoraModel
 from grpo_core.training.model import FullModel, ModelSource
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
+from grpo_core.weights.adapters import whole_shapes
 from grpo_core.weights.layout import load_tensors
+from grpo_core.weights.reading import read_buckets, read_weights
 
 model = model  # a fixture of the trainer's tests
 
@@ -88,7 +93,7 @@ def test_adapters_alone_are_trained_and_the_weights_of_the_model_stay_bit_for_bi
     for name, parameter in trainer.model.trainable():
         assert not torch.equal(parameter, adapters[name]), f"{name} was not trained"
     start = dict(load_tensors(Path(model)))
-    kept = trainer.model._base
+    kept = trainer.model._whole
     assert kept.keys() == start.keys()
     assert all(torch.equal(kept[name], start[name]) for name in start)
     states = sum(tensor.numel() for tensor in trainer._optimizers.saved()[0].values())
@@ -107,7 +112,7 @@ def test_the_gradient_of_an_adapter_is_that_of_its_product_by_the_chain_rule(tmp
     whole = FullModel.build(attrs.evolve(source, config=attrs.evolve(source.config, lora=None)))
     named = dict(whole.trainable())
     with torch.no_grad():
-        for name, value in adapted.published():
+        for name, value in adapted.sums():
             if not isinstance(value, torch.Tensor):
                 named[name].copy_(value.computed())
     for each in (whole, adapted):
@@ -195,12 +200,13 @@ def test_a_reference_that_is_refreshed_is_the_policy_of_that_step(model: str) ->
 # ---------------------------------------------------------------------------------- what engines get
 
 
+@pytest.mark.parametrize("publish", ["adapters", "merged"])
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma2"])
 def test_engines_get_the_sum_of_weights_and_adapters_under_the_names_of_the_model(
-    kind: str, tmp_path: Path
+    kind: str, publish: Literal["adapters", "merged"], tmp_path: Path
 ) -> None:
     path = made(tmp_path / "m", kind)
-    trainer = trained(setup(path))
+    trainer = trained(setup(path, LoraConfig(rank=4, alpha=8, publish=publish)))
     published = weights(trainer)
     assert published.keys() == weights(TorchTrainer(full_setup(path))).keys()
     with torch.no_grad():
@@ -209,11 +215,47 @@ def test_engines_get_the_sum_of_weights_and_adapters_under_the_names_of_the_mode
     assert not torch.allclose(logits_of(dict(load_tensors(Path(path))), path), theirs, atol=1e-3)
 
 
+def test_adapters_alone_are_sent_and_the_same_sums_arrive_bit_for_bit(model: str) -> None:
+    """Also after many versions: each is added to the model's files, and nothing to the version before."""
+    sending = trained(setup(model), steps=5)
+    whole = trained(setup(model, LoraConfig(rank=4, alpha=8, publish="merged")), steps=5)
+    assert same(sending, whole)
+    adapters = sum(parameter.numel() for _, parameter in sending.model.trainable())
+    assert sum(math.prod(info.shape) for info in sending.publish().tensors) == adapters
+    buckets = list(read_buckets(sending.publish()))
+    assert {name for bucket in buckets for name in bucket} == weights(whole).keys()
+
+
+def test_adapters_of_another_model_are_refused_by_who_reads_them(model: str, tmp_path: Path) -> None:
+    published = trained(setup(model)).publish()
+    tiny.make_tiny_model(tmp_path / "other", (), width=32, layers=1, warm_start_steps=0)
+    for base, message in [
+        (tmp_path / "other", r"lora_A.weight is \(4, \d+\), and .*weight in .* is \(32, \d+\)"),
+        (tmp_path, r"cannot be read \(there are no .*\); .* set model.lora.publish = \"merged\""),
+    ]:
+        for read in (read_weights, lambda weights: list(read_buckets(weights)), whole_shapes):
+            with pytest.raises(WeightSyncError, match=message):
+                read(attrs.evolve(published, base=str(base)))
+    first, *others = published.tensors
+    with pytest.raises(WeightSyncError, match=f"{first.name} is missing"):
+        read_weights(attrs.evolve(published, tensors=tuple(others)))
+
+
+def test_a_damaged_adapter_is_named(model: str) -> None:
+    published = trained(setup(model)).publish()
+    spoilt = attrs.evolve(published.tensors[3], checksum=1)
+    tensors = (*published.tensors[:3], spoilt, *published.tensors[4:])
+    for read in (read_weights, lambda weights: list(read_buckets(weights))):
+        with pytest.raises(WeightSyncError, match=f"tensor {spoilt.name!r}"):
+            read(attrs.evolve(published, tensors=tensors))
+
+
 def test_the_sum_is_rounded_once_to_the_dtype_of_engines(model: str) -> None:
-    trainer = trained(setup(model, dtype="bfloat16"))
+    lora = LoraConfig(rank=4, alpha=8, publish="merged")
+    trainer = trained(setup(model, lora, dtype="bfloat16"))
     published = weights(trainer)
     assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
-    for name, value in trainer.model.published():
+    for name, value in trainer.model.sums():
         whole = value if isinstance(value, torch.Tensor) else value.computed()
         assert torch.equal(published[name], whole.bfloat16())
 

@@ -108,11 +108,11 @@ def test_a_block_that_engines_read_on_the_gpu_is_there_and_no_copy_means_no_copy
 
 
 def test_a_trainer_of_adapters_holds_gradients_and_moments_of_these_alone():
-    assert sizes(parts_of(trained=10, optimizer=80, reference=True)) == {
+    assert sizes(parts_of(trained=10, published=10, optimizer=80, reference=True)) == {
         "weights": (4000, "host"),
         "gradients": (40, "host"),
         "optimizer": (80, "host"),
-        "published weights": (4000, "host"),
+        "published weights": (40, "host"),
         "adapters": (40, "host"),
         "checkpoint copy": (120, "host"),
     }

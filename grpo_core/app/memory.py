@@ -148,6 +148,8 @@ def certain_parts(
     device = trainer_device(config, gpus)
     dtype = _dtype(config, device)
     devices = choose(config.trainer, {} if placement.remote else engines, len(gpus))
+    lora = config.model.lora
+    sends_all = lora is None or lora.publish == "merged"
     found = []
     if (of_trainer := _memory(host.find("trainer", config.trainer.name).load())) is not None:
         loss = host.function("loss", config.loss.name, **config.loss.options)
@@ -155,7 +157,7 @@ def certain_parts(
         parts = of_trainer(
             parameters=parameters,
             trained=changed,
-            published=parameters,
+            published=parameters if sends_all else changed,
             optimizer=state_bytes(optimizer, config.optimizer.options, trained),
             dtype=dtype,
             device=device,

@@ -79,11 +79,16 @@ def _check_loss(config: Config, host: PluginHost) -> None:
         raise ConfigError(f"loss {config.loss.name!r}: " + "; ".join(problems))
 
 
+def require_peft() -> None:
+    """Raise ConfigError if peft is not installed, which makes and merges adapters."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora needs the package peft: pip install 'grpo-core[lora]'")
+
+
 def _check_lora(config: Config) -> None:
     if config.model.lora is None:
         return
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora needs the package peft: pip install 'grpo-core[lora]'")
+    require_peft()
     if config.trainer.reference_mix < 1:
         raise ConfigError(
             f"trainer.reference_mix = {config.trainer.reference_mix:g} mixes two sets of weights, which "

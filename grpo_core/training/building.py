@@ -27,5 +27,15 @@ def saved_tensors(
     """Read what engines load of a model, and of adapters that were saved for it.  Raises ModelError."""
     if adapters is None:
         return load_tensors(model)
+    from grpo_core.training.lora import LoraModel
+
     source = ModelSource(start=str(model), saved=adapters, config=config, device=torch.device("cpu"))
-    return build_model(source).published()
+    return LoraModel.build(source).sums()
+
+
+def write_merged(model: Path, adapters: Path, config: ModelConfig, directory: Path) -> None:
+    """Write the sum of a model and of adapters that were saved for it.  Raises ModelError."""
+    from grpo_core.training.lora import LoraModel
+
+    source = ModelSource(start=str(model), saved=adapters, config=config, device=torch.device("cpu"))
+    LoraModel.build(source).write_merged(directory)

@@ -32,6 +32,7 @@ from grpo_core.training.model import (
     is_linear,
     load_for,
 )
+from grpo_core.weights.adapters import factors, shapes_in_files
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.names import checkpoint_tensors
 
@@ -44,13 +45,14 @@ PREFIX = "base_model.model."
 
 
 class LoraModel:
-    """Trains and saves adapters; publishes the sum of weights and adapters.
+    """Trains, publishes and saves adapters.
 
     Args:
         policy: the model with its adapters.
-        base: the tensors of the model without adapters, as its checkpoint has them.
+        whole: the tensors of the model without adapters, as its checkpoint has them.
         config: peft's, which is saved with the adapters.
         tokenizer: is saved with the adapters.
+        base_directory: directory of the model to which engines add adapters; empty: they get the sums.
 
     Raises ModelError if a layer with an adapter is not a whole tensor of the checkpoint.
     """
@@ -59,13 +61,14 @@ class LoraModel:
         self,
         policy: Scorer,
         *,
-        base: Mapping[str, Tensor],
+        whole: Mapping[str, Tensor],
         config: PeftConfig,
         tokenizer: SavedTokenizer,
+        base_directory: str = "",
     ) -> None:
-        self.policy = policy
-        self._base, self._config, self._tokenizer = base, config, tokenizer
-        self._layers = _adapted(policy.module, base)
+        self.policy, self.base = policy, base_directory
+        self._whole, self._config, self._tokenizer = whole, config, tokenizer
+        self._layers = _adapted(policy.module, whole)
         """Layers with an adapter by the checkpoint's name of their weight."""
         self._named = [
             (f"{PREFIX}{name}".replace(f".{ADAPTER}.", "."), parameter)
@@ -85,7 +88,7 @@ class LoraModel:
         """Load the weights that the run started from, and adapters that were saved.  Raises ModelError."""
         assert source.config.lora is not None, "there is no LoRA in the configuration"
         module = load_for(source, source.start)
-        base = checkpoint_tensors(module)  # its names are those of a model without adapters
+        whole = checkpoint_tensors(module)  # its names are those of a model without adapters
         config = PeftConfig(
             task_type="CAUSAL_LM",
             base_model_name_or_path=source.start,
@@ -96,7 +99,11 @@ class LoraModel:
         )
         _inject(config, module, source)
         scorer = Scorer(module, compute_dtype(source.config, source.device))
-        made = cls(scorer, base=base, config=config, tokenizer=SavedTokenizer(source))
+        sent = str(Path(source.start).absolute()) if source.config.lora.publish == "adapters" else ""
+        tokenizer = SavedTokenizer(source)
+        made = cls(scorer, whole=whole, config=config, tokenizer=tokenizer, base_directory=sent)
+        if sent:
+            _check_files(sent, made.sums())
         if source.saved:
             made.load(source.saved)
         return made
@@ -133,11 +140,32 @@ class LoraModel:
             dropout.eval()
         return self.policy.next_tokens(prompts)
 
-    def published(self) -> list[tuple[str, Tensor | LowRankSum]]:
+    def published(self) -> Sequence[tuple[str, Tensor | LowRankSum]]:
+        return factors(self.sums()) if self.base else self.sums()
+
+    def sums(self) -> list[tuple[str, Tensor | LowRankSum]]:
+        """The tensors of the whole model, those with an adapter as sums."""
         return [
             (name, LowRankSum(tensor, *_factors(self._layers[name])) if name in self._layers else tensor)
-            for name, tensor in self._base.items()
+            for name, tensor in self._whole.items()
         ]
+
+    @torch.no_grad()
+    def merged(self) -> nn.Module:
+        """Add the adapters to the weights for good; return the model, which has none any more."""
+        for _, tensor in self.sums():
+            if isinstance(tensor, LowRankSum):
+                tensor.base.copy_(tensor.computed())
+        module = self.policy.module
+        for place, layer in list(module.named_modules()):
+            if isinstance(layer, LoraLayer):
+                module.set_submodule(place, layer.get_base_layer())
+        return module
+
+    def write_merged(self, directory: Path) -> None:
+        """Write the merged model as a directory that transformers loads."""
+        self.merged().save_pretrained(directory)  # type: ignore[operator]
+        self._tokenizer.save(directory)
 
     def saved(self) -> Mapping[str, Tensor]:
         return dict(self._named)
@@ -243,6 +271,20 @@ def _adapted(module: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Any]:
                 )
             layers[name] = layer
     return layers
+
+
+def _check_files(directory: str, sums: Sequence[tuple[str, Tensor | LowRankSum]]) -> None:
+    """Raise ModelError unless engines find each layer with an adapter in the model's files."""
+    try:
+        shapes = shapes_in_files(Path(directory))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"the files of the model in {directory} cannot be read ({error})") from error
+    for name, tensor in sums:
+        if isinstance(tensor, LowRankSum) and shapes.get(name) != tuple(tensor.base.shape):
+            raise ModelError(
+                f"the files of the model in {directory} have no {name} of shape {tuple(tensor.base.shape)}, "
+                'so engines could not add an adapter to it; set model.lora.publish = "merged"'
+            )
 
 
 def _factors(layer: Any) -> tuple[Tensor, Tensor]:

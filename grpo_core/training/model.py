@@ -54,6 +54,8 @@ class Model(Protocol):
     """Number of parameters that a forward pass uses."""
     vocabulary: int
     """Number of different tokens."""
+    base: str
+    """Directory of the model to which engines add what is published; empty if that is the whole model."""
 
     def trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
         """The parameters that the optimizer changes, by name; tied ones once.  Always in the same order."""
@@ -92,7 +94,7 @@ class Model(Protocol):
         ...
 
     def published(self) -> Sequence[tuple[str, Tensor | LowRankSum]]:
-        """The tensors that engines load, as ``grpo_core.weights.names.checkpoint_tensors`` returns them."""
+        """The tensors that engines get: those of ``grpo_core.weights.names``, or adapters."""
         ...
 
     def saved(self) -> Mapping[str, Tensor]:
@@ -121,6 +123,8 @@ class FullModel:
 
     Raises ModelError if the tensors cannot be published; see ``checkpoint_tensors``.
     """
+
+    base = ""
 
     def __init__(
         self,

@@ -418,7 +418,7 @@ class TorchTrainer:
         """The current weights, where engines read them; what was published before is overwritten."""
         dtype = compute_dtype(self._setup.model, self._device)
         weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
-        weights = evolve(weights, canary=self.model.next_tokens(canary))
+        weights = evolve(weights, canary=self.model.next_tokens(canary), base=self.model.base)
         if self._setup.shares_gpu:
             torch.cuda.empty_cache()  # what the step used: an engine on the same GPU takes the weights now
         return weights

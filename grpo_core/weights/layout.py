@@ -51,7 +51,7 @@ class LowRankSum:
     right: torch.Tensor
 
     def computed(self) -> torch.Tensor:
-        return torch.addmm(self.base.float(), self.left, self.right)
+        return torch.addmm(self.base.float(), self.left.float(), self.right.float())
 
 
 class Writer(Protocol):

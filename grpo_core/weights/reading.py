@@ -6,9 +6,11 @@ from collections.abc import Generator
 from contextlib import closing
 
 import torch
+from attrs import evolve
 
 from grpo_core.records import Weights
 from grpo_core.weights import COLLECTIVE, collective, cuda_ipc, shm, unreadable
+from grpo_core.weights.adapters import added
 from grpo_core.weights.layout import buckets, unpack
 from grpo_core.weights.layout import verify as check_sums
 
@@ -18,7 +20,8 @@ def read_weights(
 ) -> dict[str, torch.Tensor]:
     """The tensors of published weights by name, wherever they are: views of one block of bytes.
 
-    Copy them before the trainer publishes again, which overwrites the block.
+    Copy them before the trainer publishes again, which overwrites the block.  Adapters are added to their
+    model, so the tensors are those of the whole model in any case.
 
     Args:
         weights: as ``Engine.update_weights`` receives them.
@@ -30,7 +33,9 @@ def read_weights(
     tensors = unpack(weights.tensors, block(weights, device))
     if verify:
         check_sums(weights.version, weights.tensors, tensors)
-    return tensors
+    if not weights.base:
+        return tensors
+    return {name: tensor for bucket in added(weights, tensors) for name, tensor in bucket.items()}
 
 
 def read_buckets(
@@ -42,6 +47,9 @@ def read_buckets(
     are sent twice then, and are in memory that is free once their tensors are; let go of them before the next
     ones.  Arguments and errors are those of ``read_weights``.
     """
+    if weights.base:
+        yield from added(weights, read_weights(evolve(weights, base=""), verify=verify, device=device))
+        return
     sent = weights.location.startswith(COLLECTIVE)
     with closing(collective.streamed(weights, device) if sent else _parts(weights)) as parts:
         for bucket in buckets(weights):

@@ -17,6 +17,7 @@ from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError, WeightSyncError
 from grpo_core.records import Completion, EngineSetup, GenerationRequest, Weights
+from grpo_core.weights.adapters import whole_shapes
 from grpo_core.weights.reading import read_buckets
 
 
@@ -47,7 +48,7 @@ class Server(DecodingServer):
             decoder = Decoder(model, max_rows=self._max_rows, stops=StopStrings(self._setup.model))
             threads = torch.get_num_threads()
             print(f"engine local: {model.description}, {model.device}, {threads} threads", flush=True)
-        decoder.check({info.name: info.shape for info in weights.tensors})
+        decoder.check(whole_shapes(weights))
         try:
             decoder.load(read_buckets(weights, verify=False, device=self._device), weights.version)
         except WeightSyncError as error:

@@ -32,6 +32,8 @@ class VllmEngine(ChildEngine):
             faster in large batches, and not repeatable.
         sleep_after: seconds without a request after which a GPU's memory is given back until the next one
             (for a trainer on the same GPU).  0: never.
+        native_lora: let vLLM compute adapters (``[model.lora]``) itself, beside its weights.  By default they
+            are added to its weights, which costs nothing while it decodes.
         vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
 
     Raises ValueError if an option is out of its range.
@@ -56,6 +58,7 @@ class VllmEngine(ChildEngine):
         keep_cache: bool = False,
         seeds: bool = True,
         sleep_after: float = 0.0,
+        native_lora: bool = False,
         vllm: Mapping[str, Any] | None = None,
     ) -> None:
         options = Options(
@@ -69,6 +72,7 @@ class VllmEngine(ChildEngine):
             keep_cache=keep_cache,
             seeds=seeds,
             sleep_after=sleep_after,
+            native_lora=native_lora,
             vllm=dict(vllm or {}),
         )
         super().__init__(

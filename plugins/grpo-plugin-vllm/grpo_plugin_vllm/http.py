@@ -278,7 +278,7 @@ class HttpEngine:
         """Return where the server reads the weights.  Raises WeightSyncError if they are damaged."""
         import torch
 
-        tensors = read_weights(weights)
+        tensors = read_weights(evolve(weights, base=""))  # adapters as they are: the server adds them
         if self._directory is None:
             return weights
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen, validators
 
-from grpo_core import EngineSetup
+from grpo_core import EngineSetup, ModelError
 from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
 
 CPU_CACHE_MIB = 256
@@ -32,6 +33,7 @@ class Options:
     keep_cache: bool
     seeds: bool
     sleep_after: float = field(validator=validators.ge(0))
+    native_lora: bool
     vllm: Mapping[str, Any] = field()
 
     @vllm.validator
@@ -44,8 +46,14 @@ class Options:
             )
 
 
-def arguments(options: Options, setup: EngineSetup, *, device: str, dtype: str) -> dict[str, Any]:
-    """Return the arguments of ``vllm.EngineArgs``.  The weights are random until the first update."""
+def arguments(
+    options: Options, setup: EngineSetup, *, device: str, dtype: str, rank: int = 0
+) -> dict[str, Any]:
+    """Return the arguments of ``vllm.EngineArgs``.  The weights are random until the first update.
+
+    Args:
+        rank: of the adapters that vLLM computes itself, on the weights in the model's files; 0: none.
+    """
     chosen: dict[str, Any] = {
         "model": setup.model,
         "load_format": "dummy",
@@ -75,10 +83,30 @@ def arguments(options: Options, setup: EngineSetup, *, device: str, dtype: str) 
         chosen["max_num_batched_tokens"] = BATCHED_TOKENS
         chosen["gpu_memory_utilization"] = options.memory_fraction
         chosen["enable_sleep_mode"] = options.sleep_after > 0
+    if rank:
+        chosen |= {
+            "load_format": "auto",
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": _allowed(rank),
+        }
     given = dict(options.vllm)
     if dtype != "float32":  # a rounded logit would be noise in the ratio of each token
         given["hf_overrides"] = {"head_dtype": "float32", **given.get("hf_overrides", {})}
     return chosen | given
+
+
+def _allowed(rank: int) -> int:
+    """Return the smallest rank for which vLLM makes room that is large enough.  Raises ModelError."""
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = [each for each in typing.get_args(MaxLoRARanks) if each >= rank]
+    if not ranks:
+        raise ModelError(
+            f"engine vllm: vLLM computes no adapters of rank {rank}: choose a smaller model.lora.rank, or "
+            "leave engine.options.native_lora out"
+        )
+    return int(min(ranks))
 
 
 def has_tokenizer(model: str) -> bool:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from grpo_core import (
     Completion,
+    ConfigError,
     EngineError,
     EngineSetup,
     GenerationRequest,
@@ -25,7 +28,7 @@ from grpo_core import (
 from grpo_core.engine_kit import DecodingServer, check_request
 from grpo_plugin_vllm import completing
 from grpo_plugin_vllm.options import Options, arguments, has_tokenizer, prepare, use_exact_products
-from grpo_plugin_vllm.transfer import as_table, difference
+from grpo_plugin_vllm.transfer import as_table, difference, rank_of
 
 SOON, LATER = 0, 1
 """Priorities of requests."""
@@ -54,6 +57,8 @@ class Server(DecodingServer):
         self._limits = (0, 0)
         """The model's tokens, and the longest prompt with its completion."""
         self._held: Weights | None = None
+        self._lora: Any = None
+        """The adapters that vLLM computes itself, which every request names."""
         self._asleep = False
         self._prompt_tokens = self._cached_tokens = 0
         """Prompt tokens of all finished requests, and how many of them the cache had."""
@@ -76,6 +81,7 @@ class Server(DecodingServer):
                 str(key),
                 self._prompt(request),
                 completing.parameters(request, seeds=self._options.seeds),
+                lora_request=self._lora,
                 priority=SOON if request.max_tokens == 1 else LATER,
             )
         except Exception as error:  # vLLM refuses this request: it is no worse than before
@@ -116,36 +122,60 @@ class Server(DecodingServer):
             raise WeightSyncError(f"engine vllm: version {weights.version} is not this model's: {problem}")
         if self._engine is None:
             self._start(weights)
-        self._engine.collective_rpc("fetch_weights", args=(as_table(weights),))
-        while None in (found := self._engine.collective_rpc("fetched_weights", args=(not self.busy,))):
-            yield
-        if any(found):
-            raise WeightSyncError("; ".join(sorted({*found} - {""})))
-        began = time.perf_counter()
-        self._apply(weights)
+        native = self._options.native_lora
+        with tempfile.TemporaryDirectory(prefix="grpo-core-") if native else nullcontext() as adapters:
+            self._engine.collective_rpc("fetch_weights", args=(as_table(weights), adapters))
+            while None in (found := self._engine.collective_rpc("fetched_weights", args=(not self.busy,))):
+                yield
+            if any(found):
+                raise WeightSyncError("; ".join(sorted({*found} - {""})))
+            began = time.perf_counter()
+            self._apply(weights, adapters)
         seconds = time.perf_counter() - began
         print(f"engine vllm: version {weights.version}, {seconds:.4f} s without decoding", flush=True)
 
-    def _apply(self, weights: Weights) -> None:
+    def _apply(self, weights: Weights, adapters: str | None) -> None:
         """Update the weights by vLLM's own sequence for RL: pause, start, update, finish, resume."""
         engine = self._engine
         self._wake()
         engine.sleep(level=0, mode="keep")  # schedules no step, keeps all requests
-        engine.collective_rpc("start_weight_update")
-        engine.collective_rpc("update_weights", kwargs={"update_info": as_table(weights)})
-        engine.collective_rpc("finish_weight_update")
+        if adapters is None:
+            engine.collective_rpc("start_weight_update")
+            engine.collective_rpc("update_weights", kwargs={"update_info": as_table(weights)})
+            engine.collective_rpc("finish_weight_update")
+        else:
+            self._take_adapters(adapters)
         engine.set_weight_version(str(weights.version))
         if not self._options.keep_cache:
             engine.reset_prefix_cache(reset_running_requests=True)
         engine.wake_up(tags=["scheduling"])
         self._held = weights
 
+    def _take_adapters(self, directory: str) -> None:
+        """Let vLLM load adapters in place of the ones before: running requests go on with the new ones.
+
+        There is one set of adapters, which is always loaded: none is evicted while a request uses it, and
+        vLLM looks at the directory this once.
+        """
+        from vllm.lora.request import LoRARequest
+
+        self._lora = LoRARequest("policy", 1, directory)
+        self._engine.add_lora(LoRARequest("policy", 1, directory, load_inplace=True))
+
     def _start(self, weights: Weights) -> None:
         import vllm
         from vllm.v1.engine.llm_engine import LLMEngine
 
         dtype = weights.tensors[0].dtype if self._options.dtype == "auto" else self._options.dtype
-        chosen = arguments(self._options, self._setup, device=self._device, dtype=dtype)
+        rank = 0
+        if self._options.native_lora:
+            if not weights.base:
+                raise ConfigError(
+                    "engine vllm: native_lora = true needs adapters: a section [model.lora] with "
+                    'publish = "adapters"'
+                )
+            rank = rank_of(weights)
+        chosen = arguments(self._options, self._setup, device=self._device, dtype=dtype, rank=rank)
         use_exact_products(self._device, dtype)
         try:
             engine = LLMEngine.from_engine_args(vllm.EngineArgs(**chosen))

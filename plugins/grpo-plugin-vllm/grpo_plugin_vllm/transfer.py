@@ -42,12 +42,20 @@ def as_table(weights: Weights) -> dict[str, Any]:
         "location": weights.location,
         "nbytes": weights.nbytes,
         "tensors": [{**asdict(info), "shape": list(info.shape)} for info in weights.tensors],
+        "base": weights.base,
     }
 
 
-def from_table(version: int, location: str, nbytes: int, tensors: Iterable[dict[str, Any]]) -> Weights:
+def from_table(
+    version: int, location: str, nbytes: int, tensors: Iterable[dict[str, Any]], base: str
+) -> Weights:
     infos = tuple(TensorInfo(**{**info, "shape": tuple(info["shape"])}) for info in tensors)
-    return Weights(version=version, location=location, nbytes=nbytes, tensors=infos)
+    return Weights(version=version, location=location, nbytes=nbytes, tensors=infos, base=base)
+
+
+def rank_of(weights: Weights) -> int:
+    """Return the rank of published adapters."""
+    return max(info.shape[0] for info in weights.tensors if info.name.endswith(".lora_A.weight"))
 
 
 def difference(given: Weights, held: Weights) -> str:

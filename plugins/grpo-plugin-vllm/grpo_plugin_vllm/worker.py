@@ -6,13 +6,17 @@ written there is no way back.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
+from safetensors.torch import save_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -20,9 +24,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from grpo_core import WeightSyncError
-from grpo_core.engine_kit import read_buckets
-from grpo_plugin_vllm.transfer import LAYERWISE, PLAIN_LINEAR, from_table
+from grpo_core import Weights, WeightSyncError
+from grpo_core.engine_kit import read_buckets, read_weights
+from grpo_plugin_vllm.transfer import LAYERWISE, PLAIN_LINEAR, from_table, rank_of
 
 
 @dataclass
@@ -38,16 +42,23 @@ class UpdateInfo(WeightTransferUpdateInfo):
     location: str
     nbytes: int
     tensors: list[dict[str, Any]]
+    base: str
 
 
 class Fetching:
     """Methods of vLLM's workers that fetch weights; vLLM mixes this class into theirs."""
 
     device: torch.device
+    rank: int
 
-    def fetch_weights(self, table: dict[str, Any]) -> None:
-        """Begin to fetch and verify the weights that ``transfer.as_table`` describes, in a thread."""
-        self._fetching: Future[str] = _fetcher.submit(_fetch, table, self.device)
+    def fetch_weights(self, table: dict[str, Any], adapters: str | None = None) -> None:
+        """Begin to fetch and verify the weights that ``transfer.as_table`` describes, in a thread.
+
+        Args:
+            adapters: directory for adapters as vLLM loads them; None: they are not loaded by vLLM itself.
+        """
+        writes_to = Path(adapters) if adapters and not self.rank else None
+        self._fetching: Future[str] = _fetcher.submit(_fetch, table, self.device, writes_to)
 
     def fetched_weights(self, wait: bool) -> str | None:
         """Return the fault of the fetched weights, "" without one, or None while it is unknown."""
@@ -57,14 +68,29 @@ class Fetching:
 _fetcher = ThreadPoolExecutor(1)
 
 
-def _fetch(table: dict[str, Any], device: torch.device) -> str:
+def _fetch(table: dict[str, Any], device: torch.device, adapters: Path | None) -> str:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     try:
+        if adapters is not None:
+            write_adapters(from_table(**table), adapters, device)
+            return ""
         deque(read_buckets(from_table(**table), device=device), maxlen=0)  # keeps none of them
     except WeightSyncError as error:
         return str(error)
     return ""
+
+
+def write_adapters(weights: Weights, directory: Path, device: torch.device) -> None:
+    """Write published adapters as peft does, for vLLM to load.  Raises WeightSyncError."""
+    tensors = read_weights(evolve(weights, base=""), device=device)
+    named = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(named, directory / "adapter_model.safetensors")
+    layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
+    # the trainer has multiplied by alpha / rank already
+    rank = rank_of(weights)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 class Backend(WeightTransferEngine[InitInfo, UpdateInfo]):

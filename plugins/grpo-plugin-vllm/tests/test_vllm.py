@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import AdaptedEngine
 from killing import Run, left_after
 
-from grpo_core import EngineError, GenerationRequest, ModelError
+from grpo_core import ConfigError, EngineError, GenerationRequest, ModelError
 from grpo_core.testing import (
     ENGINE_LAWS,
     CollectiveWriter,
@@ -53,6 +54,34 @@ def tried(tmp_path_factory, request):
 def test_vllm_keeps_the_laws_of_decoding(tried, law):
     runner, engine = tried
     runner.run(ENGINE_LAWS[law](engine))
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["added", "computed by vLLM"])
+def test_vllm_keeps_the_laws_of_decoding_with_adapters(native, tmp_path):
+    """Adapters are replaced while requests run, and the rank is none that vLLM has room for."""
+
+    async def story():
+        model = make_test_model(tmp_path)
+        engine = await start_engine(VllmEngine, model, max_rows=64, cache_mib=64, native_lora=native)
+        tried = AdaptedEngine(engine=engine, model=model, recomputes=True)
+        await tried.engine.update_weights(tried.publish(0))
+        for law in ENGINE_LAWS.values():
+            await law(tried)
+        await engine.aclose()
+        assert ("load_format=auto" in (tmp_path / "engine-vllm.log").read_text()) == native
+
+    asyncio.run(story())
+
+
+def test_vllm_computes_no_adapters_where_there_are_none(tmp_path):
+    async def story():
+        model = make_test_model(tmp_path)
+        engine = await start_engine(VllmEngine, model, cache_mib=64, native_lora=True)
+        with pytest.raises(ConfigError, match=r"native_lora = true needs adapters: a section \[model.lora\]"):
+            await engine.update_weights(EngineUnderTest(engine=engine, model=model).publish(0))
+        await engine.aclose()
+
+    asyncio.run(story())
 
 
 def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, monkeypatch):

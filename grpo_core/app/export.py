@@ -1,0 +1,235 @@
+"""``grpo-core export``: a run's trained weights as a directory for others, with a model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from attrs import frozen
+
+import grpo_core
+from grpo_core.app.preflight import require_peft
+from grpo_core.config import Config, as_table
+from grpo_core.credentials import secrets_in
+from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.inert import inert
+from grpo_core.loop import checkpoint
+from grpo_core.run_directory import RunDirectory
+from grpo_core.validation.target import ADAPTERS, started_from
+
+Form = Literal["merged", "adapters"]
+CARD = "README.md"
+SECTIONS = (
+    *("tasks", "model", "rollout", "advantage", "shaping", "loss", "optimizer", "trainer", "pipeline"),
+    *("sampler", "dynamic_sampling", "filters"),
+)
+"""Sections of the configuration that say how a model was trained; the others say where."""
+
+
+@frozen(kw_only=True)
+class Export:
+    """A checkpoint of a run, and the form in which it is exported."""
+
+    run: RunDirectory
+    config: Config
+    checkpoint: Path
+    step: int
+    form: Form | None
+    """None for a run that trained all weights, which has one form."""
+
+    @property
+    def saved(self) -> Path:
+        return self.checkpoint / "trainer"
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, (f"step-{self.step:06}", self.form)))
+
+
+def main(directory: Path, *, step: int | None, output: Path | None, merged: bool, adapters: bool) -> int:
+    """Export a checkpoint; return the exit status."""
+    if merged and adapters:
+        raise ConfigError("--merged and --adapters are two forms: give one of them")
+    chosen = find(directory, step, "merged" if merged else "adapters" if adapters else None)
+    target = output or directory / "exported" / chosen.name
+    write(chosen, target)
+    print(inert(str(target)), flush=True)
+    return 0
+
+
+def find(directory: Path, step: int | None, form: Form | None) -> Export:
+    """Choose a checkpoint of a run; without a step the newest one that is intact.
+
+    Raises ConfigError if there is none, or it has no such form, CheckpointError if it is damaged.
+    """
+    run, config = RunDirectory.open(directory)
+    there = dict(checkpoint.complete_names(run.checkpoints))
+    if step is None:
+        newest = checkpoint.newest(run.checkpoints)
+        if newest is None:
+            raise ConfigError(f"{directory}: has no checkpoint yet; there is nothing to export")
+        found, step = newest.directory, newest.step
+    elif step not in there:
+        known = ", ".join(map(str, there)) or "none"
+        raise ConfigError(f"{directory}: has no checkpoint of step {step}; there are: {known}")
+    else:
+        found = there[step]
+        if (fault := checkpoint.fault(found)) is not None:
+            raise CheckpointError(f"{found}: {fault}; export another step")
+    with_adapters = (found / "trainer" / ADAPTERS).is_file()
+    if form == "adapters" and not with_adapters:
+        raise ConfigError(f"{directory}: trained all weights, so it has no adapters; leave out --adapters")
+    if with_adapters:
+        form = form or "adapters"
+        if form == "merged":
+            require_peft()
+    return Export(run=run, config=config, checkpoint=found, step=step, form=form if with_adapters else None)
+
+
+def write(export: Export, target: Path) -> None:
+    """Write the directory as a whole or not at all.  Raises ConfigError if there is something already."""
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{target}: is there already; give another directory with --output")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    try:
+        part.mkdir()
+    except FileExistsError:
+        raise ConfigError(
+            f"{part}: another export is writing it, or did not end; remove it, or give another --output"
+        ) from None
+    try:
+        if export.form == "merged":
+            _merge(export, part)
+        else:
+            shutil.copytree(export.saved, part, dirs_exist_ok=True)
+        if export.form == "adapters":
+            _name_base(export, part / ADAPTERS)
+        (part / CARD).write_text(card(export), encoding="utf-8")
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _merge(export: Export, part: Path) -> None:
+    from grpo_core.training.building import write_merged
+
+    write_merged(started_from(export.run, export.config), export.saved, export.config.model, part)
+
+
+def _name_base(export: Export, path: Path) -> None:
+    """Name the model that adapters belong to as others find it: by its hub id, if it has one."""
+    about = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(
+        json.dumps(about | {"base_model_name_or_path": base_model(export)}, indent=2) + "\n", encoding="utf-8"
+    )
+
+
+def base_model(export: Export) -> str:
+    """Return the hub id or the directory of the model that the run started from."""
+    path = export.config.model.path
+    if path.count("/") == 1 and not Path(path).expanduser().exists():
+        return path
+    return str(started_from(export.run, export.config).absolute())
+
+
+# ---------------------------------------------------------------------------------- the model card
+
+
+def card(export: Export) -> str:
+    """Return the text of the model card: where the weights come from, and how they are loaded."""
+    base, run = base_model(export), export.run.path.resolve().name
+    of_hub = not Path(base).is_absolute()
+    library = "peft" if export.form == "adapters" else "transformers"
+    front = [
+        *([f"base_model: {base}"] if of_hub else []),
+        f"library_name: {library}",
+        "pipeline_tag: text-generation",
+        "tags: [grpo, reinforcement-learning, grpo-core]",
+    ]
+    what = {
+        None: "All weights of this model were trained.",
+        "adapters": "This directory has adapters (LoRA), which belong to the base model.",
+        "merged": "Adapters (LoRA) were trained and then added to the weights of the base model.",
+    }[export.form]
+    loaded = (
+        "    from peft import AutoPeftModelForCausalLM\n\n"
+        '    model = AutoPeftModelForCausalLM.from_pretrained("THIS_DIRECTORY")'
+        if export.form == "adapters"
+        else "    from transformers import AutoModelForCausalLM\n\n"
+        '    model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")'
+    )
+    return "\n".join(
+        [
+            "---",
+            *front,
+            "---",
+            "",
+            f"# {run}, step {export.step}",
+            "",
+            f"Trained with GRPO by grpo-core {grpo_core.__version__}. {what}",
+            "",
+            f"* Base model: {base if of_hub else f'`{export.config.model.path}`'}",
+            f"* Run: `{run}`, step {export.step} of {export.config.trainer.steps}",
+            *(f"* Task `{name}`: `{task.env}`" for name, task in export.config.tasks.items()),
+            *_scores(export),
+            "",
+            "Load it:",
+            "",
+            loaded,
+            "",
+            "Configuration, where it differs from the defaults:",
+            "",
+            "```toml",
+            tomli_w.dumps(excerpt(export.config)).strip(),
+            "```",
+            "",
+        ]
+    )
+
+
+def _scores(export: Export) -> Iterator[str]:
+    """Yield a line for each task that was validated at the step."""
+    if not (export.run.path / "events.jsonl").is_file():
+        return
+    results: Mapping[str, Mapping[str, float]] = {}
+    for event in export.run.events():
+        if event.get("event") == "Validated" and event.get("version") == export.step:
+            results = event["results"]
+    for task, metrics in results.items():
+        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        yield f"* Validation of `{task}` at this step: {values}"
+
+
+def excerpt(config: Config) -> dict[str, Any]:
+    """Return the settings that say how the model was trained and differ from the defaults; no secrets."""
+    table, defaults = as_table(config), as_table(Config())
+    kept = {section: _changed(table[section], defaults.get(section, {})) for section in SECTIONS}
+    secret = set(secrets_in(table))
+    return {section: _without(value, secret, section) for section, value in kept.items() if value}
+
+
+def _changed(value: Any, default: Any) -> Any:
+    """Return the parts of a table that differ from another one."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _changed(item, default.get(key) if isinstance(default, Mapping) else None)
+        for key, item in value.items()
+        if not isinstance(default, Mapping) or item != default.get(key)
+    }
+
+
+def _without(value: Any, secret: set[str], where: str) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _without(item, secret, f"{where}.{key}")
+        for key, item in value.items()
+        if f"{where}.{key}" not in secret
+    }

@@ -1,0 +1,110 @@
+"""A weight sync of adapters beside one of all weights, on models of 100 million parameters.
+
+    python tests/benchmarks/bench_lora.py
+
+Publishes two random models as the trainer does, whole and as adapters of rank 16, to the engine ``local`` on
+the CPU.  Prints the bytes of a sync as a share of the whole model's, the largest difference of logprobs that
+the canary finds after it, and the seconds of publishing and taking a version, whole and as adapters.  The
+limits are 2% and 1e-5.  The share depends on the model: adapters grow with the layers, and a vocabulary
+counts in the whole model alone.  Prints one line per figure: name, value, limit, ok or above.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from attrs import evolve
+
+from grpo_core.config import LoraConfig, LossConfig, ModelConfig, TrainerConfig
+from grpo_core.demo.tiny import write_tokenizer
+from grpo_core.engines.local.engine import LocalEngine
+from grpo_core.loop import canary
+from grpo_core.records import EngineSetup
+from grpo_core.training.setup import TrainerSetup
+from grpo_core.training.trainer import TorchTrainer
+
+RANK, UPDATES = 16, 3
+SHARE, DIFFERENCE = 2.0, 1e-5
+"""Limits: per cent of the whole model's bytes, and difference of logprobs."""
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+PROMPTS = [tuple(range(5 + i, 37 + i)) for i in range(4)]
+above = []
+
+
+def make_model(directory: Path, kind: str) -> str:
+    common = {"max_position_embeddings": 256, "tie_word_embeddings": True}
+    config = {
+        "qwen3": lambda: transformers.Qwen3Config(
+            vocab_size=151_936, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=64, **common,
+        ),
+        "llama": lambda: transformers.LlamaConfig(
+            vocab_size=16_384, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+            num_attention_heads=12, num_key_value_heads=12, **common,
+        ),
+    }[kind]()  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory / kind)
+    write_tokenizer(directory / kind)
+    return str(directory / kind)
+
+
+def line(name: str, value: float, unit: str, limit: float | None = None) -> None:
+    verdict = "" if limit is None else f"  limit {limit:g}  {'ok' if value <= limit else 'above'}"
+    above.extend([name] if limit is not None and value > limit else [])
+    print(f"{name:<66} {value:>10.3g} {unit}{verdict}", flush=True)
+
+
+async def sync(path: str, lora: LoraConfig | None) -> tuple[int, float, float]:
+    """Return the bytes of a sync, the seconds of a later one, and the canary's largest difference."""
+    setup = TrainerSetup(
+        model=ModelConfig(path=path, lora=lora),
+        trainer=TrainerConfig(device="cpu", threads=1),
+        loss=LossConfig(),
+        plugins=(),
+    )
+    trainer = TorchTrainer(setup)
+    engine = LocalEngine(EngineSetup(model=path, log_directory=path, deadline=300.0), device="cpu")
+    seconds, differences = [], []
+    for version in range(UPDATES):
+        for name, parameter in trainer.model.trainable():
+            if lora is not None and ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        begun = time.perf_counter()
+        weights = evolve(trainer.publish(), version=version)
+        await engine.update_weights(weights)
+        seconds.append(time.perf_counter() - begun)
+        weights = evolve(weights, canary=trainer.model.next_tokens(PROMPTS))
+        differences.append(await canary.verify(engine, weights, tolerance=1.0, deadline=None))
+    await engine.aclose()
+    return weights.nbytes, statistics.median(seconds[1:]), max(differences)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        for kind, chosen in {
+            "qwen3": [("all linear layers", [], SHARE), ("attention", ATTENTION, SHARE)],
+            "llama": [("all linear layers", [], None), ("attention", ATTENTION, SHARE)],
+        }.items():
+            path = make_model(Path(scratch), kind)
+            nbytes, whole, difference = asyncio.run(sync(path, None))
+            print(f"{kind}, {nbytes / 4e6:.1f} million parameters, {nbytes / 1e6:.1f} MB a sync")
+            line(f"{kind}, all weights: difference of logprobs", difference, "", DIFFERENCE)
+            for name, targets, limit in chosen:
+                lora = LoraConfig(rank=RANK, targets=targets)
+                sent, seconds, difference = asyncio.run(sync(path, lora))
+                line(f"{kind}, {name}: bytes of a sync", 100 * sent / nbytes, "%", limit)
+                line(f"{kind}, {name}: difference of logprobs", difference, "", DIFFERENCE)
+                line(f"{kind}, {name}: seconds of a sync, of all weights' = 1", seconds / whole, "")
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(bool(above))
