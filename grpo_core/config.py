@@ -81,6 +81,20 @@ class ModelConfig:
 
 
 @frozen(kw_only=True)
+class TeacherConfig:
+    """The teacher: a frozen model whose logprobs a loss may use, for on-policy distillation."""
+
+    path: str = ""
+    """The teacher is a model's directory, a hub id, or a run's directory, which stands for its newest
+    checkpoint. Its vocabulary has to be that of the trained model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The teacher's weights and matrix products have this type; "auto" is bfloat16 on a GPU and float32 on a
+    CPU."""
+    trust_remote_code: bool = False
+    """Allow code that comes with the teacher to run."""
+
+
+@frozen(kw_only=True)
 class SourceConfig:
     """A file or data set of prompts, for tasks whose environment has none."""
 
@@ -676,6 +690,7 @@ class Config:
     """Filters by name, each with its options: `[filters.pass_rate]` and `high = 0.9` below it. A group that
     one of them rejects is not trained, and another prompt is drawn instead."""
     loss: LossConfig = field(factory=LossConfig)
+    teacher: TeacherConfig = field(factory=TeacherConfig)
     trainer: TrainerConfig = field(factory=TrainerConfig)
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
     pipeline: PipelineConfig = field(factory=PipelineConfig)

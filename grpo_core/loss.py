@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
     LossOutput = tuple[Tensor, dict[str, Tensor]]
 
-Need = Literal["reference", "entropy", "all_rows", "sequences", "update_entropies"]
+Need = Literal["reference", "teacher", "entropy", "all_rows", "sequences", "update_entropies"]
 """A need that a loss can declare.
 
 ``"reference"``: ``reference_logprobs``; the trainer keeps the weights that the run started from.
+``"teacher"``: ``teacher_logprobs``; the trainer keeps the model of the section ``[teacher]``.
 ``"entropy"``: ``entropy``, with a gradient.
 ``"all_rows"``: rows with advantage 0 as well, because another term of the loss trains on them.
 ``"sequences"``: all segments of a rollout in one call; a rollout of several segments is then a micro-batch of
@@ -153,6 +154,8 @@ class LossInputs:
     """Logprobs by the engine when it sampled the token: the behaviour policy."""
     reference_logprobs: Tensor | None = None
     """Logprobs by the weights that the run started from; None unless the loss needs "reference"."""
+    teacher_logprobs: Tensor | None = None
+    """Logprobs by the teacher; None unless the loss needs "teacher"."""
     entropy: Tensor | None = None
     """Entropy of the policy's distribution that each token was sampled from, in nats, at the sampling
     temperature; None unless the loss needs "entropy", or, without a gradient, "update_entropies"."""

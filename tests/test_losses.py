@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from grpo_core import losses
+from grpo_core import advantages, losses
 from grpo_core.config import build
 from grpo_core.errors import ConfigError
 from grpo_core.loss import LossInputs, LossSetting, needs_of, problems_of
@@ -27,6 +27,9 @@ SHARED: list[dict[str, Any]] = [
     {"kl_coefficient": 0.1, "kl_estimator": "k2", "kl_weight": "ratio", "kl_output_clamp": 1.0},
     {"kl_coefficient": 0.1, "kl_weight": "generation", "kl_input_clamp": 0.1, "kl_output_clamp": 10.0},
     {"kl_coefficient": 0.1, "kl_in": "reward"},
+    {"teacher_coefficient": 0.5},
+    {"teacher_coefficient": 0.5, "teacher_clip": 0.1, "reward_coefficient": 0.3},
+    {"teacher_coefficient": 0.5, "teacher_in": "loss"},
     {"entropy_coefficient": 0.01},
     {"entropy_coefficient": 0.01, "top_entropy": 0.4},
     {"nll_coefficient": 0.1},
@@ -58,6 +61,7 @@ def one_thread() -> Iterator[None]:
 def cases() -> list[Any]:
     made = [(losses.grpo, options) for options in SHARED]
     made += [(loss, {}) for loss in NAMED if loss is not losses.grpo]
+    made += [(losses.distillation, {})]
     made += [(loss, ALL_TERMS) for loss in NAMED]
     made += [(losses.grpo, options) for options in (*CORRECTED, {"on_policy": True}, {"ratio_cap": 1.1})]
     made += [(losses.grpo, {"ratio": "sequence_token", "dual_clip": 1.1})]
@@ -166,6 +170,11 @@ def test_an_entropy_bonus_and_the_term_for_right_rollouts_have_their_own_divisor
     [
         (losses.grpo, {"kl_estimator": "k1"}, {}, "kl_estimator does nothing without kl_coefficient"),
         (losses.grpo, {"kl_coefficient": 1.0, "kl_in": "reward", "kl_weight": "none"}, {}, "has none"),
+        (losses.grpo, {"teacher_clip": 1.0}, {}, "does nothing without teacher_coefficient"),
+        (losses.grpo, {"reward_coefficient": 0.0}, {}, "nothing to learn from"),
+        (losses.distillation, {"teacher_clip": -1.0}, {}, "has to be above 0"),
+        (losses.distillation, {"teacher_coefficient": -1.0}, {}, "push the policy away"),
+        (losses.distillation, {"reward_coefficient": -1.0}, {}, "reward failures"),
         (losses.grpo, {"correction": "off", "importance_cap": 3.0}, {}, "does not compute"),
         (losses.grpo, {"correction": "token_mask"}, {"proximal": "generation"}, "does nothing"),
         (losses.grpo, {"importance_floor": 3.0}, {}, "is above importance_cap"),
@@ -205,7 +214,56 @@ def test_needs_follow_from_the_options() -> None:
     assert needs_of(losses.grpo, {"ratio": "sequence"}) == {"sequences"}
     assert needs_of(losses.grpo, {"correction": "geometric_mask"}) == {"sequences"}
     assert needs_of(losses.grpo, {"entropy_coefficient": 0.1}) == {"entropy", "all_rows"}
+    assert needs_of(losses.grpo, {"teacher_coefficient": 0.1}) == {"teacher", "all_rows"}
+    assert needs_of(losses.distillation, {}) == {"teacher", "all_rows"}
+    assert needs_of(losses.distillation, {"teacher_coefficient": 0.0}) == frozenset()
     assert needs_of(losses.cispo, {"top_entropy": 0.2}) == {"update_entropies"}
+
+
+# ---------------------------------------------------------------------------------- the teacher
+
+
+def test_distillation_is_grpo_whose_advantages_are_those_of_the_formula() -> None:
+    given = inputs(losses.distillation, {})
+    assert given.teacher_logprobs is not None
+    lengths = torch.bincount(given.rows).tolist()
+    formula = [
+        advantages.distillation(teacher.tolist(), student.tolist())
+        for teacher, student in zip(
+            given.teacher_logprobs.split(lengths), given.proximal_logprobs.split(lengths), strict=True
+        )
+    ]
+    by_formula = torch.tensor([value for row in formula for value in row], dtype=torch.float64)
+    expected, _ = losses.grpo(evolve(given, advantages=by_formula))
+    found, metrics = losses.distillation(given)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(metrics["teacher_kl"], -by_formula)
+
+
+def test_rewards_and_teacher_are_mixed_by_their_weights() -> None:
+    given = inputs(losses.distillation, {})
+    assert given.teacher_logprobs is not None
+    difference = given.teacher_logprobs - given.proximal_logprobs
+    mixed = evolve(given, advantages=0.3 * given.advantages + 0.5 * difference.clamp(-0.1, 0.1))
+    options = {"teacher_coefficient": 0.5, "reward_coefficient": 0.3, "teacher_clip": 0.1}
+    torch.testing.assert_close(losses.sapo(given, **options)[0], losses.sapo(mixed)[0])
+
+
+def test_as_a_term_of_the_loss_the_teacher_has_the_gradient_of_the_reverse_kl() -> None:
+    """Summed over all tokens with their probabilities, the estimate has the exact gradient."""
+    logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)
+    given = losses.padded(
+        policy_logprobs=policy[:, None],
+        mask=torch.ones(3, 1),
+        advantages=torch.zeros(3),
+        teacher_logprobs=teacher[:, None],
+    )
+    per_token, _ = losses.distillation(given, teacher_in="loss")
+    (estimated,) = torch.autograd.grad((policy.exp().detach() * per_token).sum(), logits)
+    torch.testing.assert_close(estimated, exact)
 
 
 # ---------------------------------------------------------------------------------- parts
@@ -268,6 +326,6 @@ def test_the_defaults_of_vespo_are_those_of_its_weights() -> None:
 
 
 def test_the_docstring_of_a_loss_explains_all_of_its_options() -> None:
-    for loss in NAMED:
+    for loss in (*NAMED, losses.distillation):
         for name in signature(loss).parameters:
             assert f"\n    {name}: " in str(loss.__doc__), f"{loss.__name__}: {name}"

@@ -12,7 +12,7 @@ from test_docs import ROOT, generator
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
-from grpo_core.config import LossConfig
+from grpo_core.config import LossConfig, TeacherConfig
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
 from grpo_core.loop.shaping import Shaping
@@ -73,8 +73,10 @@ def written(model, tmp_path_factory):  # noqa: F811
         LossConfig(max_sequence_error=1.01),
         LossConfig(options={"off_policy_limit": 1.0}),
         LossConfig(name="vespo"),
+        LossConfig(name="distillation"),
     ):
-        found |= set(TorchTrainer(attrs.evolve(setup(model), loss=loss)).step(batch(ragged())).metrics)
+        given = attrs.evolve(setup(model), loss=loss, teacher=TeacherConfig(path=model))
+        found |= set(TorchTrainer(given).step(batch(ragged())).metrics)
     return found
 
 

@@ -25,7 +25,7 @@ from test_pipeline import Run
 from grpo_core import cpu
 from grpo_core.app.assembly import Assembly, RunContext
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import Config, LossConfig, ModelConfig, TrainerConfig
+from grpo_core.config import Config, LossConfig, ModelConfig, TeacherConfig, TrainerConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
 from grpo_core.loop.retention import Retention
@@ -1040,7 +1040,7 @@ def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: st
             retention=Retention(tmp_path),
             stack=AsyncExitStack(),
         )
-        return Assembly(config, context).trainer_setup(StartModel(path=model))
+        return Assembly(config, context).trainer_setup(StartModel(path=model), TeacherConfig())
 
     given = asyncio.run(assembled())
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):

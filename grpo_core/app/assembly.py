@@ -39,7 +39,7 @@ from grpo_core.app.parts import (
 from grpo_core.app.placement import Placement
 from grpo_core.app.resume import identity
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, EngineConfig
+from grpo_core.config import Config, EngineConfig, TeacherConfig
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.events import Event, StepEnded, Validated, WarningRaised
@@ -52,6 +52,7 @@ from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
 from grpo_core.loss import needs_of
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
+from grpo_core.models import local_directory
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine, Sampler, Trainer
 from grpo_core.records import Group, Prompt
@@ -103,9 +104,10 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     held_out = await run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every))
     assembly = Assembly(config, run, await choose_devices(config, run))
     start = await assembly.start_model(prompts)
+    teacher = await assembly.teacher()
     check_lengths(config.rollout, start.positions)
     model = start.path
-    trainer = assembly.trainer(start)
+    trainer = assembly.trainer(start, teacher)
     buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
     engine = assembly.engine(model)
     own = assembly.validation_engine(model)
@@ -245,21 +247,31 @@ class Assembly:
             )
         return start
 
-    def trainer(self, model: StartModel) -> Trainer:
+    async def teacher(self) -> TeacherConfig:
+        """Return the section of the teacher with the directory of its model, which may be downloaded."""
+        teacher = self.config.teacher
+        if not teacher.path:
+            return teacher
+        return evolve(teacher, path=await asyncio.to_thread(local_directory, teacher.path))
+
+    def trainer(self, model: StartModel, teacher: TeacherConfig) -> Trainer:
         """Start the trainer, which makes the model if need be."""
         self.run.trackers.status(model.doing)
         chosen = self.config.trainer
-        trainer = self.run.plugins.make("trainer", chosen.name, self.trainer_setup(model), **chosen.options)
+        trainer = self.run.plugins.make(
+            "trainer", chosen.name, self.trainer_setup(model, teacher), **chosen.options
+        )
         self.run.stack.push_async_callback(trainer.aclose)
         return trainer
 
-    def trainer_setup(self, model: StartModel) -> TrainerSetup:
+    def trainer_setup(self, model: StartModel, teacher: TeacherConfig) -> TrainerSetup:
         config, run = self.config, self.run
         return TrainerSetup(
             model=evolve(config.model, path=model.path),
             prepare=model.prepare,
             trainer=config.trainer,
             loss=config.loss,
+            teacher=teacher,
             optimizer=config.optimizer,
             seed=config.seed,
             colocated=self.colocated,

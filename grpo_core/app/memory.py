@@ -18,14 +18,15 @@ from attrs import evolve, frozen
 from grpo_core.app import machine
 from grpo_core.app.gpus import choose, gpus_seen, number_of
 from grpo_core.app.parts import engines_of, make_placement
+from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import transport
 from grpo_core.config import Config, EngineConfig
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.loss import needs_of
-from grpo_core.models import shapes_in, size_of
+from grpo_core.models import directory_here, parameters_in, shapes_in, size_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
-from grpo_core.training.memory import FLOAT32, PUBLISHED, kept_bytes, lora_shapes
+from grpo_core.training.memory import FLOAT32, ITEMSIZE, PUBLISHED, kept_bytes, lora_shapes
 from grpo_core.training.optimizers import state_bytes
 
 HOST = "host"
@@ -153,6 +154,7 @@ def certain_parts(
     found = []
     if (of_trainer := _memory(host.find("trainer", config.trainer.name).load())) is not None:
         loss = host.function("loss", config.loss.name, **config.loss.options)
+        needs = needs_of(loss.function, loss.options)
         optimizer = host.find("optimizer", config.optimizer.name).load()
         parts = of_trainer(
             parameters=parameters,
@@ -162,7 +164,8 @@ def certain_parts(
             dtype=dtype,
             device=device,
             transport=transport(config.engine, engines.get("validation.engine"), placement, host),
-            reference="reference" in needs_of(loss.function, loss.options),
+            reference="reference" in needs,
+            teacher=_teacher_bytes(config, device) if "teacher" in needs else 0,
             async_save=config.checkpoint.async_save,
         )
         found.append(_process("trainer", parts, gpus_seen(devices.trainer, len(gpus))))
@@ -204,10 +207,20 @@ def trainer_device(config: Config, gpus: Sequence[machine.Gpu]) -> str:
 
 def _dtype(config: Config, device: str) -> str:
     """Return the dtype of the trainer's products and of the published weights, as the trainer chooses it."""
-    chosen = config.model.dtype
-    if chosen == "auto":
+    return _chosen(config.model.dtype, device)
+
+
+def _chosen(dtype: str, device: str) -> str:
+    if dtype == "auto":
         return "float32" if device == HOST else "bfloat16"
-    return chosen
+    return dtype
+
+
+def _teacher_bytes(config: Config, device: str) -> int:
+    """Return the bytes of the teacher's weights; 0 if its files are not here or do not tell its size."""
+    directory = directory_here(teacher_model(config.teacher.path))
+    parameters = parameters_in(directory) if directory is not None else None
+    return (parameters or 0) * ITEMSIZE[_chosen(config.teacher.dtype, device)]
 
 
 def row_tokens(config: Config, positions: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import evolve, fields_dict
 
+from grpo_core.app.teacher import teacher_model
 from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
 from grpo_core.data.sources import FILES
 from grpo_core.plugins.host import PluginHost
@@ -17,7 +18,7 @@ from grpo_core.plugins.installed import in_file
 
 
 def with_absolute_paths(config: Config, host: PluginHost) -> Config:
-    """Return the configuration with absolute paths of plugin files, sources and the model.
+    """Return the configuration with absolute paths of plugin files, sources, the model and the teacher.
 
     Options of plugins are left as they are: only their plugin knows what they mean.
     """
@@ -26,6 +27,9 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         model = evolve(model, path=_absolute(model.path))
     if model.chat_template and Path(model.chat_template).expanduser().is_file():
         model = evolve(model, chat_template=_absolute(model.chat_template))
+    teacher = config.teacher
+    if teacher.path and Path(teacher.path).expanduser().is_dir():
+        teacher = evolve(teacher, path=_absolute(teacher_model(teacher.path)))
     choices: dict[str, Any] = {
         section: evolve(choice, name=_absolute_name(choice.name)) for section, choice in _choices(config)
     }
@@ -44,7 +48,7 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         trackers=[_absolute_name(name) for name in config.tracking.trackers],
         options={_absolute_name(name): options for name, options in config.tracking.options.items()},
     )
-    return evolve(config, model=model, tasks=tasks, tracking=tracking, **choices)
+    return evolve(config, model=model, teacher=teacher, tasks=tasks, tracking=tracking, **choices)
 
 
 def plugin_files(config: Config) -> set[Path]:

@@ -6,6 +6,7 @@ import importlib.util
 import re
 
 from grpo_core.app.parts import engines_of, make_placement, make_sampler, make_shaping
+from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import transport, workers_of
 from grpo_core.config import AdvantageConfig, Config, TaskConfig, ValidationConfig
 from grpo_core.data.samplers import plugin_state
@@ -13,7 +14,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.loop.endings import Goal
 from grpo_core.loss import LossSetting, needs_of, problems_of
 from grpo_core.model_sources import model_source
-from grpo_core.models import chat_template
+from grpo_core.models import chat_template, check_path
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.response_formats import check_response_format
@@ -71,6 +72,7 @@ def _check_loss(config: Config, host: PluginHost) -> None:
             f"trainer.reference_every = {trainer.reference_every}: the loss {config.loss.name!r} has no "
             "reference model; set loss.options.kl_coefficient, or leave it out"
         )
+    _check_teacher(config, "teacher" in needs_of(loss.function, loss.options))
     if trainer.reference_mix < 1 and not trainer.reference_every:
         raise ConfigError(
             f"trainer.reference_mix = {trainer.reference_mix:g} does nothing without trainer.reference_every"
@@ -94,6 +96,22 @@ def _check_lora(config: Config) -> None:
             f"trainer.reference_mix = {config.trainer.reference_mix:g} mixes two sets of weights, which "
             "adapters (model.lora) cannot hold; leave it at 1"
         )
+
+
+def _check_teacher(config: Config, needed: bool) -> None:
+    """Raise ConfigError if the loss and the teacher do not fit, and ModelError if the teacher is no model."""
+    if needed and not config.teacher.path:
+        raise ConfigError(
+            f"the loss {config.loss.name!r} learns from a teacher: set teacher.path to a model's directory "
+            "or hub id, or loss.options.teacher_coefficient = 0"
+        )
+    if not needed and config.teacher.path:
+        raise ConfigError(
+            f"teacher.path is {config.teacher.path!r}, and the loss {config.loss.name!r} does not ask it: "
+            'set loss.options.teacher_coefficient, or loss.name = "distillation"'
+        )
+    if needed:
+        check_path(teacher_model(config.teacher.path))
 
 
 def _no_task(purpose: str, host: PluginHost) -> ConfigError:

@@ -126,6 +126,10 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "loss": Metric("-", "The loss that was minimised; mean over tokens."),
         "entropy": Metric(_NATS, "Entropy of the policy at the sampled tokens; mean."),
         "kl": Metric(_NATS, "KL of the policy to the reference model. Only with `kl_coefficient`."),
+        "teacher_kl": Metric(
+            _NATS,
+            "KL of the policy to the teacher at the sampled tokens; mean. Only with `teacher_coefficient`.",
+        ),
         "clip_fraction_low": Metric(_SHARE, "Tokens whose gradient the lower clip removed."),
         "clip_fraction_high": Metric(_SHARE, "Tokens whose gradient the upper clip removed."),
         "importance_weight_mean": Metric(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from grpo_core.losses.kl import reference_kl as reference_kl
     from grpo_core.losses.kl import score_weights as score_weights
     from grpo_core.losses.named import cispo as cispo
+    from grpo_core.losses.named import distillation as distillation
     from grpo_core.losses.named import dppo as dppo
     from grpo_core.losses.named import grpo as grpo
     from grpo_core.losses.named import gspo as gspo
@@ -52,7 +53,16 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.losses.corrections": ["importance_weights", "off_policy_kept", "sequence_errors"],
         "grpo_core.losses.inputs": ["padded"],
         "grpo_core.losses.kl": ["kl_estimate", "reference_kl", "score_weights"],
-        "grpo_core.losses.named": ["cispo", "dppo", "grpo", "gspo", "reinforce", "sapo", "vespo"],
+        "grpo_core.losses.named": [
+            "cispo",
+            "distillation",
+            "dppo",
+            "grpo",
+            "gspo",
+            "reinforce",
+            "sapo",
+            "vespo",
+        ],
         "grpo_core.losses.objectives": [
             "cispo_loss",
             "clipped_loss",

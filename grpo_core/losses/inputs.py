@@ -20,6 +20,7 @@ def padded(
     proximal_logprobs: Tensor | None = None,
     generation_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
+    teacher_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     correct: Tensor | None = None,
     prompts: Sequence[int] | None = None,
@@ -37,6 +38,7 @@ def padded(
         generation_logprobs: logprobs [B, T] by the engine; None: the proximal ones, which also stand for
             those that are NaN (unknown), so that their importance weight is 1.
         reference_logprobs: logprobs [B, T] by the reference model.
+        teacher_logprobs: logprobs [B, T] by the teacher.
         entropy: entropies [B, T] of the policy, with gradient or without.
         correct: whether each rollout [B] is right.
         prompts: a number [B] for each row that is equal for the rollouts of one prompt; None: all are of one.
@@ -78,6 +80,7 @@ def padded(
         proximal_logprobs=proximal,
         generation_logprobs=generation,
         reference_logprobs=flat(reference_logprobs),
+        teacher_logprobs=flat(teacher_logprobs),
         entropy=entropies,
         advantages=given,
         rows=rows,

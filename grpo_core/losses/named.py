@@ -71,6 +71,29 @@ def grpo(
     )
 
 
+@composed(defaults={"teacher_coefficient": 1.0, "reward_coefficient": 0.0})
+def distillation(
+    inputs: LossInputs, weights: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
+) -> Objective:
+    """On-policy distillation: the teacher's logprobs are the advantages of the policy's own tokens.
+
+    With r = policy / proximal and A = log teacher - log proximal, a token's loss is that of ``grpo``::
+
+        - w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    The mean of - A estimates the reverse KL divergence from the policy to the teacher (GKD with the reverse
+    KL on samples of the student, arXiv 2306.13649; MiniLLM, arXiv 2306.08543).  Rewards count with
+    ``reward_coefficient``.
+
+    Args:
+        inputs: the sampled tokens of one micro-batch.
+        weights: importance weights of the tokens.
+        clip_low: the ratio of a token with a negative advantage is clipped below 1 minus this.
+        clip_high: the ratio of a token with a positive advantage is clipped above 1 plus this.
+    """
+    return _clipped(inputs, weights, "token", clip_low=clip_low, clip_high=clip_high)
+
+
 @needs("sequences")
 @composed()
 def gspo(

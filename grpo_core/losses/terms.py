@@ -72,6 +72,22 @@ class Terms:
         None, "difference of logprobs at which the estimate is clamped and loses its gradient."
     )
     kl_output_clamp: float | None = _option(None, "value at which the weighted estimate is clamped.")
+    teacher_coefficient: float = _option(
+        0.0,
+        "factor of the reverse KL divergence to the teacher, in the advantage of each token or as a term of "
+        "the loss; 0 needs no teacher.",
+    )
+    teacher_in: Literal["advantage", "loss"] = _option(
+        "advantage",
+        "where the teacher counts: log teacher minus log proximal, times the factor, is added to the "
+        'advantage of each token, or the divergence is a term of the loss ("loss"; k3, with its gradient).',
+    )
+    teacher_clip: float | None = _option(
+        None, "bound of the difference of logprobs to the teacher, on both sides; None has no bound."
+    )
+    reward_coefficient: float = _option(
+        1.0, "factor of the advantages of rewards; 0 learns from the teacher alone."
+    )
     entropy_coefficient: float = _option(
         0.0, "factor of the entropy's mean over the update's tokens, which the loss raises."
     )
@@ -148,6 +164,7 @@ def _declared(
     loss = needs("sequences", when="off_policy_limit")(loss)
     loss = needs("update_entropies", when="top_entropy")(loss)
     loss = needs("reference", "all_rows", when="kl_coefficient")(loss)
+    loss = needs("teacher", "all_rows", when="teacher_coefficient")(loss)
     loss = needs("entropy", "all_rows", when="entropy_coefficient")(loss)
     loss = needs("all_rows", when="nll_coefficient")(loss)
 
@@ -177,6 +194,7 @@ def _with_terms(
         high=terms.importance_cap,
     )
     metrics: dict[str, Tensor] = {}
+    inputs = _taught(inputs, terms, metrics)
     uncertain = _of_high_entropy(inputs, terms)
     kept = _kept(inputs, terms, uncertain, metrics)
     pulled = bool(terms.kl_coefficient) and inputs.reference_logprobs is not None
@@ -188,6 +206,10 @@ def _with_terms(
         kl = _kl_of_loss(inputs, terms, made.ratio)
         losses = losses + terms.kl_coefficient * kl
         metrics["kl"] = kl.detach()
+    if terms.teacher_coefficient and terms.teacher_in == "loss" and inputs.teacher_logprobs is not None:
+        kl = _kl_to_teacher(inputs, inputs.teacher_logprobs, terms)
+        losses = losses + terms.teacher_coefficient * kl
+        metrics["teacher_kl"] = kl.detach()
     if terms.entropy_coefficient and inputs.entropy is not None:
         losses = losses - terms.entropy_coefficient * _mean_entropy(inputs, inputs.entropy, uncertain)
     if terms.nll_coefficient and inputs.correct is not None and inputs.update_correct_tokens:
@@ -199,6 +221,23 @@ def _with_terms(
         "importance_weight_max": weights,
         **metrics,
     }
+
+
+def _taught(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> LossInputs:
+    """Weigh the advantages of rewards, and add those of the teacher."""
+    advantages = terms.reward_coefficient * inputs.advantages
+    if terms.teacher_coefficient and terms.teacher_in == "advantage" and inputs.teacher_logprobs is not None:
+        difference = inputs.teacher_logprobs - inputs.proximal_logprobs.detach()
+        metrics["teacher_kl"] = -difference
+        if terms.teacher_clip is not None:
+            difference = difference.clamp(-terms.teacher_clip, terms.teacher_clip)
+        advantages = advantages + terms.teacher_coefficient * difference
+    return evolve(inputs, advantages=advantages)
+
+
+def _kl_to_teacher(inputs: LossInputs, teacher: Tensor, terms: Terms) -> Tensor:
+    policy = inputs.policy_logprobs
+    return kl_estimate(policy, teacher, "k3", input_clamp=terms.teacher_clip, weights=score_weights(policy))
 
 
 def _kept(
@@ -290,6 +329,7 @@ def _problems(given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSe
     """Say what is wrong with the options: those given, and all with their defaults."""
     yield from _problems_of_correction(given, full, setting)
     yield from _problems_of_kl(given, full)
+    yield from _problems_of_teacher(given, full)
     if full["top_entropy"] is not None and not 0 < full["top_entropy"] <= 1:
         yield f"top_entropy = {full['top_entropy']}: it is a share of tokens, above 0 and at most 1"
     if (cap := full.get("dual_clip")) is not None and cap <= 1:
@@ -298,7 +338,7 @@ def _problems(given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSe
         yield f"ratio_cap = {cap}: it has to be more than 1, or it would remove the gradient at ratio 1"
     if (limit := full["off_policy_limit"]) is not None and limit <= 0:
         yield f"off_policy_limit = {limit}: it has to be above 0"
-    for name in ("nll_coefficient", "kl_coefficient"):
+    for name in ("nll_coefficient", "kl_coefficient", "teacher_coefficient"):
         if full[name] < 0:
             yield f"{name} = {full[name]}: a negative factor would push the policy away"
 
@@ -332,3 +372,15 @@ def _problems_of_kl(given: Mapping[str, Any], full: Mapping[str, Any]) -> Iterat
         yield f"{of_kl[0]} does nothing without kl_coefficient"
     if full["kl_in"] == "reward" and "kl_weight" in given:
         yield 'kl_weight weights a term of the loss, and kl_in = "reward" has none'
+
+
+def _problems_of_teacher(given: Mapping[str, Any], full: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("teacher_in", "teacher_clip"):
+        if name in given and not full["teacher_coefficient"]:
+            yield f"{name} does nothing without teacher_coefficient"
+    if (clip := full["teacher_clip"]) is not None and clip <= 0:
+        yield f"teacher_clip = {clip}: it has to be above 0"
+    if full["reward_coefficient"] < 0:
+        yield f"reward_coefficient = {full['reward_coefficient']}: a negative factor would reward failures"
+    if not full["reward_coefficient"] and not full["teacher_coefficient"]:
+        yield "reward_coefficient = 0 without teacher_coefficient leaves nothing to learn from"

@@ -59,6 +59,7 @@ def grpo_trackers() -> Mapping[str, str]:
 def grpo_losses() -> Mapping[str, str]:
     return {
         "grpo": "grpo_core.losses.named:grpo",
+        "distillation": "grpo_core.losses.named:distillation",
         "gspo": "grpo_core.losses.named:gspo",
         "cispo": "grpo_core.losses.named:cispo",
         "sapo": "grpo_core.losses.named:sapo",

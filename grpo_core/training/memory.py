@@ -64,6 +64,7 @@ def trainer_parts(
     transport: str,
     reference: bool,
     async_save: bool,
+    teacher: int = 0,
 ) -> list[MemoryPart]:
     """Return the parts that follow from the number of parameters alone: a run needs all of them.
 
@@ -77,6 +78,7 @@ def trainer_parts(
         transport: of the weights to engines.
         reference: whether the loss needs logprobs of a reference; adapters need no second model for it.
         async_save: whether checkpoints are written from a copy.
+        teacher: bytes of the teacher's weights; 0 without a teacher.
     """
     tensor, changed = FLOAT32 * parameters, FLOAT32 * trained
     adapters = trained != parameters
@@ -107,6 +109,9 @@ def trainer_parts(
         parts.append(
             MemoryPart(name="reference", nbytes=tensor, device=device, change="a loss without a reference")
         )
+    if teacher:
+        change = 'a smaller teacher, teacher.dtype = "bfloat16"'
+        parts.append(MemoryPart(name="teacher", nbytes=teacher, device=device, change=change))
     if async_save:
         change = "checkpoint.async_save = false"
         parts.append(MemoryPart(name="checkpoint copy", nbytes=changed + kept, change=change))

@@ -42,6 +42,8 @@ class MicroBatch:
     """Logprobs [N] by the weights that the step starts from; None if this update starts there."""
     reference_logprobs: Tensor | None = None
     """Logprobs [N] by the frozen reference; None if the loss does not need them."""
+    teacher_logprobs: Tensor | None = None
+    """Logprobs [N] by the teacher; None if the loss does not need them."""
 
 
 def length(row: Row) -> int:

@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from grpo_core.config import ModelConfig
+from grpo_core.config import ModelConfig, TeacherConfig
 from grpo_core.errors import ModelError
 from grpo_core.models import chat_template, keep_softcapping
 from grpo_core.records import Canary
@@ -316,7 +316,7 @@ class Scorer:
         return torch.autocast(self.device.type, torch.bfloat16)
 
 
-def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products and of the weights that engines receive."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -335,9 +335,14 @@ def load_for(source: ModelSource, path: str | Path) -> nn.Module:
 
 
 def load(
-    path: str | Path, *, device: torch.device, trust_remote_code: bool = False, checkpointing: bool = False
+    path: str | Path,
+    *,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    checkpointing: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """A transformers model with float32 weights from safetensors (never from pickles), without dropout.
+    """A transformers model with weights from safetensors (never from pickles), without dropout.
 
     Raises ModelError.
     """
@@ -347,7 +352,7 @@ def load(
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=torch.float32,
+            dtype=dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,

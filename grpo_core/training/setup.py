@@ -7,7 +7,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from grpo_core.config import LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from grpo_core.config import LossConfig, ModelConfig, OptimizerConfig, TeacherConfig, TrainerConfig
 
 
 @frozen(kw_only=True)
@@ -20,6 +20,8 @@ class TrainerSetup:
     """The ``[trainer]`` section."""
     loss: LossConfig = field(factory=LossConfig)
     """Name and options of the loss, for ``PluginHost.function``."""
+    teacher: TeacherConfig = field(factory=TeacherConfig)
+    """The ``[teacher]`` section; ``path`` is a directory, or empty without a teacher."""
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
     """The ``[optimizer]`` section."""
     seed: int = 0

@@ -44,6 +44,7 @@ from grpo_core.training.optimization import Optimization, divided
 from grpo_core.training.process import thread_count
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
+from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
@@ -145,7 +146,7 @@ class TorchTrainer:
         build: makes the model; decides which parameters are trained, published and saved.
 
     Raises:
-        ModelError: the model cannot be loaded.
+        ModelError: the model or the teacher cannot be loaded, or their vocabularies differ.
         PluginError: the loss or the optimizer cannot be found or does not take its options.
         CheckpointError: ``setup.resume_from`` cannot be continued.
         ConfigError: torch cannot use the device, engines could not reach the trainer, or a group of the
@@ -161,6 +162,8 @@ class TorchTrainer:
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
         if setup.prepare is not None:
             setup.prepare()
+        if "teacher" in self._needs:
+            check_vocabulary(setup.model, setup.teacher)
         resume = Path(setup.resume_from) if setup.resume_from else None
         source = ModelSource(
             start=setup.model.path,
@@ -172,6 +175,7 @@ class TorchTrainer:
             seed=setup.seed,
         )
         self.model = build(source)
+        self._teacher = Teacher.load(setup.teacher, self._device) if "teacher" in self._needs else None
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
         self._overhead = _overhead(self.model.parameters, self._device)
@@ -279,7 +283,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
-        """The micro-batches with logprobs by the weights that the step starts from, and by the reference.
+        """The micro-batches with logprobs by the step's first weights, the reference and the teacher.
 
         The first update needs no pass for the former: its own forward pass is made by these weights.
         """
@@ -289,6 +293,7 @@ class TorchTrainer:
                 micro,
                 proximal_logprobs=self.model.score(micro, temperature)[0] if proximal else None,
                 reference_logprobs=self.model.reference_logprobs(micro, temperature) if reference else None,
+                teacher_logprobs=self._teacher.logprobs(micro, temperature) if self._teacher else None,
             )
             for micro in update
         ]
@@ -380,6 +385,7 @@ class TorchTrainer:
             proximal_logprobs=self._proximal(about, micro, logprobs.detach(), start),
             generation_logprobs=generation,
             reference_logprobs=micro.reference_logprobs,
+            teacher_logprobs=micro.teacher_logprobs,
             entropy=entropy,
             advantages=micro.advantages,
             rows=micro.row_of,
