@@ -82,7 +82,7 @@ class ModelConfig:
 
 @frozen(kw_only=True)
 class TeacherConfig:
-    """The teacher: a frozen model whose logprobs a loss may use, for on-policy distillation."""
+    """The teacher, a frozen model that scores the policy's tokens for on-policy distillation."""
 
     path: str = ""
     """The teacher is a model's directory, a hub id, or a run's directory, which stands for its newest
