@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 
     LossOutput = tuple[Tensor, dict[str, Tensor]]
 
-Need = Literal["reference", "teacher", "entropy", "all_rows", "sequences", "update_entropies"]
+Need = Literal[
+    "reference", "teacher", "entropy", "entropy_control", "all_rows", "sequences", "update_entropies"
+]
 """A need that a loss can declare.
 
 ``"reference"``: ``reference_logprobs``; the trainer keeps the weights that the run started from.
 ``"teacher"``: ``teacher_logprobs``; the trainer keeps the model of the section ``[teacher]``.
 ``"entropy"``: ``entropy``, with a gradient.
+``"entropy_control"``: ``entropy_coefficient``, which the trainer adapts by the loss's metric
+``bonus_entropy``; see ``grpo_core.losses.EntropyControl``.
 ``"all_rows"``: rows with advantage 0 as well, because another term of the loss trains on them.
 ``"sequences"``: all segments of a rollout in one call; a rollout of several segments is then a micro-batch of
 its own, whatever its length.
@@ -159,6 +163,8 @@ class LossInputs:
     entropy: Tensor | None = None
     """Entropy of the policy's distribution that each token was sampled from, in nats, at the sampling
     temperature; None unless the loss needs "entropy", or, without a gradient, "update_entropies"."""
+    entropy_coefficient: float = 0.0
+    """Coefficient of an entropy bonus in this update; 0 unless the loss needs "entropy_control"."""
     advantages: Tensor
     """Advantage of each token; usually that of its rollout."""
     rows: Tensor

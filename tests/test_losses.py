@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from hypothesis import given as of_all
+from hypothesis import strategies as st
 
 from grpo_core import advantages, losses
 from grpo_core.config import build
@@ -32,6 +34,8 @@ SHARED: list[dict[str, Any]] = [
     {"teacher_coefficient": 0.5, "teacher_in": "loss"},
     {"entropy_coefficient": 0.01},
     {"entropy_coefficient": 0.01, "top_entropy": 0.4},
+    {"entropy_target": 2.0},
+    {"entropy_target": 2.0, "top_entropy": 0.4},
     {"nll_coefficient": 0.1},
     {"top_entropy": 0.5},
     {"off_policy_limit": 0.05},
@@ -170,6 +174,9 @@ def test_an_entropy_bonus_and_the_term_for_right_rollouts_have_their_own_divisor
     [
         (losses.grpo, {"kl_estimator": "k1"}, {}, "kl_estimator does nothing without kl_coefficient"),
         (losses.grpo, {"kl_coefficient": 1.0, "kl_in": "reward", "kl_weight": "none"}, {}, "has none"),
+        (losses.grpo, {"entropy_delta": 0.1}, {}, "does nothing without entropy_target"),
+        (losses.grpo, {"entropy_target": 0.0}, {}, "has to be above 0"),
+        (losses.grpo, {"entropy_target": 1.0, "entropy_min": 0.1}, {}, "is not between entropy_min"),
         (losses.grpo, {"teacher_clip": 1.0}, {}, "does nothing without teacher_coefficient"),
         (losses.grpo, {"reward_coefficient": 0.0}, {}, "nothing to learn from"),
         (losses.distillation, {"teacher_clip": -1.0}, {}, "has to be above 0"),
@@ -218,6 +225,51 @@ def test_needs_follow_from_the_options() -> None:
     assert needs_of(losses.distillation, {}) == {"teacher", "all_rows"}
     assert needs_of(losses.distillation, {"teacher_coefficient": 0.0}) == frozenset()
     assert needs_of(losses.cispo, {"top_entropy": 0.2}) == {"update_entropies"}
+
+
+# ---------------------------------------------------------------------------------- the entropy's target
+
+
+def control(**options: Any) -> losses.EntropyControl:
+    return losses.EntropyControl.of(losses.grpo, {"entropy_target": 1.0, **options})
+
+
+def test_the_coefficient_rises_below_the_target_falls_above_it_and_applies_only_below() -> None:
+    """The rule of TRL 1.16: ``GRPOTrainer`` with ``use_adaptive_entropy``."""
+    held = control(entropy_coefficient=0.01, entropy_delta=0.02, entropy_max=0.06)
+    applied, coefficients = [], []
+    for entropy in (1.5, 1.0, 0.9, 0.8, 0.7, 1.1, 0.9):
+        applied.append(held.applied)
+        held.observe(entropy)
+        coefficients.append(held.coefficient)
+    assert coefficients == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.06, 0.04, 0.06])
+    assert applied == pytest.approx([0.0, 0.0, 0.02, 0.04, 0.06, 0.06, 0.0])
+
+
+@of_all(st.lists(st.floats(0, 10, allow_nan=False), max_size=40), st.floats(0, 0.2), st.floats(0.001, 0.3))
+def test_the_coefficient_stays_between_its_bounds_and_moves_by_one_delta(
+    entropies: list[float], begin: float, delta: float
+) -> None:
+    held = control(entropy_coefficient=begin, entropy_delta=delta, entropy_max=0.2)
+    for entropy in entropies:
+        before = held.coefficient
+        held.observe(entropy)
+        assert 0 <= held.coefficient <= 0.2
+        assert abs(held.coefficient - before) <= delta + 1e-12
+        assert held.applied in (0.0, held.coefficient)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_entropy": 0.4}], ids=["all tokens", "the most uncertain"])
+def test_the_bonus_is_that_of_the_coefficient_that_the_trainer_gives(options: dict[str, Any]) -> None:
+    given = evolve(inputs(losses.grpo, {"entropy_target": 1.0, **options}), entropy_coefficient=0.3)
+    found, metrics = losses.grpo(given, entropy_target=1.0, **options)
+    plain, _ = losses.grpo(given, entropy_coefficient=0.3, **options)
+    torch.testing.assert_close(found, plain)
+    assert given.entropy is not None
+    entropies = given.entropy.detach()
+    if options:
+        entropies = entropies[entropies >= entropies.quantile(0.6)]
+    assert float(metrics["bonus_entropy"].mean()) == pytest.approx(float(entropies.mean()))
 
 
 # ---------------------------------------------------------------------------------- the teacher

@@ -199,6 +199,40 @@ def test_tokens_of_fresh_weights_need_no_correction_and_old_ones_do(model: str) 
     assert two_steps_old["importance_weight_mean"] == pytest.approx(math.exp(0.2), rel=1e-3)
 
 
+# ---------------------------------------------------------------------------------- the entropy's target
+
+HELD = {"entropy_target": 4.0, "entropy_coefficient": 0.05, "entropy_delta": 0.01}
+
+
+def test_the_entropy_bonus_begins_when_the_entropy_is_below_its_target(model: str) -> None:
+    """An untrained model has nearly the highest entropy, log 98 = 4.58."""
+    trainer = TorchTrainer(setup(model, loss={**HELD, "entropy_target": 4.7}, updates_per_step=2))
+    first = trainer.step(batch(ragged())).metrics
+    assert first["entropy_coefficient"] == pytest.approx((0 + 0.06) / 2)
+    assert first["bonus_entropy"] == pytest.approx(first["entropy"], rel=1e-5)
+    above = TorchTrainer(setup(model, loss=HELD)).step(batch(ragged())).metrics
+    assert above["bonus_entropy"] > 4.0
+    assert above["entropy_coefficient"] == 0
+
+
+def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Path) -> None:
+    def given(**options: Any) -> Any:
+        return setup(model, loss={**HELD, "entropy_target": 4.7}, lr=1e-2, **options)
+
+    straight, first = TorchTrainer(given()), TorchTrainer(given())
+    for step in range(6):
+        straight.step(batch(ragged(seed=step), step))
+    for step in range(3):
+        first.step(batch(ragged(seed=step), step))
+    save(first, tmp_path)
+    resumed = TorchTrainer(given(resume_from=tmp_path))
+    coefficients = [
+        resumed.step(batch(ragged(seed=s), s)).metrics["entropy_coefficient"] for s in range(3, 6)
+    ]
+    assert coefficients == pytest.approx([0.08, 0.09, 0.10])
+    assert same(straight, resumed)
+
+
 # ---------------------------------------------------------------------------------- the reference model
 
 

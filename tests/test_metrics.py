@@ -74,6 +74,7 @@ def written(model, tmp_path_factory):  # noqa: F811
         LossConfig(options={"off_policy_limit": 1.0}),
         LossConfig(name="vespo"),
         LossConfig(name="distillation"),
+        LossConfig(options={"entropy_target": 1.0}),
     ):
         given = attrs.evolve(setup(model), loss=loss, teacher=TeacherConfig(path=model))
         found |= set(TorchTrainer(given).step(batch(ragged())).metrics)

@@ -125,6 +125,12 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
         "loss": Metric("-", "The loss that was minimised; mean over tokens."),
         "entropy": Metric(_NATS, "Entropy of the policy at the sampled tokens; mean."),
+        "bonus_entropy": Metric(
+            _NATS,
+            "Entropy at the tokens that the entropy bonus acts on; mean. This and the next only with "
+            "`entropy_target`.",
+        ),
+        "entropy_coefficient": Metric("-", "Factor of the entropy bonus; mean over the updates."),
         "kl": Metric(_NATS, "KL of the policy to the reference model. Only with `kl_coefficient`."),
         "teacher_kl": Metric(
             _NATS,

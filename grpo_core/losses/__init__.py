@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from grpo_core.losses.corrections import importance_weights as importance_weights
     from grpo_core.losses.corrections import off_policy_kept as off_policy_kept
     from grpo_core.losses.corrections import sequence_errors as sequence_errors
+    from grpo_core.losses.entropy import EntropyControl as EntropyControl
     from grpo_core.losses.inputs import padded as padded
     from grpo_core.losses.kl import kl_estimate as kl_estimate
     from grpo_core.losses.kl import reference_kl as reference_kl
@@ -51,6 +52,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "grpo_core.losses.aggregation": ["Aggregation", "row_weights", "total"],
         "grpo_core.losses.corrections": ["importance_weights", "off_policy_kept", "sequence_errors"],
+        "grpo_core.losses.entropy": ["EntropyControl"],
         "grpo_core.losses.inputs": ["padded"],
         "grpo_core.losses.kl": ["kl_estimate", "reference_kl", "score_weights"],
         "grpo_core.losses.named": [

@@ -91,6 +91,15 @@ class Terms:
     entropy_coefficient: float = _option(
         0.0, "factor of the entropy's mean over the update's tokens, which the loss raises."
     )
+    entropy_target: float | None = _option(
+        None,
+        "entropy in nats near which a changing factor holds the policy: it begins with entropy_coefficient, "
+        "rises after an update at or below the target, falls after others, and applies only at or below it; "
+        "None keeps the factor.",
+    )
+    entropy_delta: float = _option(0.005, "change of the factor after an update, with entropy_target.")
+    entropy_min: float = _option(0.0, "lower bound of the factor, with entropy_target.")
+    entropy_max: float = _option(1.0, "upper bound of the factor, with entropy_target.")
     nll_coefficient: float = _option(
         0.0, "factor of the negative logprobs' mean over the tokens of right rollouts (VAPO)."
     )
@@ -166,6 +175,7 @@ def _declared(
     loss = needs("reference", "all_rows", when="kl_coefficient")(loss)
     loss = needs("teacher", "all_rows", when="teacher_coefficient")(loss)
     loss = needs("entropy", "all_rows", when="entropy_coefficient")(loss)
+    loss = needs("entropy", "all_rows", "entropy_control", when="entropy_target")(loss)
     loss = needs("all_rows", when="nll_coefficient")(loss)
 
     def check(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
@@ -210,8 +220,13 @@ def _with_terms(
         kl = _kl_to_teacher(inputs, inputs.teacher_logprobs, terms)
         losses = losses + terms.teacher_coefficient * kl
         metrics["teacher_kl"] = kl.detach()
-    if terms.entropy_coefficient and inputs.entropy is not None:
-        losses = losses - terms.entropy_coefficient * _mean_entropy(inputs, inputs.entropy, uncertain)
+    controlled = terms.entropy_target is not None
+    if (controlled or terms.entropy_coefficient) and inputs.entropy is not None:
+        coefficient = inputs.entropy_coefficient if controlled else terms.entropy_coefficient
+        entropy = _mean_entropy(inputs, inputs.entropy, uncertain)
+        losses = losses - coefficient * entropy
+        if controlled:
+            metrics["bonus_entropy"] = entropy.detach() * inputs.weights * inputs.update_tokens
     if terms.nll_coefficient and inputs.correct is not None and inputs.update_correct_tokens:
         nll = -inputs.policy_logprobs * inputs.correct.to(losses.dtype)
         losses = losses + terms.nll_coefficient * nll / (inputs.weights * inputs.update_correct_tokens)
@@ -330,6 +345,7 @@ def _problems(given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSe
     yield from _problems_of_correction(given, full, setting)
     yield from _problems_of_kl(given, full)
     yield from _problems_of_teacher(given, full)
+    yield from _problems_of_entropy(given, full)
     if full["top_entropy"] is not None and not 0 < full["top_entropy"] <= 1:
         yield f"top_entropy = {full['top_entropy']}: it is a share of tokens, above 0 and at most 1"
     if (cap := full.get("dual_clip")) is not None and cap <= 1:
@@ -384,3 +400,17 @@ def _problems_of_teacher(given: Mapping[str, Any], full: Mapping[str, Any]) -> I
         yield f"reward_coefficient = {full['reward_coefficient']}: a negative factor would reward failures"
     if not full["reward_coefficient"] and not full["teacher_coefficient"]:
         yield "reward_coefficient = 0 without teacher_coefficient leaves nothing to learn from"
+
+
+def _problems_of_entropy(given: Mapping[str, Any], full: Mapping[str, Any]) -> Iterator[str]:
+    if full["entropy_target"] is None:
+        for name in ("entropy_delta", "entropy_min", "entropy_max"):
+            if name in given:
+                yield f"{name} does nothing without entropy_target"
+        return
+    for name in ("entropy_target", "entropy_delta"):
+        if full[name] <= 0:
+            yield f"{name} = {full[name]}: it has to be above 0"
+    low, begin, high = (full[f"entropy_{name}"] for name in ("min", "coefficient", "max"))
+    if not low <= begin <= high:
+        yield f"entropy_coefficient = {begin} is not between entropy_min = {low} and entropy_max = {high}"

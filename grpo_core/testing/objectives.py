@@ -175,6 +175,7 @@ class LossContract:
                 made[name] = tensor.detach().clone().requires_grad_(trained)
         return LossInputs(
             **made,
+            entropy_coefficient=0.01 if "entropy_control" in self._needs else 0.0,
             step=3,
             update=1,
             update_tokens=n,

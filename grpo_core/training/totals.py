@@ -31,6 +31,10 @@ class Totals:
         if n:
             self._events[name] = self._events.get(name, 0) + n
 
+    def sum(self, name: str) -> float:
+        """Return the sum of a metric so far; 0 if there was none."""
+        return float(self._sums[name]) if name in self._sums else 0.0
+
     def metrics(self) -> dict[str, float]:
         read = {name: float(total) for name, total in self._sums.items()}
         means = {n: v if n.endswith("_max") else v / self._counts[n] for n, v in read.items()}

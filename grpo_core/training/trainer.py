@@ -33,6 +33,7 @@ from grpo_core.config import TrainerConfig
 from grpo_core.errors import CheckpointError, PluginError, TrainerError, one_line
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.corrections import token_errors
+from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.training.batching import microbatches, of_several_rows, rollouts, split_updates
@@ -113,6 +114,8 @@ class Update:
     """Sampled tokens of rollouts that are right."""
     entropies: Tensor | None = None
     """Entropies of all of its tokens; None unless the loss needs them."""
+    entropy_coefficient: float = 0.0
+    """Coefficient of an entropy bonus that is adapted; 0 unless the loss needs it."""
 
     @classmethod
     def of(cls, batch: Batch, number: int, update: Sequence[MicroBatch]) -> Update:
@@ -160,6 +163,9 @@ class TorchTrainer:
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
+        self._entropy: EntropyControl | None = None
+        if "entropy_control" in self._needs:
+            self._entropy = EntropyControl.of(self._loss.function, self._loss.options)
         if setup.prepare is not None:
             setup.prepare()
         if "teacher" in self._needs:
@@ -302,7 +308,13 @@ class TorchTrainer:
         batch, number = about.batch, about.number
         if "update_entropies" in self._needs:
             about = evolve(about, entropies=self._entropies(update, batch.temperature))
+        if self._entropy is not None:
+            about = evolve(about, entropy_coefficient=self._entropy.applied)
+        before = totals.sum("bonus_entropy")
         bad = [self._backward(about, micro, totals) for micro in update]
+        if self._entropy is not None:
+            totals.add({"entropy_coefficient": torch.tensor([about.entropy_coefficient])})
+            self._entropy.observe((totals.sum("bonus_entropy") - before) / about.tokens)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         self._check_rows(batch, number, update, bad, totals)
         if self._gradient_is_finite(batch, number, norm, totals):
@@ -387,6 +399,7 @@ class TorchTrainer:
             reference_logprobs=micro.reference_logprobs,
             teacher_logprobs=micro.teacher_logprobs,
             entropy=entropy,
+            entropy_coefficient=about.entropy_coefficient,
             advantages=micro.advantages,
             rows=micro.row_of,
             sequences=micro.sequences,
@@ -437,7 +450,10 @@ class TorchTrainer:
         if self._moves_reference:
             state |= {f"{_REFERENCE}{name}": t for name, t in self.model.saved_reference().items()}
         state["rng"] = torch.get_rng_state()
-        self._snapshot.save(state, partial(self._write, directory, {"version": self.version, **about}))
+        about["version"] = self.version
+        if self._entropy is not None:
+            about["entropy"] = [self._entropy.coefficient, self._entropy.measured]
+        self._snapshot.save(state, partial(self._write, directory, about))
 
     def written(self) -> Future[None]:
         """Done when what was saved last is written, or with the OSError for which it cannot be."""
@@ -466,6 +482,8 @@ class TorchTrainer:
                     {name.removeprefix(_REFERENCE): tensor for name, tensor in reference.items()}
                 )
             self._optimizers.restore(state, about, self._device)
+            if self._entropy is not None and "entropy" in about:
+                self._entropy.coefficient, self._entropy.measured = about["entropy"]
             self.version = int(about["version"])
         except Exception as error:
             raise CheckpointError(

@@ -1,0 +1,53 @@
+"""The coefficient of an entropy bonus that follows a target."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import define
+
+
+@define(kw_only=True)
+class EntropyControl:
+    """The coefficient of an entropy bonus, adapted after each update (Skywork-OR1, arXiv 2505.22312).
+
+    It rises by ``delta`` after an update whose entropy is at or below ``target`` and falls by ``delta`` after
+    any other.  It applies only while the entropy measured last is at or below the target, and so not in the
+    first update.
+    """
+
+    coefficient: float
+    target: float
+    delta: float
+    low: float
+    high: float
+    measured: float | None = None
+    """Entropy of the last update, in nats; None before the first."""
+
+    @classmethod
+    def of(cls, loss: Callable[..., Any], options: Mapping[str, Any]) -> EntropyControl:
+        """Make the control of a loss that has the options ``entropy_coefficient``, ``_target`` and so on."""
+        defaults = {name: each.default for name, each in inspect.signature(loss).parameters.items()}
+        chosen = {**defaults, **options}
+        return cls(
+            coefficient=chosen["entropy_coefficient"],
+            target=chosen["entropy_target"],
+            delta=chosen["entropy_delta"],
+            low=chosen["entropy_min"],
+            high=chosen["entropy_max"],
+        )
+
+    @property
+    def applied(self) -> float:
+        """The coefficient of the next update's bonus."""
+        return self.coefficient if self.measured is not None and self.measured <= self.target else 0.0
+
+    def observe(self, entropy: float) -> None:
+        """Adapt the coefficient to the entropy of an update."""
+        self.measured = entropy
+        if entropy <= self.target:
+            self.coefficient = min(self.coefficient + self.delta, self.high)
+        else:
+            self.coefficient = max(self.coefficient - self.delta, self.low)
