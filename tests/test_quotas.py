@@ -164,3 +164,10 @@ def test_a_checkpoint_of_a_random_mix_is_continued_with_exact_shares():
     mix = Mix({"a": 2, "b": 1}, shares="drawn")
     mix.load_state_dict(Mix({"a": 2, "b": 1}).state_dict())
     assert Counter(mix.choose(["a", "b"], request(6))) == {"a": 4, "b": 2}
+
+
+def test_tasks_that_are_owed_the_same_take_turns_in_spite_of_rounding():
+    quotas, weights = Quotas(), {"long": 1, "ranked": 1, "short": 4}
+    steps = [Counter(quotas.divide(weights, 8)) for _ in range(300)]
+    assert [(step["long"], step["ranked"]) for step in steps[:3]] == [(2, 1), (1, 2), (1, 1)]
+    assert steps == steps[:3] * 100

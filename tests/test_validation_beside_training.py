@@ -7,6 +7,7 @@ import itertools
 from hashlib import blake2b
 
 import pytest
+from attrs import evolve
 from simulation.faults import NONE, Faults
 from simulation.runs import Simulation
 
@@ -262,8 +263,11 @@ class Validating(Simulation):
         """The simulation with everything that training may depend on fixed."""
         self._validation = {"every": self.every if self.strategy else 0, "at_start": True, "sets": {}}
         self._options["in_flight_updates"] = False
-        self._dynamic = False  # groups that are filtered make room in the order in which they end
+        self._dynamic = self._learns = False  # groups that are filtered make room in the order they end in
+        self.truth.rules = evolve(self.truth.rules, highest_pass_rate=1.0, shortest=0.0)
+        self._shares = "random"
         self._remembers = False  # a curriculum draws by what has been observed until then
+        self.settle_rules()
         self.trained, self.validated = blake2b(), []
         return self
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from attrs import define, field
 
-DIGITS = 9
-"""Decimals of what a task is owed: so that rounding decides nothing, and the same owed is a tie."""
+DIGITS = 6
+"""Decimals by which tasks are compared: those that are owed the same are equal in spite of rounding."""
 
 
 @define
@@ -21,7 +21,7 @@ class Quotas:
     """
 
     owed: dict[str, float] = field(factory=dict)
-    """Prompts by task; their sum is 0 between two requests."""
+    """Prompts by task; their sum is 0 between two requests, but for rounding."""
     lost: list[tuple[str, int]] = field(factory=list)
     """Task and target version of each prompt that another one of its task has to replace."""
 
@@ -44,7 +44,7 @@ class Quotas:
             most = max(owed, key=lambda task: round(owed[task], DIGITS))
             owed[most] -= 1
             counts[most] += 1
-        self.owed = {task: round(value, DIGITS) for task, value in owed.items()}
+        self.owed = owed
         return _mixed(counts)
 
     def state(self) -> dict[str, Any]:

@@ -22,23 +22,34 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from grpo_core.app.parts import SYNC_GRACE
 from grpo_core.config import EnvironmentConfig
 from grpo_core.data.curriculum import Curriculum
+from grpo_core.data.learnable import LearnablePrompts
 from grpo_core.data.loaders import ShuffledIndices, TaskLoader, fingerprint
 from grpo_core.data.samplers import Mix, PromptStream, WeightedTaskSampler
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.batcher import BatchedEnvironment
 from grpo_core.errors import GrpoError
-from grpo_core.events import Event, GroupsReady, RunEnded, RunStarted, Saving, Synced
+from grpo_core.events import (
+    Event,
+    GroupFiltered,
+    GroupsReady,
+    RunEnded,
+    RunStarted,
+    Saving,
+    StepEnded,
+    Synced,
+)
 from grpo_core.incidents import reported_to
-from grpo_core.loop import checkpoint
+from grpo_core.loop import checkpoint, filters
 from grpo_core.loop.advantages import group as group_advantages
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling
@@ -46,6 +57,7 @@ from grpo_core.loop.health import Limits
 from grpo_core.loop.laws import Laws, Violation
 from grpo_core.loop.pipeline import Pipeline, Schedule, Written
 from grpo_core.loop.rollout import LostBudget, SamplingParams
+from grpo_core.loop.shaping import Shaping
 from grpo_core.protocols import EnvironmentClient, ValidationStrategy
 from grpo_core.records import Group, Prompt, Rollout
 from grpo_core.reporting.files import plain
@@ -62,6 +74,7 @@ from simulation.world import (
     RESTART,
     TEMPERATURE,
     Memory,
+    Rules,
     SimulatedDisk,
     SimulatedEngine,
     SimulatedEnvironment,
@@ -169,7 +182,7 @@ class Simulation:
     members: int | None = None
     """Number of engines in a pool, 0 for an engine without one; None: as the seed decides."""
     laws: Laws = field(factory=Laws)
-    truth: Truth = field(factory=Truth)
+    truth: Truth = field(init=False)
     story: list[str] = field(factory=list)
     seconds: float = 0.0
     _hash: Any = field(factory=blake2b)
@@ -189,6 +202,12 @@ class Simulation:
     """The section of the configuration."""
     _members: int = field(init=False)
     """Number of engines in a pool; 0 is one engine without a pool."""
+    _learns: bool = field(init=False)
+    """Whether the sampler chooses prompts."""
+    _shares: Any = field(init=False)
+    """The sampler's option."""
+    _cuts: bool = field(init=False)
+    """Whether a token limit cuts off completions."""
     _remembers: bool = field(init=False)
     """Whether the sampler learns from rewards."""
     _mode: str = field(init=False)
@@ -220,7 +239,48 @@ class Simulation:
             )
             for task in TASKS
         }
+        self._draw_rules(random.Random(f"rules/{self.seed}"))
         self._poisoned = {str(i) for i in range(60) if rng.random() < self.faults.poisoned}
+
+    def _draw_rules(self, rng: random.Random) -> None:
+        """Draw which groups are filtered, how rewards are shaped, and how prompts are chosen."""
+        self._learns = rng.random() < 0.25
+        self._shares = rng.choice(["random", "random", "drawn", "trained"])
+        self._cuts = rng.random() < 0.5
+        self.truth = Truth(
+            Rules(
+                turns=TASKS,
+                compared=COMPARED,
+                truncated=rng.choice(["train", "mask", "unscored"]),
+                truncated_factor=rng.choice([1.0, 0.5]),
+                token_price=rng.choice([0.0, 0.01]),
+                highest_pass_rate=rng.choice([1.0, 1.0, 0.5]),
+                shortest=rng.choice([0.0, 0.0, 3.5]),
+            )
+        )
+        self.settle_rules()
+
+    def settle_rules(self) -> None:
+        """Tell the truth about what the rules depend on."""
+        weighs = not self._remembers or self._learns
+        exact = self._shares == "trained" and self.policy == "in_order" and weighs
+        self.truth.rules = evolve(
+            self.truth.rules, differ=self._dynamic, quota=self._quota if exact else None
+        )
+
+    def _quota(self, step: int) -> dict[str, int]:
+        """Return the number of groups of each task in a step, by largest remainders since the first step."""
+        weights = {task: Fraction(WEIGHTS.get(task, 1)) for task in sorted(TASKS)}
+        owed, counts = dict.fromkeys(weights, Fraction(0)), dict.fromkeys(weights, 0)
+        for _ in range(step + 1):
+            counts = dict.fromkeys(weights, 0)
+            for task, weight in weights.items():
+                owed[task] += self.prompts_per_step * weight / sum(weights.values())
+            for _ in range(self.prompts_per_step):
+                most = max(owed, key=lambda task: owed[task])
+                owed[most] -= 1
+                counts[most] += 1
+        return counts
 
     # ------------------------------------------------------------------------------ all lives
 
@@ -360,6 +420,7 @@ class Simulation:
                 self._tell,
                 node=nodes[number % 2] if self._members else None,
                 warmth=self._warmth,
+                cuts=self._cuts,
                 starts=RESTART if again and self._members else 0.0,
             )
             self._engines.append(engine)
@@ -454,10 +515,11 @@ class Simulation:
             for rollout in rollouts:
                 lost.observe(rollout)
 
-        renderer = SimulatedRenderer()
+        renderer, rules = SimulatedRenderer(), self.truth.rules
         pipeline = Pipeline(
             buffer=buffer,
             draw=stream.draw,
+            passed_over=stream.passed_over,
             observe=stream.observe,
             untrained=stream.untrained,
             observe_attempt=observe_attempt,
@@ -465,10 +527,11 @@ class Simulation:
             trainer=trainer,
             environments=self._batched_environments(),
             renderer=renderer,
-            sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=8),
+            sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=8, truncated=rules.truncated),
             group_size=self.group_size,
             advantages=group_advantages,
-            dynamic=DynamicSampling(max_extra_groups=1000) if self._dynamic else None,
+            shaping=self._shaping(),
+            dynamic=self._filtering(),
             seed=self.seed,
             schedule=Schedule(
                 rollout_deadline=90.0,
@@ -495,9 +558,34 @@ class Simulation:
         self._warmth = 2.0 if self._dice.happens("wrong_temperature") else 1.0
 
     def _sampler(self) -> WeightedTaskSampler:
+        given: dict[str, Any] = {"weights": WEIGHTS, "seed": self.seed, "shares": self._shares}
+        if self._learns:
+            return LearnablePrompts(candidates=3, half_life=4.0, success=0.5, **given)
         if self._remembers:
-            return Curriculum(window=6, known_after=2, success=0.5, weights=WEIGHTS, seed=self.seed)
-        return Mix(WEIGHTS, seed=self.seed)
+            return Curriculum(window=6, known_after=2, success=0.5, **given)
+        return Mix(**given)
+
+    def _shaping(self) -> Shaping | None:
+        rules = self.truth.rules
+        if rules.truncated_factor == 1.0 and not rules.token_price:
+            return None
+        return Shaping(truncated_factor=rules.truncated_factor, token_price=rules.token_price)
+
+    def _filters(self) -> dict[str, dict[str, float]]:
+        """Return the section of the configuration."""
+        rules = self.truth.rules
+        rate = {"pass_rate": {"high": rules.highest_pass_rate}} if rules.highest_pass_rate < 1.0 else {}
+        return rate | ({"mean_length": {"shortest": rules.shortest}} if rules.shortest else {})
+
+    def _filtering(self) -> DynamicSampling | None:
+        chosen = {
+            name: functools.partial(_FILTERS[name], **options) for name, options in self._filters().items()
+        }
+        if not chosen and not self._dynamic:
+            return None
+        return DynamicSampling(
+            tolerance=0.0 if self._dynamic else None, filters=chosen, max_extra_groups=1000
+        )
 
     def _batched_environments(self) -> dict[str, EnvironmentClient]:
         config = EnvironmentConfig(max_batch=16, max_wait=0.01)
@@ -563,7 +651,12 @@ class Simulation:
         return {
             "trainer": {"prompts_per_step": self.prompts_per_step, "steps": self.steps},
             "pipeline": {"max_staleness": self.max_staleness, "policy": self.policy},
-            "rollout": {"max_retries": MAX_RETRIES, "group_size": self.group_size},
+            "rollout": {
+                "max_retries": MAX_RETRIES,
+                "group_size": self.group_size,
+                "truncated": self.truth.rules.truncated,
+            },
+            "filters": self._filters(),
             "sampler": {"name": "mix"},
             "dynamic_sampling": {"enabled": self._dynamic},
             "validation": self._validation,
@@ -581,7 +674,11 @@ class Simulation:
         self.laws.observe(record)
         match event:
             case GroupsReady():
-                self.truth.groups(event.step, event.groups, COMPARED)
+                self.truth.groups(event.step, event.groups)
+            case GroupFiltered():
+                self.truth.filtered(event)
+            case StepEnded():
+                self.truth.metrics(event.step, event.metrics)
             case Saving():
                 self.truth.saving(event.step)
             case Synced():
@@ -610,6 +707,8 @@ class Simulation:
     def _broken(self, what: str) -> None:
         self.truth.violations.append(Violation("story", 0, what))
 
+
+_FILTERS: dict[str, Any] = {"pass_rate": filters.pass_rate, "mean_length": filters.mean_length}
 
 _NO_ENGINE: Any = None
 """Stands for the engine until the loop runs."""

@@ -13,14 +13,14 @@ import itertools
 import json
 import math
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
-from attrs import evolve
+from attrs import evolve, frozen
 
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.errors import (
@@ -31,6 +31,7 @@ from grpo_core.errors import (
     TrainerError,
     WeightSyncError,
 )
+from grpo_core.events import GroupFiltered
 from grpo_core.loop.advantages import normalize
 from grpo_core.loop.laws import Violation
 from grpo_core.protocols import Trainer, ValidationContext
@@ -40,6 +41,7 @@ from grpo_core.records import (
     Completion,
     Episode,
     Feedback,
+    FinishReason,
     GenerationRequest,
     Group,
     Message,
@@ -88,10 +90,38 @@ def never() -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
 
 
+@frozen(kw_only=True)
+class Rules:
+    """The options of a run that decide what is trained, and how."""
+
+    turns: Mapping[str, int]
+    """Turns of each task."""
+    compared: Mapping[str, bool]
+    """Whether the environment of a task compares the rollouts of a group."""
+    truncated: Literal["train", "mask", "unscored"] = "train"
+    truncated_factor: float = 1.0
+    token_price: float = 0.0
+    differ: bool = False
+    """Only groups whose rewards differ are trained."""
+    highest_pass_rate: float = 1.0
+    shortest: float = 0.0
+    """Smallest mean length of the rollouts of a group that is trained."""
+    quota: Callable[[int], Mapping[str, int]] | None = None
+    """Returns the number of groups of each task in a step, if it is exact."""
+
+    def shaped(self, reward: float, length: int, *, cut: bool) -> float:
+        return reward * (self.truncated_factor if cut else 1.0) - self.token_price * length
+
+
 class Truth:
     """Record what was really said and judged; what is trained is compared with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._cut: set[bytes] = set()
+        """The completions that a token limit cut off."""
+        self._filtered: Counter[tuple[str, str]] = Counter()
+        """Number of groups by task and filter that were filtered since the last step."""
         self.violations: list[Violation] = []
         self.published: dict[int, Mapping[str, bytes]] = {}
         """The weights of each version."""
@@ -111,6 +141,8 @@ class Truth:
         """An engine may sample from other weights than it says, until the canary ends the run."""
         tokens = completion.tokens
         self._said[tokens.ids.tobytes()] = request.prompt_ids.tobytes(), tokens
+        was_cut = completion.finish_reason == "length"
+        (self._cut.add if was_cut else self._cut.discard)(tokens.ids.tobytes())
         others = self.published[int(tokens.versions[-1])] != weights
         (self._of_other_weights.add if others else self._of_other_weights.discard)(tokens.ids.tobytes())
 
@@ -119,16 +151,79 @@ class Truth:
 
     def resumed(self, step: int) -> None:
         self._trained = set(self._cuts[step])
+        self._filtered.clear()
 
-    def groups(self, step: int, groups: Sequence[Group], compared: Mapping[str, bool]) -> None:
-        """The groups of a step are about to be trained; some environments compare their rollouts."""
+    def filtered(self, event: GroupFiltered) -> None:
+        self._filtered[event.task, event.filter] += 1
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The step counts the groups that were filtered since the one before."""
+        told = {
+            name: n for name, n in metrics.items() if name.startswith(("filtered/", "filtered_by_")) and n
+        }
+        counts: Counter[str] = Counter()
+        by_filter = any(name.startswith("filtered_by_") for name in told)
+        for (task, name), n in self._filtered.items():
+            counts[f"filtered/{task}"] += n
+            if by_filter:
+                counts[f"filtered_by_{name}/{task}"] += n
+        self.law(told == counts, step, f"the metrics count {told} filtered groups, there were {dict(counts)}")
+        self._filtered.clear()
+
+    def _won(self, group: Group) -> list[float | None]:
+        """Return what each rollout of a group deserves."""
+        rules, task = self.rules, group.prompt.environment
+        last = [last_completion(rollout.segments[-1].tokens) for rollout in group.rollouts]
+        judged = [rollout.turns == rules.turns[task] for rollout in group.rollouts]
+        won = [reward(ids.tolist()) if done else 0.0 for ids, done in zip(last, judged, strict=True)]
+        if rules.compared[task]:
+            places = [i for i, done in enumerate(judged) if done]
+            for i, rank in zip(places, ranks([won[i] for i in places]), strict=True):
+                won[i] = rank
+        unscored = rules.truncated == "unscored"
+        return [
+            None if unscored and self._is_cut(rollout) else value
+            for rollout, value in zip(group.rollouts, won, strict=True)
+        ]
+
+    def _is_cut(self, rollout: Rollout) -> bool:
+        return last_completion(rollout.segments[-1].tokens).tobytes() in self._cut
+
+    def _check_filters(self, step: int, group: Group, won: Sequence[float | None]) -> None:
+        """Check that no filter should have rejected a group that is trained."""
+        rules, who = self.rules, f"prompt {group.prompt.id!r}"
+        scored = [value for value in won if value is not None]
+        if rules.differ:
+            self.law(len(set(scored)) > 1, step, f"{who} is trained with equal rewards")
+        if rules.highest_pass_rate < 1.0:
+            rate = sum(value >= 1.0 for value in scored) / max(1, len(scored))
+            fits = bool(scored) and rate <= rules.highest_pass_rate
+            self.law(fits, step, f"{who} is trained with the pass rate {rate}")
+        length = sum(rollout.n_sampled for rollout in group.rollouts) / len(group.rollouts)
+        self.law(length >= rules.shortest, step, f"{who} is trained with the mean length {length}")
+
+    def _advantages(self, group: Group, won: Sequence[float | None]) -> list[float | None]:
+        """Return the advantage of each rollout that is trained."""
+        cut = [self._is_cut(rollout) for rollout in group.rollouts]
+        shaped = [
+            None if value is None else self.rules.shaped(value, rollout.n_sampled, cut=was_cut)
+            for value, rollout, was_cut in zip(won, group.rollouts, cut, strict=True)
+        ]
+        scores = iter(normalize([value for value in shaped if value is not None]))
+        found = [None if value is None else next(scores) for value in shaped]
+        masks = self.rules.truncated != "train"
+        return [None if masks and was_cut else score for score, was_cut in zip(found, cut, strict=True)]
+
+    def groups(self, step: int, groups: Sequence[Group]) -> None:
+        """The groups of a step are about to be trained."""
         self._due = []
         self.trains_carried = any(group.slot in self.carried for group in groups)
+        if self.rules.quota is not None:
+            counts, quota = Counter(group.prompt.environment for group in groups), self.rules.quota(step)
+            self.law(+counts == +Counter(quota), step, f"it trains {dict(counts)}, its quota is {quota}")
         for group in groups:
-            last = [rollout.segments[-1].tokens for rollout in group.rollouts]
-            won = [reward(tokens.ids.tolist(), tokens.sampled.tolist()) for tokens in last]
-            if compared[group.prompt.environment]:
-                won = ranks(won)
+            won = self._won(group)
+            self._check_filters(step, group, won)
             for rollout, expected in zip(group.rollouts, won, strict=True):
                 who = f"prompt {group.prompt.id!r}: a rollout"
                 ids = b"".join(segment.tokens.ids.tobytes() for segment in rollout.segments)
@@ -137,8 +232,7 @@ class Truth:
                 self.law(kept == rollout.turns, step, f"{who} has {kept} of {rollout.turns} completions")
                 self._trained.add(ids)
                 self.law(rollout.reward == expected, step, f"{who} has {rollout.reward}, won {expected}")
-            scores = normalize([float(r or 0.0) for r in group.rewards])
-            pairs = zip(group.rollouts, scores, strict=True)
+            pairs = zip(group.rollouts, self._advantages(group, won), strict=True)
             self._due += [
                 (segment.tokens.ids.tobytes(), score)
                 for rollout, score in pairs
@@ -178,6 +272,12 @@ class Truth:
             self.violations.append(Violation("truth", step, what))
 
 
+def last_completion(tokens: Tokens) -> Ids:
+    """Return the last unbroken run of sampled tokens of a segment that ends with one."""
+    others = np.flatnonzero(~tokens.sampled)
+    return tokens.ids[others[-1] + 1 if others.size else 0 :]
+
+
 def completions(tokens: Tokens) -> int:
     """Return the number of unbroken runs of sampled tokens."""
     return sum(sampled for sampled, _ in itertools.groupby(tokens.sampled.tolist()))
@@ -188,12 +288,9 @@ def ranks(values: Sequence[float]) -> list[float]:
     return [sum(other < value for other in values) / len(values) for value in values]
 
 
-def reward(token_ids: Sequence[int], sampled: Sequence[bool] | None = None) -> float:
+def reward(token_ids: Sequence[int]) -> float:
     """0, 0.25, ... 1: of the last completion."""
-    last = list(token_ids)
-    if sampled is not None and False in sampled:
-        last = last[len(sampled) - list(sampled)[::-1].index(False) :]
-    return sum(last) % 5 / 4
+    return sum(token_ids) % 5 / 4
 
 
 def changed(completion: Completion, **changes: Any) -> Completion:
@@ -256,6 +353,7 @@ class SimulatedEngine:
     Args:
         node: the engines of a pool that run on the same machine; None without a pool.
         warmth: multiplies the temperature at which it samples.
+        cuts: whether some completions are cut off by a token limit.
         starts: seconds until its process can answer.
     """
 
@@ -268,10 +366,11 @@ class SimulatedEngine:
         *,
         node: list[SimulatedEngine] | None = None,
         warmth: float = 1.0,
+        cuts: bool = False,
         starts: float = 0.0,
     ) -> None:
         self._dice, self._memory, self._truth, self._tell = dice, memory, truth, tell
-        self._node, self._warmth = node, warmth
+        self._node, self._warmth, self._cuts = node, warmth, cuts
         self.version: int | None = None
         self.weights: Mapping[str, bytes] = {}
         self._running: dict[asyncio.Future[None], GenerationRequest] = {}
@@ -372,7 +471,8 @@ class SimulatedEngine:
         versions = tuple(first if i < n // 2 else self.version for i in range(n))
         temperature = request.temperature * self._warmth
         logprobs = tuple(logprob_of(token, temperature) for token in tokens)
-        said = Completion(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason="stop")
+        reason: FinishReason = "length" if self._cuts and seed % 7 == 0 else "stop"
+        said = Completion(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
         self._truth.says(request, said, self.weights)
         return said
 
@@ -482,9 +582,10 @@ class SimulatedEnvironment:
 
     def _environment(self, episode: Episode) -> float | Feedback | None:
         fault = self._dice.pick("unscored", "nan_reward")
-        if episode.session in self._lost:
+        ended = episode.truncated and self._truth.rules.truncated == "unscored"  # shown for its group's sake
+        if episode.session in self._lost and not ended:
             return Feedback(error="its session ended with its process", lost=True)
-        if episode.prompt.id.startswith(HELD_OUT):
+        if episode.prompt.id.startswith(HELD_OUT) or ended:
             fault = None
         if fault == "unscored":
             return None
