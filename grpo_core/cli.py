@@ -212,7 +212,7 @@ def check(
         Name of the offer, as "math:sort" or "./file.py:Class".
     kind
         Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy, engine,
-        loss or advantage.
+        loss, advantage or filter.
     set_
         Set an option of the offer, as in "length=3"; may be repeated.
     task

@@ -433,6 +433,84 @@ def changes(groups):
     Counts.calls += 1
     return [[Counts.calls * r if differs(group) else None for r in group.rewards] for group in groups]
 """
+FILTERS = """
+def fine(group, *, low=0.1):
+    done = group.successes(None)
+    return "too hard" if done and sum(done) / len(done) < low else None
+
+def says_true(group):
+    return max(r.reward or 0.0 for r in group.rollouts) < 1 or None
+
+def says_nothing(group):
+    return "" if group.rollouts[0].reward else None
+
+def rejects_all(group):
+    return "never good enough"
+
+def adds_up(group):
+    return "worth nothing" if sum(group.rewards) == 0 else None
+
+def by_place(group):
+    return "the first failed" if not group.rollouts[0].reward else None
+
+def marks(group):
+    group.rollouts[0].metrics["seen"] = 1.0
+
+class Counts:
+    calls = 0
+
+def by_turns(group):
+    Counts.calls += 1
+    return f"call {Counts.calls}" if Counts.calls % 3 == 0 else None
+
+def looks_at_parts(group):
+    return "no format" if sum(r.metrics["format"] for r in group.rollouts) < 1 else None
+
+async def waits(group):
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "told"),
+    [
+        ("fine", None, "what it rejects: 8 of the 28 groups that were tried"),
+        ("looks_at_parts", None, "what it rejects: 0 of the 28 groups that were tried"),
+        (
+            "says_true",
+            "it returns a text that says why or none",
+            "it returned bool True; expected a text",
+        ),
+        ("says_nothing", "it returns a text that says why or none", "it returned '', which says nothing"),
+        ("waits", "it returns a text that says why or none", "it returned coroutine"),
+        ("rejects_all", "it lets some group pass", "it rejects all 28 groups that were tried"),
+        ("adds_up", "it takes groups with unscored rollouts", "TypeError: unsupported operand"),
+        ("by_place", "the order within a group does not matter", "in another order"),
+        ("marks", "it returns the same each time and changes no group", "it changed the group"),
+        ("by_turns", "it returns the same each time and changes no group", "for the same group"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_filters_are_checked(capsys, tmp_path, name, failed, told):
+    (tmp_path / "filters.py").write_text(FILTERS)
+    status, out = checked(capsys, f"{tmp_path / 'filters.py'}:{name}")
+    assert status == (0 if failed is None else 1)
+    assert told in out
+    assert failed is None or f"FAILED  {failed}: " in out
+
+
+@pytest.mark.parametrize("name", ["equal_rewards", "pass_rate", "mean_length"])
+def test_the_filters_of_the_core_keep_their_contract(capsys, name):
+    status, out = checked(capsys, name)
+    assert (status, out.splitlines()[-1]) == (0, "6 passed, 0 failed, 1 to note")
+
+
+def test_options_of_a_filter_are_checked_first(capsys):
+    status, out = checked(capsys, "pass_rate", "--set", "low=0.9", "--set", "high=0.1")
+    assert status == 1
+    assert "low is 0.9 and high is 0.1; expected 0 <= low <= high <= 1" in out
+
+
 EACH = "it returns one loss and one of each metric for each token"
 
 

@@ -108,7 +108,9 @@ def test_a_filter_that_returns_no_text_is_named(tmp_path: Any) -> None:
     (tmp_path / "mine.py").write_text(FILE)
     dynamic = made({"filters": {f"{tmp_path}/mine.py:wrong": {}}})
     assert dynamic is not None
-    with pytest.raises(PluginError, match=r"mine.py:wrong.* returned bool for prompt .* expected a text"):
+    with pytest.raises(
+        PluginError, match=r"mine.py:wrong.* returned bool True for prompt .* expected a text"
+    ):
         dynamic.rejects(a_group([1.0, 0.0]))
 
 

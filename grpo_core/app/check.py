@@ -32,6 +32,7 @@ CHECKED: Mapping[Kind, str] = {
     "engine": "generate",
     "loss": "inputs",
     "advantage": "groups",
+    "filter": "group",
 }
 """Kinds that can be checked, with the method or first parameter by which a class or function is
 recognised."""
@@ -142,6 +143,8 @@ def findings(
             yield from _engine(host, offer.name, options)
         case "loss" | "advantage":
             yield from _function(host, offer.kind, offer.name, options)
+        case "filter":
+            yield from _filter(host, offer.name, options)
         case _:
             yield from _strategy(host, offer.name, options)
 
@@ -245,6 +248,28 @@ def _function(
         return
     for clause in contract:
         yield _found(clause.__name__.replace("_", " "), clause)
+
+
+# ---------------------------------------------------------------------------------- filters
+
+
+def _filter(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+    from grpo_core.testing.filters import FilterContract, groups
+
+    try:
+        host.check_values("filter", name, options, group_size=4)
+        rejects = host.function("filter", name, **options)
+    except GrpoError as error:
+        yield Finding("its options", "failed", str(error))
+        return
+    failed = False
+    for clause in FilterContract(rejects):
+        found = _found(clause.__name__.replace("_", " "), clause)
+        failed |= found.outcome == "failed"
+        yield found
+    if not failed:
+        rejected = sum(rejects(group) is not None for group in groups())
+        yield Finding("what it rejects", "noted", f"{rejected} of the {len(groups())} groups that were tried")
 
 
 # ---------------------------------------------------------------------------------- engines

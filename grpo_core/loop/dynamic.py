@@ -78,10 +78,10 @@ class DynamicSampling:
             return Rejection(EQUAL_REWARDS, reason)
         for name, function in self.filters.items():
             told = function(group)
-            if told is not None and not isinstance(told, str):
+            if told is not None and not (isinstance(told, str) and told.strip()):
                 raise PluginError(
-                    f"{function} returned {type(told).__name__} for prompt {group.prompt.id!r}; expected a "
-                    "text that says why the group is not trained, or None"
+                    f"{function} returned {type(told).__name__} {told!r:.60} for prompt {group.prompt.id!r}; expected a text that "
+                    "says why the group is not trained, or None"
                 )
             if told is not None:
                 return Rejection(name, told)

@@ -1,0 +1,146 @@
+"""The contract of filters of groups, as checks that anybody may run on theirs.
+
+    def test_mine_keeps_the_contract():
+        check_filter(my_filter, threshold=0.5)
+
+Each check raises AssertionError.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from attrs import evolve
+
+from grpo_core.records import Group, Rollout
+from grpo_core.testing.objectives import a_group
+
+REWARDS: tuple[tuple[float | None, ...], ...] = (
+    (0.0, 1.0, 1.0, 0.25),
+    (0.0, 0.0, 0.0, 1.0),
+    (1.0, 1.0, 1.0, 0.0),
+    (0.4, 0.5, 0.6, 0.55),
+    (1.0, 1.0, 1.0, 1.0),
+    (0.0, 0.0, 0.0, 0.0),
+    (-3.0, 2.0, 0.5, 0.5),
+)
+"""Rewards of groups, from hopeless to solved."""
+UNSCORED: tuple[tuple[float | None, ...], ...] = ((None, 1.0, 0.0, 1.0), (None, None, None, None))
+"""With ``rollout.truncated = "unscored"``, rollouts that a token limit cut off have no reward."""
+LENGTHS = ((3, 6, 2, 9), (40, 30, 55, 61), (700, 400, 812, 90), (5000, 6000, 4000, 7000))
+"""Sampled tokens of the rollouts of a group."""
+
+
+def check_filter(function: Callable[..., Any], **options: Any) -> None:
+    """Check all of a filter's contract.  Raises AssertionError."""
+    for clause in FilterContract(lambda group: function(group, **options)):
+        clause()
+
+
+class FilterContract:
+    """The contract of a filter, without which a run ends or trains nothing; iterates over its clauses.
+
+    Args:
+        rejects: the filter with its options filled in.
+    """
+
+    def __init__(self, rejects: Callable[[Group], Any]) -> None:
+        self._rejects = rejects
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        yield self.it_returns_a_text_that_says_why_or_none
+        yield self.it_takes_groups_with_unscored_rollouts
+        yield self.it_takes_groups_of_any_size
+        yield self.it_lets_some_group_pass
+        yield self.the_order_within_a_group_does_not_matter
+        yield self.it_returns_the_same_each_time_and_changes_no_group
+
+    def it_returns_a_text_that_says_why_or_none(self) -> None:
+        for group in groups():
+            self._told(group)
+
+    def it_takes_groups_with_unscored_rollouts(self) -> None:
+        for rewards in UNSCORED:
+            self._told(_group(rewards))
+
+    def it_takes_groups_of_any_size(self) -> None:
+        for size in (2, 3, 16, 64):
+            self._told(_group([float(i % 2) for i in range(size)]))
+
+    def it_lets_some_group_pass(self) -> None:
+        told = [self._told(group) for group in groups()]
+        assert None in told, (
+            f"it rejects all {len(told)} groups that were tried, of all rewards and lengths, so that nothing "
+            f"would be trained; the first: {told[0]!r}"
+        )
+
+    def the_order_within_a_group_does_not_matter(self) -> None:
+        for group in groups():
+            turned = evolve(group, rollouts=tuple(group.rollouts[i] for i in (2, 0, 3, 1)))
+            first, second = self._told(group), self._told(turned)
+            assert (first is None) == (second is None), (
+                f"rewards {group.rewards}: it says {first!r}, and {second!r} when the rollouts are in "
+                "another order"
+            )
+
+    def it_returns_the_same_each_time_and_changes_no_group(self) -> None:
+        for group in groups():
+            before = _seen(group)
+            first, second = self._told(group), self._told(group)
+            assert first == second, f"it says {first!r}, and then {second!r} for the same group"
+            assert _seen(group) == before, "it changed the group, which others see as well"
+
+    def _told(self, group: Group) -> str | None:
+        told: str | None = self._rejects(group)
+        expected = "expected a text that says why the group is not trained, or None"
+        if told is not None:
+            assert isinstance(told, str), f"it returned {type(told).__name__} {told!r:.60}; {expected}"
+            assert told.strip(), f"it returned {told!r}, which says nothing; {expected}"
+        return told
+
+
+def groups() -> list[Group]:
+    """Return groups of four scored rollouts with all rewards and lengths."""
+    return [_group(rewards, lengths) for lengths, rewards in itertools.product(LENGTHS, REWARDS)]
+
+
+class _Parts(dict[str, float]):
+    """Feedback that has a part of any name: filters may look at those of their environment."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
+
+    def __missing__(self, name: str) -> float:
+        return self._value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._value
+
+
+def _group(rewards: Sequence[float | None], lengths: Sequence[int] = LENGTHS[0]) -> Group:
+    """A group with these rewards; rollouts have messages, and are successes from a reward of 1."""
+    made = a_group([reward or 0.0 for reward in rewards], lengths=lengths)
+
+    def rollout(place: int, given: Rollout, reward: float | None) -> Rollout:
+        return evolve(
+            given,
+            reward=reward,
+            success=None if reward is None else reward >= 1.0,
+            finish_reason="length" if reward is None else given.finish_reason,
+            messages=({"role": "user", "content": "x"}, {"role": "assistant", "content": f"reply {place}"}),
+            metrics=_Parts((place % 4) / 3),
+        )
+
+    both = zip(made.rollouts, rewards, strict=True)
+    return evolve(made, rollouts=tuple(rollout(place, *each) for place, each in enumerate(both)))
+
+
+def _seen(group: Group) -> list[Any]:
+    """Return what a filter could change of a group."""
+    return [
+        (dict(rollout.metrics), [dict(message) for message in rollout.messages], rollout.reward)
+        for rollout in group.rollouts
+    ]
