@@ -80,8 +80,8 @@ class DynamicSampling:
             told = function(group)
             if told is not None and not (isinstance(told, str) and told.strip()):
                 raise PluginError(
-                    f"{function} returned {type(told).__name__} {told!r:.60} for prompt {group.prompt.id!r}; expected a text that "
-                    "says why the group is not trained, or None"
+                    f"{function} returned {type(told).__name__} {told!r:.60} for prompt {group.prompt.id!r}; "
+                    "expected a text that says why the group is not trained, or None"
                 )
             if told is not None:
                 return Rejection(name, told)
