@@ -450,6 +450,8 @@ class TorchTrainer:
         if self._moves_reference:
             state |= {f"{_REFERENCE}{name}": t for name, t in self.model.saved_reference().items()}
         state["rng"] = torch.get_rng_state()
+        if self._device.type == "cuda":  # dropout of adapters draws from it
+            state["rng_cuda"] = torch.cuda.get_rng_state(self._device)
         about["version"] = self.version
         if self._entropy is not None:
             about["entropy"] = [self._entropy.coefficient, self._entropy.measured]
@@ -476,6 +478,9 @@ class TorchTrainer:
             about = json.loads((directory / "optimizer" / "state.json").read_text())
             state = load_file(directory / "optimizer" / "state.safetensors")
             torch.set_rng_state(state.pop("rng"))
+            if "rng_cuda" in state and self._device.type == "cuda":
+                torch.cuda.set_rng_state(state["rng_cuda"], self._device)
+            state.pop("rng_cuda", None)
             reference = {name: state.pop(name) for name in list(state) if name.startswith(_REFERENCE)}
             if reference and self._moves_reference:
                 self.model.restore_reference(
@@ -489,7 +494,7 @@ class TorchTrainer:
             raise CheckpointError(
                 f"{directory}: the optimizer's state is missing or is not this model's "
                 f"({type(error).__name__}: {one_line(error)}); resume from another checkpoint, or start anew "
-                "with model.path set to its trainer/ directory"
+                "with model.path set to what grpo-core export makes of it"
             ) from error
 
 

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from adapted import AdaptedEngine
 
 from grpo_core.testing import (
     ENGINE_LAWS,
@@ -100,12 +101,13 @@ def test_a_server_keeps_the_contract_of_engines(server):
     asyncio.run(story())
 
 
-def test_a_server_keeps_the_laws_of_decoding_with_weights_from_a_file(server, tmp_path):
+@pytest.mark.parametrize("kind", [EngineUnderTest, AdaptedEngine], ids=["weights", "adapters"])
+def test_a_server_keeps_the_laws_of_decoding_with_weights_from_a_file(server, kind, tmp_path):
     url, model = server
 
     async def story():
         engine = await start_engine(HttpEngine, model, url=url, directory=str(tmp_path / "weights"))
-        tried = EngineUnderTest(engine=engine, model=model, recomputes=True, crowd=400)
+        tried = kind(engine=engine, model=model, recomputes=True, crowd=400)
         for law in ENGINE_LAWS:
             if law not in NOT_THERE:
                 print(law)
