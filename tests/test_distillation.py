@@ -164,6 +164,17 @@ def test_a_teacher_in_bfloat16_scores_nearly_the_same(models: tuple[str, str]) -
     assert 0 < float(off.max()) < 0.1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_teacher_is_in_bfloat16_and_scores_nearly_the_same(models: tuple[str, str]) -> None:
+    cuda, config = torch.device("cuda"), TeacherConfig(path=models[1])
+    here = Teacher.load(config, CPU).logprobs(collate(ragged(), CPU), 1.0)
+    teacher = Teacher.load(config, cuda)
+    assert next(teacher._scorer.module.parameters()).dtype is torch.bfloat16
+    there = teacher.logprobs(collate(ragged(), cuda), 1.0)
+    assert float((here - there.cpu()).abs().max()) < 0.1
+
+
 # ---------------------------------------------------------------------------------- what is refused
 
 
@@ -224,7 +235,13 @@ def test_a_run_without_a_checkpoint_is_no_teacher(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     config = build([{"loss": {"name": "distillation"}, "teacher": {"path": str(tmp_path)}}])
     with pytest.raises(ConfigError, match="a run that has no checkpoint yet"):
-        preflight._check_loss(config, PluginHost.discover(()))
+        preflight._check_teacher(config, PluginHost.discover(()))
+
+
+def test_a_model_is_validated_without_its_teacher() -> None:
+    tables = {"loss": {"name": "distillation"}, "teacher": {"path": "./gone"}}
+    config = build([{"tasks": {"sort": {"env": "math:sort"}}}, tables])
+    preflight.check(config, PluginHost.discover(), trains=False)
 
 
 # ---------------------------------------------------------------------------------- memory

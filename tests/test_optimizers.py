@@ -114,6 +114,32 @@ def test_an_optimizer_keeps_what_it_says_that_it_keeps(model: str, name: str) ->
     assert bool(tables) == (name == "adamw_8bit")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_each_optimizer_trains_and_continues_with_its_state(
+    model: str, tmp_path: Path, name: str
+) -> None:
+    """The state is the same bit for bit; kernels of a GPU add gradients in any order."""
+    chosen = OptimizerConfig(name=name)
+    trainer = TorchTrainer(setup(model, chosen, device="cuda"))
+    trainer.step(batch(ragged()))
+    save(trainer, tmp_path)
+    resumed = TorchTrainer(setup(model, chosen, device="cuda", resume_from=tmp_path))
+    for (_, mine), (_, theirs) in zip(trainer._named, resumed._named, strict=True):
+        state, other = trainer._optimizers.state(mine), resumed._optimizers.state(theirs)
+        assert state.keys() == other.keys()
+        for slot, value in state.items():
+            same_slot = (
+                torch.equal(value, other[slot]) if isinstance(value, torch.Tensor) else value == other[slot]
+            )
+            assert same_slot, slot
+    for each in (trainer, resumed):
+        each.step(batch(ragged(seed=1), 1))
+    for key, tensor in weights(trainer).items():
+        torch.testing.assert_close(tensor, weights(resumed)[key], rtol=1e-3, atol=1e-5)
+
+
 def test_muon_trains_hidden_matrices_and_adamw_the_rest_as_torch_does(model: str) -> None:
     trainer = TorchTrainer(
         setup(model, OptimizerConfig(name="muon", options={"momentum": 0.9}), lr=1e-2, weight_decay=0.1)

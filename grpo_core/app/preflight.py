@@ -39,6 +39,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
             workers_of(engine, host)
     host.check_options("trainer", config.trainer.name, config.trainer.options)
     _check_loss(config, host)
+    if trains:
+        _check_teacher(config, host)
     host.check_options("optimizer", config.optimizer.name, config.optimizer.options)
     host.check_values("optimizer", config.optimizer.name, config.optimizer.options)
     _check_lora(config)
@@ -72,7 +74,6 @@ def _check_loss(config: Config, host: PluginHost) -> None:
             f"trainer.reference_every = {trainer.reference_every}: the loss {config.loss.name!r} has no "
             "reference model; set loss.options.kl_coefficient, or leave it out"
         )
-    _check_teacher(config, "teacher" in needs_of(loss.function, loss.options))
     if trainer.reference_mix < 1 and not trainer.reference_every:
         raise ConfigError(
             f"trainer.reference_mix = {trainer.reference_mix:g} does nothing without trainer.reference_every"
@@ -98,8 +99,10 @@ def _check_lora(config: Config) -> None:
         )
 
 
-def _check_teacher(config: Config, needed: bool) -> None:
+def _check_teacher(config: Config, host: PluginHost) -> None:
     """Raise ConfigError if the loss and the teacher do not fit, and ModelError if the teacher is no model."""
+    loss = host.function("loss", config.loss.name, **config.loss.options)
+    needed = "teacher" in needs_of(loss.function, loss.options)
     if needed and not config.teacher.path:
         raise ConfigError(
             f"the loss {config.loss.name!r} learns from a teacher: set teacher.path to a model's directory "
