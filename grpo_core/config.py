@@ -607,8 +607,8 @@ class CheckpointConfig:
     keep_every: int = field(default=0, validator=ge(0))
     """Checkpoints at multiples of this many steps stay on disk for ever; 0 means none."""
     best: str = ""
-    """The checkpoint with the largest value of this metric of validation stays on disk, too, as in
-    `validation/sort/accuracy`; with `-` before the name, the one with the smallest value. Checkpoints
+    """The checkpoint with the largest value of this metric of a task or validation set stays on disk, too, as
+    in `validation/sort/accuracy`; with `-` before the name, the one with the smallest value. Checkpoints
     are compared that are validated: choose `checkpoint.every` as a multiple of `validation.every`."""
     async_save: bool = True
     """Save in the background from a snapshot in host memory, which stays allocated (12 bytes per float32

@@ -167,6 +167,9 @@ async def validate(
         stack.enter_context(reported_to(_said(status)))
         status("starting the environments")
         sets = [name for name in config.validation.sets if name in only or not only]
+        if only and model is not None:  # otherwise the model may be made from the prompts of all tasks
+            needed = {*only, *(config.validation.sets[name].task for name in sets)}
+            config = evolve(config, tasks={name: one for name, one in config.tasks.items() if name in needed})
         tasks = await stack.enter_async_context(_tasks(config, placement, sets=sets, logs=None))
         held_out = await _held_out(config, tasks, sets, only)
         path = model or await _start_model(config, host, tasks, stack, status)

@@ -39,6 +39,8 @@ TESTS = [
     "samplers",
     "loaders",
     "batcher",
+    "quotas",
+    "learnable_prompts",
 ]
 PATIENCE = 5.0
 """Times as long as without a mutant, or it hangs."""

@@ -162,7 +162,7 @@ class Truth:
             name: n for name, n in metrics.items() if name.startswith(("filtered/", "filtered_by_")) and n
         }
         counts: Counter[str] = Counter()
-        by_filter = any(name.startswith("filtered_by_") for name in told)
+        by_filter = self.rules.highest_pass_rate < 1.0 or self.rules.shortest > 0.0
         for (task, name), n in self._filtered.items():
             counts[f"filtered/{task}"] += n
             if by_filter:
