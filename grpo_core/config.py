@@ -424,6 +424,9 @@ class TrainerConfig(PluginChoice):
     gpus: list[int] = field(factory=list)
     """The trainer computes on this GPU of this machine, as in `[7]`.  If the list is empty, on the
     first one that no engine is given."""
+    ranks: int = field(default=1, validator=ge(1))
+    """Number of processes that train together: each holds a part of the weights, gradients and optimizer, and
+    computes a part of the rows. With GPUs, each has one of its own."""
     threads: int = field(default=0, validator=ge(0))
     """Number of torch threads on the CPU; 0 uses half of the cores if generation runs at the same time,
     otherwise all."""

@@ -93,6 +93,8 @@ CHOICES = [
     (["--validation", "pass_at_k", *option("validation.options.k", "0")], "k is 0"),
     (option("validation.engine.name", "locl"), "there is no engine 'locl'. Did you mean 'local'?"),
     (option("validation.engine.options.max_row"), "has no option 'max_row'"),
+    ([*option("trainer.ranks", "2"), *option("optimizer.name", "muon")], "'muon' computes with whole"),
+    ([*option("trainer.ranks", "2"), *option("model.lora.rank", "4")], "[model.lora] is trained by one rank"),
     (["--engine", "./file.py:Unreadable"], "no_such_module is not installed: pip install no-such"),
 ]  # fmt: skip
 

@@ -356,6 +356,14 @@ def test_trainer_and_engines_are_counted_on_the_gpus_that_they_are_given(four_bi
     assert found["cuda:1"] == 2 * 4 * FOUR
 
 
+def test_the_ranks_of_a_trainer_hold_equal_parts_on_gpus_of_their_own(four_billion, two_gpus):
+    cpu_engine = "engine.options.device=cpu"
+    found = certain(four_billion, *ON_GPUS[:2], cpu_engine, "trainer.ranks=2")
+    assert (found["cuda:0"], found["cuda:1"]) == (8 * FOUR, 8 * FOUR)
+    on_host = certain(four_billion, "trainer.device=cpu", cpu_engine, "trainer.ranks=2")
+    assert on_host == certain(four_billion, "trainer.device=cpu", cpu_engine)
+
+
 def test_a_gpu_that_the_trainer_and_the_engine_share_has_to_hold_both(four_billion, two_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa")
     assert certain(four_billion, *ON_GPUS)["cuda:0"] == 18 * FOUR

@@ -22,6 +22,7 @@ from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.models import shapes_in
 from grpo_core.plugins.host import PluginHost
+from grpo_core.training.microbatch import collate
 from grpo_core.training.optimization import divided
 from grpo_core.training.optimizers import state_bytes, state_of
 from grpo_core.training.setup import TrainerSetup
@@ -57,7 +58,7 @@ def options_of(trainer: TorchTrainer) -> list[dict[str, Any]]:
 def test_each_optimizer_makes_good_tokens_likelier(model: str, name: str) -> None:
     trainer = TorchTrainer(setup(model, OptimizerConfig(name=name), lr=3e-3))
     rows = [row("ab", "cd", 1.0), row("ab", "xy", -1.0)]
-    good = trainer._microbatches(rows[:1])[0]
+    good = collate(rows[:1], torch.device("cpu"))
 
     @torch.no_grad()
     def likelihood() -> float:

@@ -99,8 +99,11 @@ def _configured(
 ) -> Iterator[tuple[str, Sequence[int]]]:
     """Yield the lists of GPUs by key.  Raises ConfigError if the trainer's contradicts its device."""
     if trainer is not None and trainer.gpus:
-        if len(trainer.gpus) > 1:
-            raise ConfigError(f"trainer.gpus = {trainer.gpus}: a trainer computes on one GPU; name one")
+        if len(trainer.gpus) != trainer.ranks:
+            raise ConfigError(
+                f"trainer.gpus = {trainer.gpus}: each of the {trainer.ranks} ranks (trainer.ranks) computes "
+                f"on one GPU; name {trainer.ranks}"
+            )
         if trainer.device not in ("auto", "cuda"):
             raise ConfigError(
                 f'trainer.gpus = {trainer.gpus} and trainer.device = "{trainer.device}" exclude each other; '
@@ -157,11 +160,23 @@ def _of_trainer(
     if trainer.gpus:
         return tuple(trainer.gpus)
     if (index := _index(trainer.device)) is not None:
+        if trainer.ranks > 1:
+            raise ConfigError(
+                f'trainer.device = "{trainer.device}" is one GPU for {trainer.ranks} ranks (trainer.ranks); '
+                'use "cuda", and name their GPUs in trainer.gpus'
+            )
         return (index,)
     for engine in engines.values():
         if engine.transport == "cuda_ipc" and engine.gpus:
             return (engine.gpus[0],)
     free = [gpu for gpu in range(count) if gpu not in taken]
+    if trainer.ranks > 1:
+        if len(free) < trainer.ranks:
+            raise ConfigError(
+                f"trainer.ranks = {trainer.ranks}: each rank needs a GPU of its own, and {len(free)} of the "
+                f"{count} GPUs of this machine are free; lower it, or give the engines fewer"
+            )
+        return tuple(free[: trainer.ranks])
     if not free and count > 1 and any(engine.gpus for engine in engines.values()):
         raise ConfigError(
             f"the engines are given all {count} GPUs of this machine: leave one for the trainer, or name the "

@@ -26,7 +26,7 @@ from grpo_core.loss import needs_of
 from grpo_core.models import directory_here, parameters_in, shapes_in, size_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
-from grpo_core.training.memory import FLOAT32, ITEMSIZE, PUBLISHED, kept_bytes, lora_shapes
+from grpo_core.training.memory import FLOAT32, ITEMSIZE, PUBLISHED, TEACHER, kept_bytes, lora_shapes
 from grpo_core.training.optimizers import state_bytes
 
 HOST = "host"
@@ -151,7 +151,7 @@ def certain_parts(
     devices = choose(config.trainer, {} if placement.remote else engines, len(gpus))
     lora = config.model.lora
     sends_all = lora is None or lora.publish == "merged"
-    found = []
+    found: list[ProcessMemory] = []
     if (of_trainer := _memory(host.find("trainer", config.trainer.name).load())) is not None:
         loss = host.function("loss", config.loss.name, **config.loss.options)
         needs = needs_of(loss.function, loss.options)
@@ -168,7 +168,7 @@ def certain_parts(
             teacher=_teacher_bytes(config, device) if "teacher" in needs else 0,
             async_save=config.checkpoint.async_save,
         )
-        found.append(_process("trainer", parts, gpus_seen(devices.trainer, len(gpus))))
+        found += _ranks(parts, config.trainer.ranks, device, gpus_seen(devices.trainer, len(gpus)))
     for key, engine in engines.items() if not placement.remote else ():
         of_engine = _memory(host.find("engine", engine.name).load())
         variables = [*devices.engines.get(key, ()), *[{}] * engine.workers][: engine.workers]
@@ -178,6 +178,21 @@ def certain_parts(
                 parts = of_engine(load, **engine.options)
                 found.append(_process(key.replace(".", " "), parts, seen, key=key, count=count))
     return found
+
+
+def _ranks(
+    parts: Sequence[MemoryPart], ranks: int, device: str, seen: Sequence[int]
+) -> Iterator[ProcessMemory]:
+    """Yield the trainer's processes: each holds an equal share, on a GPU of its own if there are any.
+
+    What is published counts as shared, too: the first rank has it all.  Each holds the whole teacher.
+    """
+    shared = [part if part.name == TEACHER else evolve(part, nbytes=part.nbytes // ranks) for part in parts]
+    if ranks == 1 or device == HOST:
+        yield _process("trainer", shared, seen, count=ranks)
+        return
+    for gpu in seen[:ranks]:
+        yield _process("trainer", shared, [gpu])
 
 
 def _process(
@@ -309,7 +324,7 @@ def footprint(
     bases = {"trainer": machine.resident(), "environment": python}
     remote = make_placement(config.placement, host).remote
     processes = certain_parts(config, host, directory, model.tensors, gpus)
-    changed = sum(map(prod, trained_shapes(config, model.tensors).values()))
+    changed = sum(map(prod, trained_shapes(config, model.tensors).values())) // config.trainer.ranks
     microbatch = largest_microbatch(config, directory, model.vocabulary, trainer_device(config, gpus))
     told = {process.name for process in processes}
     missing = [
@@ -391,9 +406,13 @@ def _base(nbytes: int) -> MemoryPart:
 
 def _copies(config: Config, processes: Sequence[ProcessMemory]) -> Iterator[MemoryPart]:
     """Yield the copy of the published weights that a pool of engines keeps."""
-    published = [part for process in processes for part in process.parts if part.name == PUBLISHED]
+    published = [
+        part for process in processes for part in process.count * process.parts if part.name == PUBLISHED
+    ]
     if config.engine.workers > 1 and published:
-        yield evolve(published[0], name="copy of the weights", certain=False, change="engine.workers")
+        nbytes = sum(part.nbytes for part in published)
+        change = "engine.workers"
+        yield evolve(published[0], nbytes=nbytes, name="copy of the weights", certain=False, change=change)
 
 
 # ---------------------------------------------------------------------------------- messages

@@ -44,6 +44,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     host.check_options("optimizer", config.optimizer.name, config.optimizer.options)
     host.check_values("optimizer", config.optimizer.name, config.optimizer.options)
     _check_lora(config)
+    _check_ranks(config, host)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
     _check_goal(config)
@@ -197,6 +198,21 @@ def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
     placement.check(config.trainer if trains else None, engines_of(config, trains=trains))
     own = config.validation.engine if config.validation.measures else None
     transport(config.engine, own, placement, host)
+
+
+def _check_ranks(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError for what a trainer of several ranks cannot do."""
+    if config.trainer.ranks == 1:
+        return
+    ranks = f"trainer.ranks = {config.trainer.ranks}"
+    if config.model.lora is not None:
+        raise ConfigError(f"{ranks}: [model.lora] is trained by one rank; leave one of them out")
+    name = config.optimizer.name
+    if not getattr(host.find("optimizer", name).load(), "takes_parts", False):
+        raise ConfigError(
+            f"{ranks}: the optimizer {name!r} computes with whole parameters, of which each rank holds a "
+            'part; use optimizer.name = "adamw"'
+        )
 
 
 def _check_advantage(config: AdvantageConfig, group_size: int, host: PluginHost) -> None:

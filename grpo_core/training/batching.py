@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from grpo_core.records import Row
 
 
@@ -24,6 +26,12 @@ def split_updates(rows: Sequence[Row], n: int) -> list[list[Row]]:
 def rollouts(rows: Sequence[Row]) -> list[int]:
     """Return a number for each row that is equal for the rows of one rollout."""
     return [-1 - place if row.rollout is None else row.rollout for place, row in enumerate(rows)]
+
+
+def length(row: Row) -> int:
+    """Return the input tokens of a row: up to the one before the last sampled token."""
+    places = np.flatnonzero(row.tokens.sampled)
+    return len(row.prompt_ids) + int(places[-1]) if places.size else 0
 
 
 def of_several_rows(rows: Sequence[Row]) -> list[list[int]]:

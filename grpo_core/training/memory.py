@@ -14,6 +14,7 @@ from grpo_core.records import MemoryPart
 FLOAT32 = 4
 """Bytes of a parameter, of its gradient, and of each of AdamW's moments."""
 PUBLISHED = "published weights"
+TEACHER = "teacher"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 NOT_LINEAR = ("lm_head", "embed_out", "embed_tokens", "embed_in", "word_embeddings", "wte", "wpe")
@@ -111,7 +112,7 @@ def trainer_parts(
         )
     if teacher:
         change = 'a smaller teacher, teacher.dtype = "bfloat16"'
-        parts.append(MemoryPart(name="teacher", nbytes=teacher, device=device, change=change))
+        parts.append(MemoryPart(name=TEACHER, nbytes=teacher, device=device, change=change))
     if async_save:
         change = "checkpoint.async_save = false"
         parts.append(MemoryPart(name="checkpoint copy", nbytes=changed + kept, change=change))

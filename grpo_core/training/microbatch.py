@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from grpo_core.errors import TrainerError
 from grpo_core.records import Row
-from grpo_core.training.batching import rollouts
+from grpo_core.tokens import Tokens
+from grpo_core.training.batching import length, rollouts
 
 
 @frozen(kw_only=True, eq=False)
@@ -20,6 +21,7 @@ class MicroBatch:
     """Rows as one padded forward pass sees them; N sampled tokens in B rows of at most T tokens."""
 
     rows: tuple[Row, ...]
+    """None in a micro-batch that only takes part in what the ranks exchange; see ``without_rows``."""
     input_ids: Tensor
     """Token ids [B, T], right-padded with 0: attention is causal, so no token sees the padding."""
     positions: Tensor
@@ -45,15 +47,10 @@ class MicroBatch:
     teacher_logprobs: Tensor | None = None
     """Logprobs [N] by the teacher; None if the loss does not need them."""
 
-
-def length(row: Row) -> int:
-    """Return the input tokens of a row: up to the one before the last sampled token."""
-    return len(row.prompt_ids) + _last_sampled(row)
-
-
-def _last_sampled(row: Row) -> int:
-    places = np.flatnonzero(row.tokens.sampled)
-    return int(places[-1]) if places.size else -len(row.prompt_ids)
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of its rows, padding included."""
+        return self.input_ids.numel() if self.rows else 0
 
 
 def collate(
@@ -116,3 +113,10 @@ def collate(
         staleness=joined(staleness, dtype),
         weights=factors.to(device),
     )
+
+
+def without_rows(device: torch.device) -> MicroBatch:
+    """Make a micro-batch of no rows: one token is scored, and nothing is trained."""
+    tokens = Tokens.generated((0,), (0.0,), (0,))
+    row = Row(prompt_ids=(0,), tokens=tokens, advantage=0.0, group=0)
+    return evolve(collate([row], device), rows=())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor, nn
 
 from grpo_core.config import ModelConfig, TeacherConfig
@@ -22,6 +22,7 @@ from grpo_core.models import chat_template, keep_softcapping
 from grpo_core.records import Canary
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
+from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
 
@@ -45,6 +46,8 @@ class ModelSource:
     """Whether ``reference_logprobs`` is going to be called."""
     seed: int = 0
     """Seed of parameters that begin at random."""
+    ranks: Ranks = field(factory=Alone)
+    """The processes that hold the model together."""
 
 
 class Model(Protocol):

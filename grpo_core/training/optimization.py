@@ -123,7 +123,7 @@ class Optimization:
                 key = f"{name}/{slot}"
                 if not isinstance(value, Tensor):
                     numbers[key] = value
-                elif (first := places.setdefault((value.data_ptr(), value.shape), key)) != key:
+                elif (first := places.setdefault(_place(value), key)) != key:
                     twins[key] = first
                 else:
                     tensors[key] = value
@@ -152,6 +152,12 @@ class Optimization:
         }
         if found and expected is not None and found != expected:
             raise ValueError(f"of {name} there is {_spelled(found)}, expected {_spelled(expected)}")
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Return what is equal for two names of one tensor.  Tensors of which ranks hold parts have one name."""
+    in_parts = hasattr(tensor, "full_tensor")
+    return id(tensor) if in_parts else tensor.data_ptr(), tensor.shape
 
 
 def _spelled(state: Mapping[str, tuple[tuple[int, ...], str]]) -> str:

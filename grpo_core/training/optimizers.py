@@ -187,6 +187,7 @@ def _check_eps(*, eps: float = 1e-8, **options: Any) -> None:
         raise ValueError(f"eps is {eps}; expected at least 0")
 
 
+adamw.takes_parts = True  # type: ignore[attr-defined]  # with trainer.ranks each holds parts of parameters
 muon.check_options = _check_muon  # type: ignore[attr-defined]
 adamw.check_options = adamw_8bit.check_options = _check_eps  # type: ignore[attr-defined]
 

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from attrs import evolve
+
+from grpo_core.aio import cancel, gather
 from grpo_core.errors import ChildDied, GrpoError, TrainerError, one_line
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.memory import trainer_parts
+from grpo_core.training.plan import shares
 from grpo_core.training.setup import TrainerSetup
 
 RESUME = (
     "The steps since the newest checkpoint are lost; continue from there with grpo-core train --resume RUN"
 )
+DEATH_IS_SEEN = 2.0
+"""Seconds until the death of a rank is noticed for certain; the ranks that wait for it fail as quickly."""
 MEMORY = "look for a lack of memory: lower trainer.tokens_per_microbatch"
 
 
-def thread_count(configured: int, colocated: bool) -> int:
-    """Return the number of torch threads: as configured, or for 0 half of the cores if engines share them."""
+def thread_count(configured: int, colocated: bool, ranks: int = 1) -> int:
+    """Return the number of a rank's torch threads: as configured, or for 0 its share of the cores.
+
+    That is half of the cores if engines share them.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return configured or max(1, cores // 2 if colocated else cores)
+    return configured or max(1, (cores // 2 if colocated else cores) // ranks)
 
 
 class ProcessTrainer(Trainer):
-    """A ``TorchTrainer`` in a child process: the trainer "torch".
+    """A ``TorchTrainer`` in a child process, or in one for each rank: the trainer "torch".
 
-    It starts at construction, so that its imports overlap with the rest of a run's start.
+    They start at construction, so that their imports overlap with the rest of a run's start.  If one rank
+    fails, the others are stopped: they would wait for it.
     """
 
     target: ClassVar[str] = "grpo_core.training.trainer:create"
@@ -41,36 +53,84 @@ class ProcessTrainer(Trainer):
 
     def __init__(self, setup: TrainerSetup) -> None:
         self._deadline = setup.trainer.deadline
+        self._updates, ranks = setup.trainer.updates_per_step, setup.trainer.ranks
         self._log = Path(setup.log) if setup.log else None
-        self._child = Child(
-            self.target, {"setup": setup}, name="trainer", environ=setup.env_vars, log=self._log
-        )
+        self._meeting = tempfile.TemporaryDirectory(prefix="grpo-core-ranks-") if ranks > 1 else None
+        where = f"{self._meeting.name}/rendezvous" if self._meeting is not None else ""
+        self.children = [
+            Child(
+                self.target,
+                {"setup": evolve(setup, rank=rank, ranks=ranks, rendezvous=where)},
+                name="trainer" if ranks == 1 else f"trainer rank {rank}",
+                environ=setup.env_vars,
+                log=self._log,
+            )
+            for rank in range(ranks)
+        ]
 
     async def started(self) -> None:
         with self._explaining("cannot be made"):
-            await self._child.started(seconds=self._deadline)
+            await self._together([rank.started(seconds=self._deadline) for rank in self.children])
 
     async def step(self, batch: Batch) -> StepResult:
-        result: StepResult = await self._call("step", batch)
+        parts = await asyncio.to_thread(shares, batch, updates=self._updates, ranks=len(self.children))
+        result: StepResult = await self._call("train", *([part] for part in parts))
         return result
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        weights: Weights = await self._call("publish", canary)
+        weights: Weights = await self._call("publish", *([canary] for _ in self.children))
         return weights
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
-        await self._call("save", directory)
-        return partial(self._call, "written")
+        await self._call("save", *([directory] for _ in self.children))
+        return partial(self._call, "written", *([] for _ in self.children))
 
     async def watch(self) -> None:
-        raise _gone(await self._child.died())
+        raise _gone(await self._died())
 
     async def aclose(self) -> None:
-        await self._child.aclose()
+        await asyncio.gather(*(rank.aclose() for rank in self.children))
+        if self._meeting is not None:
+            self._meeting.cleanup()
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: Sequence[Any]) -> Any:
+        """Call a method of all ranks, each with its arguments; return what rank 0 returns."""
         with self._explaining(f"{method}() failed", f"{RESUME}. If nothing else explains it, {MEMORY}"):
-            return await self._child.call(method, *args, seconds=self._deadline)
+            calls = [
+                rank.call(method, *its, seconds=self._deadline)
+                for rank, its in zip(self.children, args, strict=True)
+            ]
+            return (await self._together(calls))[0]
+
+    async def _together(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Await a call of each rank.  Raises the first error; if a rank died, this is why others failed."""
+        try:
+            return await gather(calls)
+        except OSError:  # of a disk: training goes on
+            raise
+        except Exception as error:
+            reason = error if isinstance(error, GrpoError) else await self._death() or error
+            if len(self.children) > 1:
+                for rank in self.children:
+                    rank.kill(ChildDied(f"{rank.name} was stopped: {one_line(reason)}"))
+            raise reason from error.__cause__
+
+    async def _death(self) -> GrpoError | None:
+        """Return why a rank has just ended; None if there are no others, or all live."""
+        if len(self.children) > 1:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DEATH_IS_SEEN):
+                    return await self._died()
+        return None
+
+    async def _died(self) -> GrpoError:
+        """Wait until a rank ends, and return why."""
+        waits = [asyncio.create_task(rank.died()) for rank in self.children]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(waits)
+        return done.pop().result()
 
     @contextlib.contextmanager
     def _explaining(self, what: str, hint: str = "") -> Iterator[None]:

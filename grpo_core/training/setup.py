@@ -52,5 +52,11 @@ class TrainerSetup:
     shares_gpu: bool = False
     """Whether an engine computes on the trainer's GPU, so that it needs the memory which is free between
     steps."""
+    rank: int = 0
+    """Number of this process among the trainer's."""
+    ranks: int = 1
+    """Number of the trainer's processes."""
+    rendezvous: str = ""
+    """File in which they find each other; the first one makes it."""
     log: str | None = None
     """File for the trainer's output; None means standard error."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from collections import Counter
+
 from torch import Tensor
+
+from grpo_core.training.ranks import Ranks
 
 
 class Totals:
@@ -35,12 +41,28 @@ class Totals:
         """Return the sum of a metric so far; 0 if there was none."""
         return float(self._sums[name]) if name in self._sums else 0.0
 
-    def metrics(self) -> dict[str, float]:
-        read = {name: float(total) for name, total in self._sums.items()}
-        means = {n: v if n.endswith("_max") else v / self._counts[n] for n, v in read.items()}
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Return the metrics over the rows of all ranks."""
+        sums = {name: float(total) for name, total in self._sums.items()}
+        mine: tuple[dict[str, float], dict[str, int], dict[str, int]] = (sums, self._counts, self._events)
+        read: dict[str, float] = {}
+        counts: Counter[str] = Counter()
+        events: Counter[str] = Counter()
+        for its_sums, its_counts, its_events in ranks.gathered(mine):
+            for name, value in its_sums.items():
+                both = _larger if name.endswith("_max") else operator.add
+                read[name] = both(read[name], value) if name in read else value
+            counts.update(its_counts)
+            events.update(its_events)
+        means = {n: v if n.endswith("_max") else v / counts[n] for n, v in read.items()}
         if (square := means.pop(_SQUARE, None)) is not None:
             means["effective_sample_size"] = means["importance_ratio_mean"] ** 2 / square
-        return means | {name: float(n) for name, n in self._events.items()}
+        return means | {name: float(n) for name, n in events.items()}
+
+
+def _larger(one: float, other: float) -> float:
+    """Return the larger number, or NaN if one of both is NaN, as torch does."""
+    return max(one, other, key=lambda value: (math.isnan(value), value))
 
 
 _SQUARE = "importance_ratio/square"

@@ -8,11 +8,7 @@ micro-batches, weighted as ``loss.aggregation`` says, and one step of the optimi
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import os
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,8 +19,6 @@ from typing import Any
 
 import torch
 from attrs import evolve, frozen
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_core import cpu
@@ -35,21 +29,24 @@ from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.corrections import token_errors
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Batch, Row, StepResult, Weights
-from grpo_core.training.batching import microbatches, of_several_rows, rollouts, split_updates
+from grpo_core.records import Batch, StepResult, Weights
+from grpo_core.training.batching import microbatches, of_several_rows
 from grpo_core.training.building import build_model
 from grpo_core.training.logprobs import KEEP_BYTES
-from grpo_core.training.microbatch import MicroBatch, collate, length
+from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import BuildModel, ModelSource, compute_dtype
 from grpo_core.training.optimization import Optimization, divided
+from grpo_core.training.plan import Share, shares
 from grpo_core.training.process import thread_count
+from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
+from grpo_core.training.state_files import disk_errors, read_about, read_state, write_state
 from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
-from grpo_core.weights.layout import Writer
+from grpo_core.weights.layout import Contribution, Writer, whole
 from grpo_core.weights.shm import SharedMemoryWriter
 
 MAX_LOST_UPDATES = 3
@@ -66,7 +63,7 @@ _REFERENCE = "reference/"
 
 def create(setup: TrainerSetup) -> TorchTrainer:
     """Factory for the child process."""
-    cpu.prepare(thread_count(setup.trainer.threads, setup.colocated))
+    cpu.prepare(thread_count(setup.trainer.threads, setup.colocated, setup.ranks))
     sys.setswitchinterval(SWITCH)
     return TorchTrainer(setup)
 
@@ -99,9 +96,9 @@ def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -
 
 @frozen(kw_only=True, eq=False)
 class Update:
-    """One optimizer update of a step: its number, and totals over all of its micro-batches."""
+    """One optimizer update of a step: its number, and totals over all of its rows."""
 
-    batch: Batch
+    share: Share
     number: int
     tokens: int
     """Sampled tokens."""
@@ -118,16 +115,16 @@ class Update:
     """Coefficient of an entropy bonus that is adapted; 0 unless the loss needs it."""
 
     @classmethod
-    def of(cls, batch: Batch, number: int, update: Sequence[MicroBatch]) -> Update:
-        rows = [row for micro in update for row in micro.rows]
+    def of(cls, share: Share, number: int, places: Sequence[int]) -> Update:
+        rows = [share.facts[place] for place in places]
         return cls(
-            batch=batch,
+            share=share,
             number=number,
-            tokens=sum(micro.targets.numel() for micro in update),
+            tokens=sum(row.sampled for row in rows),
             rows=len(rows),
-            sequences=len(set(rollouts(rows))),
+            sequences=len({row.rollout for row in rows}),
             prompts=len({row.group for row in rows}),
-            correct_tokens=sum(row.tokens.n_sampled for row in rows if row.correct),
+            correct_tokens=sum(row.sampled for row in rows if row.correct),
         )
 
 
@@ -159,6 +156,9 @@ class TorchTrainer:
     def __init__(self, setup: TrainerSetup, build: BuildModel = build_model) -> None:
         self._setup, self._config = setup, setup.trainer
         self._device = cpu.resolve_device(self._config.device, "trainer.device")
+        if setup.ranks > 1 and self._device.type == "cuda":
+            self._device = torch.device("cuda", setup.rank)
+        self._ranks = _ranks(setup, self._device)
         self._writer = _writer(setup, self._device)  # before the model is made: its port may be taken
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
@@ -167,7 +167,7 @@ class TorchTrainer:
         if "entropy_control" in self._needs:
             self._entropy = EntropyControl.of(self._loss.function, self._loss.options)
         if setup.prepare is not None:
-            setup.prepare()
+            self._ranks.in_turn(setup.prepare)  # the first one makes the model
         if "teacher" in self._needs:
             check_vocabulary(setup.model, setup.teacher)
         resume = Path(setup.resume_from) if setup.resume_from else None
@@ -179,6 +179,7 @@ class TorchTrainer:
             checkpointing=self._config.gradient_checkpointing,
             reference="reference" in self._needs,
             seed=setup.seed,
+            ranks=self._ranks,
         )
         self.model = build(source)
         self._teacher = Teacher.load(setup.teacher, self._device) if "teacher" in self._needs else None
@@ -217,24 +218,30 @@ class TorchTrainer:
         Rows whose loss is not finite are left out, and so is an update whose gradient is not; both are
         counted.  Raises TrainerError if they are many, or if the batch is another version's.
         """
-        if batch.step != self.version:
-            raise TrainerError(f"step {batch.step} was asked of a trainer that holds version {self.version}")
+        (share,) = shares(batch, updates=self._config.updates_per_step)
+        return self.train(share)
+
+    def train(self, share: Share) -> StepResult:
+        """Compute this rank's share of a step; see ``step``.  All ranks return the same metrics."""
+        if share.step != self.version:
+            raise TrainerError(f"step {share.step} was asked of a trainer that holds version {self.version}")
         begun = time.perf_counter()
-        rows = [row for row in batch.rows if row.tokens.n_sampled]
         totals = Totals()
-        divided = split_updates(rows, self._config.updates_per_step)
+        divided: Sequence[Sequence[int]] = share.updates
         if self._setup.loss.max_sequence_error:
-            divided = [self._agreeing(update, batch.temperature, totals) for update in divided]
-        updates = [self._microbatches(update) for update in divided if update]
-        updates = [self._scored(update, i, batch.temperature) for i, update in enumerate(updates)]
-        for number, update in enumerate(updates):
-            self._update(Update.of(batch, number, update), update, totals)
+            divided = [self._agreeing(share, places, totals) for places in divided]
+        divided = [places for places in divided if places]
+        updates = [self._microbatches(share, places) for places in divided]
+        updates = [self._scored(update, i, share.temperature) for i, update in enumerate(updates)]
+        for number, (places, update) in enumerate(zip(divided, updates, strict=True)):
+            self._update(Update.of(share, number, places), update, totals)
         self.version += 1
         if self._moves_reference and self.version % self._config.reference_every == 0:
             self.model.refresh_reference(self._config.reference_mix)
-        metrics = totals.metrics()
+        metrics = totals.metrics(self._ranks)
         seconds = time.perf_counter() - begun
-        used, padded = sum(map(length, rows)), sum(m.input_ids.numel() for u in updates for m in u)
+        used = sum(row.length for row in share.facts)
+        padded = sum(self._ranks.gathered(sum(micro.n_tokens for update in updates for micro in update)))
         metrics |= {
             "time/train": seconds,
             "tokens_per_second/training": used / seconds,
@@ -243,49 +250,61 @@ class TorchTrainer:
         }
         return StepResult(version=self.version, metrics=metrics)
 
-    def _microbatches(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        """Divide the rows of an update; a loss that needs "sequences" has the rows of a rollout together."""
+    def _microbatches(self, share: Share, places: Sequence[int]) -> list[MicroBatch]:
+        """Divide this rank's rows of an update; a loss that needs "sequences" has a rollout's rows together.
+
+        All ranks have as many micro-batches, some perhaps without rows: what they exchange has to match.
+        """
+        facts = [share.facts[place] for place in places]
         weights = row_weights(
-            [row.tokens.n_sampled for row in rows],
-            sequences=rollouts(rows),
-            prompts=[row.group for row in rows],
+            [row.sampled for row in facts],
+            sequences=[row.rollout for row in facts],
+            prompts=[row.group for row in facts],
             aggregation=self._setup.loss.aggregation,
             constant=self._setup.loss.aggregation_constant,
         )
-        whole = of_several_rows(rows) if "sequences" in self._needs else []
-        alone = sorted(set(range(len(rows))).difference(*whole))
-        lengths = [length(rows[i]) for i in alone]
+        mine = [i for i, place in enumerate(places) if place in share.rows]
+        rows = [share.rows[places[i]] for i in mine]
+        together = of_several_rows(rows) if "sequences" in self._needs else []
+        alone = sorted(set(range(len(rows))).difference(*together))
+        lengths = [facts[mine[i]].length for i in alone]
         divided = microbatches(lengths, self._budget, overhead=self._overhead)
-        return [
+        made = [
             collate(
-                [rows[i] for i in part], self._device, step=self.version, weights=[weights[i] for i in part]
+                [rows[i] for i in part],
+                self._device,
+                step=self.version,
+                weights=[weights[mine[i]] for i in part],
             )
-            for part in [*whole, *([alone[i] for i in part] for part in divided)]
+            for part in [*together, *([alone[i] for i in part] for part in divided)]
         ]
+        missing = max(self._ranks.gathered(len(made))) - len(made)
+        return made + [without_rows(self._device)] * missing
 
     @torch.no_grad()
-    def _agreeing(self, rows: Sequence[Row], temperature: float, totals: Totals) -> list[Row]:
+    def _agreeing(self, share: Share, places: Sequence[int], totals: Totals) -> list[int]:
         """Return the rows of those rollouts on whose logprobs engine and trainer agree well enough."""
-        places = {id(row): rollout for row, rollout in zip(rows, rollouts(rows), strict=True)}
+        rollout_of = {id(share.rows[i]): share.facts[i].rollout for i in places if i in share.rows}
         errors: dict[int, list[Tensor]] = {}
-        for micro in self._microbatches(rows):
-            each = token_errors(self.model.score(micro, temperature)[0], micro.generation_logprobs)
-            for row, of_row in zip(
-                micro.rows, torch.split(each, [r.tokens.n_sampled for r in micro.rows]), strict=True
-            ):
-                errors.setdefault(places[id(row)], []).append(of_row)
-        means = torch.stack([torch.cat(parts).mean() for parts in errors.values()])
+        for micro in self._microbatches(share, places):
+            logprobs = self.model.score(micro, share.temperature)[0]
+            counts = [row.tokens.n_sampled for row in micro.rows]
+            each = token_errors(logprobs[: sum(counts)], micro.generation_logprobs[: sum(counts)])
+            for row, of_row in zip(micro.rows, torch.split(each, counts), strict=True):
+                errors.setdefault(rollout_of[id(row)], []).append(of_row)
+        means = torch.stack([torch.cat(parts).mean() for parts in errors.values()] or [torch.tensor(0.0)])
         limit = self._setup.loss.max_sequence_error
-        masked = {
-            rollout for rollout, error in zip(errors, means.tolist(), strict=True) if not error <= limit
+        mine = {
+            rollout for rollout, mean in zip(errors, means.tolist(), strict=bool(errors)) if not mean <= limit
         }
-        totals.add({"sequence_error_mean": means, "sequence_error_max": means})
-        if masked:
-            right = {places[id(row)] for row in rows if row.correct} & masked
-            share = means.new_tensor([float(rollout in right) for rollout in masked])
-            totals.add({"sequence_error_masked_correct": share})
-        totals.count("sequence_error_masked", len(masked))
-        return [row for row in rows if places[id(row)] not in masked]
+        masked = set().union(*self._ranks.gathered(sorted(mine)))
+        if errors:
+            totals.add({"sequence_error_mean": means, "sequence_error_max": means})
+        if mine:
+            right = {share.facts[place].rollout for place in places if share.facts[place].correct}
+            totals.add({"sequence_error_masked_correct": torch.tensor([float(r in right) for r in mine])})
+        totals.count("sequence_error_masked", len(mine))
+        return [place for place in places if share.facts[place].rollout not in masked]
 
     @torch.no_grad()
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
@@ -305,20 +324,22 @@ class TorchTrainer:
         ]
 
     def _update(self, about: Update, update: Sequence[MicroBatch], totals: Totals) -> None:
-        batch, number = about.batch, about.number
+        share, number = about.share, about.number
         if "update_entropies" in self._needs:
-            about = evolve(about, entropies=self._entropies(update, batch.temperature))
+            about = evolve(about, entropies=self._entropies(update, share.temperature))
         if self._entropy is not None:
             about = evolve(about, entropy_coefficient=self._entropy.applied)
         before = totals.sum("bonus_entropy")
         bad = [self._backward(about, micro, totals) for micro in update]
         if self._entropy is not None:
             totals.add({"entropy_coefficient": torch.tensor([about.entropy_coefficient])})
-            self._entropy.observe((totals.sum("bonus_entropy") - before) / about.tokens)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
-        self._check_rows(batch, number, update, bad, totals)
-        if self._gradient_is_finite(batch, number, norm, totals):
-            factor = schedule(self._config, batch.step * self._config.updates_per_step + number)
+            self._entropy.observe(
+                sum(self._ranks.gathered(totals.sum("bonus_entropy") - before)) / about.tokens
+            )
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
+        self._check_rows(about, update, bad, totals)
+        if self._gradient_is_finite(about, norm, totals):
+            factor = schedule(self._config, share.step * self._config.updates_per_step + number)
             self._optimizers.step(factor)
             totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([self._config.lr * factor])})
         self._optimizers.zero_grad()
@@ -326,7 +347,8 @@ class TorchTrainer:
     @torch.no_grad()
     def _entropies(self, update: Sequence[MicroBatch], temperature: float) -> Tensor:
         """The entropies of all sampled tokens of an update by the current weights."""
-        return torch.cat([self.model.score(micro, temperature)[1] for micro in update])
+        scored = [(micro, self.model.score(micro, temperature)[1]) for micro in update]
+        return self._ranks.joined(torch.cat([each if micro.rows else each[:0] for micro, each in scored]))
 
     def _backward(self, about: Update, micro: MicroBatch, totals: Totals) -> Tensor:
         """Add the gradient of one micro-batch, without the rows whose loss is not finite: these are returned.
@@ -335,8 +357,11 @@ class TorchTrainer:
         parameter.
         """
         needs_entropy = "entropy" in self._needs
-        logprobs, entropy = self.model.score(micro, about.batch.temperature, entropy_gradient=needs_entropy)
+        logprobs, entropy = self.model.score(micro, about.share.temperature, entropy_gradient=needs_entropy)
         outputs = [logprobs, entropy] if needs_entropy else [logprobs]
+        if not micro.rows:
+            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+            return torch.zeros(0, dtype=torch.bool, device=self._device)
         leaves = [output.detach().requires_grad_() for output in outputs]
         given = leaves[1] if needs_entropy else entropy.detach() if about.entropies is not None else None
         per_token, metrics = self._token_losses(about, micro, leaves[0], given)
@@ -357,32 +382,34 @@ class TorchTrainer:
         return bad
 
     def _check_rows(
-        self, batch: Batch, number: int, update: Sequence[MicroBatch], bad: Sequence[Tensor], totals: Totals
+        self, about: Update, update: Sequence[MicroBatch], bad: Sequence[Tensor], totals: Totals
     ) -> None:
         """Count the rows that were left out; raises TrainerError if they are too many."""
         rows = [row for micro in update for row in micro.rows]
-        wrong = [row for row, is_bad in zip(rows, torch.cat(list(bad)).tolist(), strict=True) if is_bad]
-        totals.count("non_finite_rows", len(wrong))
-        if len(wrong) > self._setup.max_non_finite * len(rows):
+        mine = [row.group for row, is_bad in zip(rows, torch.cat(list(bad)).tolist(), strict=True) if is_bad]
+        totals.count("non_finite_rows", len(mine))
+        wrong = [group for groups in self._ranks.gathered(mine) for group in groups]
+        if len(wrong) > self._setup.max_non_finite * about.rows:
             raise TrainerError(
-                f"step {batch.step}, update {number}: the loss of {len(wrong)} of {len(rows)} rows, in "
-                f"groups {sorted({row.group for row in wrong})}, is not finite ({self._loss}; "
+                f"step {about.share.step}, update {about.number}: the loss of {len(wrong)} of {about.rows} "
+                f"rows, in groups {sorted(set(wrong))}, is not finite ({self._loss}; "
                 f"health.max_non_finite = {self._setup.max_non_finite:g}); the weights are unchanged by it. "
                 "Look at the rewards, advantages and logprobs of these rows, or lower trainer.lr"
             )
 
-    def _gradient_is_finite(self, batch: Batch, number: int, norm: Tensor, totals: Totals) -> bool:
+    def _gradient_is_finite(self, about: Update, norm: Tensor, totals: Totals) -> bool:
         """Whether the update can be made; raises TrainerError if several in a row could not."""
         if norm.isfinite():
             self._lost_updates = 0
             return True
         self._lost_updates += 1
-        totals.count("non_finite_updates", 1)
+        if self._ranks.rank == 0:
+            totals.count("non_finite_updates", 1)
         if self._lost_updates >= MAX_LOST_UPDATES:
             raise TrainerError(
-                f"step {batch.step}, update {number}: the gradient is not finite, with finite losses, "
-                f"{self._lost_updates} times in a row; these updates were left out. Lower trainer.lr, or "
-                'train in model.dtype = "float32"'
+                f"step {about.share.step}, update {about.number}: the gradient is not finite, with finite "
+                f"losses, {self._lost_updates} times in a row; these updates were left out. Lower "
+                'trainer.lr, or train in model.dtype = "float32"'
             )
         return False
 
@@ -405,7 +432,7 @@ class TorchTrainer:
             sequences=micro.sequences,
             weights=micro.weights.to(logprobs.dtype),
             correct=micro.correct,
-            step=about.batch.step,
+            step=about.share.step,
             update=about.number,
             update_tokens=about.tokens,
             update_rows=about.rows,
@@ -444,14 +471,14 @@ class TorchTrainer:
 
     def save(self, directory: Path) -> None:
         """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
-        state = {f"{_MODEL}{name}": tensor for name, tensor in self.model.saved().items()}
-        tensors, about = self._optimizers.saved()
-        state |= tensors
+        model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.saved().items()}
+        state, about = self._optimizers.saved()
         if self._moves_reference:
             state |= {f"{_REFERENCE}{name}": t for name, t in self.model.saved_reference().items()}
         state["rng"] = torch.get_rng_state()
         if self._device.type == "cuda":  # dropout of adapters draws from it
             state["rng_cuda"] = torch.cuda.get_rng_state(self._device)
+        state = {**model, **self._ranks.dealt(state)}
         about["version"] = self.version
         if self._entropy is not None:
             about["entropy"] = [self._entropy.coefficient, self._entropy.measured]
@@ -465,27 +492,28 @@ class TorchTrainer:
         """``trainer/`` (a transformers directory) and ``optimizer/``; no pickles."""
         model = {name.removeprefix(_MODEL): t for name, t in state.items() if name.startswith(_MODEL)}
         rest = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
-        try:
+        with disk_errors():
             self.model.write(directory / "trainer", model)
-            (directory / "optimizer").mkdir(parents=True, exist_ok=True)
-            save_file(rest, directory / "optimizer" / "state.safetensors")
-            (directory / "optimizer" / "state.json").write_text(json.dumps(about) + "\n")
-        except SafetensorError as error:
-            raise _os_error(error) from error
+            mine = {"rank": self._ranks.rank, "ranks": self._ranks.size}
+            write_state(directory / "optimizer", rest, about, **mine)
 
     def _resume(self, directory: Path) -> None:
+        by_name = dict(self._named)
         try:
-            about = json.loads((directory / "optimizer" / "state.json").read_text())
-            state = load_file(directory / "optimizer" / "state.safetensors")
-            torch.set_rng_state(state.pop("rng"))
-            if "rng_cuda" in state and self._device.type == "cuda":
-                torch.cuda.set_rng_state(state["rng_cuda"], self._device)
-            state.pop("rng_cuda", None)
-            reference = {name: state.pop(name) for name in list(state) if name.startswith(_REFERENCE)}
+            about = read_about(directory / "optimizer")
+            state, reference = {}, {}
+            for name, tensor in read_state(directory / "optimizer"):
+                if name.startswith(_REFERENCE):
+                    reference[name.removeprefix(_REFERENCE)] = tensor
+                elif name == "rng":
+                    torch.set_rng_state(tensor)
+                elif name == "rng_cuda":
+                    if self._device.type == "cuda":
+                        torch.cuda.set_rng_state(tensor, self._device)
+                else:
+                    state[name] = self._ranks.part(tensor, by_name[name.rpartition("/")[0]])
             if reference and self._moves_reference:
-                self.model.restore_reference(
-                    {name.removeprefix(_REFERENCE): tensor for name, tensor in reference.items()}
-                )
+                self.model.restore_reference(reference)
             self._optimizers.restore(state, about, self._device)
             if self._entropy is not None and "entropy" in about:
                 self._entropy.coefficient, self._entropy.measured = about["entropy"]
@@ -498,7 +526,24 @@ class TorchTrainer:
             ) from error
 
 
+def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
+    """Join the other ranks, if there are any."""
+    if setup.ranks == 1:
+        return Alone()
+    from grpo_core.training.group import Group  # torch's distributed tensors take long to import
+
+    return Group(
+        setup.rank,
+        setup.ranks,
+        rendezvous=setup.rendezvous,
+        device=device,
+        seconds=setup.trainer.deadline,
+    )
+
+
 def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
+    if setup.rank:
+        return Contribution()
     if setup.transport == "collective":
         first, last = setup.collective_ports
         return CollectiveWriter(device, setup.collective_host, range(first, last + 1))
@@ -531,13 +576,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"a value of type {type(value).__name__}"
-
-
-def _os_error(error: SafetensorError) -> OSError:
-    """Return the operating system's error, which safetensors reports only as text."""
-    said = re.search(r"\(os error (\d+)\)", str(error))
-    number = int(said[1]) if said else errno.EIO
-    return OSError(number, os.strerror(number))
 
 
 def _overhead(parameters: int, device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from attrs import frozen
@@ -68,6 +68,21 @@ class Writer(Protocol):
         ...
 
 
+class Contribution:
+    """The ``Writer`` of a rank that does not publish: it sends its parts to the rank that does."""
+
+    def write(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Weights:
+        for _, tensor in tensors:
+            whole(tensor, _sent(tensor.base if isinstance(tensor, LowRankSum) else tensor, dtype))
+        return Weights(version=version, location="", nbytes=0, tensors=())
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """Sum a tensor's bytes as little-endian integers of up to 8 bytes, modulo 2**64.
 
@@ -98,7 +113,7 @@ def pack(
     """
     named = list(tensors)
     shaped = [tensor.base if isinstance(tensor, LowRankSum) else tensor for _, tensor in named]
-    dtypes = [dtype if dtype and _is_cast(tensor) else tensor.dtype for tensor in shaped]
+    dtypes = [_sent(tensor, dtype) for tensor in shaped]
     offsets, nbytes = [], 0
     for tensor, sent in zip(shaped, dtypes, strict=True):
         offsets.append(nbytes)
@@ -108,7 +123,7 @@ def pack(
     for (name, given), tensor, sent, offset in zip(named, shaped, dtypes, offsets, strict=True):
         size = tensor.numel() * sent.itemsize
         there = target[offset : offset + size].view(sent).view(tensor.shape)
-        there.copy_((given.computed() if isinstance(given, LowRankSum) else given).detach())
+        there.copy_(whole(given, sent))
         infos.append(
             TensorInfo(
                 name=name,
@@ -121,8 +136,23 @@ def pack(
     return Weights(version=version, location=location(), nbytes=nbytes, tensors=tuple(infos))
 
 
-def _is_cast(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and not isinstance(tensor, torch.nn.Buffer)
+@torch.no_grad()
+def whole(tensor: torch.Tensor | LowRankSum, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor without gradient; if the ranks of a trainer hold parts of it, all of them must ask.
+
+    The parts are cast to ``dtype`` before they are sent; a tensor that is whole is returned as it is.
+    """
+    part: Any = (tensor.computed() if isinstance(tensor, LowRankSum) else tensor).detach()
+    if not hasattr(part, "full_tensor"):  # of a DTensor, which takes long to import
+        return cast(torch.Tensor, part)
+    gathered: torch.Tensor = (part if dtype is None else part.to(dtype)).full_tensor()
+    return gathered
+
+
+def _sent(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a tensor is published in."""
+    cast = tensor.is_floating_point() and not isinstance(tensor, torch.nn.Buffer)
+    return dtype if dtype and cast else tensor.dtype
 
 
 def unpack(infos: Iterable[TensorInfo], block: torch.Tensor, begin: int = 0) -> dict[str, torch.Tensor]:

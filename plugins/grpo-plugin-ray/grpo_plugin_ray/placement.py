@@ -56,6 +56,11 @@ class RayPlacement:
                     f"{key}.gpus_per_worker"
                 )
             from_here(engine.env_vars)
+        if trainer is not None and trainer.ranks > 1 and trainer.device != "cpu":
+            raise ConfigError(
+                f"trainer.ranks = {trainer.ranks}: Ray reserves one GPU for the trainer; train with "
+                'trainer.ranks = 1, or with trainer.device = "cpu"'
+            )
         if trainer is not None and (trainer.gpus or trainer.device.startswith("cuda:")):
             given = f"gpus = {trainer.gpus}" if trainer.gpus else f'device = "{trainer.device}"'
             raise ConfigError(

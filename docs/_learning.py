@@ -1,0 +1,134 @@
+"""Trains two tasks with several bounds of staleness and corrections, for the page docs/learning.md.
+
+    nice python docs/_learning.py [--seeds 5] [--jobs 2] [--task sort]
+
+Hours on two cores.  What is measured is kept in docs/learning.json, run by run: a second call goes on where
+the first was interrupted.  ``python docs/_learning.py --seeds 0`` writes the page from what is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from threading import Lock
+from typing import Any
+
+DOCS = Path(__file__).parent
+NUMBERS = DOCS / "learning.json"
+GRPO = Path(sys.executable).with_name("grpo-core")
+WINDOW = 10
+"""Steps whose mean reward is kept."""
+STEPS = {"sort": 300, "arrivals": 200}
+CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "off": {"loss.options.correction": "off"},
+    "token_truncate": {"loss.options.correction": "token_truncate"},
+    "token_mask": {"loss.options.correction": "token_mask", "loss.options.importance_floor": 0.5},
+    "sequence_truncate": {"loss.options.correction": "sequence_truncate"},
+    "sequence_mask": {"loss.options.correction": "sequence_mask", "loss.options.importance_floor": 0.5},
+    "geometric_mask": {"loss.options.correction": "geometric_mask", "loss.options.importance_floor": 0.5},
+    "generation": {"trainer.proximal": "generation"},
+}
+"""The settings of each correction.  The caps are the default, 2."""
+ARMS: Mapping[str, Mapping[int, tuple[str, ...]]] = {
+    "sort": {
+        0: ("off",),
+        2: ("token_truncate", "off"),
+        4: tuple(CORRECTIONS),
+        1: ("token_truncate", "off"),
+    },
+    "arrivals": {
+        0: ("off",),
+        2: ("token_truncate", "off"),
+        4: ("token_truncate", "off"),
+        1: ("token_truncate",),
+    },
+}
+"""By task and bound of staleness.  Without staleness a correction only mends rounding."""
+
+Key = tuple[str, int, str, int]
+"""Task, bound of staleness, correction, seed."""
+
+
+def runs(tasks: list[str], seeds: int) -> Iterator[Key]:
+    """All runs, seed by seed: what is interrupted has compared all arms as often as another."""
+    for seed in range(seeds):
+        for task in tasks:
+            for bound, corrections in ARMS[task].items():
+                yield from ((task, bound, correction, seed) for correction in corrections)
+
+
+def trained(key: Key) -> dict[str, Any]:
+    """One run: its rewards in windows of steps, its accuracy in the end, and its mean staleness."""
+    task, bound, correction, seed = key
+    settings = {
+        "seed": seed,
+        "pipeline.max_staleness": bound,
+        "trainer.proximal": "recompute",
+        "trainer.steps": STEPS[task],
+        "checkpoint.every": 0,
+        "validation.every": STEPS[task],
+        "validation.prompts": 1000,
+        "tracking.trackers": '["files"]',
+        "tracking.files.every": STEPS[task],
+        **CORRECTIONS[correction],
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch) / task
+        command = [GRPO, "train", "--env", f"math:{task}", "--output", run]
+        for name, value in settings.items():
+            command += ["--set", f"{name}={value}"]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(f"{key}: {done.stderr[-500:]}")
+        return summary(task, [json.loads(line) for line in (run / "metrics.jsonl").open()])
+
+
+def summary(task: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = [row for row in rows if f"reward/{task}" in row]
+    windows = [steps[i : i + WINDOW] for i in range(0, len(steps), WINDOW)]
+    return {
+        "reward": [round(fmean(row[f"reward/{task}"] for row in window), 4) for window in windows],
+        "accuracy": rows[-1][f"validation/{task}/accuracy"],
+        "staleness": round(fmean(row["staleness_mean"] for row in steps), 3),
+        "mismatch_kl": round(fmean(row["mismatch_kl"] for row in steps if "mismatch_kl" in row), 5),
+    }
+
+
+def measure(tasks: list[str], seeds: int, jobs: int) -> dict[str, Any]:
+    """Train what is not known yet, and keep each run as it ends."""
+    known: dict[str, Any] = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
+    lock = Lock()
+
+    def one(key: Key) -> None:
+        name = "/".join(map(str, key))
+        if name in known:
+            return
+        found = trained(key)
+        with lock:
+            known[name] = found
+            NUMBERS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+        print(f"{name}: {found['accuracy']:.1%}, mean reward {fmean(found['reward']):.3f}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, runs(tasks, seeds)))
+    return known
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--task", choices=list(STEPS), action="append")
+    given = parser.parse_args()
+    measure(given.task or list(STEPS), given.seeds, given.jobs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Several ranks, joined by torch.distributed: NCCL between GPUs, gloo between CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from grpo_core.training.plan import balanced
+from grpo_core.weights.layout import whole
+
+T = TypeVar("T")
+
+
+class Group:
+    """The ``Ranks`` of several processes.
+
+    Args:
+        rank: number of this process, from 0.
+        size: number of processes.
+        rendezvous: file in which they find each other; it must not exist before the first one begins.
+        device: where this process computes.
+        seconds: time limit of each exchange.
+    """
+
+    def __init__(
+        self, rank: int, size: int, *, rendezvous: str, device: torch.device, seconds: float
+    ) -> None:
+        self.rank, self.size, self._device = rank, size, device
+        for library in ("GLOO", "NCCL"):  # they listen on the address of this machine's name otherwise
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=FileStore(rendezvous, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=seconds),
+        )
+        self.mesh = DeviceMesh(device.type, torch.arange(size))
+
+    def gathered(self, value: T) -> list[T]:
+        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(bytes(part.tolist())) for part in self._parts(said)]  # no pickle from a socket
+
+    def joined(self, values: Tensor) -> Tensor:
+        return torch.cat(self._parts(values))
+
+    def _parts(self, values: Tensor) -> list[Tensor]:
+        """Return the values [N] of each rank; N may differ."""
+        sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.full_like(sizes[0], len(values)))
+        counts = [int(size) for size in sizes]
+        padded = values.new_zeros(max(counts))
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        for turn in range(self.size):
+            if turn == self.rank:
+                made = make()
+            dist.barrier()
+        return made
+
+    def dealt(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        owners, mine = self.owners(tensors), {}
+        for name, tensor in tensors.items():
+            gathered = whole(tensor)  # by all ranks
+            if owners[name] == self.rank:
+                mine[name] = gathered
+        return mine
+
+    def owners(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the rank that saves each tensor, so that all save about as many numbers."""
+        names = list(tensors)
+        divided = balanced([tensors[name].numel() for name in names], self.size)
+        return {names[place]: rank for rank, places in enumerate(divided) for place in places}
+
+    @torch.no_grad()
+    def part(self, value: Tensor, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor) or value.shape != like.shape:
+            return value
+        return distribute_tensor(
+            value.to(self._device), like.device_mesh, like.placements, src_data_rank=None
+        )

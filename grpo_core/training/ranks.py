@@ -1,0 +1,62 @@
+"""The ranks of a trainer: processes that compute one step together.
+
+``Alone`` is a trainer of one process; ``grpo_core.training.group`` joins several.  All ranks call the same
+methods in the same order, with the arguments of their own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """One rank's view of all ranks."""
+
+    rank: int
+    size: int
+
+    def gathered(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of the ranks: numbers, texts, lists or dicts."""
+        ...
+
+    def joined(self, values: Tensor) -> Tensor:
+        """Return the values [N] of all ranks one after the other; N may differ."""
+        ...
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        """Call ``make`` in one rank after the other, so that they need its memory one at a time."""
+        ...
+
+    def dealt(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the whole tensors that this rank saves: each is saved by one rank."""
+        ...
+
+    def part(self, value: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, divided as ``like`` is."""
+        ...
+
+
+class Alone:
+    """A trainer of one process."""
+
+    rank, size = 0, 1
+
+    def gathered(self, value: T) -> list[T]:
+        return [value]
+
+    def joined(self, values: Tensor) -> Tensor:
+        return values
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def dealt(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(tensors)
+
+    def part(self, value: Tensor, like: Tensor) -> Tensor:
+        return value

@@ -1,0 +1,125 @@
+"""A model whose weights the ranks of a trainer share: FSDP2 (``fully_shard``), layer by layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from grpo_core.errors import ModelError
+from grpo_core.records import Canary
+from grpo_core.training.group import Group
+from grpo_core.training.microbatch import MicroBatch
+from grpo_core.training.model import FullModel, ModelSource, SavedTokenizer, Scorer, compute_dtype, load_for
+from grpo_core.weights.names import checkpoint_tensors
+
+
+class ShardedModel(FullModel):
+    """Trains, publishes and saves all weights, of which each rank holds a part.
+
+    Its checkpoint is a transformers directory, of which each rank writes one file.
+    """
+
+    def __init__(self, group: Group, policy: _Sharded, *args: Any, **others: Any) -> None:
+        self._group, self._names = group, policy.names
+        super().__init__(policy, *args, **others)  # type: ignore[arg-type]  # it has what a Scorer has
+
+    @classmethod
+    def build(cls, source: ModelSource) -> ShardedModel:
+        """Load the weights, and keep this rank's part.  Raises ModelError."""
+        group = source.ranks
+        assert isinstance(group, Group), "one process has nobody to share the weights with"
+
+        def sharded(path: str | Path, *, trains: bool) -> _Sharded:
+            module = load_for(source, path).requires_grad_(trains)
+            return _Sharded(module, compute_dtype(source.config, source.device), group)
+
+        policy = group.in_turn(lambda: sharded(source.saved or source.start, trains=True))
+        reference = group.in_turn(lambda: sharded(source.start, trains=False)) if source.reference else None
+        return cls(group, policy, reference, tokenizer=SavedTokenizer(source))
+
+    def published(self) -> list[tuple[str, Tensor]]:
+        buffers = {name: nn.Buffer(value) for name, value in self.policy.module.named_buffers()}
+        tensors = {**dict(self._named), **buffers}
+        return [(name, tensors[known]) for name, known in self._names.items()]
+
+    def saved(self) -> Mapping[str, Tensor]:
+        """The whole tensors that this rank writes."""
+        return self._group.dealt(dict(self.published()))
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = "model-{:05d}-of-{:05d}.safetensors".format
+        size, published = self._group.size, dict(self.published())
+        save_file(dict(tensors), directory / file(self._group.rank + 1, size), metadata={"format": "pt"})
+        if self._group.rank:
+            return
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in published.values())
+        owners = self._group.owners(published)
+        places = {name: file(owner + 1, size) for name, owner in sorted(owners.items())}
+        index = {"metadata": {"total_size": nbytes}, "weight_map": places}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        module: Any = self.policy.module
+        module.config.save_pretrained(directory)
+        if getattr(module, "generation_config", None) is not None:
+            module.generation_config.save_pretrained(directory)
+        self._tokenizer.save(directory)
+
+    def restore_reference(self, tensors: Mapping[str, Tensor]) -> None:
+        kept = self.saved_reference()
+        super().restore_reference({name: self._group.part(tensors[name], kept[name]) for name in kept})
+
+
+class _Sharded(nn.Module):
+    """A ``Scorer`` whose module's weights are gathered, layer by layer, while it computes."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, group: Group) -> None:
+        super().__init__()
+        self.module, self.names = module, _names(module)
+        self._scorer = Scorer(module, dtype)
+        self.vocabulary = self._scorer.vocabulary
+        options: dict[str, Any] = {"mesh": group.mesh, "reshard_after_forward": True}
+        blocks = set(getattr(module, "_no_split_modules", None) or ())
+        parts = [part for part in module.modules() if type(part).__name__ in blocks]
+        for part in [*parts, self]:
+            fully_shard(part, **options)
+        register_fsdp_forward_method(self, "score")
+        register_fsdp_forward_method(self, "next_tokens")
+        for part in [*parts, self]:
+            part.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are divided already
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo knows no other
+
+    def score(
+        self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self._scorer.score(micro, temperature, entropy_gradient=entropy_gradient)
+
+    def next_tokens(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Canary, ...]:
+        return self._scorer.next_tokens(prompts)
+
+
+def _names(module: nn.Module) -> dict[str, str]:
+    """Map the names of the tensors that engines load to those of the module.
+
+    Raises ModelError if one of them is not a whole tensor of the module.
+    """
+    places = {
+        (tensor.data_ptr(), tensor.shape): name
+        for name, tensor in [*module.named_buffers(), *module.named_parameters()]
+    }
+    names = {}
+    for name, tensor in checkpoint_tensors(module).items():
+        known = places.get((tensor.data_ptr(), tensor.shape))
+        if known is None:
+            raise ModelError(
+                f"trainer.ranks: the checkpoint of {type(module).__name__} has a tensor {name!r} that is a "
+                "part of another in memory, as those of experts are; train this model with trainer.ranks = 1"
+            )
+        names[name] = known
+    return names

@@ -1,0 +1,60 @@
+"""The files of an optimizer's state in a checkpoint: safetensors, one of each rank, and a JSON file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+ABOUT = "state.json"
+
+
+def write_state(
+    directory: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, rank: int, ranks: int
+) -> None:
+    """Write the tensors that a rank saves; the first rank writes what ``about`` says."""
+    directory.mkdir(parents=True, exist_ok=True)
+    name = "state.safetensors" if ranks == 1 else f"state-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+    save_file(dict(tensors), directory / name)
+    if rank == 0:
+        (directory / ABOUT).write_text(json.dumps({**about, "files": ranks}) + "\n")
+
+
+def read_about(directory: Path) -> dict[str, Any]:
+    """Return what was written besides the tensors.  Raises OSError or ValueError."""
+    about: dict[str, Any] = json.loads((directory / ABOUT).read_text())
+    return about
+
+
+def read_state(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that all ranks wrote, one by one.
+
+    Raises OSError, ValueError or SafetensorError if files are missing or are not whole.
+    """
+    expected, files = read_about(directory)["files"], sorted(directory.glob("state*.safetensors"))
+    if len(files) != expected:
+        raise ValueError(f"there are {len(files)} of {expected} files in {directory}")
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raise the operating system's error, which safetensors reports only as text."""
+    try:
+        yield
+    except SafetensorError as error:
+        said = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(said[1]) if said else errno.EIO
+        raise OSError(number, os.strerror(number)) from error

@@ -1,0 +1,219 @@
+"""A trainer of several ranks computes what a trainer of one computes, and fails as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import transformers
+from test_cli import grpo, steps_done
+from test_trainer import batch, ragged, setup, with_tokens
+
+from grpo_core.demo import tiny
+from grpo_core.errors import CheckpointError, DeadlineExceeded, TrainerError
+from grpo_core.records import Batch
+from grpo_core.training.process import ProcessTrainer
+from grpo_core.training.state_files import read_state
+from grpo_core.weights.reading import read_weights
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    tiny.make_tiny_model(directory, (), width=16, layers=2, warm_start_steps=0)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def untied(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("models") / "untied"
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(directory)
+    return str(directory)
+
+
+def with_row(given: Batch, place: int, *, logprob: float | None = None, advantage: float = 1.0) -> Batch:
+    """The batch with another row at this place."""
+    row = given.rows[place]
+    if logprob is not None:
+        row = with_tokens(row, logprobs=[logprob] * len(row.tokens.logprobs))
+    rows = list(given.rows)
+    rows[place] = attrs.evolve(row, advantage=advantage)
+    return attrs.evolve(given, rows=tuple(rows))
+
+
+async def trained(given: Any, batches: list[Any], *, save: Path | None = None) -> tuple[Any, list[Any]]:
+    """The published weights, and the results of the steps."""
+    trainer = ProcessTrainer(given)
+    try:
+        await trainer.started()
+        results = [await trainer.step(each) for each in batches]
+        weights = await trainer.publish()
+        if save is not None:
+            await (await trainer.save(save))()
+        return dict(read_weights(weights)), results
+    finally:
+        await trainer.aclose()
+
+
+def run(story: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(story, 120))
+
+
+def batches(steps: int = 5) -> list[Any]:
+    return [batch(ragged(groups=3, size=2, seed=step), step=step) for step in range(steps)]
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.allclose(tensor, right[name], atol=1e-6, rtol=0), name
+
+
+PLAIN: dict[str, Any] = {}
+FULL: dict[str, Any] = {
+    "loss": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "top_entropy": 0.5},
+    "reference_every": 2,
+}
+"""A loss that needs a reference that moves, entropies, and all entropies of an update."""
+
+
+def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
+    given = attrs.evolve(setup(model, updates_per_step=2, **{**kind, **options}), max_non_finite=0.5)
+    if kind is PLAIN:
+        return given
+    loss = attrs.evolve(given.loss, aggregation="prompt", max_sequence_error=1e4)
+    return attrs.evolve(given, loss=loss)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "kind", "tied"), [(2, PLAIN, True), (4, PLAIN, True), (3, FULL, False)])
+def test_several_ranks_train_the_weights_that_one_trains(
+    model: str, untied: str, ranks: int, kind: dict[str, Any], tied: bool
+) -> None:
+    """An update has three or four rows, so that with four ranks one has nothing to compute.
+
+    A row whose loss is no number is left out of step 1 by all ranks, and so is an update of step 2 whose
+    gradient is infinite.
+    """
+    path = model if tied else untied
+    given = batches()
+    given[1] = with_row(given[1], 0, logprob=float("nan"))
+    given[2] = with_row(given[2], 0, advantage=1e38)
+    alone, one = run(trained(configured(path, kind), given))
+    together, several = run(trained(configured(path, kind, ranks=ranks), given))
+    same(alone, together)
+    assert one[1].metrics["sequence_error_masked" if kind is FULL else "non_finite_rows"] == 1
+    for left, right in zip(one, several, strict=True):
+        assert left.metrics.keys() == right.metrics.keys()
+        for name, value in left.metrics.items():
+            if not name.startswith(("time", "tokens")):
+                assert right.metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True), name
+
+
+@pytest.mark.long
+def test_what_four_ranks_have_saved_one_and_two_and_three_continue_bit_for_bit(
+    model: str, tmp_path: Path
+) -> None:
+    first, last = batches()[:2], batches()[2:4]
+    saved = tmp_path / "of four"
+    run(trained(configured(model, FULL, ranks=4), first, save=saved))
+    assert len(list((saved / "trainer").glob("model-*.safetensors"))) == 4
+    assert transformers.AutoModelForCausalLM.from_pretrained(saved / "trainer") is not None
+    states, ends = [], []
+    for ranks in (1, 2, 3):
+        again = tmp_path / f"of {ranks}"
+        run(trained(configured(model, FULL, ranks=ranks, resume_from=saved), [], save=again))
+        states.append(dict(read_state(again / "optimizer")))
+        ends.append(run(trained(configured(model, FULL, ranks=ranks, resume_from=saved), last))[0])
+    for state in states:
+        assert state.keys() == dict(read_state(saved / "optimizer")).keys()
+        for name, tensor in read_state(saved / "optimizer"):
+            assert torch.equal(state[name], tensor), name
+    same(ends[0], ends[1])
+    same(ends[0], ends[2])
+
+
+@pytest.mark.long
+def test_a_checkpoint_without_the_file_of_a_rank_is_refused(model: str, tmp_path: Path) -> None:
+    run(trained(configured(model, PLAIN, ranks=2), batches()[:1], save=tmp_path))
+    next((tmp_path / "optimizer").glob("state-00002*")).unlink()
+    with pytest.raises(CheckpointError, match="there are 1 of 2 files"):
+        run(trained(configured(model, PLAIN, resume_from=tmp_path), []))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["step", "publish", "save"])
+def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
+    model: str, tmp_path: Path, method: str
+) -> None:
+    async def story() -> None:
+        trainer = ProcessTrainer(setup(model, ranks=3, updates_per_step=1))
+        try:
+            await trainer.started()
+            await trainer.step(batch(ragged(groups=3)))
+            calls = {
+                "step": lambda: trainer.step(batch(ragged(groups=60, size=8), step=1)),
+                "publish": trainer.publish,
+                "save": lambda: trainer.save(tmp_path / "new"),
+            }
+            pids = [child.pid for child in trainer.children]
+            os.kill(pids[1], signal.SIGSTOP)
+            call = asyncio.create_task(calls[method]())
+            await asyncio.sleep(0.2)
+            os.kill(pids[1], signal.SIGKILL)
+            began = time.monotonic()
+            with pytest.raises(TrainerError, match=r"trainer rank 1 died \(killed by SIGKILL\)"):
+                await call
+            assert time.monotonic() - began < 5
+            for pid in pids:
+                with pytest.raises(ProcessLookupError):
+                    os.kill(pid, 0)
+        finally:
+            await trainer.aclose()
+
+    run(story())
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(model: str) -> None:
+    async def story() -> None:
+        trainer = ProcessTrainer(setup(model, ranks=2))
+        try:
+            await trainer.started()
+            trainer._deadline = 3.0
+            os.kill(trainer.children[1].pid, signal.SIGSTOP)
+            with pytest.raises(DeadlineExceeded, match=r"trainer rank \d: no answer to 'train' within 3 s"):
+                await trainer.step(batch(ragged(groups=3)))
+        finally:
+            await trainer.aclose()
+
+    run(story())
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_continued_by_one_and_keeps_all_laws(tmp_path: Path) -> None:
+    options = ["--set", "trainer.prompts_per_step=8", "--set", "validation.every=0"]
+    done = grpo(
+        tmp_path,
+        *("train", "--env", "math:sort", "--output", "run", "--set", "trainer.ranks=2", *options),
+        *("--set", "trainer.steps=4", "--set", "checkpoint.every=2"),
+    )
+    assert done.returncode == 0, done.stderr
+    files = {path.name for path in (tmp_path / "run" / "checkpoints" / "step-000004").rglob("*.safetensors")}
+    assert {"model-00001-of-00002.safetensors", "state-00002-of-00002.safetensors"} <= files
+    again = grpo(tmp_path, "train", "--resume", "run", "--set", "trainer.ranks=1", "--set", "trainer.steps=6")
+    assert again.returncode == 0, again.stderr
+    assert steps_done(tmp_path / "run") == 6
+    verified = grpo(tmp_path, "verify", "run")
+    assert verified.returncode == 0, verified.stderr
