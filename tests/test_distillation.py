@@ -190,7 +190,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_any_model_is_loaded(
     models: tuple[str, str], tmp_path: Path
 ) -> None:
     other = of_another_vocabulary(tmp_path / "other")
-    with pytest.raises(ModelError, match=r"2 tokens differ, such as 'a', which is missing there and number"):
+    with pytest.raises(ConfigError, match=r"2 tokens differ, such as 'a', which is missing there and number"):
         TorchTrainer(taught((models[0], other)))
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         TorchTrainer(taught((models[0], str(tmp_path / "nowhere"))))

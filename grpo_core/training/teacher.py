@@ -9,7 +9,7 @@ from attrs import evolve
 from torch import Tensor
 
 from grpo_core.config import ModelConfig, TeacherConfig
-from grpo_core.errors import ModelError, one_line
+from grpo_core.errors import ConfigError, ModelError, one_line
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer, compute_dtype, load
 
@@ -50,13 +50,16 @@ class Teacher:
 
 
 def check_vocabulary(model: ModelConfig, teacher: TeacherConfig) -> None:
-    """Raise ModelError unless the tokenizers of model and teacher give the same number to each token."""
+    """Check that the tokenizers of model and teacher give the same number to each token.
+
+    Raises ConfigError if they do not, ModelError if one cannot be loaded.
+    """
     mine = _vocabulary(model.path, model.trust_remote_code)
     theirs = _vocabulary(teacher.path, teacher.trust_remote_code)
     differing = sorted(token for token in {*mine, *theirs} if mine.get(token) != theirs.get(token))
     if differing:
         token = differing[0]
-        raise ModelError(
+        raise ConfigError(
             f"teacher.path is {teacher.path!r}: its vocabulary is not that of the trained model "
             f"{model.path!r}: {len(differing)} tokens differ, such as {token!r}, which is "
             f"{_number(theirs, token)} there and {_number(mine, token)} here. A teacher scores token ids: "

@@ -146,11 +146,11 @@ class TorchTrainer:
         build: makes the model; decides which parameters are trained, published and saved.
 
     Raises:
-        ModelError: the model or the teacher cannot be loaded, or their vocabularies differ.
+        ModelError: the model or the teacher cannot be loaded.
         PluginError: the loss or the optimizer cannot be found or does not take its options.
         CheckpointError: ``setup.resume_from`` cannot be continued.
-        ConfigError: torch cannot use the device, engines could not reach the trainer, or a group of the
-            optimizer has no parameter.
+        ConfigError: torch cannot use the device, engines could not reach the trainer, a group of the
+            optimizer has no parameter, or the teacher has another vocabulary.
     """
 
     def __init__(self, setup: TrainerSetup, build: BuildModel = build_model) -> None:
