@@ -53,7 +53,8 @@ class Member:
     """Version of the weights that the engine was given, until its canary has confirmed them."""
     _confirmed: Changes = field(factory=Changes)
     _doubts: int = 0
-    _calls: set[asyncio.Task[Completion]] = field(factory=set)
+    _calls: dict[asyncio.Task[Completion], None] = field(factory=dict)
+    """Its unfinished calls, oldest first: the same story cancels them in the same order."""
 
     @property
     def name(self) -> str:
@@ -84,11 +85,11 @@ class Member:
         call = asyncio.create_task(self._generate(request))
         tokens = tokens_of(request)
         self.tokens += tokens
-        self._calls.add(call)
+        self._calls[call] = None
 
         def finished(call: asyncio.Task[Completion]) -> None:
             self.tokens -= tokens
-            self._calls.discard(call)
+            self._calls.pop(call, None)
 
         call.add_done_callback(finished)
         return call
@@ -137,7 +138,7 @@ class Member:
     def give_back(self) -> None:
         """Cancel its unfinished requests, which go to another member."""
         self.holds = None
-        for call in self._calls:
+        for call in list(self._calls):
             call.cancel()
 
     async def close(self) -> None:

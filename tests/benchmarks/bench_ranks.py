@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_ranks.py [RANKS ...]
 
-Trains a random model of 41 million parameters for two steps.  Counted are the bytes of all tensors that live
-then (weights and moments of AdamW; gradients, which are as large as the weights, have gone), with a limit of 1 /
-ranks of one process's and 10%; and the private memory of the process (/proc/PID/smaps_rollup) as it is, and after
-freed memory was given back to the system.  Needs Linux.
+Trains a random model of 41 million parameters for two steps.  Counted are the bytes of all tensors that
+live then (weights and moments of AdamW; gradients, which are as large as the weights, have gone), with a
+limit of 1 / ranks of one process's and 10%; and the private memory of the process (/proc/PID/smaps_rollup)
+as it is, and after freed memory was given back to the system.  Needs Linux.
 """
 
 from __future__ import annotations

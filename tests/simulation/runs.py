@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import functools
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -698,7 +699,8 @@ class Simulation:
             at = asyncio.get_running_loop().time()
         except RuntimeError:
             at = 0.0
-        self.story.append(f"{at:9.3f}  {line.replace(str(self.root), '')}")
+        line = re.sub(r"[\d,]+ are free now", "some are free now", line.replace(str(self.root), ""))
+        self.story.append(f"{at:9.3f}  {line}")
         self._hash.update(self.story[-1].encode())
 
     def _violated(self) -> bool:
