@@ -1,9 +1,9 @@
-"""Trains two tasks with several bounds of staleness and corrections, for the page docs/learning.md.
+"""Does asynchronous training learn as well?  Two tasks with several bounds of staleness and corrections.
 
-    nice python docs/_learning.py [--seeds 5] [--jobs 2] [--task sort]
+    nice python tests/benchmarks/bench_learning.py NUMBERS.json [--seeds 5] [--jobs 2] [--task sort]
 
-Hours on two cores.  What is measured is kept in docs/learning.json, run by run: a second call goes on where
-the first was interrupted.  ``python docs/_learning.py --seeds 0`` writes the page from what is known.
+Hours on two cores.  Each run is kept in NUMBERS.json as it ends: its rewards in windows of ten steps, its
+accuracy in the end, and its mean staleness.  A second call goes on where the first was interrupted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from statistics import fmean
 from threading import Lock
 from typing import Any
 
-DOCS = Path(__file__).parent
-NUMBERS = DOCS / "learning.json"
 GRPO = Path(sys.executable).with_name("grpo-core")
 WINDOW = 10
 """Steps whose mean reward is kept."""
@@ -101,9 +99,9 @@ def summary(task: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(tasks: list[str], seeds: int, jobs: int) -> dict[str, Any]:
+def measure(numbers: Path, tasks: list[str], seeds: int, jobs: int) -> None:
     """Train what is not known yet, and keep each run as it ends."""
-    known: dict[str, Any] = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
+    known: dict[str, Any] = json.loads(numbers.read_text()) if numbers.exists() else {}
     lock = Lock()
 
     def one(key: Key) -> None:
@@ -113,21 +111,21 @@ def measure(tasks: list[str], seeds: int, jobs: int) -> dict[str, Any]:
         found = trained(key)
         with lock:
             known[name] = found
-            NUMBERS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+            numbers.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
         print(f"{name}: {found['accuracy']:.1%}, mean reward {fmean(found['reward']):.3f}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, runs(tasks, seeds)))
-    return known
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("numbers", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--task", choices=list(STEPS), action="append")
     given = parser.parse_args()
-    measure(given.task or list(STEPS), given.seeds, given.jobs)
+    measure(given.numbers, given.task or list(STEPS), given.seeds, given.jobs)
 
 
 if __name__ == "__main__":
