@@ -73,8 +73,12 @@ class ProcessTrainer(Trainer):
             await self._together([rank.started(seconds=self._deadline) for rank in self.children])
 
     async def step(self, batch: Batch) -> StepResult:
-        parts = await asyncio.to_thread(shares, batch, updates=self._updates, ranks=len(self.children))
-        result: StepResult = await self._call("train", *([part] for part in parts))
+        result: StepResult
+        if len(self.children) == 1:  # it divides the batch itself
+            result = await self._call("step", [batch])
+        else:
+            parts = await asyncio.to_thread(shares, batch, updates=self._updates, ranks=len(self.children))
+            result = await self._call("train", *([part] for part in parts))
         return result
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
