@@ -208,7 +208,7 @@ def with_environment(env, path, look, **config):
     async def story():
         tasks = {"sums": TaskConfig(env=env, source=SourceConfig(path=path, **config))}
         placement = LocalPlacement(PluginHost.discover())
-        async with Tasks.start(tasks, EnvironmentConfig(), placement, logs=None) as started:
+        async with Tasks.start(tasks, EnvironmentConfig(), placement, sets={}, logs=None) as started:
             prompts = (await started.prompts("train"))["sums"]
             return await look(prompts, started.environments["sums"])
 

@@ -38,7 +38,7 @@ class LLMEngine:
         called(method)
         return [""]
 
-    def add_request(self, key, prompt, params, priority):
+    def add_request(self, key, prompt, params, lora_request=None, priority=0):
         called("add_request")
         self.requests[key] = prompt, params
 
