@@ -975,7 +975,7 @@ def test_a_trainer_that_dies_while_the_engine_reads_its_weights_is_named_as_the_
         class Reading(FakeEngine):
             async def update_weights(self, weights: Weights) -> None:
                 if weights.version == 1:
-                    killed(trainer._child.pid)
+                    killed(trainer.children[0].pid)
                 read_weights(weights)
                 self.version = weights.version
 
