@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,20 +215,26 @@ def test_the_entropy_bonus_begins_when_the_entropy_is_below_its_target(model: st
     assert above["entropy_coefficient"] == 0
 
 
-def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Path) -> None:
-    def given(**options: Any) -> Any:
-        return setup(model, loss={**HELD, "entropy_target": 4.7}, lr=1e-2, **options)
-
+def resumed_halfway(
+    given: Callable[..., Any], directory: Path
+) -> tuple[TorchTrainer, TorchTrainer, list[Mapping[str, float]]]:
+    """A trainer of six steps, one that was saved after three and resumed, and the metrics of its others."""
     straight, first = TorchTrainer(given()), TorchTrainer(given())
     for step in range(6):
         straight.step(batch(ragged(seed=step), step))
     for step in range(3):
         first.step(batch(ragged(seed=step), step))
-    save(first, tmp_path)
-    resumed = TorchTrainer(given(resume_from=tmp_path))
-    coefficients = [
-        resumed.step(batch(ragged(seed=s), s)).metrics["entropy_coefficient"] for s in range(3, 6)
-    ]
+    save(first, directory)
+    resumed = TorchTrainer(given(resume_from=directory))
+    return straight, resumed, [resumed.step(batch(ragged(seed=step), step)).metrics for step in range(3, 6)]
+
+
+def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Path) -> None:
+    def given(**options: Any) -> Any:
+        return setup(model, loss={**HELD, "entropy_target": 4.7}, lr=1e-2, **options)
+
+    straight, resumed, metrics = resumed_halfway(given, tmp_path)
+    coefficients = [each["entropy_coefficient"] for each in metrics]
     assert coefficients == pytest.approx([0.08, 0.09, 0.10])
     assert same(straight, resumed)
 
@@ -260,15 +266,7 @@ def test_a_resumed_run_has_the_reference_that_it_had(model: str, tmp_path: Path,
             model, loss={"kl_coefficient": 0.5}, lr=1e-2, reference_every=2, reference_mix=share, **options
         )
 
-    straight, first = TorchTrainer(given()), TorchTrainer(given())
-    for step in range(6):
-        straight.step(batch(ragged(seed=step), step))
-    for step in range(3):
-        first.step(batch(ragged(seed=step), step))
-    save(first, tmp_path)
-    resumed = TorchTrainer(given(resume_from=tmp_path))
-    for step in range(3, 6):
-        resumed.step(batch(ragged(seed=step), step))
+    straight, resumed, _ = resumed_halfway(given, tmp_path)
     assert same(straight, resumed)
 
 

@@ -17,6 +17,7 @@ from grpo_core.records import Canary
 from grpo_core.training.group import Group
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import FullModel, ModelSource, SavedTokenizer, Scorer, compute_dtype, load_for
+from grpo_core.training.state_files import file_of
 from grpo_core.weights.names import checkpoint_tensors
 
 
@@ -55,14 +56,13 @@ class ShardedModel(FullModel):
 
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        file = "model-{:05d}-of-{:05d}.safetensors".format
-        size, published = self._group.size, dict(self.published())
-        save_file(dict(tensors), directory / file(self._group.rank + 1, size), metadata={"format": "pt"})
-        if self._group.rank:
+        rank, size, published = self._group.rank, self._group.size, dict(self.published())
+        save_file(dict(tensors), directory / file_of("model", rank, size), metadata={"format": "pt"})
+        if rank:
             return
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in published.values())
         owners = self._group.owners(published)
-        places = {name: file(owner + 1, size) for name, owner in sorted(owners.items())}
+        places = {name: file_of("model", owner, size) for name, owner in sorted(owners.items())}
         index = {"metadata": {"total_size": nbytes}, "weight_map": places}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         module: Any = self.policy.module

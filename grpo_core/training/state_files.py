@@ -18,12 +18,17 @@ from torch import Tensor
 ABOUT = "state.json"
 
 
+def file_of(stem: str, rank: int, ranks: int) -> str:
+    """Return the name of the file that a rank writes, as transformers names the parts of a model."""
+    return f"{stem}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+
+
 def write_state(
     directory: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, rank: int, ranks: int
 ) -> None:
     """Write the tensors that a rank saves; the first rank writes what ``about`` says."""
     directory.mkdir(parents=True, exist_ok=True)
-    name = "state.safetensors" if ranks == 1 else f"state-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+    name = "state.safetensors" if ranks == 1 else file_of("state", rank, ranks)
     save_file(dict(tensors), directory / name)
     if rank == 0:
         (directory / ABOUT).write_text(json.dumps({**about, "files": ranks}) + "\n")
