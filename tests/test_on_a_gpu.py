@@ -14,6 +14,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.training import logprobs as fused
 from grpo_core.training import model as models
 from grpo_core.training import trainer as trainers
+from grpo_core.training.budget import overhead
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
@@ -98,8 +99,8 @@ def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on(monk
 
 
 def test_a_gpu_has_larger_microbatches_and_pays_more_for_each():
-    assert trainers._overhead(90_000, CUDA) == 256 > trainers._overhead(4_000_000, CPU)
-    assert trainers._overhead(8_000_000_000, CUDA) > trainers._overhead(8_000_000_000, CPU) == 4
+    assert overhead(90_000, CUDA) == 256 > overhead(4_000_000, CPU)
+    assert overhead(8_000_000_000, CUDA) > overhead(8_000_000_000, CPU) == 4
 
 
 def test_weights_stay_on_the_gpu_for_cuda_ipc_and_on_a_cpu_they_are_shared_memory():

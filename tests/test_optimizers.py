@@ -23,10 +23,10 @@ from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.models import shapes_in
 from grpo_core.plugins.host import PluginHost
 from grpo_core.training.microbatch import collate
-from grpo_core.training.optimization import divided
+from grpo_core.training.optimization import divided, schedule
 from grpo_core.training.optimizers import state_bytes, state_of
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.trainer import TorchTrainer, schedule
+from grpo_core.training.trainer import TorchTrainer
 
 NAMES = ("adamw", "adamw_8bit", "muon")
 

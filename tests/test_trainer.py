@@ -39,11 +39,13 @@ from grpo_core.run_directory import RunDirectory
 from grpo_core.testing import FakeEngine, FakeEnvironment
 from grpo_core.tokens import Tokens
 from grpo_core.training import microbatch
+from grpo_core.training.budget import token_budget
 from grpo_core.training.logprobs import KEEP_BYTES
 from grpo_core.training.model import FullModel, ModelSource, compute_dtype
+from grpo_core.training.optimization import schedule
 from grpo_core.training.process import ProcessTrainer, thread_count
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.trainer import TorchTrainer, create, schedule, token_budget
+from grpo_core.training.trainer import TorchTrainer, create
 from grpo_core.weights.reading import read_weights
 
 
@@ -745,7 +747,7 @@ def test_a_save_holds_the_moment_of_the_cut_while_training_goes_on(
         for each in (trainer, twin):
             each.step(batch(ragged(seed=2), 2))
     disk = threading.Event()
-    trainer._snapshot._thread.submit(disk.wait)
+    trainer._saving._snapshot._thread.submit(disk.wait)
     trainer.save(tmp_path / "saved")
     trainer.step(batch(ragged(seed=8), trainer.version))
     assert not trainer.written().done()
@@ -760,7 +762,7 @@ def test_without_a_copy_training_waits_until_all_is_written(model: str, tmp_path
     trainer.step(batch(ragged()))
     trainer.save(tmp_path)
     assert trainer.written().done()
-    assert not trainer._snapshot._memory
+    assert not trainer._saving._snapshot._memory
     assert same(trainer, TorchTrainer(setup(model, resume_from=tmp_path)))
 
 

@@ -355,7 +355,7 @@ def largest_microbatch(config: Config, directory: str, vocabulary: int, device: 
     """Return rows and tokens per row of the trainer's largest micro-batch, if all rows are long."""
     import torch
 
-    from grpo_core.training.trainer import token_budget
+    from grpo_core.training.budget import token_budget
 
     kind = torch.device("cpu" if device == HOST else "cuda")
     tokens = row_tokens(config, size_of(directory, "max_position_embeddings"))

@@ -8,12 +8,10 @@ micro-batches, weighted as ``loss.aggregation`` says, and one step of the optimi
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +21,24 @@ from torch import Tensor
 
 from grpo_core import cpu
 from grpo_core import loss as losses
-from grpo_core.config import TrainerConfig
-from grpo_core.errors import CheckpointError, PluginError, TrainerError, one_line
+from grpo_core.errors import PluginError, TrainerError
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.corrections import token_errors
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.batching import microbatches, of_several_rows
+from grpo_core.training.budget import overhead, token_budget
 from grpo_core.training.building import build_model
-from grpo_core.training.logprobs import KEEP_BYTES
+from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import BuildModel, ModelSource, compute_dtype
-from grpo_core.training.optimization import Optimization, divided
+from grpo_core.training.optimization import Optimization, divided, schedule
 from grpo_core.training.plan import Share, shares
 from grpo_core.training.process import thread_count
 from grpo_core.training.ranks import Alone, Ranks
+from grpo_core.training.saving import Saving
 from grpo_core.training.setup import TrainerSetup
-from grpo_core.training.snapshot import Snapshot
-from grpo_core.training.state_files import disk_errors, read_about, read_state, write_state
 from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy
 from grpo_core.weights.collective import CollectiveWriter
@@ -55,43 +52,12 @@ MAX_LOST_UPDATES = 3
 SWITCH = 5e-4
 """Seconds that the thread which writes a checkpoint may hold the interpreter while training wants it."""
 
-_MODEL = "model/"
-"""Before the names of the model's own tensors in what is saved."""
-_REFERENCE = "reference/"
-"""Before the names of the tensors of a reference that moves."""
-
 
 def create(setup: TrainerSetup) -> TorchTrainer:
     """Factory for the child process."""
     cpu.prepare(thread_count(setup.trainer.threads, setup.colocated, setup.ranks))
     sys.setswitchinterval(SWITCH)
     return TorchTrainer(setup)
-
-
-def schedule(config: TrainerConfig, update: int) -> float:
-    """Return the factor of an update's learning rates, counted from 0 over all steps: warm-up, then shape."""
-    total = config.steps * config.updates_per_step
-    done = min(1.0, max(0, update - config.warmup_updates) / max(1, total - config.warmup_updates))
-    shape = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-    }[config.lr_schedule]
-    scheduled = shape if config.lr_schedule == "constant" else config.lr_end + (1 - config.lr_end) * shape
-    warm = min(1.0, (update + 1) / (config.warmup_updates + 1))
-    return scheduled * warm
-
-
-def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -> int:
-    """Tokens of a micro-batch, padding included, at most.
-
-    On a CPU it is small enough that the head keeps its probabilities for the backward pass (with a large
-    vocabulary a fifth of the work) and that activations stay near the cache; products of fewer than 1024
-    tokens would be inefficient.
-    """
-    if device.type != "cpu":
-        return config.tokens_per_microbatch
-    return min(config.tokens_per_microbatch, max(1024, KEEP_BYTES // (torch.float32.itemsize * vocabulary)))
 
 
 @frozen(kw_only=True, eq=False)
@@ -185,7 +151,7 @@ class TorchTrainer:
         self._teacher = Teacher.load(setup.teacher, self._device) if "teacher" in self._needs else None
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
-        self._overhead = _overhead(self.model.parameters, self._device)
+        self._overhead = overhead(self.model.parameters, self._device)
         self._budget = token_budget(self._config, self.model.vocabulary, self._device)
         chosen = setup.optimizer
         self._optimizers = Optimization(
@@ -194,12 +160,18 @@ class TorchTrainer:
             divided(self._named, chosen, self._config),
         )
         self._moves_reference = "reference" in self._needs and self._config.reference_every > 0
-        self._snapshot = Snapshot(copies=setup.async_save)
+        self._saving = Saving(
+            self.model,
+            self._optimizers,
+            ranks=self._ranks,
+            device=self._device,
+            entropy=self._entropy,
+            moves_reference=self._moves_reference,
+            copies=setup.async_save,
+        )
         self._lost_updates = 0
-        self.version = 0
         torch.manual_seed(setup.seed)
-        if resume:
-            self._resume(resume)
+        self.version = self._saving.resume(resume) if resume else 0
 
     def description(self) -> dict[str, Any]:
         """Describe the trainer to its parent process."""
@@ -441,7 +413,7 @@ class TorchTrainer:
             update_correct_tokens=about.correct_tokens,
             update_entropies=about.entropies,
         )
-        per_token, metrics = _checked(self._loss(inputs), str(self._loss), len(logprobs))
+        per_token, metrics = checked(self._loss(inputs), str(self._loss), len(logprobs))
         if not per_token.requires_grad:
             raise PluginError(
                 f"{self._loss}: its result does not depend on policy_logprobs; nothing is trained"
@@ -471,59 +443,11 @@ class TorchTrainer:
 
     def save(self, directory: Path) -> None:
         """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
-        model = {f"{_MODEL}{name}": tensor for name, tensor in self.model.saved().items()}
-        state, about = self._optimizers.saved()
-        if self._moves_reference:
-            state |= {f"{_REFERENCE}{name}": t for name, t in self.model.saved_reference().items()}
-        state["rng"] = torch.get_rng_state()
-        if self._device.type == "cuda":  # dropout of adapters draws from it
-            state["rng_cuda"] = torch.cuda.get_rng_state(self._device)
-        state = {**model, **self._ranks.dealt(state)}
-        about["version"] = self.version
-        if self._entropy is not None:
-            about["entropy"] = [self._entropy.coefficient, self._entropy.measured]
-        self._snapshot.save(state, partial(self._write, directory, about))
+        self._saving.save(directory, self.version)
 
     def written(self) -> Future[None]:
         """Done when what was saved last is written, or with the OSError for which it cannot be."""
-        return self._snapshot.written()
-
-    def _write(self, directory: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-        """``trainer/`` (a transformers directory) and ``optimizer/``; no pickles."""
-        model = {name.removeprefix(_MODEL): t for name, t in state.items() if name.startswith(_MODEL)}
-        rest = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
-        with disk_errors():
-            self.model.write(directory / "trainer", model)
-            mine = {"rank": self._ranks.rank, "ranks": self._ranks.size}
-            write_state(directory / "optimizer", rest, about, **mine)
-
-    def _resume(self, directory: Path) -> None:
-        by_name = dict(self._named)
-        try:
-            about = read_about(directory / "optimizer")
-            state, reference = {}, {}
-            for name, tensor in read_state(directory / "optimizer"):
-                if name.startswith(_REFERENCE):
-                    reference[name.removeprefix(_REFERENCE)] = tensor
-                elif name == "rng":
-                    torch.set_rng_state(tensor)
-                elif name == "rng_cuda":
-                    if self._device.type == "cuda":
-                        torch.cuda.set_rng_state(tensor, self._device)
-                else:
-                    state[name] = self._ranks.part(tensor, by_name[name.rpartition("/")[0]])
-            if reference and self._moves_reference:
-                self.model.restore_reference(reference)
-            self._optimizers.restore(state, about, self._device)
-            if self._entropy is not None and "entropy" in about:
-                self._entropy.coefficient, self._entropy.measured = about["entropy"]
-            self.version = int(about["version"])
-        except Exception as error:
-            raise CheckpointError(
-                f"{directory}: the optimizer's state is missing or is not this model's "
-                f"({type(error).__name__}: {one_line(error)}); resume from another checkpoint, or start anew "
-                "with model.path set to what grpo-core export makes of it"
-            ) from error
+        return self._saving.written()
 
 
 def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
@@ -550,39 +474,3 @@ def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
     if setup.transport == "cuda_ipc" and device.type == "cuda":
         return CudaIpcWriter(device)
     return SharedMemoryWriter()
-
-
-def _checked(returned: Any, who: str, n: int) -> losses.LossOutput:
-    """Return what a loss returned.  Raises PluginError unless each of n tokens has a loss and metrics."""
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
-        raise PluginError(
-            f"{who} returned {_kind(returned)}; expected (losses, metrics), a tensor and a dict"
-        )
-    per_token, metrics = returned
-    for name, values in {"": per_token, **metrics}.items():
-        if not isinstance(values, Tensor) or values.shape != (n,):
-            what, part = (
-                (f"{_kind(values)} as metric {name!r}", "number") if name else (_kind(values), "loss")
-            )
-            raise PluginError(
-                f"{who} returned {what}; expected a tensor with one {part} for each of the {n} sampled tokens"
-            )
-    return per_token, dict(metrics)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"a value of type {type(value).__name__}"
-
-
-def _overhead(parameters: int, device: torch.device) -> int:
-    """Return the fixed cost of a micro-batch (some milliseconds of dispatch) in tokens.
-
-    In that time a CPU core does about 4e8 floating point operations and an accelerator 1e12; a token takes
-    6 for each parameter (arXiv 2001.08361).  Small models are bound by dispatch themselves, hence the bound.
-    """
-    operations = 4e8 if device.type == "cpu" else 1e12
-    return max(4, min(256, round(operations / (6 * parameters))))

@@ -1,0 +1,30 @@
+"""The size of a micro-batch, and what one costs whatever its size."""
+
+from __future__ import annotations
+
+import torch
+
+from grpo_core.config import TrainerConfig
+from grpo_core.training.logprobs import KEEP_BYTES
+
+
+def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -> int:
+    """Tokens of a micro-batch, padding included, at most.
+
+    On a CPU it is small enough that the head keeps its probabilities for the backward pass (with a large
+    vocabulary a fifth of the work) and that activations stay near the cache; products of fewer than 1024
+    tokens would be inefficient.
+    """
+    if device.type != "cpu":
+        return config.tokens_per_microbatch
+    return min(config.tokens_per_microbatch, max(1024, KEEP_BYTES // (torch.float32.itemsize * vocabulary)))
+
+
+def overhead(parameters: int, device: torch.device) -> int:
+    """Return the fixed cost of a micro-batch (some milliseconds of dispatch) in tokens.
+
+    In that time a CPU core does about 4e8 floating point operations and an accelerator 1e12; a token takes
+    6 for each parameter (arXiv 2001.08361).  Small models are bound by dispatch themselves, hence the bound.
+    """
+    operations = 4e8 if device.type == "cpu" else 1e12
+    return max(4, min(256, round(operations / (6 * parameters))))

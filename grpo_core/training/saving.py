@@ -1,0 +1,114 @@
+"""What a trainer saves, and how it continues: the model, the optimizers and the random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_core.errors import CheckpointError, one_line
+from grpo_core.losses.entropy import EntropyControl
+from grpo_core.training.model import Model
+from grpo_core.training.optimization import Optimization
+from grpo_core.training.ranks import Ranks
+from grpo_core.training.snapshot import Snapshot
+from grpo_core.training.state_files import disk_errors, read_about, read_state, write_state
+
+_MODEL = "model/"
+"""Before the names of the model's own tensors in what is saved."""
+_REFERENCE = "reference/"
+"""Before the names of the tensors of a reference that moves."""
+
+
+class Saving:
+    """Saves all that a trainer needs to continue, and restores it.
+
+    Args:
+        model: is saved; a trainer that continues has loaded it already.
+        optimizers: their state is saved and restored.
+        ranks: each saves its part.
+        device: of the trainer.
+        entropy: the control of an entropy bonus, if the loss has one.
+        moves_reference: whether the reference is refreshed, so that it has to be saved.
+        copies: whether a copy is written while training goes on; see ``Snapshot``.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizers: Optimization,
+        *,
+        ranks: Ranks,
+        device: torch.device,
+        entropy: EntropyControl | None,
+        moves_reference: bool,
+        copies: bool,
+    ) -> None:
+        self._model, self._optimizers, self._ranks, self._device = model, optimizers, ranks, device
+        self._entropy, self._moves_reference = entropy, moves_reference
+        self._snapshot = Snapshot(copies=copies)
+
+    def save(self, directory: Path, version: int) -> None:
+        """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
+        model = {f"{_MODEL}{name}": tensor for name, tensor in self._model.saved().items()}
+        state, about = self._optimizers.saved()
+        if self._moves_reference:
+            state |= {f"{_REFERENCE}{name}": t for name, t in self._model.saved_reference().items()}
+        state["rng"] = torch.get_rng_state()
+        if self._device.type == "cuda":  # dropout of adapters draws from it
+            state["rng_cuda"] = torch.cuda.get_rng_state(self._device)
+        state = {**model, **self._ranks.dealt(state)}
+        about["version"] = version
+        if self._entropy is not None:
+            about["entropy"] = [self._entropy.coefficient, self._entropy.measured]
+        self._snapshot.save(state, partial(self._write, directory, about))
+
+    def written(self) -> Future[None]:
+        """Done when what was saved last is written, or with the OSError for which it cannot be."""
+        return self._snapshot.written()
+
+    def _write(self, directory: Path, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+        """``trainer/`` (a transformers directory) and ``optimizer/``; no pickles."""
+        model = {name.removeprefix(_MODEL): t for name, t in state.items() if name.startswith(_MODEL)}
+        rest = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
+        with disk_errors():
+            self._model.write(directory / "trainer", model)
+            mine = {"rank": self._ranks.rank, "ranks": self._ranks.size}
+            write_state(directory / "optimizer", rest, about, **mine)
+
+    def resume(self, directory: Path) -> int:
+        """Continue with what was saved in a directory; return the version.  Raises CheckpointError."""
+        try:
+            return self._resume(directory)
+        except Exception as error:
+            raise CheckpointError(
+                f"{directory}: the optimizer's state is missing or is not this model's "
+                f"({type(error).__name__}: {one_line(error)}); resume from another checkpoint, or start anew "
+                "with model.path set to what grpo-core export makes of it"
+            ) from error
+
+    def _resume(self, directory: Path) -> int:
+        by_name = dict(self._model.trainable())
+        about = read_about(directory / "optimizer")
+        state, reference = {}, {}
+        for name, tensor in read_state(directory / "optimizer"):
+            if name.startswith(_REFERENCE):
+                reference[name.removeprefix(_REFERENCE)] = tensor
+            elif name == "rng":
+                torch.set_rng_state(tensor)
+            elif name == "rng_cuda":
+                if self._device.type == "cuda":
+                    torch.cuda.set_rng_state(tensor, self._device)
+            else:
+                state[name] = self._ranks.part(tensor, by_name[name.rpartition("/")[0]])
+        if reference and self._moves_reference:
+            self._model.restore_reference(reference)
+        self._optimizers.restore(state, about, self._device)
+        if self._entropy is not None and "entropy" in about:
+            self._entropy.coefficient, self._entropy.measured = about["entropy"]
+        return int(about["version"])
