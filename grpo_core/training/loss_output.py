@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from grpo_core.errors import PluginError
-from grpo_core.losses import LossOutput
+
+if TYPE_CHECKING:
+    from grpo_core.loss import LossOutput
 
 
 def checked(returned: Any, who: str, n: int) -> LossOutput:

@@ -1,4 +1,4 @@
-"""What a trainer saves, and how it continues: the model, the optimizers and the random numbers."""
+"""Saves what a trainer needs to continue, the model, the optimizers and random numbers, and restores it."""
 
 from __future__ import annotations
 
