@@ -139,6 +139,11 @@ class TaskConfig:
     threshold, if it declares one."""
     source: SourceConfig = field(factory=SourceConfig)
     """Prompts can come from a file or data set instead of the environment."""
+    python: str = ""
+    """This environment runs in this Python interpreter or directory of a virtual environment, instead of
+    `environment.python`."""
+    env_vars: dict[str, str] = field(factory=dict)
+    """Environment variables are set in this environment's process, besides `environment.env_vars`."""
 
 
 @frozen(kw_only=True)
@@ -322,6 +327,13 @@ class EnvironmentConfig:
     20 in a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares
     rollouts.  A prompt's first failure is tried again and does not count, unless `rollout.max_retries` is
     0."""
+    python: str = ""
+    """Environments run in this Python interpreter (3.11 or newer), or in this directory of a virtual
+    environment, with the packages and plugins that are installed there.  If it is empty, they run in the
+    interpreter of grpo-core."""
+    env_vars: dict[str, str] = field(factory=dict)
+    """Environment variables are set in the environments' processes.  The value "$NAME" stands for the
+    variable NAME of this process, so that no file holds a secret."""
 
 
 CUTS = ("top_p", "top_k", "min_p")
@@ -504,6 +516,10 @@ class ValidationSetConfig:
     """Reward from which a rollout in `env` is a success; without it, the environment's own threshold."""
     source: SourceConfig = field(factory=SourceConfig)
     """Prompts for `env` can come from a file or data set: from its `validation_path`, or else its `path`."""
+    python: str = ""
+    """`env` runs in this Python interpreter or virtual environment, instead of `environment.python`."""
+    env_vars: dict[str, str] = field(factory=dict)
+    """Environment variables are set in the process of `env`, besides `environment.env_vars`."""
     name: str | None = None
     """Name of the validation strategy."""
     options: dict[str, Any] = field(factory=dict)
@@ -530,7 +546,13 @@ class ValidationSetConfig:
                 f"task = {self.task!r} with env = {self.env!r}: a set has the prompts of a task, or an "
                 "environment of its own"
             )
-        of_env = (self.env_options, self.success is not None, self.source != SourceConfig())
+        of_env = (
+            self.env_options,
+            self.success is not None,
+            self.source != SourceConfig(),
+            self.python,
+            self.env_vars,
+        )
         if self.task and any(of_env):
             raise ValueError(
                 f"task = {self.task!r} with env_options, success or source: these belong to `env`, and a "
@@ -587,7 +609,14 @@ class ValidationConfig(PluginChoice):
         """Return the environments of those of the sets that have their own."""
         found = {name: self.sets[name] for name in sets if self.sets[name].env}
         return {
-            name: TaskConfig(env=one.env, options=one.env_options, success=one.success, source=one.source)
+            name: TaskConfig(
+                env=one.env,
+                options=one.env_options,
+                success=one.success,
+                source=one.source,
+                python=one.python,
+                env_vars=one.env_vars,
+            )
             for name, one in found.items()
         }
 

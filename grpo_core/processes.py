@@ -38,11 +38,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from attrs import frozen
 
 from grpo_core import errors
+
+if TYPE_CHECKING:
+    from grpo_core.interpreters import Interpreter
 
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
@@ -84,6 +87,7 @@ class Child:
         name: name of the child in messages (``"environment sort"``).
         environ: added to the child's environment variables.
         log: file for the child's output; None is the parent's standard error.
+        interpreter: the Python that it runs in, if that is another one.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Child:
         name: str,
         environ: Mapping[str, str] | None = None,
         log: Path | None = None,
+        interpreter: Interpreter | None = None,
     ) -> None:
         self.name = name
         self._log = log
@@ -109,13 +114,15 @@ class Child:
         self._socket, theirs = socket.socketpair()
         try:
             with open(log, "ab") if log else os.fdopen(os.dup(2), "wb") as output:
+                ours = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())]
+                inherited = interpreter.variables(os.environ) if interpreter else os.environ
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
+                    interpreter.command(theirs.fileno()) if interpreter else ours,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **(environ or {})},
+                    env={**inherited, **(environ or {})},
                     # for killpg, and out of ctrl-C's reach; no session: where Linux shares the cores among
                     # sessions, those that compute may keep the one that wakes up waiting for a second
                     process_group=0,
@@ -331,10 +338,17 @@ _BOOT = "import sys; from grpo_core import processes; processes.main(int(sys.arg
 
 
 class Connection:
-    """The child's side of the socket: receives calls and sends answers."""
+    """The child's side of the socket: receives calls and sends answers.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        sock: the socket to the parent.
+        own_errors_only: whether other errors than grpo-core's are sent as text, because the parent may not
+            have their classes.
+    """
+
+    def __init__(self, sock: socket.socket, *, own_errors_only: bool = False) -> None:
         self._socket = sock
+        self._own_errors_only = own_errors_only
         self._sending = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
@@ -358,8 +372,10 @@ class Connection:
         self._send(_frame(Answer(id, result)))
 
     def fail(self, id: int, error: BaseException) -> None:
-        """Send an error; an error that cannot be pickled is sent as a GrpoError with its type and text."""
+        """Send an error; one that cannot be pickled or read is sent as a GrpoError with its type and text."""
         text = errors.shortened("".join(traceback.format_exception(error)), errors.LONGEST_TRACEBACK)
+        if self._own_errors_only and not isinstance(error, errors.GrpoError):
+            error = errors.GrpoError(errors.describe(error))
         try:
             frame = _frame(Answer(id, error=error, traceback=text))
             pickle.loads(frame[_LENGTH.size :])
@@ -406,12 +422,12 @@ class Connection:
         return bytes(chunks)
 
 
-def main(fd: int, parent: int) -> None:
-    """Run the child process."""
+def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
+    """Run the child process; see ``Connection``."""
     die_with(parent)
     sys.stdout, sys.stderr = _log(1), _log(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(socket.socket(fileno=fd))
+    connection = Connection(socket.socket(fileno=fd), own_errors_only=own_errors_only)
     os.register_at_fork(after_in_child=connection.close)  # or the parent would not see this process end
     try:
         hello = connection.receive()

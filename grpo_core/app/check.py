@@ -21,7 +21,7 @@ from grpo_core.incidents import Incident, reported_to
 from grpo_core.inert import inert
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
-from grpo_core.plugins.offers import FROM_THE_CORE, Offer, signature_of
+from grpo_core.plugins.offers import FROM_THE_CORE, Offer, Plugin, signature_of
 from grpo_core.plugins.selection import PluginSelection
 from grpo_core.testing.conformance import Conformance, Finding
 
@@ -47,7 +47,8 @@ def main(
     for setting in settings:
         options = merge(options, parse_setting(setting))
     host = PluginHost.discover(block=block)
-    offer = find(host, name, kind)
+    python = options.get("environment", {}).get("python")
+    offer = _elsewhere(name, python) if python else find(host, name, kind)
     if offer.kind != "environment":  # an environment may be loadable only in its own process
         host.check_options(offer.kind, offer.name, options)
     config = environment_config(options) if offer.kind == "environment" else EnvironmentConfig()
@@ -105,6 +106,11 @@ def _offered(host: PluginHost, kind: Kind, name: str) -> bool:
     except PluginError:
         return False
     return offer.given in offer.plugin.offers.get(kind, {}).values()
+
+
+def _elsewhere(name: str, python: str) -> Offer:
+    """Return an environment that only another interpreter can find."""
+    return Offer("environment", name, Plugin(name=python, distribution="", version="", module=""), name)
 
 
 def environment_config(options: dict[str, Any]) -> EnvironmentConfig:

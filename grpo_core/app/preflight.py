@@ -7,10 +7,11 @@ import re
 
 from grpo_core.app.parts import engines_of, make_placement, make_sampler, make_shaping
 from grpo_core.app.teacher import teacher_model
-from grpo_core.app.workers import transport, workers_of
-from grpo_core.config import AdvantageConfig, Config, TaskConfig, ValidationConfig
+from grpo_core.app.workers import of_task, transport, workers_of
+from grpo_core.config import AdvantageConfig, Config, EnvironmentConfig, TaskConfig, ValidationConfig
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError
+from grpo_core.interpreters import Interpreter, from_here
 from grpo_core.loop.endings import Goal
 from grpo_core.loss import LossSetting, needs_of, problems_of
 from grpo_core.model_sources import model_source
@@ -28,8 +29,9 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     """
     if not config.tasks and (trains or not config.validation.sets):
         raise _no_task("train on" if trains else "measure", host)
-    for task in config.tasks.values():
-        _check_environment(task, host)
+    remote = make_placement(config.placement, host).remote
+    for name, task in config.tasks.items():
+        _check_environment(f"tasks.{name}", task, config.environment, host, remote=remote)
     weights = {name: task.weight for name, task in config.tasks.items()}
     sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
     plugin_state(sampler, f"sampler {config.sampler.name!r}")  # it does not fail at the first checkpoint then
@@ -183,8 +185,9 @@ def _check_set(name: str, config: Config, host: PluginHost, *, trains: bool) -> 
             f"{key} is never measured, since validation.every is 0: set {key}.every, to 0 if only "
             "`grpo-core validate` shall measure it"
         )
+    remote = make_placement(config.placement, host).remote
     for environment in validation.environments([name]).values():
-        _check_environment(environment, host)
+        _check_environment(key, environment, config.environment, host, remote=remote)
     _check_strategy(resolved, host)
 
 
@@ -232,7 +235,19 @@ def _check_filters(config: Config, host: PluginHost) -> None:
         host.check_values("filter", name, options, group_size=config.rollout.group_size)
 
 
-def _check_environment(task: TaskConfig, host: PluginHost) -> None:
+def _check_environment(
+    key: str, task: TaskConfig, config: EnvironmentConfig, host: PluginHost, *, remote: bool
+) -> None:
+    """Raise ConfigError or PluginError for an environment that cannot be made.
+
+    What another interpreter has installed is known when the environment starts there.
+    """
+    own = of_task(config, task)
+    from_here(own.env_vars, f"{key}.env_vars" if task.env_vars else "environment.env_vars")
+    if own.python:
+        if not remote:
+            Interpreter.find(own.python)
+        return
     offer = host.find("environment", task.env)
     if not isinstance(offer.given, str):
         host.check_options("environment", task.env, task.options)

@@ -88,11 +88,17 @@ def make_environment(
     name: str, task: TaskConfig, config: EnvironmentConfig, placement: Placement, *, log: Path | None
 ) -> EnvironmentPool:
     """Make the workers of a task's environment, which are not started yet."""
+    config = of_task(config, task)
     count = config.workers
     logs = [log if count == 1 or log is None else log.with_stem(f"{log.stem}-{i}") for i in range(count)]
     spec = EnvironmentSpec(task=name, env=task.env, options=task.options, config=config)
     workers = [placement.environment(i, evolve(spec, log=logs[i])) for i in range(count)]
     return EnvironmentPool(workers, config, success=task.success)
+
+
+def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:
+    """Return the section for environments as it is for a task, whose own keys come first."""
+    return evolve(config, python=task.python or config.python, env_vars={**config.env_vars, **task.env_vars})
 
 
 def transport(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import itertools
 import math
@@ -19,9 +18,10 @@ from typing import Any, Literal
 
 import attrs
 
+from grpo_core import lent
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback, is_message
-from grpo_core.environments.tools import TEMPLATES, Toolbox, message, methods
+from grpo_core.environments.tools import Toolbox, message, methods
 from grpo_core.errors import GrpoError, PluginError, describe
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
@@ -124,7 +124,7 @@ class EnvironmentHost:
         """Sessions that are being opened; the event says that they are open, or failed."""
         self._calls = Calls(f"environment of task {task!r}", self._concurrency)
         if self._has_sessions:  # takes half a second, which should not count for the first rollout
-            importlib.import_module(TEMPLATES)
+            lent.chat_template_utils()
 
     def serve(self, connection: Connection) -> None:
         """Answer the calls of the core until it goes."""

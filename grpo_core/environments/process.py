@@ -23,13 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from grpo_core.aio import Slots, gather
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import UNREADABLE, Slotted, in_slots, units
-from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, describe
+from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, SelectionError, describe
 from grpo_core.incidents import report
+from grpo_core.interpreters import Interpreter, from_here
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import AgentEndpoint, Environment
@@ -118,7 +119,7 @@ class EnvironmentProcess:
             "task": task,
             "spec": spec,
             "options": dict(options or {}),
-            "plugins": plugins,
+            "plugins": evolve(plugins, elsewhere=bool(self._config.python)),
             "concurrency": self._config.concurrency,
             "deadline": self._config.deadline,
         }
@@ -405,14 +406,19 @@ class EnvironmentProcess:
         return PluginError(f"task {self.task!r}: the environment cannot be started: {error}")
 
     async def _start(self) -> Child:
-        """Start a child.  Raises ChildDied, PluginError."""
+        """Start a child.  Raises ChildDied, PluginError, ConfigError."""
         self.starts += 1
+        python = self._config.python
+        interpreter = await asyncio.to_thread(Interpreter.find, python) if python else None
+        given = from_here(self._config.env_vars, "environment.env_vars")
         child = Child(
             "grpo_core.environments.host:EnvironmentHost",
             self._made_with,
             name=self._name,
-            environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},  # sets in the same order
+            # sets in the same order
+            environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", **given},
             log=self._log,
+            interpreter=interpreter,
         )
         try:
             description = await child.started(seconds=self._config.start_deadline)
@@ -420,6 +426,8 @@ class EnvironmentProcess:
             await child.aclose(seconds=0)
             if isinstance(error, DeadlineExceeded):
                 raise self._cannot_start(error) from error
+            if interpreter and isinstance(error, SelectionError):
+                raise SelectionError(f"in {interpreter.path}: {error}") from error
             raise
         self._child = child
         self._who = description["who"]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from grpo_core import lent
 from grpo_core.errors import PluginError
 from grpo_core.records import Message
 from grpo_core.unicode import well_formed
-
-TEMPLATES = "transformers.utils.chat_template_utils"
-"""The module with ``get_json_schema``, which is imported only for environments with tools."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -111,7 +108,7 @@ def methods(session: Any) -> list[Callable[..., Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _schema(tool: Callable[..., Any], who: str) -> dict[str, Any]:
-    chat_template_utils = importlib.import_module(TEMPLATES)
+    chat_template_utils = lent.chat_template_utils()  # only environments with tools import it
     name = getattr(tool, "__name__", repr(tool))
     try:
         with _no_torch(chat_template_utils):

@@ -90,13 +90,16 @@ class PluginHost:
         self._manager.add_hookspecs(hookspecs)
 
     @classmethod
-    def discover(cls, allow: Sequence[str] | None = None, block: Sequence[str] = ()) -> PluginHost:
+    def discover(
+        cls, allow: Sequence[str] | None = None, block: Sequence[str] = (), *, elsewhere: bool = False
+    ) -> PluginHost:
         """Load the built-in plugin and those that are installed.
 
         Args:
             allow: names of plugins or distributions that may be loaded; None: those of the environment
                 variable ``GRPO_PLUGINS`` (separated by commas, empty: none) or, without it, all.
             block: names of plugins or distributions that are not imported.
+            elsewhere: see ``PluginSelection``.
 
         Raises:
             ConfigError: ``allow`` or ``block`` names a plugin that is not installed.
@@ -116,8 +119,9 @@ class PluginHost:
             source = "the environment variable GRPO_PLUGINS"
             allow = [name.strip() for name in os.environ["GRPO_PLUGINS"].split(",") if name.strip()]
         known = {name for plugin, entry in found for name in names_of(plugin, entry)} | {BUILT_IN}
-        _check_known(allow or (), known, source)
-        _check_known(block, known - {BUILT_IN}, "the list of plugins to leave out")
+        if not elsewhere:
+            _check_known(allow or (), known, source)
+            _check_known(block, known - {BUILT_IN}, "the list of plugins to leave out")
         for plugin, entry in found:
             names = names_of(plugin, entry)
             if allow is not None and names.isdisjoint(allow):
@@ -131,7 +135,7 @@ class PluginHost:
     @classmethod
     def of(cls, selection: PluginSelection) -> PluginHost:
         """The plugins that another process of the run loads."""
-        return cls.discover(selection.allow, selection.block)
+        return cls.discover(selection.allow, selection.block, elsewhere=selection.elsewhere)
 
     # ------------------------------------------------------------------------------ using
 

@@ -13,6 +13,8 @@ class PluginSelection:
     """Names of plugins or distributions that may be loaded; None: all."""
     block: tuple[str, ...] = ()
     """Names of plugins or distributions that are not imported."""
+    elsewhere: bool = False
+    """Whether it was made for another interpreter, in which plugins that it names may not be installed."""
 
 
 ALL_PLUGINS = PluginSelection()

@@ -8,15 +8,18 @@ are, and once with an environment that does next to nothing, to see what the pro
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import random
 import tempfile
 import time
+import venv
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.records import Episode, Prompt
 from grpo_plugin_math.exercises import sort
@@ -63,7 +66,8 @@ async def compared(
         return time.perf_counter() - begin
 
     async def direct(batch: list[Episode]) -> Any:
-        return here.evaluate(batch)
+        result = here.evaluate(batch)
+        return await result if inspect.isawaitable(result) else result
 
     pairs = []
     for place in range(PAIRS + 2):
@@ -97,6 +101,34 @@ async def measure() -> None:
             show(f"{name}: what the process adds to an episode (us)", (child - direct) / BATCH * 1e6)
 
 
+COPYING = """
+import grpo_core as grpo
+
+class Copying(grpo.Environment):
+    def prompts(self, split):
+        return [grpo.Prompt(messages=str(i), answer=str(i)) for i in range(2000)]
+
+    def evaluate(self, episodes):
+        return [float(e.reply == e.prompt.answer) for e in episodes]
+"""
+
+
+async def measure_interpreter() -> None:
+    """Compare an environment in a bare virtual environment of this Python with the same one in ours."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "copying.py"
+        file.write_text(COPYING)
+        venv.create(Path(scratch) / "bare", symlinks=True)
+        python = str(Path(scratch) / "bare")
+        here = EnvironmentProcess("here", f"{file}:Copying")
+        there = EnvironmentProcess("there", f"{file}:Copying", config=EnvironmentConfig(python=python))
+        try:
+            ratio, _, _ = await compared(here, there, lambda prompt, _: str(prompt.answer))
+        finally:
+            await asyncio.gather(here.aclose(), there.aclose())
+        show("another virtual environment: throughput / that of our own", ratio, 0.95)
+
+
 def show(name: str, value: float, limit: float | None = None) -> None:
     feedback = "" if limit is None else f">= {limit:g}  {'ok' if value >= limit else 'short'}"
     print(f"{name:60} {value:10.3f}  {feedback}", flush=True)
@@ -104,3 +136,4 @@ def show(name: str, value: float, limit: float | None = None) -> None:
 
 if __name__ == "__main__":
     asyncio.run(measure())
+    asyncio.run(measure_interpreter())

@@ -102,6 +102,12 @@ class PluginRequirement:
             versions={"python": _python(), **{name: _version(name) for name in ("grpo-core", *installed)}},
         )
 
+    @classmethod
+    def elsewhere(cls, name: str) -> PluginRequirement:
+        """Return the requirement for an offer that only another interpreter of the worker can find."""
+        versions = {"python": _python(), "grpo-core": _version("grpo-core")}
+        return cls(name=absolute(name), allow=None, versions=versions)
+
     def check(self, who: str) -> None:
         """Raises PluginError that names what is different where this is called."""
         here = {name: _python() if name == "python" else _version(name) for name in self.versions}

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from attrs import evolve
+
 from grpo_core import ConfigError, Engine, EngineSetup
 from grpo_core.engine_kit import (
     Devices,
@@ -120,9 +122,13 @@ class RayPlacement:
             f"environment {spec.task} {number}",
             EnvironmentSetup(
                 task=spec.task,
-                origin=PluginRequirement.of(self._plugins.find("environment", spec.env)),
+                origin=(
+                    PluginRequirement.elsewhere(spec.env)
+                    if spec.config.python
+                    else PluginRequirement.of(self._plugins.find("environment", spec.env))
+                ),
                 options=spec.options,
-                config=spec.config,
+                config=evolve(spec.config, env_vars=from_here(spec.config.env_vars)),
                 log=str(spec.log.resolve()) if spec.log else None,
             ),
             resources={"num_cpus": 1, "scheduling_strategy": STRATEGIES["spread"]},

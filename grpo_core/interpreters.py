@@ -1,0 +1,162 @@
+"""Other Python interpreters and virtual environments, in which an environment can run.
+
+The other interpreter needs nothing of grpo-core: it gets grpo-core's own files, so both sides always have the
+same version, and ``LENT`` where it has not its own.  See ``grpo_core.lent`` for its side.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from attrs import frozen
+
+from grpo_core import lent
+from grpo_core._version import __version__
+from grpo_core.errors import ConfigError
+
+OLDEST = (3, 11)
+"""The first version of Python that grpo-core's part of an environment runs in."""
+
+LENT: Mapping[str, tuple[int, ...]] = {"attrs": (23, 1), "pluggy": (1, 0), "packaging": (21, 0)}
+"""Packages that an environment's process needs, with the first version that will do."""
+
+_MODULES = ("attr", "attrs", "pluggy", "packaging")
+_PATIENCE = 60.0
+"""Seconds for another interpreter to tell its version; a cold disk may need a few."""
+
+_PROBE = """
+import json, sys
+found = {}
+try:
+    from importlib.metadata import PackageNotFoundError, version
+    for name in sys.argv[1:]:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            pass
+except ImportError:
+    pass
+print(json.dumps([list(sys.version_info[:3]), found]))
+"""
+
+_BOOT = """
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+import importlib.util
+spec = importlib.util.spec_from_file_location("grpo_core", sys.argv[1])
+module = sys.modules["grpo_core"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from grpo_core import lent
+lent.main(*sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5]))
+"""
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+
+@frozen
+class Interpreter:
+    """Another Python interpreter, by the path of its program."""
+
+    path: str
+
+    @classmethod
+    def find(cls, python: str) -> Interpreter:
+        """Find a program, or that of a virtual environment's directory.
+
+        Raises ConfigError if there is none, or if it cannot run grpo-core's part of an environment.
+        """
+        place = Path(python).expanduser()
+        inside = place / "bin" / "python"
+        if place.is_dir() and not inside.exists():
+            raise ConfigError(
+                f"python = {python!r} is a directory without bin/python, so no virtual environment"
+            )
+        name = str(inside if place.is_dir() else place)
+        path = shutil.which(name)
+        if path is None:
+            raise ConfigError(f"python = {python!r}: there is no such program")
+        found = cls(os.path.abspath(path))  # not resolved: a link tells a virtual environment from its base
+        found._check()
+        return found
+
+    def command(self, fd: int) -> list[str]:
+        """Return the command of a child process that is connected by this descriptor."""
+        grpo_core = str(Path(__file__).with_name("__init__.py"))
+        lends = [__version__, json.dumps(_files())]
+        return [self.path, "-c", _BOOT, grpo_core, *lends, str(fd), str(os.getpid())]
+
+    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment variables of a child: as for the parent, but its programs come first."""
+        kept = {name: value for name, value in environ.items() if name != "PYTHONHOME"}
+        return {**kept, "PATH": os.pathsep.join([os.path.dirname(self.path), kept.get("PATH", os.defpath)])}
+
+    def _check(self) -> None:
+        version, packages = _probed(self.path)
+        if version < OLDEST:
+            raise ConfigError(
+                f"{self.path} is Python {_dotted(version)}: an environment needs {_dotted(OLDEST)} or newer"
+            )
+        for name, oldest in LENT.items():
+            if name in packages and _numbers(packages[name]) < oldest:
+                raise ConfigError(
+                    f"{self.path} has {name} {packages[name]}, and grpo-core's part of an environment needs "
+                    f"{_dotted(oldest)} or newer: {self.path} -m pip install '{name}>={_dotted(oldest)}', or "
+                    f"uninstall it (grpo-core then brings its own)"
+                )
+
+
+def from_here(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
+    """Replace values like ``"$API_KEY"`` by variables of this process, which no file of a run holds.
+
+    Raises ConfigError if a variable is not set.
+    """
+    given = {}
+    for name, value in env_vars.items():
+        if match := _VARIABLE.fullmatch(value):
+            variable = match[1] or match[2]
+            if variable not in os.environ:
+                raise ConfigError(f"{key}.{name}: the environment variable {variable} is not set")
+            value = os.environ[variable]
+        given[name] = value
+    return given
+
+
+@functools.cache
+def _probed(path: str) -> tuple[tuple[int, ...], Mapping[str, str]]:
+    """Return an interpreter's version, and those of the packages of ``LENT`` that it has."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    try:
+        told = subprocess.run(
+            [path, "-c", _PROBE, *LENT], capture_output=True, text=True, timeout=_PATIENCE, env=environ
+        )
+        version, packages = json.loads(told.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise ConfigError(f"python = {path!r} does not answer as a Python interpreter: {error}") from error
+    return tuple(version), packages
+
+
+@functools.cache
+def _files() -> Mapping[str, str]:
+    """Return the files of what an interpreter is lent, by module."""
+    specs = {name: importlib.util.find_spec(name) for name in (*_MODULES, "transformers")}
+    origins = {name: spec.origin for name, spec in specs.items() if spec is not None and spec.origin}
+    transformers = origins.pop("transformers", None)
+    if transformers:
+        origins[lent.TEMPLATES] = str(Path(transformers).parent / "utils" / "chat_template_utils.py")
+    return origins
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

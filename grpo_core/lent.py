@@ -1,0 +1,83 @@
+"""Lets another interpreter use this installation's grpo-core: the child's side of ``grpo_core.interpreters``.
+
+Another interpreter has its own packages, and none of ours.  It gets grpo-core itself and the few packages in
+pure Python that grpo-core's part of an environment needs.  Those that it has come first.  This module runs
+before any of them can be imported, so it uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+
+TEMPLATES = "transformers.utils.chat_template_utils"
+"""The module with ``get_json_schema``, which writes the schemas of tools."""
+
+_files: dict[str, str] = {}
+"""Files of the modules that are lent, by name."""
+
+
+class _Finder:
+    """Finds modules that are lent; it is asked last."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = _files.get(name)
+        return importlib.util.spec_from_file_location(name, file) if file else None
+
+
+def main(version: str, files: str, fd: int, parent: int) -> None:
+    """Run the child process of this version of grpo-core, with modules from these files (JSON)."""
+    known = sys.modules["grpo_core._version"] = types.ModuleType("grpo_core._version")
+    vars(known)["__version__"] = version  # grpo-core may not be installed here
+    _files.update(json.loads(files))
+    sys.meta_path.append(_Finder)
+    from grpo_core import processes
+
+    processes.main(fd, parent, own_errors_only=True)
+
+
+def chat_template_utils() -> types.ModuleType:
+    """Return transformers' module of this name, alone if there is no transformers in this interpreter.
+
+    Raises ImportError.
+    """
+    if TEMPLATES in _files and importlib.util.find_spec("transformers") is None:
+        return _alone(_files[TEMPLATES])
+    return importlib.import_module(TEMPLATES)
+
+
+def _alone(file: str) -> types.ModuleType:
+    """Import transformers' module from its file, in a package that answers no to "is that available?"."""
+    name = "grpo_core_lent.chat_template_utils"
+    if name in sys.modules:
+        return sys.modules[name]
+    package = types.ModuleType("grpo_core_lent")
+    package.__path__ = []
+    available = types.ModuleType("grpo_core_lent.import_utils")
+    vars(package)["logging"] = types.SimpleNamespace(get_logger=logging.getLogger)
+    vars(available)["__getattr__"] = _never
+    modules: Mapping[str, types.ModuleType] = {package.__name__: package, available.__name__: available}
+    sys.modules.update(modules)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
+
+
+def _never(name: str) -> object:
+    """Return ``is_..._available`` of a package that is not installed."""
+    if not name.startswith("is_"):
+        raise AttributeError(name)
+    return lambda: False

@@ -1,0 +1,282 @@
+"""Environments in other interpreters: what reaches them, what they need, and what is refused."""
+
+import asyncio
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import venv
+from pathlib import Path
+
+import pytest
+
+from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.errors import ConfigError, SelectionError
+from grpo_core.interpreters import Interpreter
+from grpo_core.plugins.selection import PluginSelection
+from grpo_core.records import Episode, Prompt
+
+ABROAD = '''
+    import json, os, shutil, sys
+    import grpo_core as grpo
+
+    class TheirError(Exception):
+        """An error whose class the trainer's process does not have."""
+
+    def add(a: int, b: list[int], c: str = "x") -> int:
+        """Adds numbers.
+
+        Args:
+            a: the first
+            b: the others
+            c: a word (choices: ["x", "y"])
+
+        Returns:
+            the sum
+        """
+        return a + sum(b)
+
+    class Abroad(grpo.Environment):
+        max_turns = 2
+        tools = (add,)
+
+        def prompts(self, split):
+            return [grpo.Prompt(messages="where?", answer="here")]
+
+        def open(self, prompt):
+            return None
+
+        def evaluate(self, episodes):
+            return [self.one(episode.reply) for episode in episodes]
+
+        def one(self, reply):
+            if reply == "raise":
+                raise TheirError("of theirs")
+            packages = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+            told = {
+                "prefix": sys.prefix,
+                "version": list(sys.version_info[:2]),
+                "packages": sorted(packages),
+                "python": shutil.which("python"),
+                "secret": os.environ.get("JUDGE_KEY"),
+            }
+            return grpo.Feedback(reward=1.0, answer=json.dumps(told))
+'''
+
+
+SECRET = "hunter2-hunter2"
+KEYED = """
+    import os
+    import grpo_core as grpo
+
+    class Keyed(grpo.Environment):
+        def prompts(self, split):
+            return [grpo.Prompt(messages=f"{i}=", answer="1") for i in range(8)]
+
+        def evaluate(self, episodes):
+            if os.environ["JUDGE_KEY"] != "hunter2-hunter2":
+                raise ValueError("no key")
+            return [float(len(episode.reply)) for episode in episodes]
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A virtual environment in which nothing is installed."""
+    place = tmp_path_factory.mktemp("abroad") / "bare"
+    venv.create(place, symlinks=True, with_pip=False)
+    return place
+
+
+@pytest.fixture
+def abroad(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    file = tmp_path / "abroad.py"
+    file.write_text(textwrap.dedent(ABROAD))
+    return f"{file}:Abroad"
+
+
+def run(spec, story, *, plugins=(), **config):
+    async def main():
+        process = EnvironmentProcess(
+            "play", spec, config=EnvironmentConfig(**config), plugins=PluginSelection(allow=plugins)
+        )
+        try:
+            return await story(process)
+        finally:
+            await process.aclose()
+
+    return asyncio.run(main())
+
+
+def replied(*replies):
+    return [
+        Episode(prompt=Prompt(messages="?"), messages=({"role": "assistant", "content": reply},), session="s")
+        for reply in replies
+    ]
+
+
+async def answers(process, *replies):
+    await process.open({"s": Prompt(messages="?", id="0")})
+    return await process.evaluate(replied(*replies))
+
+
+def told(spec, **config):
+    async def story(process):
+        (feedback,) = await answers(process, "where")
+        return feedback
+
+    feedback = run(spec, story, **config)
+    assert feedback.reward == 1.0, feedback.error
+    return json.loads(feedback.answer)
+
+
+# ---------------------------------------------------------------------------------- what runs there
+
+
+def test_an_environment_runs_in_a_virtual_environment_where_nothing_is_installed(abroad, bare):
+    there = told(abroad, python=str(bare))
+    assert there["prefix"] == str(bare)
+    assert there["python"] == str(bare / "bin" / "python"), "programs that it starts are those of its home"
+    ours = {"attr", "attrs", "grpo_core", "grpo_core_lent", "pluggy", "packaging"}
+    of_the_test = {"__main__", "grpo_file_" + abroad.partition(".py")[0].replace("/", "_").replace("-", "_")}
+    assert {*there["packages"]} <= ours | of_the_test, "no torch, transformers or numpy"
+
+
+@pytest.mark.long
+def test_tools_have_the_same_schemas_in_every_interpreter(abroad, bare):
+    async def story(process):
+        (start,) = await process.open({"s": Prompt(messages="?", id="0")})
+        return start.tools
+
+    (schema,) = there = run(abroad, story, python=str(bare))
+    assert there == run(abroad, story)
+    assert schema["function"]["parameters"]["properties"]["b"]["items"] == {"type": "integer"}
+
+
+def test_an_error_of_a_class_that_only_they_have_costs_one_reward_and_not_the_process(abroad, bare):
+    async def story(process):
+        first, second = await answers(process, "raise", "where")
+        return first, second, process.starts
+
+    first, second, starts = run(abroad, story, python=str(bare))
+    assert (first.reward, first.error) == (None, "TheirError: of theirs")
+    assert (second.reward, starts) == (1.0, 1)
+
+
+def test_a_list_of_plugins_may_name_some_that_are_not_installed_there(abroad, bare):
+    assert told(abroad, python=str(bare), plugins=("math",))["prefix"] == str(bare)
+
+
+def test_a_plugin_that_is_not_installed_there_is_missed_there(bare):
+    async def story(process):
+        await process.start()
+
+    with pytest.raises(SelectionError, match=rf"in {bare}/bin/python: there is no environment 'math:sort'"):
+        run("math:sort", story, python=str(bare))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("minor", [12, 13, 14])
+def test_newer_versions_of_python_will_do(abroad, minor):
+    pyenv = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")
+    found = [*map(str, pyenv), *filter(None, [shutil.which(f"python3.{minor}")])]
+    if not found:
+        pytest.skip(f"there is no Python 3.{minor} on this machine")
+    assert told(abroad, python=found[0])["version"] == [3, minor]
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def program(tmp_path, says):
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ("[[3, 9, 18], {}]", r"is Python 3.9.18: an environment needs 3.11 or newer"),
+        ('[[3, 12, 1], {"attrs": "19.3.0"}]', r"has attrs 19.3.0.*-m pip install 'attrs>=23.1'"),
+        ("hello", r"does not answer as a Python interpreter"),
+    ],
+)
+def test_an_interpreter_that_will_not_do_is_refused(tmp_path, says, why):
+    with pytest.raises(ConfigError, match=why):
+        Interpreter.find(program(tmp_path, says))
+
+
+def test_a_path_without_an_interpreter_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is a directory without bin/python"):
+        Interpreter.find(str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no such program"):
+        Interpreter.find(str(tmp_path / "python"))
+
+
+@pytest.mark.long
+def test_a_missing_interpreter_or_variable_is_found_before_anything_starts(abroad, tmp_path):
+    def train(*settings):
+        command = [
+            sys.executable,
+            "-m",
+            "grpo_core",
+            "train",
+            "--env",
+            abroad,
+            "--output",
+            str(tmp_path / "run"),
+        ]
+        ended = subprocess.run(
+            [*command, *(part for each in settings for part in ("--set", each))],
+            capture_output=True,
+            text=True,
+        )
+        assert not (tmp_path / "run").exists()
+        return ended.returncode, ended.stderr
+
+    assert train("environment.python=/nowhere/python") == (
+        2,
+        "grpo-core: python = '/nowhere/python': there is no such program\n",
+    )
+    status, error = train("environment.env_vars.JUDGE_KEY=$NOT_SET_ANYWHERE")
+    assert status == 2
+    assert "environment.env_vars.JUDGE_KEY: the environment variable NOT_SET_ANYWHERE is not set" in error
+
+
+# ---------------------------------------------------------------------------------- secrets
+
+
+def test_a_secret_reaches_the_environment(abroad, bare, monkeypatch):
+    monkeypatch.setenv("KEY_OF_TODAY", SECRET)
+    for spelled in ("$KEY_OF_TODAY", "${KEY_OF_TODAY}"):
+        assert told(abroad, python=str(bare), env_vars={"JUDGE_KEY": spelled})["secret"] == SECRET
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_has_the_secret_that_its_environment_uses(tmp_path, bare):
+    (tmp_path / "keyed.py").write_text(textwrap.dedent(KEYED))
+    settings = [
+        "tasks.keyed.env=./keyed.py:Keyed", f"tasks.keyed.python={bare}",
+        "tasks.keyed.env_vars.JUDGE_KEY=$KEY_OF_TODAY", "trainer.steps=2", "trainer.prompts_per_step=2",
+        "rollout.group_size=2", "rollout.max_tokens=4", "validation.prompts=2", "checkpoint.every=1",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_core", "train", "--output", "run",
+         *(part for each in settings for part in ("--set", each))],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "KEY_OF_TODAY": SECRET},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {"config.toml", "events.jsonl", "report.html", "environment-keyed.log"} <= {p.name for p in files}
+    unpacked = [gzip.decompress(text) if path.suffix == ".gz" else text for path, text in files.items()]
+    assert any(b"$KEY_OF_TODAY" in text for text in unpacked), "the name is written"
+    for text in (*unpacked, done.stdout.encode(), done.stderr.encode()):
+        assert SECRET.encode() not in text
