@@ -140,7 +140,7 @@ class TaskConfig:
     source: SourceConfig = field(factory=SourceConfig)
     """Prompts can come from a file or data set instead of the environment."""
     python: str = ""
-    """This environment runs in this Python interpreter or directory of a virtual environment, instead of
+    """The environment runs in this Python interpreter or directory of a virtual environment, instead of
     `environment.python`."""
     env_vars: dict[str, str] = field(factory=dict)
     """Environment variables are set in this environment's process, besides `environment.env_vars`."""
