@@ -12,6 +12,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("engine", "vllm"): VLLM,
     ("environment", "math"): "pip install grpo-plugin-math",
     ("environment", "reasoning_gym"): "pip install grpo-plugin-reasoning-gym",
+    ("environment", "trl"): "pip install grpo-plugin-trl",
     ("placement", "ray"): "pip install 'grpo-core[ray]'",
     ("sampler", "learnable"): "pip install grpo-plugin-curriculum",
 }

@@ -1,0 +1,60 @@
+"""The factory of ``trl:MODULE:NAME``: loads what is named, and tells a class from a reward function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpo_core as grpo
+from grpo_plugin_trl.environments import TRLEnvironment
+from grpo_plugin_trl.loading import load
+from grpo_plugin_trl.rewards import AsyncRewards, RewardFunction, Rewards, reward_function
+
+
+def make(
+    name: str,
+    *,
+    weight: float = 1.0,
+    arguments: Mapping[str, Any] | None = None,
+    more: Sequence[str | Mapping[str, Any]] = (),
+    conversational: bool = True,
+    answer: str = "answer",
+    whole_groups: bool = False,
+    max_turns: int = 16,
+) -> grpo.Environment:
+    """Make the environment of a reward function, or of an environment class.
+
+    Args:
+        name: ``module:attribute`` or ``./file.py:attribute``.
+        weight: weight of the function.
+        arguments: arguments of the attribute, if that makes the function or environment.
+        more: further reward functions: a name, or a table of ``function``, ``weight`` and ``arguments``.
+        conversational: whether functions get messages; otherwise they get texts.
+        answer: the keyword by which functions get the prompt's answer.
+        whole_groups: whether each call has whole groups.
+        max_turns: largest number of completions with an environment class.
+    """
+    found = load(name)
+    functions = [reward_function(each) for each in more]
+    if _is_environment(found):
+        if weight != 1.0:
+            raise grpo.ConfigError(
+                "an environment's own reward has the weight 1, as with TRL: leave out weight"
+            )
+        return TRLEnvironment(
+            name,
+            lambda: found(**(arguments or {})),
+            functions,
+            conversational=conversational,
+            answer=answer,
+            max_turns=max_turns,
+        )
+    first = reward_function({"function": name, "weight": weight, "arguments": arguments})
+    everything: list[RewardFunction] = [first, *functions]
+    kind = AsyncRewards if any(function.is_async for function in everything) else Rewards
+    return kind(everything, conversational=conversational, answer=answer, whole_groups=whole_groups)
+
+
+def _is_environment(found: Any) -> bool:
+    return inspect.isclass(found) and callable(getattr(found, "reset", None))
