@@ -34,15 +34,13 @@ class RewardFunction:
 
 def reward_function(given: str | Mapping[str, Any]) -> RewardFunction:
     """Load a function that the configuration names.  Raises ConfigError."""
-    table: dict[str, Any] = {**({"function": given} if isinstance(given, str) else given)}
+    table: dict[str, Any] = {"function": given} if isinstance(given, str) else dict(given)
     if unknown := sorted(set(table) - {"function", "weight", "arguments"}):
         raise grpo.ConfigError(
             f"trl: a reward function has no {unknown[0]!r}; it has function, weight, arguments"
         )
     if "function" not in table:
-        raise grpo.ConfigError(
-            f"trl: {dict(given)!r} names no function: {{function = 'module:name', weight = 1}}"
-        )
+        raise grpo.ConfigError(f"trl: {given!r} names no function: {{function = 'module:name', weight = 1}}")
     function, weight, arguments = load(table["function"]), table.get("weight", 1.0), table.get("arguments")
     if arguments is not None:
         try:
