@@ -9,7 +9,10 @@ from grpo_core.hookspecs import hookimpl
 
 @hookimpl
 def grpo_environments() -> Mapping[str, str]:
-    return {"agent:*": "grpo_core.agents.program:AgentProgram"}
+    return {
+        "agent:*": "grpo_core.agents.program:AgentProgram",
+        "compose": "grpo_core.environments.compose:Compose",
+    }
 
 
 @hookimpl

@@ -1,0 +1,269 @@
+"""The environment ``compose``: the rewards of several environments, combined by the configuration.
+
+    [tasks.math]
+    env = "compose"
+
+    [tasks.math.options.parts]
+    right = { env = "math:gsm8k" }
+    short = { env = "./short.py:Short", weight = 0.2, requires = { right = 1.0 } }
+
+The first part has the prompts, and turns, tools and sessions if there are any.  The others judge the
+conversation when it has ended.  A part with ``requires`` is asked only where the rewards of these earlier
+parts are high enough, and is worth 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+from attrs import field, frozen
+
+from grpo_core.environments.feedback import as_feedback
+from grpo_core.environments.host import DEADLINE
+from grpo_core.errors import ConfigError, GrpoError, PluginError, describe, did_you_mean
+from grpo_core.plugins.host import PluginHost
+from grpo_core.protocols import Environment
+from grpo_core.records import Episode, Feedback, Prompt
+
+KEYS = ("env", "options", "weight", "requires")
+"""Keys of a part."""
+
+_Questions = list[tuple["Part", list[int]]]
+"""Parts that are asked at the same time, each with the places of its episodes."""
+
+
+@frozen(eq=False)
+class Part:
+    """One of the environments.
+
+    Attributes:
+        requires: rewards of earlier parts from which it counts.
+    """
+
+    name: str
+    environment: Any
+    weight: float = 1.0
+    requires: Mapping[str, float] = field(factory=dict)
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.environment.evaluate)
+
+    def defines(self, name: str) -> bool:
+        method = getattr(type(self.environment), name, None)
+        return method not in (None, getattr(Environment, name))
+
+
+class Compose:
+    """Combines the rewards of several environments.
+
+    Args:
+        parts: the environments by name: ``env``, and maybe ``options``, ``weight`` and ``requires``.
+        formula: the reward is the "sum" of the rewards, each times its weight, or their "product".
+    """
+
+    def __init__(self, *, parts: Mapping[str, Any], formula: Literal["sum", "product"] = "sum") -> None:
+        self._parts = _made(parts)
+        self._formula = formula
+        self._check()
+        first = self._parts[0]
+        environments = [part.environment for part in self._parts]
+        self.max_turns: int = getattr(first.environment, "max_turns", 1)
+        self.tools: Sequence[Any] = getattr(first.environment, "tools", [])
+        self.needs_group = any(getattr(each, "needs_group", False) for each in environments)
+        self.success = None
+        numbers = [getattr(each, "concurrency", None) for each in environments]
+        self.concurrency = max((number for number in numbers if number is not None), default=None)
+        deadlines = [getattr(each, "deadline", None) for each in environments]
+        self.deadline = sum(each or DEADLINE for each in deadlines) if any(deadlines) else None
+        for name in ("from_source", "open", "close"):  # what it does not define, the host must not find here
+            if first.defines(name):
+                setattr(self, name, getattr(first.environment, name))
+        self.evaluate = self._later if any(part.is_async for part in self._parts) else self._now
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        prompts: Sequence[Prompt] = self._parts[0].environment.prompts(split)
+        return prompts
+
+    def solve(self, prompt: Prompt) -> str | None:
+        """Return the first part's solution; the other parts may give it less than they could."""
+        solve = getattr(self._parts[0].environment, "solve", None)
+        return solve(prompt) if solve else None
+
+    async def aclose(self) -> None:
+        for part in self._parts:
+            if part.defines("aclose") and inspect.isawaitable(closing := part.environment.aclose()):
+                await closing
+
+    def _check(self) -> None:
+        first, *others = self._parts
+        for part in self._parts:
+            if part.defines("run"):
+                raise _refusal(part, "is an agent, which plays by itself; let compose judge it instead")
+            if getattr(part.environment, "needs_group", False) and part.requires:
+                raise _refusal(part, "compares whole groups, so it cannot require rewards of other parts")
+            if self._formula == "product" and part.weight != 1:
+                raise _refusal(part, "has a weight, which means nothing in a product: leave it out")
+        for part in others:
+            if part.defines("open") or len(getattr(part.environment, "tools", ())):
+                raise _refusal(part, "has sessions or tools, which only the first part may have")
+        turns = getattr(first.environment, "max_turns", 1)
+        if turns > 1 and self._formula == "product":
+            raise _refusal(first, f"has {turns} turns, whose rewards are added: a product is for one turn")
+        if turns > 1 and any(getattr(part.environment, "needs_group", False) for part in others):
+            raise _refusal(first, "has turns, and another part compares groups, whose rollouts end together")
+
+    # ------------------------------------------------------------------------------ evaluation
+
+    def _now(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        steps = self._steps(list(episodes))
+        answers: Any = None
+        while True:
+            try:
+                questions = steps.send(answers)
+            except StopIteration as end:
+                feedback: list[Feedback] = end.value
+                return feedback
+            answers = [self._ask(part, [episodes[i] for i in places]) for part, places in questions]
+
+    async def _later(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        steps = self._steps(list(episodes))
+        answers: Any = None
+        while True:
+            try:
+                questions = steps.send(answers)
+            except StopIteration as end:
+                feedback: list[Feedback] = end.value
+                return feedback
+            answers = [self._ask(part, [episodes[i] for i in places]) for part, places in questions]
+            waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
+            awaited = await asyncio.gather(*waiting.values())
+            for i, answer in zip(waiting, awaited, strict=True):
+                answers[i] = answer
+
+    @staticmethod
+    def _ask(part: Part, episodes: list[Episode]) -> Any | Awaitable[Any]:
+        return part.environment.evaluate(episodes)
+
+    def _steps(self, episodes: list[Episode]) -> Generator[_Questions, Sequence[Any], list[Feedback]]:
+        """Yield what to ask next, and return the combined feedback."""
+        found: list[dict[str, Feedback]] = [{} for _ in episodes]
+        first, *others = self._parts
+        (answer,) = yield [(first, list(range(len(episodes))))]
+        _keep(found, first, list(range(len(episodes))), answer)
+        ended = [
+            i
+            for i, episode in enumerate(episodes)
+            if found[i][first.name].done or episode.finish_reason != "stop"
+        ]
+        for stage in _stages(first, others):
+            questions = [(part, [i for i in ended if _counts(part, found[i])]) for part in stage]
+            questions = [(part, places) for part, places in questions if places]
+            answers = yield questions
+            for (part, places), answer in zip(questions, answers, strict=True):
+                _keep(found, part, places, answer)
+        over = set(ended)
+        return [self._combined(parts, ended=i in over) for i, parts in enumerate(found)]
+
+    def _combined(self, found: Mapping[str, Feedback], *, ended: bool) -> Feedback:
+        """Return the feedback on an episode from that of its parts; those that were not asked are missing."""
+        first = self._parts[0]
+        own = found[first.name]
+        lost = [(name, each) for name, each in found.items() if each.reward is None and each.done]
+        if lost:
+            name, feedback = lost[0]
+            return Feedback(error=f"{name}: {feedback.error or 'unscored'}", metrics=self._metrics(found))
+        worth = {
+            part.name: part.weight * (found[part.name].reward or 0.0) if part.name in found else 0.0
+            for part in self._parts
+        }
+        reward: float | None = (
+            math.prod(worth.values()) if self._formula == "product" else sum(worth.values())
+        )
+        if not ended:
+            reward = None if own.reward is None else first.weight * own.reward
+        return attrs.evolve(
+            own,
+            reward=reward,
+            metrics=self._metrics(found),
+            train=all(feedback.train for feedback in found.values()),
+        )
+
+    def _metrics(self, found: Mapping[str, Feedback]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for part in self._parts:
+            if part.requires:
+                metrics[f"{part.name}_asked"] = float(part.name in found)
+            if (feedback := found.get(part.name)) is not None:
+                if feedback.reward is not None:
+                    metrics[part.name] = feedback.reward
+                metrics |= {f"{part.name}_{name}": value for name, value in feedback.metrics.items()}
+        return metrics
+
+
+def _keep(found: list[dict[str, Feedback]], part: Part, places: Sequence[int], answer: Any) -> None:
+    feedback = as_feedback(answer, len(places), f"compose: part {part.name!r}")
+    for place, each in zip(places, feedback, strict=True):
+        found[place][part.name] = each
+
+
+def _counts(part: Part, found: Mapping[str, Feedback]) -> bool:
+    """Return whether a part is asked: every reward that it requires is there and high enough."""
+    rewards = {name: found[name].reward if name in found else None for name in part.requires}
+    return all(reward is not None and reward >= part.requires[name] for name, reward in rewards.items())
+
+
+def _stages(first: Part, others: Sequence[Part]) -> list[list[Part]]:
+    """Order the parts so that each comes after those that it requires."""
+    depth = {first.name: 0}
+    stages: dict[int, list[Part]] = {}
+    for part in others:
+        depth[part.name] = 1 + max((depth[name] for name in part.requires), default=0)
+        stages.setdefault(depth[part.name], []).append(part)
+    return [stages[number] for number in sorted(stages)]
+
+
+def _made(parts: Mapping[str, Any]) -> list[Part]:
+    """Make the environments.  Raises ConfigError, PluginError."""
+    if not parts:
+        raise ConfigError("compose: there are no parts; name environments in options.parts")
+    host = PluginHost.discover()
+    made: dict[str, Part] = {}
+    for name, given in parts.items():
+        if not isinstance(given, Mapping) or not isinstance(given.get("env"), str):
+            raise ConfigError(f'compose: part {name!r} is {given!r}; expected a table with env = "NAME"')
+        if unknown := sorted(set(given) - set(KEYS)):
+            near = did_you_mean(unknown[0], set(KEYS))
+            raise ConfigError(
+                f"compose: part {name!r} has no key {unknown[0]!r}.{near} Its keys: {', '.join(KEYS)}"
+            )
+        weight, requires = _number(name, "weight", given.get("weight", 1.0)), dict(given.get("requires", {}))
+        for other, least in requires.items():
+            if other not in made:
+                raise ConfigError(
+                    f"compose: part {name!r} requires {other!r}, which is no part before it; those "
+                    f"before it are {', '.join(made) or '(none)'}"
+                )
+            requires[other] = _number(name, f"requires.{other}", least)
+        try:
+            environment = host.make("environment", given["env"], **given.get("options", {}))
+        except GrpoError as error:
+            kind = ConfigError if error.exit_status == ConfigError.exit_status else PluginError
+            raise kind(f"part {name!r}: {describe(error)}") from error
+        made[name] = Part(name, environment, weight, requires)
+    return list(made.values())
+
+
+def _number(part: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"compose: part {part!r}: {key} is {value!r}; expected a finite number")
+    return float(value)
+
+
+def _refusal(part: Part, why: str) -> ConfigError:
+    return ConfigError(f"compose: part {part.name!r} {why}")

@@ -1,0 +1,125 @@
+"""Asks one judge over HTTP, with the retries, limits and cache that it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+import grpo_core as grpo
+from grpo_plugin_judge.cache import Cache, key_of
+
+KEYS = ("model", "url", "key_variable", "parameters", "name")
+
+
+@frozen(kw_only=True)
+class JudgeModel:
+    """A model at an address.
+
+    Attributes:
+        url: base address of an API like OpenAI's, such as ``http://127.0.0.1:8000/v1``.
+        key_variable: environment variable with the key; if it is not set, no key is sent.
+        parameters: further fields of each request, such as ``temperature``.
+    """
+
+    model: str
+    url: str
+    key_variable: str = "OPENAI_API_KEY"
+    parameters: Mapping[str, Any] = field(factory=dict)
+    name: str = ""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], default: Mapping[str, Any]) -> JudgeModel:
+        """Make one from a table; what it leaves out is as for the first.  Raises ConfigError."""
+        if unknown := sorted(set(given) - set(KEYS)):
+            near = grpo.did_you_mean(unknown[0], set(KEYS))
+            raise grpo.ConfigError(
+                f"judge: a judge has no key {unknown[0]!r}.{near} Its keys: {', '.join(KEYS)}"
+            )
+        values = {**default, **given}
+        for name in ("model", "url"):
+            if not isinstance(values.get(name), str) or not values[name]:
+                raise grpo.ConfigError(f"judge: {name} is {values.get(name)!r}; expected a text")
+        return cls(**values)
+
+
+class Pace:
+    """Lets requests begin no faster than a number a minute; 0 is no limit."""
+
+    def __init__(self, requests_per_minute: float) -> None:
+        self._interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
+        self._next = 0.0
+
+    async def wait(self) -> None:
+        now = asyncio.get_running_loop().time()
+        begin = max(now, self._next)
+        self._next = begin + self._interval
+        if begin > now:
+            await asyncio.sleep(begin - now)
+
+
+class NoScore(Exception):  # noqa: N818 - it says what happened
+    """Raised if a judge did not answer after all retries, or if its answer has no score."""
+
+
+class Asker:
+    """The client of one judge.
+
+    Retries are those of the ``openai`` package and happen nowhere else: for timeouts, lost connections, and
+    the statuses 408, 409, 429 and 500 to 599, with growing waits, or those that the server asks for.
+
+    Args:
+        judge: the model and its address.
+        cache: answers with a score, which are not asked for again.
+        pace: limits how many requests begin.
+        timeout: seconds for each attempt.
+        retries: number of attempts after the first.
+    """
+
+    def __init__(self, judge: JudgeModel, *, cache: Cache, pace: Pace, timeout: float, retries: int) -> None:
+        self.judge = judge
+        self._cache, self._pace, self._timeout, self._retries = cache, pace, timeout, retries
+        self._client: Any = None
+
+    async def score(
+        self, messages: Sequence[Mapping[str, str]], vote: int, read: Callable[[str], float | None]
+    ) -> tuple[float, bool]:
+        """Return a score, and whether the cache had the answer.  Raises NoScore."""
+        judge = self.judge
+        question: dict[str, Any] = {"messages": list(messages), "model": judge.model, **judge.parameters}
+        if vote:  # a server would otherwise be free to give the same answer
+            question.setdefault("seed", vote)
+        key = key_of(url=judge.url, vote=vote, **question)
+        text = self._cache.get(key)
+        if text is not None and (known := read(text)) is not None:
+            return known, True
+        await self._pace.wait()
+        text = await self._asked(question)
+        if (score := read(text)) is None:
+            raise NoScore(f"{judge.model} gave no score: {text[-200:]!r}")
+        self._cache.put(key, text)
+        return score, False
+
+    async def aclose(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _asked(self, question: Mapping[str, Any]) -> str:
+        import openai
+
+        if self._client is None:
+            self._client = openai.AsyncOpenAI(
+                base_url=self.judge.url,
+                api_key=os.environ.get(self.judge.key_variable) or "none",
+                timeout=self._timeout,
+                max_retries=self._retries,
+            )
+        try:
+            found = await self._client.chat.completions.create(**question)
+        except openai.OpenAIError as error:
+            raise NoScore(f"{self.judge.model} did not answer: {type(error).__name__}: {error}") from error
+        choice = found.choices[0] if found.choices else None
+        return str(choice.message.content or "") if choice is not None else ""

@@ -1,0 +1,54 @@
+"""Answers of judges on disk, so that the same question costs nothing the second time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import grpo_core as grpo
+
+WAIT = 30.0
+"""Seconds to wait for another process that writes."""
+
+
+class Cache:
+    """A table of answers in an SQLite file, which several processes share; without a path it is empty.
+
+    Raises ConfigError if the file cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._connection: sqlite3.Connection | None = None
+        if not path:
+            return
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=WAIT, isolation_level=None)
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=OFF")  # what a crash loses is asked again
+            self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
+        except (OSError, sqlite3.Error) as error:
+            raise grpo.ConfigError(f"judge: the cache {path!r} cannot be opened: {error}") from error
+
+    def get(self, key: str) -> str | None:
+        if self._connection is None:
+            return None
+        row = self._connection.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, key: str, text: str) -> None:
+        if self._connection is not None:
+            self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, text))
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def key_of(**question: Any) -> str:
+    """Return the name of a question: a digest of all that the answer depends on."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True, default=str).encode()).hexdigest()

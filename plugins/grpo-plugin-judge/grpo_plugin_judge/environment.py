@@ -1,0 +1,165 @@
+"""The environment ``judge:openai``: one or several language models judge each reply by a rubric."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median, pstdev
+from types import MappingProxyType
+from typing import Any, Literal
+
+import grpo_core as grpo
+from grpo_plugin_judge.asking import Asker, JudgeModel, NoScore, Pace
+from grpo_plugin_judge.cache import Cache
+from grpo_plugin_judge.rubric import PATTERN, TEMPLATE, Rubric
+
+AGREES = 0.1
+"""Two judges agree about a reply if their scores, from 0 to 1, differ by no more than this."""
+SPARE = 10.0
+"""Seconds of a call beyond those of its requests."""
+LONGEST_WAIT = 8.0
+"""Seconds that the client waits at most before a retry, unless the server asks for more."""
+
+_COMBINED: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "min": min}
+
+
+class Judge(grpo.Environment):
+    """Lets language models score each reply; the reward is the combined score, from 0 to 1.
+
+    A reply that too few judges score is unscored, with the reason; an outage never counts as a reward of 0.
+
+    Args:
+        model: name of the model.
+        url: base address of an API like OpenAI's, such as ``"http://127.0.0.1:8000/v1"``.
+        key_variable: environment variable that holds the key; the key itself belongs in no configuration.
+        parameters: further fields of each request, such as ``temperature`` or ``reasoning_effort``.
+        judges: several judges instead of one: tables of ``model``, ``url``, ``key_variable``, ``parameters``
+            and ``name``; what a table leaves out is as above.
+        votes: number of answers of each judge; its score is their mean.
+        combine: how scores of judges become one: "mean", "median" or "min".
+        quorum: number of scores, of all judges and votes, that a reward needs; 0 needs all.
+        rubric: what the judges look at.
+        template: Jinja template of the question, instead of the built-in one.
+        pattern: regular expression with one group, which finds the score; the last match counts.
+        scale: lowest and highest score that judges give.
+        cache: path of an SQLite file for answers; empty keeps none.
+        requests_per_minute: limit of each judge in each worker; 0 is no limit.
+        requests_at_once: number of replies that are judged at once.
+        timeout: seconds for each attempt of a request.
+        retries: number of attempts after the first.
+    """
+
+    requires = MappingProxyType({"openai": "pip install openai"})
+
+    def __init__(
+        self,
+        *,
+        rubric: str = "",
+        model: str = "",
+        url: str = "",
+        key_variable: str = "OPENAI_API_KEY",
+        parameters: Mapping[str, Any] = MappingProxyType({"temperature": 0.0, "max_tokens": 1024}),
+        judges: Sequence[Mapping[str, Any]] = (),
+        votes: int = 1,
+        combine: Literal["mean", "median", "min"] = "mean",
+        quorum: int = 0,
+        template: str = TEMPLATE,
+        pattern: str = PATTERN,
+        scale: Sequence[float] = (0.0, 10.0),
+        cache: str = "",
+        requests_per_minute: float = 0.0,
+        requests_at_once: int = 16,
+        timeout: float = 60.0,
+        retries: int = 4,
+    ) -> None:
+        default = {"model": model, "url": url, "key_variable": key_variable, "parameters": dict(parameters)}
+        models = [JudgeModel.of(given, default) for given in judges or [{}]]
+        most = len(models) * votes
+        if votes < 1 or not 0 <= quorum <= most:
+            raise grpo.ConfigError(
+                f"judge: votes = {votes} and quorum = {quorum}; expected votes >= 1, and a quorum of at most "
+                f"{most}, the number of answers"
+            )
+        if requests_at_once < 1 or requests_per_minute < 0 or retries < 0 or timeout <= 0:
+            raise grpo.ConfigError(
+                f"judge: requests_at_once = {requests_at_once}, requests_per_minute = {requests_per_minute}, "
+                f"retries = {retries}, timeout = {timeout}; expected at least 1, 0, 0, and more than 0"
+            )
+        self._rubric = Rubric(rubric, template, pattern, scale)
+        self._combine, self._votes, self._quorum = combine, votes, quorum or most
+        self._cache = Cache(cache)
+        self._names = _named(models)
+        self._askers = [
+            Asker(each, cache=self._cache, pace=Pace(requests_per_minute), timeout=timeout, retries=retries)
+            for each in models
+        ]
+        self.concurrency = requests_at_once
+        waits = requests_at_once * votes * 60.0 / requests_per_minute if requests_per_minute else 0.0
+        self.deadline = (retries + 1) * timeout + retries * LONGEST_WAIT + waits + SPARE
+
+    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        raise grpo.ConfigError(
+            "judge: a judge has no prompts of its own; give them with tasks.NAME.source.path, or make it a "
+            "part of the environment compose"
+        )
+
+    def solve(self, prompt: grpo.Prompt) -> str | None:
+        return None
+
+    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return list(await asyncio.gather(*(self._judge(episode) for episode in episodes)))
+
+    async def aclose(self) -> None:
+        for asker in self._askers:
+            await asker.aclose()
+        self._cache.close()
+
+    async def _judge(self, episode: grpo.Episode) -> grpo.Feedback:
+        messages = self._rubric.messages(episode)
+        asked = [(asker, vote) for asker in self._askers for vote in range(self._votes)]
+        answers = await asyncio.gather(
+            *(asker.score(messages, vote, self._rubric.score) for asker, vote in asked),
+            return_exceptions=True,
+        )
+        scores: list[list[float]] = [[] for _ in self._askers]
+        failures: list[NoScore] = []
+        cached = 0
+        for (asker, _), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, NoScore):
+                failures.append(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                scores[self._askers.index(asker)].append(answer[0])
+                cached += answer[1]
+        known = len(asked) - len(failures)
+        metrics = {"cached": cached / len(asked), "failed_answers": float(len(failures))}
+        if known < self._quorum:
+            told = f"{known} of {len(asked)} answers have a score, {self._quorum} are needed: {failures[0]}"
+            return grpo.Feedback(error=told, metrics=metrics)
+        return grpo.Feedback(reward=self._reward(scores), metrics={**metrics, **self._spread(scores)})
+
+    def _reward(self, scores: Sequence[Sequence[float]]) -> float:
+        return float(_COMBINED[self._combine]([fmean(votes) for votes in scores if votes]))
+
+    def _spread(self, scores: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return how far judges are apart, and how far the votes of one judge are."""
+        found: dict[str, float] = {}
+        means = {name: fmean(votes) for name, votes in zip(self._names, scores, strict=True) if votes}
+        if len(self._askers) > 1:
+            found |= {f"score_{name}": mean for name, mean in means.items()}
+        if pairs := list(itertools.combinations(means.values(), 2)):
+            found["spread"] = max(means.values()) - min(means.values())
+            found["agreement"] = fmean(float(abs(a - b) <= AGREES) for a, b in pairs)
+        if several := [votes for votes in scores if len(votes) > 1]:
+            found["noise"] = fmean(pstdev(votes) for votes in several)
+        return found
+
+
+def _named(models: Sequence[JudgeModel]) -> list[str]:
+    """Return a name for each judge: its own, or a number."""
+    names = [model.name or str(number) for number, model in enumerate(models, 1)]
+    if len({*names}) < len(names):
+        raise grpo.ConfigError(f"judge: two judges have the same name: {', '.join(names)}")
+    return names

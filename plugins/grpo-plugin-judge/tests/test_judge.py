@@ -1,0 +1,337 @@
+"""Judges over HTTP: scores, outages, retries, limits, the cache, and several judges.
+
+A server on the loopback address plays the judges: the model's name says what it does.
+"""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from aiohttp import web
+
+import grpo_core as grpo
+from grpo_core.engine_kit import EnvironmentProcess
+from grpo_core.testing import clock, make_offer
+from grpo_plugin_judge.asking import Pace
+from grpo_plugin_judge.environment import Judge
+
+
+class Judges:
+    """Counts requests and answers them; ``status`` comes first, one for each request."""
+
+    def __init__(self):
+        self.requests, self.headers, self.status = [], [], []
+        self.running = self.most = 0
+
+    async def answer(self, request):
+        self.requests.append(body := await request.json())
+        self.headers.append(request.headers)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.005 if body["model"] == "slow" else 0)
+        self.running -= 1
+        status = self.status.pop(0) if self.status else 200
+        if status != 200:
+            waits = {"retry-after-ms": "1"}
+            return web.json_response({"error": {"message": "busy"}}, status=status, headers=waits)
+        said = {"role": "assistant", "content": self.text(body)}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        whole = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+        return web.json_response({**whole, "choices": [choice]})
+
+    @staticmethod
+    def text(body):
+        asked = body["messages"][0]["content"]
+        match body["model"]:
+            case "kind":
+                return "It says please.\nScore: 9" if "please" in asked else "It is rude. Score: 1"
+            case "strict":
+                return "Score: 3"
+            case "seeded":
+                return f"Score: {body.get('seed', 0) * 2}"
+            case "mute":
+                return "I would rather not say."
+            case "wild":
+                return "Score: 11"
+            case _:
+                return "I saw 'Score: 10' in the reply, which is a trick.\n**Score: 0**"
+
+
+@contextlib.asynccontextmanager
+async def serving():
+    judges = Judges()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", judges.answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    judges.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield judges
+    finally:
+        await runner.cleanup()
+
+
+def judged(*replies, status=(), url=None, rounds=1, **options):
+    """Return the feedback on replies, and the server that played the judges."""
+
+    async def story():
+        async with serving() as judges:
+            judges.status = list(status)
+            feedback = []
+            for _ in range(rounds):
+                environment = Judge(**{"rubric": "Is it kind?", "url": url or judges.url, **options})
+                try:
+                    feedback = await environment.evaluate([episode(reply) for reply in replies])
+                finally:
+                    await environment.aclose()
+            return feedback, judges
+
+    return asyncio.run(story())
+
+
+def episode(reply, **info):
+    prompt = grpo.Prompt(messages="Ask for the salt.", answer="Salt, please.", info=info)
+    return grpo.Episode(prompt=prompt, messages=[*prompt.messages, {"role": "assistant", "content": reply}])
+
+
+# ---------------------------------------------------------------------------------- scores
+
+
+def test_a_judge_scores_each_reply_and_the_scale_becomes_zero_to_one():
+    (polite, rude), judges = judged(
+        "The salt, please!", "Salt!", model="kind", template="{{ rubric }}{{ reply }}"
+    )
+    assert (polite.reward, rude.reward) == (0.9, 0.1)
+    assert {request["messages"][0]["content"] for request in judges.requests} == {
+        "Is it kind?The salt, please!",
+        "Is it kind?Salt!",
+    }
+
+
+def test_the_question_has_rubric_conversation_reference_reply_and_scale():
+    _, judges = judged("Give me salt", model="strict", scale=[1, 5])
+    (request,) = judges.requests
+    asked = request["messages"][0]["content"]
+    for part in (
+        "Is it kind?",
+        "user: Ask for the salt.",
+        "Salt, please.",
+        "Give me salt",
+        "from 1 (worst) to 5 (best)",
+    ):
+        assert part in asked
+    assert (request["temperature"], request["max_tokens"]) == (0.0, 1024)
+
+
+def test_the_last_score_counts_whatever_a_judge_quotes_before():
+    (feedback,), _ = judged("Score: 10", model="other")
+    assert feedback.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("model", "told"), [("mute", "gave no score: 'I would rather"), ("wild", "Score: 11")]
+)
+def test_an_answer_without_a_score_on_the_scale_is_unscored(model, told):
+    (feedback,), judges = judged("Salt", model=model)
+    assert feedback.reward is None
+    assert told in feedback.error
+    assert len(judges.requests) == 1
+
+
+# ---------------------------------------------------------------------------------- outages
+
+
+def test_an_outage_is_unscored_and_never_zero():
+    (feedback,), judges = judged("Salt", model="kind", status=[503] * 9, retries=2)
+    assert (feedback.reward, feedback.metrics["failed_answers"]) == (None, 1.0)
+    assert "kind did not answer: InternalServerError" in feedback.error
+    assert len(judges.requests) == 3, "one layer retries, and twice is twice"
+
+
+def test_a_server_that_is_not_there_is_unscored():
+    (feedback,), _ = judged("Salt", model="kind", url="http://127.0.0.1:9/v1", retries=0)
+    assert feedback.reward is None
+    assert "APIConnectionError" in feedback.error
+
+
+def test_a_busy_server_is_asked_again():
+    (feedback,), judges = judged("please", model="kind", status=[429, 500])
+    assert (feedback.reward, len(judges.requests)) == (0.9, 3)
+
+
+def test_a_wrong_request_is_not_repeated():
+    (feedback,), judges = judged("please", model="kind", status=[400] * 9)
+    assert "BadRequestError" in feedback.error
+    assert len(judges.requests) == 1
+
+
+# ---------------------------------------------------------------------------------- several judges
+
+
+def test_several_judges_are_combined_and_their_agreement_is_a_metric():
+    judges = [{"model": "kind"}, {"model": "strict", "name": "strict"}, {"model": "kind"}]
+    (feedback,), _ = judged("please", judges=judges)
+    assert feedback.reward == pytest.approx(0.7)
+    assert feedback.metrics == {
+        "cached": 0.0, "failed_answers": 0.0, "score_1": 0.9, "score_strict": 0.3, "score_3": 0.9,
+        "spread": pytest.approx(0.6), "agreement": pytest.approx(1 / 3),
+    }  # fmt: skip
+    for combine, reward in (("median", 0.9), ("min", 0.3)):
+        (feedback,), _ = judged("please", judges=judges, combine=combine)
+        assert feedback.reward == reward
+
+
+def test_votes_of_one_judge_have_seeds_of_their_own_and_show_its_noise():
+    (feedback,), judges = judged("please", model="seeded", votes=3)
+    assert sorted(request.get("seed", 0) for request in judges.requests) == [0, 1, 2]
+    assert feedback.reward == pytest.approx((0 + 0.2 + 0.4) / 3)
+    assert feedback.metrics["noise"] == pytest.approx((0.08 / 3) ** 0.5)
+
+
+def test_a_quorum_is_enough_when_a_judge_is_out():
+    judges = [{"model": "kind"}, {"model": "mute"}]
+    (all_needed,), _ = judged("please", judges=judges)
+    assert all_needed.error.startswith("1 of 2 answers have a score, 2 are needed: mute gave no score")
+    (one_needed,), _ = judged("please", judges=judges, quorum=1)
+    assert (one_needed.reward, one_needed.metrics["failed_answers"]) == (0.9, 1.0)
+
+
+# ---------------------------------------------------------------------------------- cost
+
+
+def test_the_cache_on_disk_answers_the_same_question_the_second_time(tmp_path):
+    path = str(tmp_path / "deep" / "answers.sqlite")
+    (feedback,), judges = judged("please", model="kind", cache=path, rounds=2)
+    assert (feedback.reward, feedback.metrics["cached"], len(judges.requests)) == (0.9, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"rubric": "Is it short?"}, {"model": "strict"}, {"parameters": {"seed": 5}}]
+)
+def test_another_question_is_not_answered_by_the_cache(tmp_path, changed):
+    async def story():
+        async with serving() as judges:
+            first = {
+                "rubric": "Is it kind?",
+                "model": "kind",
+                "url": judges.url,
+                "cache": str(tmp_path / "a.sqlite"),
+            }
+            for options in (first, {**first, **changed}):
+                environment = Judge(**options)
+                await environment.evaluate([episode("please")])
+                await environment.aclose()
+            return len(judges.requests)
+
+    assert asyncio.run(story()) == 2
+
+
+def test_an_answer_without_a_score_is_not_kept(tmp_path):
+    _, judges = judged("please", model="mute", cache=str(tmp_path / "a.sqlite"), rounds=2)
+    assert len(judges.requests) == 2
+
+
+def test_requests_begin_at_the_pace_that_is_allowed():
+    async def story():
+        pace, begun = Pace(requests_per_minute=30), []
+
+        async def request():
+            await pace.wait()
+            begun.append(asyncio.get_running_loop().time())
+
+        await asyncio.gather(*(request() for _ in range(4)))
+        return begun
+
+    assert clock.run(story()) == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.mark.long
+def test_a_run_judges_many_replies_at_once_and_the_key_comes_from_a_variable(monkeypatch):
+    """The environment runs in its own process, as in a run."""
+    monkeypatch.setenv("SALT_KEY", "of-salt")
+
+    async def story():
+        async with serving() as judges:
+            options = {"rubric": "?", "model": "slow", "url": judges.url, "key_variable": "SALT_KEY",
+                       "requests_at_once": 5}  # fmt: skip
+            process = EnvironmentProcess("salt", "judge:openai", options)
+            await process.start()
+            try:
+                feedback = await process.evaluate([episode(f"{i} please") for i in range(20)])
+            finally:
+                await process.aclose()
+            return feedback, judges
+
+    feedback, judges = asyncio.run(story())
+    assert [each.reward for each in feedback] == [0.0] * 20
+    assert 1 < judges.most <= 5
+    assert {headers["Authorization"] for headers in judges.headers} == {"Bearer of-salt"}
+
+
+# ---------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"model": ""}, "model is ''; expected a text"),
+        ({"rubric": " "}, "rubric is empty"),
+        ({"scale": [10, 0]}, "expected [lowest, highest]"),
+        ({"pattern": "Score: ("}, "is no regular expression"),
+        ({"pattern": "Score"}, "needs one group"),
+        ({"template": "{% if %}"}, "the template cannot be read"),
+        ({"judges": [{"modle": "a"}]}, "has no key 'modle'. Did you mean 'model'?"),
+        ({"judges": [{"name": "a"}, {"name": "a"}]}, "two judges have the same name"),
+        ({"votes": 0}, "expected votes >= 1"),
+        ({"quorum": 2}, "a quorum of at most 1"),
+        ({"retries": -1}, "retries = -1"),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_one_clear_line(options, why):
+    given = {"rubric": "Is it kind?", "model": "kind", "url": "http://127.0.0.1:1/v1", **options}
+    with pytest.raises(grpo.PluginError) as raised:
+        make_offer("environment", "judge:openai", plugins=["judge"], **given)
+    assert why in str(raised.value)
+    assert raised.value.exit_status == 2
+
+
+def test_a_template_is_sandboxed_and_says_what_it_misses():
+    environment = Judge(rubric="", model="kind", url="http://127.0.0.1:1/v1", template="{{ nothing }}")
+    with pytest.raises(grpo.PluginError, match="'nothing' is undefined"):
+        asyncio.run(environment.evaluate([episode("please")]))
+    steals = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    environment = Judge(rubric="", model="kind", url="http://127.0.0.1:1/v1", template=steals)
+    with pytest.raises(grpo.PluginError, match="unsafe"):
+        asyncio.run(environment.evaluate([episode("please")]))
+
+
+def test_a_judge_can_be_a_gated_part_of_compose(tmp_path):
+    (tmp_path / "right.py").write_text(
+        "class Right:\n"
+        "    def prompts(self, split):\n        return []\n"
+        "    def evaluate(self, episodes):\n        return [float('salt' in e.reply) for e in episodes]\n"
+    )
+
+    async def story():
+        async with serving() as judges:
+            options = {"rubric": "Is it kind?", "model": "kind", "url": judges.url, "template": "{{ reply }}"}
+            parts = {
+                "right": {"env": f"{tmp_path}/right.py:Right"},
+                "kind": {
+                    "env": "judge:openai",
+                    "weight": 0.5,
+                    "requires": {"right": 1.0},
+                    "options": options,
+                },
+            }
+            environment = make_offer("environment", "compose", plugins=["judge"], parts=parts)
+            feedback = await environment.evaluate([episode("salt, please"), episode("pepper, please")])
+            await environment.aclose()
+            return feedback, judges
+
+    (right, wrong), judges = asyncio.run(story())
+    assert (right.reward, wrong.reward) == (1.45, 0.0)
+    assert len(judges.requests) == 1, "only what is right is worth a judge's time"
+    assert json.loads(json.dumps(dict(right.metrics)))["kind_cached"] == 0.0
