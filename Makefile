@@ -59,6 +59,7 @@ lint: $(READY) $(RAY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy --config-file tests/benchmarks/mypy.ini
 	@$(BIN)/lint-imports
 
 # Hypothesis looks for new examples, and begins elsewhere each time

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import itertools
@@ -439,6 +440,7 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
             connection.fail(0, error)
             return
         connection.reply(0, description)
+        spare_the_collector()
         if hasattr(target, "serve"):
             target.serve(connection)
             return
@@ -450,6 +452,12 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+def spare_the_collector() -> None:
+    """Let the garbage collector pass over what lives now: imported libraries take it 0.1 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 class _LogFile(io.FileIO):

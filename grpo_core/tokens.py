@@ -26,6 +26,8 @@ _INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.
 
 _LIMIT = 2**31
 
+_NOT_COUNTED = -1
+
 _BYTES = 13
 """Bytes of a token: three times four, and one for ``sampled``."""
 
@@ -67,6 +69,7 @@ class Tokens:
     """Logprob of each token under the distribution that it was sampled from; 0 where not sampled."""
     versions: Ids = field(converter=as_ids)
     """Weights that sampled each token; -1 where not sampled."""
+    _n_sampled: int = field(init=False, default=_NOT_COUNTED)
 
     def __attrs_post_init__(self) -> None:
         n = len(self.ids)
@@ -109,7 +112,9 @@ class Tokens:
     @property
     def n_sampled(self) -> int:
         """Number of tokens that the engine sampled."""
-        return int(np.count_nonzero(self.sampled))
+        if self._n_sampled == _NOT_COUNTED:  # asked several times in a step
+            object.__setattr__(self, "_n_sampled", int(np.count_nonzero(self.sampled)))
+        return self._n_sampled
 
     @property
     def sampled_versions(self) -> Ids:

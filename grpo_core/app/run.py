@@ -39,6 +39,7 @@ from grpo_core.loop.pipeline import Pipeline
 from grpo_core.loop.retention import Retention
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.plugins.host import PluginHost
+from grpo_core.processes import spare_the_collector
 from grpo_core.protocols import Tracker
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
@@ -111,6 +112,7 @@ async def train(
             )
             pipeline = await _start(config, around)
             interruptible(pipeline)
+            spare_the_collector()
             reason = await pipeline.run()
         step = pipeline.buffer.step
     except BaseException as error:

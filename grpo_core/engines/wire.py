@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from grpo_core.records import Completion, GenerationRequest
 
 Packed = list[tuple[Any, ...]]
@@ -12,10 +14,12 @@ Packed = list[tuple[Any, ...]]
 
 
 def pack_requests(requests: Iterable[GenerationRequest]) -> Packed:
-    """Convert requests to tuples."""
+    """Convert requests to tuples; requests of one prompt share its bytes, also after pickling."""
+    requests = tuple(requests)
+    prompts = {id(r.prompt_ids): r.prompt_ids.tobytes() for r in requests}
     return [
         (
-            r.prompt_ids,
+            prompts[id(r.prompt_ids)],
             r.max_tokens,
             (r.temperature, r.top_p, r.top_k, r.min_p),
             r.stop_token_ids,
@@ -28,10 +32,11 @@ def pack_requests(requests: Iterable[GenerationRequest]) -> Packed:
 
 
 def unpack_requests(packed: Packed) -> list[GenerationRequest]:
-    """Convert tuples to requests."""
+    """Convert tuples to requests, which share the arrays of their prompts."""
+    prompts = {id(each[0]): np.frombuffer(each[0], np.int32) for each in packed}
     return [
         GenerationRequest(
-            prompt_ids=prompt_ids,
+            prompt_ids=prompts[id(ids)],
             max_tokens=max_tokens,
             temperature=distribution[0],
             top_p=distribution[1],
@@ -42,7 +47,7 @@ def unpack_requests(packed: Packed) -> list[GenerationRequest]:
             seed=seed,
             group=group,
         )
-        for prompt_ids, max_tokens, distribution, stop_token_ids, stop, seed, group in packed
+        for ids, max_tokens, distribution, stop_token_ids, stop, seed, group in packed
     ]
 
 

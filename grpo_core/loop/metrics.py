@@ -265,12 +265,12 @@ def feedback_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def completion_tokens(rollouts: Sequence[Rollout]) -> float:
     """Return the mean number of sampled tokens."""
-    return fmean(rollout.n_sampled for rollout in rollouts)
+    return fmean([rollout.n_sampled for rollout in rollouts])
 
 
 def truncated(rollouts: Sequence[Rollout]) -> float:
     """Return the share of the rollouts that a token limit cut off."""
-    return fmean(float(rollout.truncated) for rollout in rollouts)
+    return fmean([rollout.truncated for rollout in rollouts])
 
 
 def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -286,18 +286,20 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
     for group in groups:
         by_task[group.prompt.environment].append(group)
     metrics: dict[str, float] = {}
+    staleness = []
     for task, members in sorted(by_task.items()):
         rollouts = [rollout for group in members for rollout in group.rollouts]
         rewards = [r.reward for r in rollouts if r.reward is not None]
+        staleness.append(Staleness.of(rollouts, step))
         metrics |= {
             **({f"reward/{task}": fmean(rewards)} if rewards else {}),
             **({f"unscored/{task}": unscored} if (unscored := float(len(rollouts) - len(rewards))) else {}),
-            f"frac_reward_zero_std/{task}": fmean(float(_equal(group)) for group in members),
+            f"frac_reward_zero_std/{task}": fmean([_equal(group) for group in members]),
             f"groups/{task}": float(len(members)),
-            f"staleness/{task}": _staleness(members, step)[0],
+            f"staleness/{task}": staleness[-1].mean,
             f"completion_tokens/{task}": completion_tokens(rollouts),
-            f"turns/{task}": fmean(rollout.turns for rollout in rollouts),
-            f"segments/{task}": fmean(len(rollout.segments) for rollout in rollouts),
+            f"turns/{task}": fmean([rollout.turns for rollout in rollouts]),
+            f"segments/{task}": fmean([len(rollout.segments) for rollout in rollouts]),
             f"truncated/{task}": truncated(rollouts),
             **{
                 f"{name}/{task}": value
@@ -306,7 +308,8 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         }
         if calls := sum(rollout.tool_calls for rollout in rollouts):
             metrics[f"tool_calls/{task}"] = calls / len(rollouts)
-    metrics["staleness_mean"], metrics["staleness_max"] = _staleness(groups, step)
+    whole = Staleness.together(staleness)
+    metrics["staleness_mean"], metrics["staleness_max"] = whole.mean, float(whole.largest)
     return metrics
 
 
@@ -314,11 +317,34 @@ def _equal(group: Group) -> bool:
     return equal([reward for reward in group.rewards if reward is not None])
 
 
-def _staleness(groups: Sequence[Group], step: int) -> tuple[float, float]:
-    """Return mean and maximum over the sampled tokens, in steps; 0 if there are none."""
-    versions = sampled_versions(rollout for group in groups for rollout in group.rollouts)
-    if not versions.size:
-        return 0.0, 0.0
-    # whole numbers until the division, so that the mean is rounded once
-    total = step * versions.size - int(versions.sum(dtype=np.int64))
-    return total / versions.size, float(step - versions.min())
+@frozen
+class Staleness:
+    """The staleness of sampled tokens, in steps.  Whole numbers, so that its mean is rounded once."""
+
+    tokens: int = 0
+    total: int = 0
+    largest: int = 0
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], step: int) -> Staleness:
+        """Count the tokens that ``step`` trains."""
+        versions = sampled_versions(rollouts)
+        if not versions.size:
+            return cls()
+        total = step * versions.size - int(versions.sum(dtype=np.int64))
+        return cls(versions.size, total, step - int(versions.min()))
+
+    @classmethod
+    def together(cls, parts: Iterable[Staleness]) -> Staleness:
+        """Return that of all parts."""
+        parts = list(parts)
+        return cls(
+            sum(part.tokens for part in parts),
+            sum(part.total for part in parts),
+            max((part.largest for part in parts), default=0),
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean over the tokens; 0 if there are none."""
+        return self.total / self.tokens if self.tokens else 0.0

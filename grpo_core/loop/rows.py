@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 from math import isfinite, nan
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
-from attrs import evolve
+from attrs import evolve, fields
 from numpy.typing import NDArray
 
 from grpo_core.errors import EngineError, PluginError
@@ -59,11 +60,20 @@ def with_advantages(
 
 def _scored(rollout: Rollout, score: float | Advantages | None, *, all_rows: bool) -> Rollout:
     if score is None or not rollout.train:
-        return evolve(rollout, advantage=None, trained=False)
+        return _changed(rollout, advantage=None, trained=False)
     if isinstance(score, float):
         taught = all_rows or score != 0.0
-        return evolve(rollout, advantage=score, trained=taught and rollout.n_sampled > 0)
-    return evolve(rollout, advantage=float(score.mean()), token_advantages=score, trained=True)
+        return _changed(rollout, advantage=score, trained=taught and rollout.n_sampled > 0)
+    return _changed(rollout, advantage=float(score.mean()), token_advantages=score, trained=True)
+
+
+_NAMES = tuple(each.name for each in fields(Rollout))
+_values = attrgetter(*_NAMES)
+
+
+def _changed(rollout: Rollout, **changes: Any) -> Rollout:
+    """Do what ``attrs.evolve`` does in half of its time: each rollout of a step comes here."""
+    return Rollout(**(dict(zip(_NAMES, _values(rollout), strict=True)) | changes))
 
 
 def make_batch(groups: Sequence[Group], *, step: int, temperature: float) -> Batch:
@@ -179,6 +189,9 @@ def check_staleness(groups: Sequence[Group], *, step: int, max_staleness: int) -
     weights that it said it holds.
     """
     oldest = step - max_staleness
+    versions = sampled_versions(rollout for group in groups for rollout in group.rollouts)
+    if oldest <= versions.min(initial=step) and versions.max(initial=step) <= step:
+        return
     for group in groups:
         versions = sampled_versions(group.rollouts)
         wrong = versions[(versions < oldest) | (versions > step)]

@@ -257,7 +257,8 @@ class RolloutState:
         """Return the options of the distribution that its tokens are sampled from."""
         if self.request.temperature is not None:
             return {"temperature": self.request.temperature}
-        return {name: getattr(self.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        its = self.sampling
+        return {"temperature": its.temperature, "top_p": its.top_p, "top_k": its.top_k, "min_p": its.min_p}
 
     def take_completion(self, completion: Completion, message: Message) -> None:
         self._append(completion.tokens)

@@ -149,7 +149,7 @@ def seconds(case: Case, kills: int) -> Iterator[float]:
                 run.end(PATIENCE)
 
 
-def _kill(run: Run, case: Case) -> float:
+def _kill(run: Dying, case: Case) -> float:
     run.wait(lambda: case.victim(run) is not None, PATIENCE)
     pid, since = case.victim(run), time.time()
     assert pid is not None

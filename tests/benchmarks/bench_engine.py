@@ -143,7 +143,7 @@ def compare(name: str, hf, workloads: list[Workload], times: int) -> None:  # ty
     shape = Shape.of(json.loads(hf.config.to_json_string()))
     assert shape is not None
     decoder = Decoder(Llama(shape, device=torch.device("cpu"), dtype=torch.float32))
-    decoder.load(dict(hf.named_parameters()), 0)
+    decoder.load([dict(hf.named_parameters())], 0)
     known: dict[tuple[int, int], float] = {}
     for load in workloads:
         requests = load.requests(shape.vocabulary)
@@ -166,7 +166,7 @@ def through_child(hf, load: Workload, threads: int) -> None:  # type: ignore[no-
     shape = Shape.of(json.loads(hf.config.to_json_string()))
     assert shape is not None
     decoder = Decoder(Llama(shape, device=torch.device("cpu"), dtype=torch.float32))
-    decoder.load(dict(hf.named_parameters()), 0)
+    decoder.load([dict(hf.named_parameters())], 0)
     requests = load.requests(shape.vocabulary)
     direct = best(lambda: ours(decoder, requests), 5)
 

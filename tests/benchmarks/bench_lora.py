@@ -34,6 +34,10 @@ RANK, UPDATES = 16, 3
 SHARE, DIFFERENCE = 2.0, 1e-5
 """Limits: per cent of the whole model's bytes, and difference of logprobs."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+CASES: dict[str, list[tuple[str, list[str], float | None]]] = {
+    "qwen3": [("all linear layers", [], SHARE), ("attention", ATTENTION, SHARE)],
+    "llama": [("all linear layers", [], None), ("attention", ATTENTION, SHARE)],
+}
 PROMPTS = [tuple(range(5 + i, 37 + i)) for i in range(4)]
 above = []
 
@@ -89,10 +93,7 @@ async def sync(path: str, lora: LoraConfig | None) -> tuple[int, float, float]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        for kind, chosen in {
-            "qwen3": [("all linear layers", [], SHARE), ("attention", ATTENTION, SHARE)],
-            "llama": [("all linear layers", [], None), ("attention", ATTENTION, SHARE)],
-        }.items():
+        for kind, chosen in CASES.items():
             path = make_model(Path(scratch), kind)
             nbytes, whole, difference = asyncio.run(sync(path, None))
             print(f"{kind}, {nbytes / 4e6:.1f} million parameters, {nbytes / 1e6:.1f} MB a sync")

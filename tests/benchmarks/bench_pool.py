@@ -168,7 +168,7 @@ async def restart(scratch: Path) -> None:
     from grpo_core.weights.shm import SharedMemoryWriter
 
     make_tiny_model(scratch / "model", [("12=", "12"), ("21=", "12")], warm_start_steps=1)
-    store, told = Store(), []
+    store = Store()
     origin = cluster.PluginRequirement.of(PluginHost.discover([]).find("engine", "local"))
     made_from = WorkerSetup(origin=origin, setup=EngineSetup(model=str(scratch / "model")))
     made: list[RayEngine] = []
@@ -177,7 +177,7 @@ async def restart(scratch: Path) -> None:
         made.append(RayEngine(f"engine {number}", made_from, store=store, resources={"num_cpus": 0}))
         return made[-1]
 
-    pool = EnginePool(make, 1, hold=store.hold, deadline=60.0, tell=told.append)
+    pool = EnginePool(make, 1, hold=store.hold, deadline=60.0)
     writer = SharedMemoryWriter()
     await pool.update_weights(writer.write(0, load_tensors(scratch / "model")))
     requests = [GenerationRequest(prompt_ids=encode("12="), max_tokens=1 + i, seed=i) for i in range(64)]
