@@ -12,7 +12,7 @@ from aiohttp import web
 
 import grpo_core as grpo
 from grpo_core.engine_kit import EnvironmentProcess
-from grpo_core.testing import clock, make_offer
+from grpo_core.testing import make_offer, run
 from grpo_plugin_judge.asking import Pace
 from grpo_plugin_judge.environment import Judge
 
@@ -244,7 +244,7 @@ def test_requests_begin_at_the_pace_that_is_allowed():
         await asyncio.gather(*(request() for _ in range(4)))
         return begun
 
-    assert clock.run(story()) == [0.0, 2.0, 4.0, 6.0]
+    assert run(story()) == [0.0, 2.0, 4.0, 6.0]
 
 
 @pytest.mark.long
