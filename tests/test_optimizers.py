@@ -22,6 +22,7 @@ from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
 from grpo_core.models import shapes_in
 from grpo_core.plugins.host import PluginHost
+from grpo_core.training import narrow
 from grpo_core.training.microbatch import collate
 from grpo_core.training.optimization import divided, schedule
 from grpo_core.training.optimizers import state_bytes, state_of
@@ -29,6 +30,10 @@ from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.trainer import TorchTrainer
 
 NAMES = ("adamw", "adamw_8bit", "muon")
+NARROW = {"moments": "bfloat16"}
+CHOICES = [*(OptimizerConfig(name=name) for name in NAMES), OptimizerConfig(name="adamw", options=NARROW)]
+"""Each optimizer as it is, and with another state."""
+each = pytest.mark.parametrize("chosen", CHOICES, ids=[*NAMES, "adamw with bfloat16 moments"])
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +59,9 @@ def options_of(trainer: TorchTrainer) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------- each optimizer
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_optimizer_makes_good_tokens_likelier(model: str, name: str) -> None:
-    trainer = TorchTrainer(setup(model, OptimizerConfig(name=name), lr=3e-3))
+@each
+def test_each_optimizer_makes_good_tokens_likelier(model: str, chosen: OptimizerConfig) -> None:
+    trainer = TorchTrainer(setup(model, chosen, lr=3e-3))
     rows = [row("ab", "cd", 1.0), row("ab", "xy", -1.0)]
     good = collate(rows[:1], torch.device("cpu"))
 
@@ -70,12 +75,12 @@ def test_each_optimizer_makes_good_tokens_likelier(model: str, name: str) -> Non
     assert likelihood() > before + 0.1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each
 def test_resumed_training_is_the_same_bit_for_bit_with_each_optimizer(
-    model: str, tmp_path: Path, name: str
+    model: str, tmp_path: Path, chosen: OptimizerConfig
 ) -> None:
-    optimizer = OptimizerConfig(
-        name=name,
+    optimizer = attrs.evolve(
+        chosen,
         groups={"embeddings": group("*embed*", lr=1e-4), "norms": group("*norm*", weight_decay=0.1)},
     )
     given: dict[str, Any] = {"weight_decay": 0.02, "lr_schedule": "cosine", "updates_per_step": 2}
@@ -94,9 +99,9 @@ def test_resumed_training_is_the_same_bit_for_bit_with_each_optimizer(
     assert not same(straight, first)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_optimizer_keeps_what_it_says_that_it_keeps(model: str, name: str) -> None:
-    trainer = TorchTrainer(setup(model, OptimizerConfig(name=name)))
+@each
+def test_an_optimizer_keeps_what_it_says_that_it_keeps(model: str, chosen: OptimizerConfig) -> None:
+    trainer = TorchTrainer(setup(model, chosen))
     trainer.step(batch(ragged()))
     make = trainer._optimizers._make
     nbytes, tables = 0, set()
@@ -106,23 +111,22 @@ def test_an_optimizer_keeps_what_it_says_that_it_keeps(model: str, name: str) ->
             slot: (tuple(v.shape), str(v.dtype)[6:]) if isinstance(v, torch.Tensor) else ((), "int")
             for slot, v in state.items()
         }
-        assert kept == state_of(make.function, {}, parameter_name, parameter.shape)
+        assert kept == state_of(make.function, chosen.options, parameter_name, parameter.shape)
         tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
         nbytes += sum(value.nbytes for value in tensors if value.dim())
         tables |= {shape for shape, dtype in kept.values() if dtype == "uint8"}
     shapes = {parameter_name: tuple(parameter.shape) for parameter_name, parameter in trainer._named}
-    assert state_bytes(make.function, {}, shapes) == nbytes
-    assert bool(tables) == (name == "adamw_8bit")
+    assert state_bytes(make.function, chosen.options, shapes) == nbytes
+    assert bool(tables) == (chosen.name == "adamw_8bit")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", NAMES)
+@each
 def test_on_a_gpu_each_optimizer_trains_and_continues_with_its_state(
-    model: str, tmp_path: Path, name: str
+    model: str, tmp_path: Path, chosen: OptimizerConfig
 ) -> None:
     """The state is the same bit for bit; kernels of a GPU add gradients in any order."""
-    chosen = OptimizerConfig(name=name)
     trainer = TorchTrainer(setup(model, chosen, device="cuda"))
     trainer.step(batch(ragged()))
     save(trainer, tmp_path)
@@ -139,6 +143,56 @@ def test_on_a_gpu_each_optimizer_trains_and_continues_with_its_state(
         each.step(batch(ragged(seed=1), 1))
     for key, tensor in weights(trainer).items():
         torch.testing.assert_close(tensor, weights(resumed)[key], rtol=1e-3, atol=1e-5)
+
+
+def test_moments_of_bfloat16_are_those_of_adamw_rounded_after_each_update(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The updates are those of an AdamW whose moments are rounded by hand; pieces of a parameter change
+    nothing."""
+    monkeypatch.setattr(narrow, "CHUNK", 1000)
+    trainer = TorchTrainer(
+        setup(model, OptimizerConfig(name="adamw", options=NARROW), lr=1e-2, weight_decay=0.1)
+    )
+    twins = {name: parameter.detach().clone().requires_grad_() for name, parameter in trainer._named}
+    parts = [
+        {"params": [twin for twin in twins.values() if (twin.dim() > 1) is decays], "weight_decay": decay}
+        for decays, decay in ((True, 0.1), (False, 0.0))
+    ]
+    adamw = torch.optim.AdamW(parts, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    step = trainer._optimizers.step
+
+    def both(factor: float) -> None:
+        for name, parameter in trainer._named:
+            assert parameter.grad is not None
+            twins[name].grad = parameter.grad.clone()
+        step(factor)
+        adamw.step()
+        for state in adamw.state.values():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment].copy_(state[moment].bfloat16())
+
+    trainer._optimizers.step = both  # type: ignore[method-assign]
+    for number in range(3):
+        trainer.step(batch(ragged(seed=number), number))
+    for name, parameter in trainer._named:
+        torch.testing.assert_close(parameter, twins[name], rtol=0, atol=1e-7)
+        assert trainer._optimizers.state(parameter)["exp_avg"].dtype is torch.bfloat16
+
+
+def test_moments_of_bfloat16_are_refused_where_they_would_not_decay(model: str) -> None:
+    chosen = OptimizerConfig(name="adamw", options=NARROW)
+    with pytest.raises(ConfigError, match=r"trainer\.betas = \[0\.9, 0\.999\]"):
+        TorchTrainer(setup(model, chosen, betas=(0.9, 0.999)))
+
+
+def test_a_checkpoint_with_other_moments_is_refused(model: str, tmp_path: Path) -> None:
+    first = TorchTrainer(setup(model, OptimizerConfig(name="adamw")))
+    first.step(batch(ragged()))
+    save(first, tmp_path)
+    chosen = OptimizerConfig(name="adamw", options=NARROW)
+    with pytest.raises(CheckpointError, match=r"float32, .*expected.*bfloat16"):
+        TorchTrainer(setup(model, chosen, resume_from=tmp_path))
 
 
 def test_muon_trains_hidden_matrices_and_adamw_the_rest_as_torch_does(model: str) -> None:

@@ -64,21 +64,33 @@ def state_bytes(
     return sum(ITEMSIZE[dtype] * prod(shape) for state in known for shape, dtype in state.values() if shape)
 
 
-def _of_adamw(name: str, shape: tuple[int, ...], **options: Any) -> State:
-    return {"step": ((), "float32"), "exp_avg": (shape, "float32"), "exp_avg_sq": (shape, "float32")}
+def _of_adamw(name: str, shape: tuple[int, ...], *, moments: str = "float32", **options: Any) -> State:
+    return {"step": ((), "float32"), "exp_avg": (shape, moments), "exp_avg_sq": (shape, moments)}
 
 
 @kept_state(_of_adamw)
-def adamw(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
-    """AdamW with two float32 moments for each parameter (arXiv 1711.05101), fused, by torch.
+def adamw(
+    groups: Sequence[ParameterGroup],
+    *,
+    moments: Literal["float32", "bfloat16"] = "float32",
+    eps: float = 1e-8,
+) -> list[Optimizer]:
+    """AdamW with two moments for each parameter (arXiv 1711.05101), fused, by torch.
 
     Args:
         groups: parameters with their learning rates.
+        moments: numbers in which both moments are stored; "bfloat16" halves their memory, for a second of
+            ``trainer.betas`` of at most 0.99. Updates are computed in float32 in any case.
         eps: number that is added to the root of the second moment.
     """
+    given = [_with_betas(group) for group in groups]
+    if moments == "bfloat16":
+        from grpo_core.training.narrow import NarrowAdamW
+
+        return [NarrowAdamW(given, eps=eps)]
     import torch
 
-    return [torch.optim.AdamW([_with_betas(group) for group in groups], eps=eps, fused=True)]
+    return [torch.optim.AdamW(given, eps=eps, fused=True)]
 
 
 def _of_adamw_8bit(name: str, shape: tuple[int, ...], **options: Any) -> State:

@@ -1,0 +1,90 @@
+"""AdamW whose moments are stored in fewer bits than they are computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from grpo_core.errors import ConfigError
+
+LARGEST_BETA2 = 0.99
+"""Largest decay rate of the second moment: with 0.996 and more, bfloat16 rounds its decay away."""
+CHUNK = 1 << 24
+"""Numbers of a parameter that are updated at a time: their moments take 8 bytes each meanwhile."""
+
+
+class NarrowAdamW(torch.optim.Optimizer):
+    """AdamW whose moments are rounded to bfloat16 after each update, which torch's fused kernel computes.
+
+    Args:
+        groups: as of ``torch.optim.AdamW``.
+        eps: number that is added to the root of the second moment.
+
+    Raises ConfigError if the second moment decays too slowly to be rounded.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, eps: float) -> None:
+        super().__init__(groups, {"eps": eps})
+        for group in self.param_groups:
+            if group["betas"][1] > LARGEST_BETA2:
+                raise ConfigError(
+                    f"trainer.betas = {list(group['betas'])}: moments of bfloat16 would not decay with "
+                    f"more than {LARGEST_BETA2}; lower it, or leave out optimizer.options.moments"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        stored = [_here(state["exp_avg"]), _here(state["exp_avg_sq"])]
+        assert parameter.grad is not None
+        for numbers, gradient, *moments in _chunks(_here(parameter), _here(parameter.grad), *stored):
+            wide = [moment.to(numbers.dtype) for moment in moments]
+            adamw(
+                [numbers],
+                [gradient],
+                [wide[0]],
+                [wide[1]],
+                [],
+                [state["step"].clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for kept, computed in zip(moments, wide, strict=True):
+                kept.copy_(computed)
+        state["step"] += 1
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same places of tensors of one shape; of a strided one, all at once."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        yield tensors
+        return
+    flat = [tensor.view(-1) for tensor in tensors]
+    for begin in range(0, flat[0].numel(), CHUNK):
+        yield tuple(each[begin : begin + CHUNK] for each in flat)
