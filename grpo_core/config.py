@@ -381,6 +381,9 @@ def _goal(instance: object, attribute: object, value: str) -> None:
         )
 
 
+ActivationsChoice = Literal["keep", "recompute", "offload"]
+
+
 @frozen(kw_only=True)
 class TrainerConfig(PluginChoice):
     """The trainer with its steps, optimizer and device."""
@@ -429,8 +432,17 @@ class TrainerConfig(PluginChoice):
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
     """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
     own."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    packing: bool = False
+    """Rows of a micro-batch stand one after the other without padding, and each attends to itself alone; if
+    false, rows of about the same length are side by side."""
+    activations: ActivationsChoice = "keep"
+    """Activations of each layer are kept until the backward pass ("keep"), or computed again there from the
+    layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also
+    moves these inputs from a GPU to the machine's memory."""
+    offload: bool = False
+    """Between two steps, the weights and the optimizer's state are in the machine's memory instead of the
+    GPU's, so that an engine on the same GPU has that; for `pipeline.max_staleness = 0`, where the engine and
+    the trainer take turns."""
     device: str = "auto"
     """Device of the trainer: "cpu", "cuda", or "auto" for CUDA if it is available."""
     gpus: list[int] = field(factory=list)

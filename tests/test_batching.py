@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
-from grpo_core.training.batching import microbatches, split_updates
+from grpo_core.training.batching import microbatches, packs, split_updates
 
 lengths_ = st.lists(st.integers(1, 60), max_size=60)
 budgets = st.integers(1, 400)
@@ -42,6 +42,21 @@ def test_no_microbatch_exceeds_the_budget_but_a_single_long_row(
 ) -> None:
     for part in microbatches(lengths, budget, overhead=overhead):
         assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget
+
+
+@given(lengths_, budgets)
+def test_packs_hold_every_row_once_and_the_budget_unless_one_row_is_longer(
+    lengths: list[int], budget: int
+) -> None:
+    division = packs(lengths, budget)
+    assert sorted(itertools.chain(*division)) == list(range(len(lengths)))
+    assert all(len(part) == 1 or sum(lengths[i] for i in part) <= budget for part in division)
+
+
+@given(lengths_, budgets)
+def test_no_two_packs_would_fit_into_one(lengths: list[int], budget: int) -> None:
+    sums = sorted(sum(lengths[i] for i in part) for part in packs(lengths, budget))
+    assert len(sums) < 2 or sums[0] + sums[1] > budget
 
 
 @given(lengths_, budgets)

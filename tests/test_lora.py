@@ -147,9 +147,9 @@ def test_the_caller_draws_the_same_numbers_with_lora_as_without(model: str) -> N
     assert torch.equal(*drawn)
 
 
-def test_gradient_checkpointing_changes_no_gradient(model: str) -> None:
+def test_activations_that_are_computed_again_change_no_gradient(model: str) -> None:
     lora = LoraConfig(rank=4, dropout=0.3)
-    plain, saving = (trained(setup(model, lora, gradient_checkpointing=on)) for on in (False, True))
+    plain, saving = (trained(setup(model, lora, activations=chosen)) for chosen in ("keep", "recompute"))
     assert same(plain, saving)
 
 

@@ -24,7 +24,8 @@ from grpo_core.records import EngineLoad, MemoryPart
 from grpo_core.training.activations import Pass, activation_bytes, shapes
 from grpo_core.training.building import build_model
 from grpo_core.training.memory import lora_shapes, trainer_parts
-from grpo_core.training.model import ModelSource, Scorer, for_training
+from grpo_core.training.model import ModelSource, Scorer
+from grpo_core.training.passes import Passes, for_training
 
 GIB = 1 << 30
 EIGHT = {
@@ -145,15 +146,14 @@ def llama(tmp_path):
     return write
 
 
+RECOMPUTE = Passes(activations="recompute")
 WORK = Pass(rows=8, tokens=100, sampled=60, dtype="float32")
 
 
 def allocated(path: str, work: Pass) -> int:
     """The peak of real allocations in two passes, as torch's profiler records them."""
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(path), dtype=torch.float32)
-    scorer = Scorer(
-        for_training(model, checkpointing=work.checkpointing), getattr(torch, work.dtype), plain_head=True
-    )
+    scorer = Scorer(for_training(model, work.passes), getattr(torch, work.dtype), plain_head=True)
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         for _ in range(1 + work.again):
             logprobs, _ = scorer.score(work.microbatch(), 1.0)
@@ -176,21 +176,40 @@ def allocated(path: str, work: Pass) -> int:
     [
         WORK,
         evolve(WORK, again=False),
-        evolve(WORK, checkpointing=True),
+        evolve(WORK, passes=RECOMPUTE),
         evolve(WORK, dtype="bfloat16"),
         evolve(WORK, tokens=40, rows=20),
     ],
-    ids=["float32", "one micro-batch", "checkpointing", "bfloat16", "short rows"],
+    ids=["float32", "one micro-batch", "recompute", "bfloat16", "short rows"],
 )
 def test_activations_are_what_torch_really_allocates(llama, work):
     path = llama()
     assert activation_bytes(path, work) == pytest.approx(allocated(path, work), rel=0.05)
 
 
+def test_moments_of_bfloat16_and_weights_that_rest_on_the_host_are_counted(tmp_path, two_gpus, monkeypatch):
+    monkeypatch.setattr(machine, "build_of_torch", lambda: "cuda")
+    model = eight_billion(tmp_path / "model")
+    settings = [f"model.path={model}", "optimizer.options.moments=bfloat16", "trainer.offload=true",
+                "pipeline.max_staleness=0", "trainer.device=cuda"]  # fmt: skip
+    config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=[])
+    (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), machine.gpus())
+    found = sizes(trainer.parts)
+    p = EIGHT_PARAMETERS
+    assert found["optimizer"] == (4 * p, "cuda:0")
+    assert found["weights between steps"] == (4 * p + 4 * p, "host")
+
+
 def test_a_checkpointed_layer_keeps_its_input_and_nothing_else(llama):
-    work = evolve(WORK, checkpointing=True)
+    work = evolve(WORK, passes=RECOMPUTE)
     few, more = (activation_bytes(llama(layers), work) for layers in (2, 6))
     assert more - few == 4 * (8 * 100 * 128 * 4)  # layers x tokens x width x bytes
+
+
+def test_an_offloaded_layer_keeps_nothing_on_its_device(llama):
+    work = evolve(WORK, passes=Passes(activations="offload"), offloads=True)
+    few, more = (activation_bytes(llama(layers), work) for layers in (2, 6))
+    assert more == few
 
 
 def test_shapes_come_from_the_configuration_and_tied_weights_count_once(llama):

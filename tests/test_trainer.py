@@ -189,9 +189,9 @@ def test_the_gradient_does_not_depend_on_padding_splitting_or_order(
         assert not torch.equal(mine[name], start[name].double()), f"{name} was not trained"
 
 
-def test_gradient_checkpointing_changes_no_gradient(model: str) -> None:
-    plain = TorchTrainer(setup(model))
-    saving = TorchTrainer(setup(model, gradient_checkpointing=True))
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_activations_that_are_not_kept_change_no_gradient(model: str, activations: str) -> None:
+    plain, saving = TorchTrainer(setup(model)), TorchTrainer(setup(model, activations=activations))
     for trainer in (plain, saving):
         trainer.step(batch(ragged()))
     assert same(plain, saving)

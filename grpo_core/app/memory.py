@@ -34,6 +34,8 @@ PROMPT_TOKENS = 256
 """Tokens of a prompt that an estimate assumes, for each completion of ``rollout.max_tokens``."""
 SMALLEST = 1 << 30
 """Bytes of a trainer below which nvidia-smi, which takes some time, is not asked."""
+MOVED = ("weights", "adapters", "optimizer", "reference")
+"""Parts of a trainer that ``trainer.offload`` moves to the host between two steps."""
 TURN_OFF = "if this estimate is wrong, --set health.max_memory=0 turns the check off"
 TIGHT = 0.9
 """Share of the available memory from which a run is called tight."""
@@ -168,6 +170,8 @@ def certain_parts(
             teacher=_teacher_bytes(config, device) if "teacher" in needs else 0,
             async_save=config.checkpoint.async_save,
         )
+        if config.trainer.offload:
+            parts = [*parts, *_at_rest(parts)]
         found += _ranks(parts, config.trainer.ranks, device, gpus_seen(devices.trainer, len(gpus)))
     for key, engine in engines.items() if not placement.remote else ():
         of_engine = _memory(host.find("engine", engine.name).load())
@@ -178,6 +182,14 @@ def certain_parts(
                 parts = of_engine(load, **engine.options)
                 found.append(_process(key.replace(".", " "), parts, seen, key=key, count=count))
     return found
+
+
+def _at_rest(parts: Sequence[MemoryPart]) -> Iterator[MemoryPart]:
+    """Yield the copy of what a trainer moves to the host between two steps."""
+    moved = [part for part in parts if part.device != HOST and part.name in MOVED]
+    if moved:
+        nbytes = sum(part.nbytes for part in moved)
+        yield MemoryPart(name="weights between steps", nbytes=nbytes, change="trainer.offload = false")
 
 
 def _ranks(
@@ -321,17 +333,12 @@ def footprint(
     from grpo_core.training.activations import shapes
 
     model = shapes(directory, trust_remote_code=config.model.trust_remote_code)
-    bases = {"trainer": machine.resident(), "environment": python}
+    bases = {"trainer": machine.resident()}
     remote = make_placement(config.placement, host).remote
     processes = certain_parts(config, host, directory, model.tensors, gpus)
     changed = sum(map(prod, trained_shapes(config, model.tensors).values())) // config.trainer.ranks
     microbatch = largest_microbatch(config, directory, model.vocabulary, trainer_device(config, gpus))
-    told = {process.name for process in processes}
-    missing = [
-        f"the {each} {name!r} does not tell what memory it takes"
-        for each, name in (("trainer", config.trainer.name), ("engine", config.engine.name))
-        if each not in told and not (remote and each == "engine")
-    ]
+    missing = _not_told(config, processes, remote=remote)
     found = [ProcessMemory(name="main", parts=(_base(with_torch), *_copies(config, processes)))]
     for process in processes:
         parts = (_base(bases.get(process.name, with_torch)), *process.parts)
@@ -343,12 +350,26 @@ def footprint(
                 missing.append(str(error))
         found.append(evolve(process, parts=parts))
     if not remote:
-        sets = config.validation.environments(config.validation.due_sets)
-        count = config.environment.workers * (len(config.tasks) + len(sets))
-        found.append(ProcessMemory(name="environment", parts=(_base(python),), count=count))
+        found.append(_environments(config, python))
     return Footprint(
         processes=tuple(found), parameters=model.parameters, microbatch=microbatch, missing=tuple(missing)
     )
+
+
+def _not_told(config: Config, processes: Sequence[ProcessMemory], *, remote: bool) -> list[str]:
+    """Return a sentence for each part of the run that does not tell its memory."""
+    told = {process.name for process in processes}
+    return [
+        f"the {each} {name!r} does not tell what memory it takes"
+        for each, name in (("trainer", config.trainer.name), ("engine", config.engine.name))
+        if each not in told and not (remote and each == "engine")
+    ]
+
+
+def _environments(config: Config, python: int) -> ProcessMemory:
+    sets = config.validation.environments(config.validation.due_sets)
+    count = config.environment.workers * (len(config.tasks) + len(sets))
+    return ProcessMemory(name="environment", parts=(_base(python),), count=count)
 
 
 def largest_microbatch(config: Config, directory: str, vocabulary: int, device: str) -> tuple[int, int]:
@@ -379,6 +400,7 @@ def _activations(
     """Return what the trainer's passes take on its device.  Raises ModelError if that is unknown."""
     from grpo_core.training.activations import Pass, activation_bytes
     from grpo_core.training.logprobs import extra_bytes_on_gpu
+    from grpo_core.training.passes import Passes
 
     rows, tokens = microbatch
     work = Pass(
@@ -386,13 +408,14 @@ def _activations(
         tokens=tokens,
         sampled=min(tokens, config.rollout.max_tokens * max(1, config.rollout.max_turns)),
         dtype=_dtype(config, device),
-        checkpointing=config.trainer.gradient_checkpointing,
+        passes=Passes.of(config.trainer),
+        offloads=device != HOST and config.trainer.activations == "offload",
         again=_rows(config) > rows,
     )
     nbytes = activation_bytes(directory, work, trust_remote_code=config.model.trust_remote_code)
     if device != HOST:
         nbytes += extra_bytes_on_gpu(rows * work.sampled, vocabulary)
-    change = "trainer.tokens_per_microbatch, trainer.gradient_checkpointing = true"
+    change = 'trainer.tokens_per_microbatch, trainer.activations = "recompute"'
     part = MemoryPart(name="activations", nbytes=nbytes, device=device, certain=False, change=change)
     if device != HOST:
         return (part,)

@@ -47,6 +47,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     host.check_values("optimizer", config.optimizer.name, config.optimizer.options)
     _check_lora(config)
     _check_ranks(config, host)
+    _check_offload(config)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
     _check_goal(config)
@@ -215,6 +216,23 @@ def _check_ranks(config: Config, host: PluginHost) -> None:
         raise ConfigError(
             f"{ranks}: the optimizer {name!r} computes with whole parameters, of which each rank holds a "
             'part; use optimizer.name = "adamw"'
+        )
+
+
+def _check_offload(config: Config) -> None:
+    """Raise ConfigError where weights cannot rest between two steps."""
+    trainer = config.trainer
+    if not trainer.offload:
+        return
+    if config.pipeline.max_staleness:
+        raise ConfigError(
+            "trainer.offload = true is for a trainer and an engine that take turns on a GPU; with "
+            f"pipeline.max_staleness = {config.pipeline.max_staleness} both work at once: set it to 0"
+        )
+    if trainer.ranks > 1:
+        raise ConfigError(
+            f"trainer.offload = true: the weights of trainer.ranks = {trainer.ranks} stay on their GPUs; "
+            "leave one of them out"
         )
 
 

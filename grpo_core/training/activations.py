@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -21,7 +22,8 @@ from torch.utils._pytree import tree_iter
 from grpo_core.errors import ModelError, one_line
 from grpo_core.training.memory import FLOAT32
 from grpo_core.training.microbatch import MicroBatch
-from grpo_core.training.model import Scorer, for_training
+from grpo_core.training.model import Scorer
+from grpo_core.training.passes import Passes, for_training
 
 
 @frozen(kw_only=True)
@@ -45,7 +47,9 @@ class Pass:
     sampled: int
     """Number of tokens of each row that are trained."""
     dtype: str
-    checkpointing: bool = False
+    passes: Passes = field(factory=Passes)
+    offloads: bool = False
+    """Whether what the forward pass keeps is in the memory of another device until it is needed."""
     again: bool = True
     """Whether gradients of another micro-batch are there already."""
 
@@ -53,9 +57,11 @@ class Pass:
         """Make the micro-batch, in the mode of fake tensors."""
         n = self.rows * min(self.sampled, self.tokens)
         places, numbers = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
+        shape = (1, self.rows * self.tokens) if self.passes.packing else (self.rows, self.tokens)
         return MicroBatch(
             rows=(),
-            input_ids=torch.zeros(self.rows, self.tokens, dtype=torch.int64),
+            input_ids=torch.zeros(shape, dtype=torch.int64),
+            packed=(self.tokens,) * self.rows if self.passes.packing else (),
             positions=places,
             targets=places,
             row_of=places,
@@ -96,6 +102,15 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._live.pop(key, 0)
 
 
+def _moved() -> AbstractContextManager[Any]:
+    """Forget the contents of what a pass keeps, which fake tensors do not have, until it is needed."""
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    return hooks(  # type: ignore[no-any-return]
+        lambda tensor: (tensor.shape, tensor.dtype),
+        lambda kept: torch.empty(kept[0], dtype=kept[1]),
+    )
+
+
 def shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
     """Return the figures of the model in a directory or of a hub id, from its configuration.
 
@@ -123,10 +138,15 @@ def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) 
     before, log.disabled = log.disabled, True
     try:
         with fake_tensor.FakeTensorMode():
-            module = for_training(_make(path, trust_remote_code), checkpointing=work.checkpointing)
+            module = for_training(_make(path, trust_remote_code), work.passes)
             parameters = list(module.parameters())
             known = {tensor.untyped_storage()._cdata for tensor in (*parameters, *module.buffers())}
-            scorer = Scorer(module, getattr(torch, work.dtype), plain_head=_looks_plain(module))
+            scorer = Scorer(
+                module,
+                getattr(torch, work.dtype),
+                plain_head=_looks_plain(module),
+                around=_moved if work.offloads else nullcontext,
+            )
             with _Count(known) as count:
                 for _ in range(1 + work.again):
                     logprobs, _ = scorer.score(work.microbatch(), 1.0)

@@ -42,6 +42,25 @@ def of_several_rows(rows: Sequence[Row]) -> list[list[int]]:
     return [of_one for of_one in places.values() if len(of_one) > 1]
 
 
+def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return indices of rows, grouped into micro-batches without padding of at most ``budget`` tokens.
+
+    A row that is longer than the budget comes alone.  Longest first, each into the first micro-batch that has
+    room: at most 11/9 of the fewest that there can be (Dosa 2007).
+    """
+    made: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = next((place for place, room in enumerate(left) if lengths[i] <= room), None)
+        if place is None:
+            made.append([i])
+            left.append(budget - lengths[i])
+        else:
+            made[place].append(i)
+            left[place] -= lengths[i]
+    return made
+
+
 def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> list[list[int]]:
     """Return indices of rows, grouped into micro-batches that are padded to their longest row.
 

@@ -28,9 +28,9 @@ from grpo_core.training.model import (
     ModelSource,
     SavedTokenizer,
     Scorer,
-    compute_dtype,
     is_linear,
     load_for,
+    scorer_for,
 )
 from grpo_core.weights.adapters import factors, shapes_in_files
 from grpo_core.weights.layout import LowRankSum
@@ -98,7 +98,7 @@ class LoraModel:
             target_modules=source.config.lora.targets or "all-linear",
         )
         _inject(config, module, source)
-        scorer = Scorer(module, compute_dtype(source.config, source.device))
+        scorer = scorer_for(source, module)
         sent = str(Path(source.start).absolute()) if source.config.lora.publish == "adapters" else ""
         tokenizer = SavedTokenizer(source)
         made = cls(scorer, whole=whole, config=config, tokenizer=tokenizer, base_directory=sent)
@@ -110,6 +110,10 @@ class LoraModel:
 
     def trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
         return self._named
+
+    def weights(self) -> Iterator[Tensor]:
+        yield from self.policy.module.parameters()
+        yield from self._moved.values()
 
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False

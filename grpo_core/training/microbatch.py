@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,15 @@ from grpo_core.training.batching import length, rollouts
 
 @frozen(kw_only=True, eq=False)
 class MicroBatch:
-    """Rows as one padded forward pass sees them; N sampled tokens in B rows of at most T tokens."""
+    """Rows as one forward pass sees them; N sampled tokens in B rows of at most T tokens."""
 
     rows: tuple[Row, ...]
     """None in a micro-batch that only takes part in what the ranks exchange; see ``without_rows``."""
     input_ids: Tensor
-    """Token ids [B, T], right-padded with 0: attention is causal, so no token sees the padding."""
+    """Token ids [B, T], right-padded with 0: attention is causal, so no token sees the padding.  Packed rows
+    stand one after the other: [1, sum of lengths]."""
     positions: Tensor
-    """Positions [N] in the flattened [B x T] whose next token was sampled."""
+    """Positions [N] in the flattened ids whose next token was sampled."""
     targets: Tensor
     """Ids [N] of the sampled tokens."""
     row_of: Tensor
@@ -46,6 +48,8 @@ class MicroBatch:
     """Logprobs [N] by the frozen reference; None if the loss does not need them."""
     teacher_logprobs: Tensor | None = None
     """Logprobs [N] by the teacher; None if the loss does not need them."""
+    packed: tuple[int, ...] = ()
+    """Tokens of each row, if the rows are packed."""
 
     @property
     def n_tokens(self) -> int:
@@ -60,6 +64,7 @@ def collate(
     *,
     step: int = 0,
     weights: Sequence[float] | None = None,
+    packed: bool = False,
 ) -> MicroBatch:
     """Lay rows out for one forward pass.
 
@@ -69,19 +74,22 @@ def collate(
         dtype: of the logprobs and advantages.
         step: version of the weights that the step starts from.
         weights: factor of the losses of each row's tokens; None is 0.
+        packed: whether rows stand one after the other, instead of side by side with padding.
 
     Raises TrainerError if a row begins with a sampled token.
     """
     lengths = [length(row) for row in rows]
-    ids = np.zeros((len(rows), max(lengths)), dtype=np.int64)
+    width = max(lengths)
+    starts = [0, *accumulate(lengths)] if packed else [b * width for b in range(len(rows))]
+    ids = np.zeros(sum(lengths) if packed else len(rows) * width, dtype=np.int64)
     positions, targets, row_of, logprobs, staleness = [], [], [], [], []
     for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         tokens = np.concatenate([row.prompt_ids, row.tokens.ids])
         sampled = np.flatnonzero(row.tokens.sampled)
         if not len(row.prompt_ids) and sampled.size and sampled[0] == 0:
             raise TrainerError(f"a row of group {row.group} has no prompt: its first token cannot be scored")
-        ids[b, :n] = tokens[:n]
-        positions.append(sampled + (b * ids.shape[1] + len(row.prompt_ids) - 1))
+        ids[starts[b] : starts[b] + n] = tokens[:n]
+        positions.append(sampled + (starts[b] + len(row.prompt_ids) - 1))
         targets.append(tokens[len(row.prompt_ids) + sampled])
         logprobs.append(row.tokens.logprobs[sampled])
         staleness.append(step - row.tokens.versions[sampled])
@@ -102,7 +110,7 @@ def collate(
 
     return MicroBatch(
         rows=tuple(rows),
-        input_ids=torch.from_numpy(ids).to(device),
+        input_ids=torch.from_numpy(ids.reshape(1 if packed else len(rows), -1)).to(device),
         positions=joined(positions, torch.int64),
         targets=joined(targets, torch.int64),
         row_of=joined(row_of, torch.int64),
@@ -112,6 +120,7 @@ def collate(
         correct=correct.to(device),
         staleness=joined(staleness, dtype),
         weights=factors.to(device),
+        packed=tuple(lengths) if packed else (),
     )
 
 

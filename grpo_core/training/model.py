@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from grpo_core.config import ModelConfig, TeacherConfig
 from grpo_core.errors import ModelError
-from grpo_core.models import chat_template, keep_softcapping
+from grpo_core.models import chat_template
 from grpo_core.records import Canary
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
+from grpo_core.training.packing import check_packing, packed_inputs
+from grpo_core.training.passes import Around, Passes, for_training
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.weights.layout import LowRankSum
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
@@ -40,8 +42,7 @@ class ModelSource:
     """Directory that ``Model.write`` wrote, to continue from; None begins at ``start``."""
     config: ModelConfig
     device: torch.device
-    checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    passes: Passes = field(factory=Passes)
     reference: bool = False
     """Whether ``reference_logprobs`` is going to be called."""
     seed: int = 0
@@ -62,6 +63,10 @@ class Model(Protocol):
 
     def trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
         """The parameters that the optimizer changes, by name; tied ones once.  Always in the same order."""
+        ...
+
+    def weights(self) -> Iterator[Tensor]:
+        """The tensors that stay between two steps: parameters, trained or not, and those of the reference."""
         ...
 
     def score(
@@ -150,7 +155,7 @@ class FullModel:
         """Load the weights.  Raises ModelError."""
 
         def scorer(path: str | Path) -> Scorer:
-            return Scorer(load_for(source, path), compute_dtype(source.config, source.device))
+            return scorer_for(source, load_for(source, path))
 
         policy = scorer(source.saved or source.start)
         reference = scorer(source.start) if source.reference else None
@@ -160,6 +165,11 @@ class FullModel:
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         return self._named
+
+    def weights(self) -> Iterator[Tensor]:
+        for scorer in (self.policy, self.reference):
+            if scorer is not None:
+                yield from scorer.module.parameters()
 
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
@@ -237,6 +247,7 @@ class Scorer:
             are the sums in its head.
         plain_head: whether the logits are a linear function of the base model's output; None finds it out by
             computing a few.
+        around: makes the context of each pass that has a gradient.
     """
 
     def __init__(
@@ -245,10 +256,11 @@ class Scorer:
         compute_dtype: torch.dtype = torch.float32,
         *,
         plain_head: bool | None = None,
+        around: Around = nullcontext,
     ) -> None:
         self.module = module
         self.device = next(module.parameters()).device
-        self._compute_dtype = compute_dtype
+        self._compute_dtype, self._around = compute_dtype, around
         self._plain_head = _has_plain_head(module) if plain_head is None else plain_head
 
     def score(
@@ -258,14 +270,17 @@ class Scorer:
 
         The entropy is detached unless ``entropy_gradient``.
         """
-        _choose_attention(micro.input_ids)
+        _choose_attention(micro)
+        inputs = {"input_ids": micro.input_ids, "use_cache": False}
+        if micro.packed:
+            inputs |= packed_inputs(micro.packed, self.device)
         if not self._plain_head:
-            with self._precision():
-                logits = self.module(input_ids=micro.input_ids, use_cache=False).logits
+            with self._precision(), self._around():
+                logits = self.module(**inputs).logits
             logits = logits.flatten(0, 1)[micro.positions]
             return _from_logits(logits, micro.targets, temperature, entropy_gradient)
-        with self._precision():
-            hidden = self.module.base_model(input_ids=micro.input_ids, use_cache=False)[0]  # type: ignore[operator]
+        with self._precision(), self._around():
+            hidden = self.module.base_model(**inputs)[0]  # type: ignore[operator]
         head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
         return token_logprobs(
             hidden.flatten(0, 1)[micro.positions],
@@ -327,13 +342,21 @@ def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device) -> 
     return dtype
 
 
+def scorer_for(source: ModelSource, module: nn.Module) -> Scorer:
+    """Make the scorer of a module as the source's choices say."""
+    if source.passes.packing:
+        check_packing(module)
+    dtype = compute_dtype(source.config, source.device)
+    return Scorer(module, dtype, around=source.passes.around(source.device))
+
+
 def load_for(source: ModelSource, path: str | Path) -> nn.Module:
     """``load`` the weights in a directory of the source.  Raises ModelError."""
     return load(
         path,
         device=source.device,
         trust_remote_code=source.config.trust_remote_code,
-        checkpointing=source.checkpointing,
+        passes=source.passes,
     )
 
 
@@ -342,7 +365,7 @@ def load(
     *,
     device: torch.device,
     trust_remote_code: bool = False,
-    checkpointing: bool = False,
+    passes: Passes = Passes(),  # noqa: B008 - it is frozen
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     """A transformers model with weights from safetensors (never from pickles), without dropout.
@@ -373,25 +396,7 @@ def load(
             f"model {str(path)!r}: {len(faults)} of its tensors cannot be loaded and would be random: "
             f"{some}. Its safetensors are incomplete or do not fit its config.json: copy or download it again"
         )
-    return for_training(model.to(device), checkpointing=checkpointing)
-
-
-def for_training(model: Any, *, checkpointing: bool) -> nn.Module:
-    """Set up a transformers model as the trainer uses it: no dropout, and checkpointing if it is wanted."""
-    keep_softcapping(model)
-    # The engine samples without dropout; with it the trainer would score another policy.
-    for module in model.modules():
-        for name in ("p", "dropout", "attention_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    model.train(checkpointing)  # transformers checkpoints activations only in training mode
-    if checkpointing:
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
-    typed: nn.Module = model
-    return typed
+    return for_training(model.to(device), passes)
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -409,14 +414,15 @@ def _not_loaded(report: Mapping[str, Any]) -> list[str]:
     return [*missing, *other, *report["error_msgs"]]
 
 
-def _choose_attention(input_ids: Tensor) -> None:
+def _choose_attention(micro: MicroBatch) -> None:
     """Compute attention of short rows on a CPU by whole score matrices, not by the fused kernel's blocks.
 
     With the demo's rows of about 14 tokens a step takes three quarters of the time.  The choice holds until
     the next call, so that checkpointed activations are computed again by the same kernel.
     """
-    if input_ids.device.type == "cpu":
-        torch.backends.cuda.enable_flash_sdp(input_ids.shape[1] > SHORT)  # its name aside, the CPU's too
+    if micro.input_ids.device.type == "cpu":
+        longest = max(micro.packed, default=micro.input_ids.shape[1])
+        torch.backends.cuda.enable_flash_sdp(longest > SHORT)  # its name aside, the CPU's too
 
 
 @torch.no_grad()

@@ -125,6 +125,11 @@ class Optimization:
         state: dict[str, Any] = self._of[parameter].state.get(parameter, {})
         return state
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of all states."""
+        for _, parameter in self._named:
+            yield from (value for value in self.state(parameter).values() if isinstance(value, Tensor))
+
     # ------------------------------------------------------------------------------ checkpoints
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -132,7 +137,7 @@ class Optimization:
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, float] = {}
         twins: dict[str, str] = {}
-        places: dict[tuple[int, torch.Size], str] = {}
+        places: dict[tuple[int, int, torch.Size], str] = {}
         for name, parameter in self._named:
             for slot, value in self.state(parameter).items():
                 key = f"{name}/{slot}"
@@ -169,10 +174,11 @@ class Optimization:
             raise ValueError(f"of {name} there is {_spelled(found)}, expected {_spelled(expected)}")
 
 
-def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
     """Return what is equal for two names of one tensor.  Tensors of which ranks hold parts have one name."""
-    in_parts = hasattr(tensor, "full_tensor")
-    return id(tensor) if in_parts else tensor.data_ptr(), tensor.shape
+    if hasattr(tensor, "full_tensor"):
+        return id(tensor), 0, tensor.shape
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.shape  # or one that rests
 
 
 def _spelled(state: Mapping[str, tuple[tuple[int, ...], str]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ class Saving:
         entropy: the control of an entropy bonus, if the loss has one.
         moves_reference: whether the reference is refreshed, so that it has to be saved.
         copies: whether a copy is written while training goes on; see ``Snapshot``.
+        readable: returns a tensor that can be read for one that is elsewhere.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Saving:
         entropy: EntropyControl | None,
         moves_reference: bool,
         copies: bool,
+        readable: Callable[[Tensor], Tensor],
     ) -> None:
         self._model, self._optimizers, self._ranks, self._device = model, optimizers, ranks, device
         self._entropy, self._moves_reference = entropy, moves_reference
-        self._snapshot = Snapshot(copies=copies)
+        self._snapshot, self._readable = Snapshot(copies=copies), readable
 
     def save(self, directory: Path, version: int) -> None:
         """Copy all that is needed to continue; it is written into ``directory`` while training goes on."""
@@ -62,7 +64,7 @@ class Saving:
         state["rng"] = torch.get_rng_state()
         if self._device.type == "cuda":  # dropout of adapters draws from it
             state["rng_cuda"] = torch.cuda.get_rng_state(self._device)
-        state = {**model, **self._ranks.dealt(state)}
+        state = {name: self._readable(t) for name, t in {**model, **self._ranks.dealt(state)}.items()}
         about["version"] = version
         if self._entropy is not None:
             about["entropy"] = [self._entropy.coefficient, self._entropy.measured]

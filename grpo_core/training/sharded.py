@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -16,7 +15,7 @@ from grpo_core.errors import ModelError
 from grpo_core.records import Canary
 from grpo_core.training.group import Group
 from grpo_core.training.microbatch import MicroBatch
-from grpo_core.training.model import FullModel, ModelSource, SavedTokenizer, Scorer, compute_dtype, load_for
+from grpo_core.training.model import FullModel, ModelSource, SavedTokenizer, Scorer, load_for, scorer_for
 from grpo_core.training.state_files import file_of
 from grpo_core.weights.names import checkpoint_tensors
 
@@ -39,7 +38,7 @@ class ShardedModel(FullModel):
 
         def sharded(path: str | Path, *, trains: bool) -> _Sharded:
             module = load_for(source, path).requires_grad_(trains)
-            return _Sharded(module, compute_dtype(source.config, source.device), group)
+            return _Sharded(module, scorer_for(source, module), group)
 
         policy = group.in_turn(lambda: sharded(source.saved or source.start, trains=True))
         reference = group.in_turn(lambda: sharded(source.start, trains=False)) if source.reference else None
@@ -79,10 +78,10 @@ class ShardedModel(FullModel):
 class _Sharded(nn.Module):
     """A ``Scorer`` whose module's weights are gathered, layer by layer, while it computes."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, group: Group) -> None:
+    def __init__(self, module: nn.Module, scorer: Scorer, group: Group) -> None:
         super().__init__()
         self.module, self.names = module, _names(module)
-        self._scorer = Scorer(module, dtype)
+        self._scorer = scorer
         self.vocabulary = self._scorer.vocabulary
         options: dict[str, Any] = {"mesh": group.mesh, "reshard_after_forward": True}
         blocks = set(getattr(module, "_no_split_modules", None) or ())

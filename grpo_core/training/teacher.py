@@ -12,6 +12,8 @@ from grpo_core.config import ModelConfig, TeacherConfig
 from grpo_core.errors import ConfigError, ModelError, one_line
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer, compute_dtype, load
+from grpo_core.training.packing import check_packing
+from grpo_core.training.passes import Passes
 
 
 class Teacher:
@@ -26,10 +28,18 @@ class Teacher:
         scorer.module.requires_grad_(False)
 
     @classmethod
-    def load(cls, config: TeacherConfig, device: torch.device) -> Teacher:
+    def load(cls, config: TeacherConfig, device: torch.device, passes: Passes) -> Teacher:
         """Load the weights in the dtype of their products.  Raises ModelError."""
         dtype = compute_dtype(config, device)
-        module = load(config.path, device=device, trust_remote_code=config.trust_remote_code, dtype=dtype)
+        module = load(
+            config.path,
+            device=device,
+            trust_remote_code=config.trust_remote_code,
+            passes=Passes(packing=passes.packing),
+            dtype=dtype,
+        )
+        if passes.packing:
+            check_packing(module)
         return cls(Scorer(module, dtype))
 
     @torch.no_grad()

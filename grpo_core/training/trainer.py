@@ -21,22 +21,24 @@ from torch import Tensor
 
 from grpo_core import cpu
 from grpo_core import loss as losses
-from grpo_core.errors import PluginError, TrainerError
+from grpo_core.errors import ConfigError, PluginError, TrainerError
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.corrections import token_errors
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, StepResult, Weights
-from grpo_core.training.batching import microbatches, of_several_rows
+from grpo_core.training.batching import microbatches, of_several_rows, packs
 from grpo_core.training.budget import overhead, token_budget
 from grpo_core.training.building import build_model
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import BuildModel, ModelSource, compute_dtype
 from grpo_core.training.optimization import Optimization, divided, schedule
+from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Share, shares
 from grpo_core.training.process import thread_count
 from grpo_core.training.ranks import Alone, Ranks
+from grpo_core.training.resting import Resting
 from grpo_core.training.saving import Saving
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher, check_vocabulary
@@ -57,6 +59,12 @@ def create(setup: TrainerSetup) -> TorchTrainer:
     """Factory for the child process."""
     cpu.prepare(thread_count(setup.trainer.threads, setup.colocated, setup.ranks))
     sys.setswitchinterval(SWITCH)
+    device = cpu.resolve_device(setup.trainer.device, "trainer.device")
+    if setup.trainer.offload and device.type == "cpu":
+        raise ConfigError(
+            "trainer.offload moves weights from a GPU to the machine's memory, and this trainer is on a CPU, "
+            "where they are there already; leave it out"
+        )
     return TorchTrainer(setup)
 
 
@@ -142,13 +150,15 @@ class TorchTrainer:
             saved=resume / "trainer" if resume else None,
             config=setup.model,
             device=self._device,
-            checkpointing=self._config.gradient_checkpointing,
+            passes=Passes.of(self._config),
             reference="reference" in self._needs,
             seed=setup.seed,
             ranks=self._ranks,
         )
         self.model = build(source)
-        self._teacher = Teacher.load(setup.teacher, self._device) if "teacher" in self._needs else None
+        self._teacher = (
+            Teacher.load(setup.teacher, self._device, source.passes) if "teacher" in self._needs else None
+        )
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
         self._overhead = overhead(self.model.parameters, self._device)
@@ -160,6 +170,7 @@ class TorchTrainer:
             divided(self._named, chosen, self._config),
         )
         self._moves_reference = "reference" in self._needs and self._config.reference_every > 0
+        self._resting = Resting()
         self._saving = Saving(
             self.model,
             self._optimizers,
@@ -168,6 +179,7 @@ class TorchTrainer:
             entropy=self._entropy,
             moves_reference=self._moves_reference,
             copies=setup.async_save,
+            readable=self._resting.readable,
         )
         self._lost_updates = 0
         torch.manual_seed(setup.seed)
@@ -198,6 +210,7 @@ class TorchTrainer:
         if share.step != self.version:
             raise TrainerError(f"step {share.step} was asked of a trainer that holds version {self.version}")
         begun = time.perf_counter()
+        self._resting.come_back()
         totals = Totals()
         divided: Sequence[Sequence[int]] = share.updates
         if self._setup.loss.max_sequence_error:
@@ -240,13 +253,18 @@ class TorchTrainer:
         together = of_several_rows(rows) if "sequences" in self._needs else []
         alone = sorted(set(range(len(rows))).difference(*together))
         lengths = [facts[mine[i]].length for i in alone]
-        divided = microbatches(lengths, self._budget, overhead=self._overhead)
+        packing = self._config.packing
+        if packing:
+            divided = packs(lengths, self._budget)
+        else:
+            divided = microbatches(lengths, self._budget, overhead=self._overhead)
         made = [
             collate(
                 [rows[i] for i in part],
                 self._device,
                 step=self.version,
                 weights=[weights[mine[i]] for i in part],
+                packed=packing,
             )
             for part in [*together, *([alone[i] for i in part] for part in divided)]
         ]
@@ -434,10 +452,13 @@ class TorchTrainer:
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """The current weights, where engines read them; what was published before is overwritten."""
+        self._resting.come_back()
         dtype = compute_dtype(self._setup.model, self._device)
         weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
         weights = evolve(weights, canary=self.model.next_tokens(canary), base=self.model.base)
-        if self._setup.shares_gpu:
+        if self._config.offload:
+            self._resting.leave([*self.model.weights(), *self._optimizers.tensors()])
+        if self._setup.shares_gpu or (self._config.offload and self._device.type == "cuda"):
             torch.cuda.empty_cache()  # what the step used: an engine on the same GPU takes the weights now
         return weights
 

@@ -1,0 +1,64 @@
+"""How the passes of a model are computed: its activations, and rows without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from grpo_core.config import ActivationsChoice, TrainerConfig
+from grpo_core.models import keep_softcapping
+from grpo_core.training.packing import use_packing
+
+Around = Callable[[], AbstractContextManager[Any]]
+"""Makes the context in which a forward pass is computed."""
+
+
+@frozen(kw_only=True)
+class Passes:
+    """The choices of ``TrainerConfig`` for forward and backward passes."""
+
+    activations: ActivationsChoice = "keep"
+    packing: bool = False
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> Passes:
+        return cls(activations=config.activations, packing=config.packing)
+
+    @property
+    def recomputes(self) -> bool:
+        return self.activations != "keep"
+
+    def around(self, device: torch.device) -> Around:
+        """Return the context of forward passes on a device: it moves what they keep, if that is wanted.
+
+        Layers that are computed again keep their inputs and nothing else, so only these are moved.
+        """
+        if self.activations == "offload" and device.type != "cpu":
+            return partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
+        return nullcontext
+
+
+def for_training(model: Any, passes: Passes) -> nn.Module:
+    """Set up a transformers model as the trainer uses it: no dropout, and layers as ``passes`` says."""
+    keep_softcapping(model)
+    # The engine samples without dropout; with it the trainer would score another policy.
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    model.train(passes.recomputes)  # transformers checkpoints activations only in training mode
+    if passes.recomputes:
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
+    if passes.packing:
+        use_packing(model)
+    typed: nn.Module = model
+    return typed

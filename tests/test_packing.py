@@ -1,0 +1,189 @@
+"""Rows without padding: each is trained as if it were alone, and models that cannot do that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import transformers
+from test_trainer import batch, ragged, row, setup, weights
+
+from grpo_core.config import LoraConfig, ModelConfig
+from grpo_core.demo import tiny
+from grpo_core.errors import ModelError
+from grpo_core.training import packing
+from grpo_core.training.microbatch import collate
+from grpo_core.training.model import FullModel, ModelSource
+from grpo_core.training.passes import Passes
+from grpo_core.training.trainer import TorchTrainer
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 98, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    tiny.make_tiny_model(directory, (), width=16, layers=2, warm_start_steps=0)
+    return str(directory)
+
+
+def saved(directory: Path, tokenizer: str, config: Any) -> str:
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
+    return str(directory)
+
+
+def trained(given: Any, steps: int = 2) -> TorchTrainer:
+    """The trainer after some steps in float64, in which two ways to compute the same differ by nothing."""
+    trainer = TorchTrainer(given)
+    trainer.model.policy.module.double()
+    for step in range(steps):
+        trainer.step(batch(ragged(seed=step), step))
+    return trainer
+
+
+def agree(one: TorchTrainer, other: TorchTrainer, tolerance: float = 1e-9) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("budget", [1, 30, 8192], ids=["a row each", "some rows", "all rows"])
+def test_packed_rows_train_the_weights_of_padded_rows(model: str, budget: int) -> None:
+    """A row that is longer than the budget is trained in a micro-batch of its own."""
+    padded = trained(setup(model, updates_per_step=2))
+    packed = trained(setup(model, updates_per_step=2, packing=True, tokens_per_microbatch=budget))
+    agree(padded, packed)
+
+
+def test_packed_rows_have_no_padding(model: str) -> None:
+    given = setup(model, packing=True, tokens_per_microbatch=30)
+    assert TorchTrainer(given).step(batch(ragged())).metrics["tokens/padding"] == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Qwen3Config(**SHAPE, head_dim=8),
+        transformers.MistralConfig(**SHAPE, sliding_window=4),
+        transformers.Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=4),
+        transformers.Qwen3MoeConfig(
+            **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
+    ],
+    ids=["qwen3", "mistral, a window", "gemma3, windows in some layers", "qwen3, experts"],
+)
+def test_packed_rows_of_other_models_have_the_logprobs_of_padded_rows(
+    model: str, tmp_path: Path, config: Any
+) -> None:
+    path = saved(tmp_path, model, config)
+    rows = ragged(groups=4)
+    found = []
+    for packed in (False, True):
+        source = ModelSource(
+            start=path, saved=None, config=ModelConfig(path=path), device=CPU, passes=Passes(packing=packed)
+        )
+        made = FullModel.build(source)
+        found.append(made.score(collate(rows, CPU, packed=packed), 1.0)[0])
+        if packed:  # what is not packed is computed as before: the canary's prompts
+            assert made.next_tokens([(5, 6, 7), (8, 9)])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Gemma2Config(**SHAPE, head_dim=8),
+        transformers.MambaConfig(vocab_size=98, hidden_size=32, num_hidden_layers=1),
+    ],
+    ids=["soft-capped scores", "a state instead of attention"],
+)
+def test_a_model_that_cannot_keep_rows_apart_is_refused(model: str, tmp_path: Path, config: Any) -> None:
+    path = saved(tmp_path, model, config)
+    with pytest.raises(ModelError, match=r"trainer\.packing = true does not work with this model") as caught:
+        TorchTrainer(setup(path, packing=True))
+    assert "\n" not in str(caught.value)
+
+
+def test_packed_rows_are_trained_with_adapters_a_reference_and_recomputed_layers(model: str) -> None:
+    lora = LoraConfig(rank=4, publish="merged")
+    given = setup(model, loss={"kl_coefficient": 0.1}, activations="recompute")
+    given = attrs.evolve(given, model=attrs.evolve(given.model, lora=lora))
+    packed = attrs.evolve(given, trainer=attrs.evolve(given.trainer, packing=True))
+    one, other = TorchTrainer(given), TorchTrainer(packed)
+    for trainer in (one, other):
+        for step in range(2):
+            trainer.step(batch(ragged(seed=step), step))
+    agree(one, other, 1e-6)
+
+
+def test_rows_of_a_rollout_that_a_loss_wants_together_are_packed(model: str) -> None:
+    rows = [
+        attrs.evolve(row("abc", "defgh", 1.0), rollout=1),
+        attrs.evolve(row("b", "efghij", 1.0), rollout=1),
+        row("cd", "fgh", -1.0),
+    ]
+    found = []
+    for packed in (False, True):
+        given = setup(model, loss={"ratio": "sequence"}, packing=packed, updates_per_step=1)
+        trainer = TorchTrainer(given)
+        trainer.step(batch(rows))
+        found.append(trainer)
+    agree(*found, tolerance=1e-6)
+
+
+def test_the_kernel_for_gpus_is_asked_for_causal_rows_of_their_lengths(monkeypatch: Any) -> None:
+    """The arguments are what torch documents: tensors [T, H, D], ends of the rows, and a window behind."""
+    asked: dict[str, Any] = {}
+
+    def varlen_attn(query: Any, key: Any, value: Any, *given: Any, **named: Any) -> Any:
+        asked.update(shapes=[tuple(each.shape) for each in (query, key, value)], given=given, **named)
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    packed = packing.Packed.of([3, 5], CPU)
+    query, key = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16)
+    packing._by_flash(query, key, key, packed, 0.25, None)
+    assert asked["shapes"] == [(8, 4, 16), (8, 2, 16), (8, 2, 16)]
+    assert [each.tolist() if torch.is_tensor(each) else each for each in asked["given"]] == [
+        [0, 3, 8], [0, 3, 8], 5, 5,
+    ]  # fmt: skip
+    assert asked["window_size"] == (-1, 0)  # causal
+    assert asked["scale"] == 0.25
+    assert asked["enable_gqa"] is True
+    packing._by_flash(query, key, key, packed, 0.25, 4)
+    assert asked["window_size"] == (3, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_packed_rows_have_the_logprobs_and_gradients_of_padded_rows(
+    model: str, tmp_path: Path, dtype: str
+) -> None:
+    path = saved(tmp_path, model, transformers.Qwen3Config(**{**SHAPE, "head_dim": 64}))
+    found = []
+    for packed in (False, True):
+        config = ModelConfig(path=path, dtype=dtype)  # type: ignore[arg-type]
+        device = torch.device("cuda")
+        passes = Passes(packing=packed)
+        made = FullModel.build(
+            ModelSource(start=path, saved=None, config=config, device=device, passes=passes)
+        )
+        logprobs, _ = made.score(collate(ragged(groups=8), device, packed=packed), 1.0)
+        torch.autograd.backward(logprobs.sum())
+        found.append((logprobs.detach(), [parameter.grad for _, parameter in made.trainable()]))
+    (one, gradients), (other, others) = found
+    tolerance = 1e-4 if dtype == "float32" else 5e-2
+    torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+    for mine, theirs in zip(gradients, others, strict=True):
+        assert (mine - theirs).norm() <= tolerance * mine.norm()
