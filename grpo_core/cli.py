@@ -39,6 +39,7 @@ def train(
     output: Path | None = None,
     resume: str | None = None,
     until: str | None = None,
+    profile: int | None = None,
     ray: str | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
@@ -64,6 +65,9 @@ def train(
         Continue the run in this directory.  Without a value, continue the latest run in runs/.
     until
         End the run with a checkpoint before this time, as in "18:30" or "2026-11-23T07:00".
+    profile
+        Time this many steps after the first two, trace as many more, and print where the time of every
+        process went.
     ray
         Run engines and environments on the Ray cluster at this address ("auto", "host:6379").  Without a
         value, start a local cluster for this run.
@@ -73,11 +77,16 @@ def train(
     from grpo_core.app import commands
 
     chosen = {"sampler": sampler, "validation": validation, "engine": engine}
+    settings = [
+        *(set_ or []),
+        *([] if until is None else [commands.time_limit(until)]),
+        *([] if profile is None else [f"trainer.profile={profile}"]),
+    ]
     return commands.train(
         config_file=config,
         envs=env or [],
         chosen={section: name for section, name in chosen.items() if name is not None},
-        settings=[*(set_ or []), *([] if until is None else [commands.time_limit(until)])],
+        settings=settings,
         output=output,
         resume=resume,
         ray=ray,

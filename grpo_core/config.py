@@ -439,6 +439,12 @@ class TrainerConfig(PluginChoice):
     """Activations of each layer are kept until the backward pass ("keep"), or computed again there from the
     layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also
     moves these inputs from a GPU to the machine's memory."""
+    compile: bool = False
+    """Layers are compiled by torch, which takes a minute at the first step and makes later ones faster where
+    small operations take much of the time; it needs a C++ compiler."""
+    profile: int = field(default=0, validator=ge(0))
+    """Time this many steps after the first two in every process, trace as many more in the trainer, and write
+    where the time went into the run's directory; 0 does nothing. `--profile N` sets it."""
     offload: bool = False
     """Between two steps, the weights and the optimizer's state are in the machine's memory instead of the
     GPU's, so that an engine on the same GPU has that; for `pipeline.max_staleness = 0`, where the engine and

@@ -35,6 +35,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -79,6 +80,14 @@ def _frame(message: Call | Answer) -> bytes:
 # ---------------------------------------------------------------------------------- the parent's side
 
 
+_CHILDREN: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+def living() -> dict[int, str]:
+    """Return the names of the children that run now, by process id; each leads a process group."""
+    return {child.pid: child.name for child in list(_CHILDREN) if child.alive}
+
+
 class Child:
     """A child process, which starts at once; ``started`` or the first ``call`` waits for its target.
 
@@ -102,6 +111,7 @@ class Child:
         interpreter: Interpreter | None = None,
     ) -> None:
         self.name = name
+        _CHILDREN.add(self)
         self._log = log
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}

@@ -10,6 +10,7 @@ runs/NAME/
     events.jsonl                   everything that happened, append-only; see grpo_core.chain
     report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
+    profile/                       traces of some steps, and where their time went
     checkpoints/                   see grpo_core.loop.checkpoint
     .lock                          held by the process that runs here; names it
 """
@@ -48,6 +49,7 @@ WRITTEN = (
     ROLLOUTS,
     VALIDATION,
     "logs",
+    "profile",
     "checkpoints",
     "model",
 )
@@ -61,6 +63,8 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.profile = path / "profile"
+        """Directory of the traces and the table of ``trainer.profile``."""
         self.model = path / "model"
         """Directory in which a tiny model is made."""
         self.unlock: Callable[[], object] = lambda: None

@@ -290,6 +290,7 @@ class Assembly:
             shares_gpu=self.devices.shared,
             plugins=run.plugins.selection.allow,
             block=run.plugins.selection.block,
+            profile=str(run.directory.profile),
             log=str(run.directory.logs / "trainer.log"),
         )
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.app import memory, preflight, run
+from grpo_core.app import memory, preflight, profile, run
 from grpo_core.app import resume as continuing
 from grpo_core.app.paths import with_absolute_paths
 from grpo_core.config import Config, build, merge, parse_setting, read_toml, replace_parts
@@ -91,6 +91,8 @@ def train(
         return INTERRUPTED
     finally:
         directory.unlock()
+    if config.trainer.profile:
+        _say(profile.told(directory.profile, config.trainer.profile))
     _say(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 

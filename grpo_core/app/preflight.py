@@ -19,6 +19,7 @@ from grpo_core.models import chat_template, check_path
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.response_formats import check_response_format
+from grpo_core.training.setup import steps_of_profile
 
 
 def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
@@ -48,6 +49,7 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_lora(config)
     _check_ranks(config, host)
     _check_offload(config)
+    _check_profile(config)
     _check_advantage(config.advantage, config.rollout.group_size, host)
     _check_best(config)
     _check_goal(config)
@@ -211,11 +213,24 @@ def _check_ranks(config: Config, host: PluginHost) -> None:
     ranks = f"trainer.ranks = {config.trainer.ranks}"
     if config.model.lora is not None:
         raise ConfigError(f"{ranks}: [model.lora] is trained by one rank; leave one of them out")
+    if config.trainer.compile:
+        raise ConfigError(f"{ranks}: trainer.compile = true is for one rank; leave one of them out")
     name = config.optimizer.name
     if not getattr(host.find("optimizer", name).load(), "takes_parts", False):
         raise ConfigError(
             f"{ranks}: the optimizer {name!r} computes with whole parameters, of which each rank holds a "
             'part; use optimizer.name = "adamw"'
+        )
+
+
+def _check_profile(config: Config) -> None:
+    """Raise ConfigError if the run ends before the steps of its profile do."""
+    trainer = config.trainer
+    needed = steps_of_profile(trainer.profile)[1]
+    if trainer.profile and not trainer.epochs and trainer.steps < needed:
+        raise ConfigError(
+            f"trainer.profile = {trainer.profile} needs {needed} steps, and the run has {trainer.steps}: "
+            "raise trainer.steps"
         )
 
 

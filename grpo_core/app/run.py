@@ -28,6 +28,7 @@ from grpo_core.app.parts import (
     with_steps,
 )
 from grpo_core.app.placement import Placement
+from grpo_core.app.profile import ProfileTracker
 from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
@@ -93,6 +94,8 @@ async def train(
     own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
     if config.checkpoint.best:
         own["retention of checkpoints"] = retention
+    if config.trainer.profile:
+        own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
     trackers = Trackers({**own, **made})
     emit = trackers.emit
     step = resume.step if resume else 0

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -138,7 +138,7 @@ def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) 
     before, log.disabled = log.disabled, True
     try:
         with fake_tensor.FakeTensorMode():
-            module = for_training(_make(path, trust_remote_code), work.passes)
+            module = for_training(_make(path, trust_remote_code), evolve(work.passes, compiled=False))
             parameters = list(module.parameters())
             known = {tensor.untyped_storage()._cdata for tensor in (*parameters, *module.buffers())}
             scorer = Scorer(

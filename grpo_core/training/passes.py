@@ -1,4 +1,4 @@
-"""How the passes of a model are computed: its activations, and rows without padding."""
+"""How the passes of a model are computed: activations, rows without padding, compiled layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from attrs import frozen
 from torch import nn
 
 from grpo_core.config import ActivationsChoice, TrainerConfig
+from grpo_core.errors import ModelError
 from grpo_core.models import keep_softcapping
 from grpo_core.training.packing import use_packing
 
@@ -25,10 +26,11 @@ class Passes:
 
     activations: ActivationsChoice = "keep"
     packing: bool = False
+    compiled: bool = False
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Passes:
-        return cls(activations=config.activations, packing=config.packing)
+        return cls(activations=config.activations, packing=config.packing, compiled=config.compile)
 
     @property
     def recomputes(self) -> bool:
@@ -42,6 +44,12 @@ class Passes:
         if self.activations == "offload" and device.type != "cpu":
             return partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
         return nullcontext
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a transformers model: those that a device holds as a whole."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [part for part in model.modules() if type(part).__name__ in names]
 
 
 def for_training(model: Any, passes: Passes) -> nn.Module:
@@ -60,5 +68,14 @@ def for_training(model: Any, passes: Passes) -> nn.Module:
         enable({"use_reentrant": False})
     if passes.packing:
         use_packing(model)
+    if passes.compiled:
+        layers = layers_of(model)
+        if not layers:
+            raise ModelError(
+                f"trainer.compile = true: {type(model).__name__} does not say which modules are its layers; "
+                "leave it out"
+            )
+        for layer in layers:
+            layer.compile(dynamic=True)
     typed: nn.Module = model
     return typed

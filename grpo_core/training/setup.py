@@ -9,6 +9,17 @@ from attrs import field, frozen
 
 from grpo_core.config import LossConfig, ModelConfig, OptimizerConfig, TeacherConfig, TrainerConfig
 
+PROFILED_AFTER = 2
+"""Steps of a process before those of a profile: they allocate, and choose kernels."""
+
+
+def steps_of_profile(steps: int) -> tuple[int, int]:
+    """Return the number of the step that is traced first, and of the last one, counted from 1.
+
+    As many steps before them are timed as they are, since a trace takes time itself.
+    """
+    return PROFILED_AFTER + steps + 1, PROFILED_AFTER + 2 * steps
+
 
 @frozen(kw_only=True)
 class TrainerSetup:
@@ -58,5 +69,7 @@ class TrainerSetup:
     """Number of the trainer's processes."""
     rendezvous: str = ""
     """File in which they find each other; the first one makes it."""
+    profile: str = ""
+    """Directory for the traces of ``trainer.profile`` steps."""
     log: str | None = None
     """File for the trainer's output; None means standard error."""

@@ -16,6 +16,7 @@ from grpo_core.records import Canary
 from grpo_core.training.group import Group
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import FullModel, ModelSource, SavedTokenizer, Scorer, load_for, scorer_for
+from grpo_core.training.passes import layers_of
 from grpo_core.training.state_files import file_of
 from grpo_core.weights.names import checkpoint_tensors
 
@@ -84,8 +85,7 @@ class _Sharded(nn.Module):
         self._scorer = scorer
         self.vocabulary = self._scorer.vocabulary
         options: dict[str, Any] = {"mesh": group.mesh, "reshard_after_forward": True}
-        blocks = set(getattr(module, "_no_split_modules", None) or ())
-        parts = [part for part in module.modules() if type(part).__name__ in blocks]
+        parts = layers_of(module)
         for part in [*parts, self]:
             fully_shard(part, **options)
         register_fsdp_forward_method(self, "score")

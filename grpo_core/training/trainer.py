@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 
 from grpo_core import cpu
@@ -37,12 +37,14 @@ from grpo_core.training.optimization import Optimization, divided, schedule
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Share, shares
 from grpo_core.training.process import thread_count
+from grpo_core.training.profiling import StepProfiler, part
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.training.resting import Resting
 from grpo_core.training.saving import Saving
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher, check_vocabulary
 from grpo_core.training.totals import Totals, off_policy
+from grpo_core.training.update import Update
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.layout import Contribution, Writer, whole
@@ -66,40 +68,6 @@ def create(setup: TrainerSetup) -> TorchTrainer:
             "where they are there already; leave it out"
         )
     return TorchTrainer(setup)
-
-
-@frozen(kw_only=True, eq=False)
-class Update:
-    """One optimizer update of a step: its number, and totals over all of its rows."""
-
-    share: Share
-    number: int
-    tokens: int
-    """Sampled tokens."""
-    rows: int
-    sequences: int
-    """Rollouts."""
-    prompts: int
-    """Groups."""
-    correct_tokens: int
-    """Sampled tokens of rollouts that are right."""
-    entropies: Tensor | None = None
-    """Entropies of all of its tokens; None unless the loss needs them."""
-    entropy_coefficient: float = 0.0
-    """Coefficient of an entropy bonus that is adapted; 0 unless the loss needs it."""
-
-    @classmethod
-    def of(cls, share: Share, number: int, places: Sequence[int]) -> Update:
-        rows = [share.facts[place] for place in places]
-        return cls(
-            share=share,
-            number=number,
-            tokens=sum(row.sampled for row in rows),
-            rows=len(rows),
-            sequences=len({row.rollout for row in rows}),
-            prompts=len({row.group for row in rows}),
-            correct_tokens=sum(row.sampled for row in rows if row.correct),
-        )
 
 
 def interpolated(policy: Tensor, generation: Tensor, staleness: Tensor) -> Tensor:
@@ -181,6 +149,9 @@ class TorchTrainer:
             copies=setup.async_save,
             readable=self._resting.readable,
         )
+        self._profiler = StepProfiler(
+            setup.profile, steps=self._config.profile, rank=setup.rank, device=self._device
+        )
         self._lost_updates = 0
         torch.manual_seed(setup.seed)
         self.version = self._saving.resume(resume) if resume else 0
@@ -209,6 +180,10 @@ class TorchTrainer:
         """Compute this rank's share of a step; see ``step``.  All ranks return the same metrics."""
         if share.step != self.version:
             raise TrainerError(f"step {share.step} was asked of a trainer that holds version {self.version}")
+        with self._profiler.step():
+            return self._train(share)
+
+    def _train(self, share: Share) -> StepResult:
         begun = time.perf_counter()
         self._resting.come_back()
         totals = Totals()
@@ -216,8 +191,10 @@ class TorchTrainer:
         if self._setup.loss.max_sequence_error:
             divided = [self._agreeing(share, places, totals) for places in divided]
         divided = [places for places in divided if places]
-        updates = [self._microbatches(share, places) for places in divided]
-        updates = [self._scored(update, i, share.temperature) for i, update in enumerate(updates)]
+        with part("rows to tensors"):
+            updates = [self._microbatches(share, places) for places in divided]
+        with part("logprobs before the update"):
+            updates = [self._scored(update, i, share.temperature) for i, update in enumerate(updates)]
         for number, (places, update) in enumerate(zip(divided, updates, strict=True)):
             self._update(Update.of(share, number, places), update, totals)
         self.version += 1
@@ -326,11 +303,14 @@ class TorchTrainer:
             self._entropy.observe(
                 sum(self._ranks.gathered(totals.sum("bonus_entropy") - before)) / about.tokens
             )
-        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
-        self._check_rows(about, update, bad, totals)
-        if self._gradient_is_finite(about, norm, totals):
+        with part("norm of the gradient"):
+            norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
+            self._check_rows(about, update, bad, totals)
+            finite = self._gradient_is_finite(about, norm, totals)
+        if finite:
             factor = schedule(self._config, share.step * self._config.updates_per_step + number)
-            self._optimizers.step(factor)
+            with part("optimizer"):
+                self._optimizers.step(factor)
             totals.add({"grad_norm": norm[None], "lr": norm.new_tensor([self._config.lr * factor])})
         self._optimizers.zero_grad()
 
@@ -347,10 +327,14 @@ class TorchTrainer:
         parameter.
         """
         needs_entropy = "entropy" in self._needs
-        logprobs, entropy = self.model.score(micro, about.share.temperature, entropy_gradient=needs_entropy)
+        with part("forward"):
+            logprobs, entropy = self.model.score(
+                micro, about.share.temperature, entropy_gradient=needs_entropy
+            )
         outputs = [logprobs, entropy] if needs_entropy else [logprobs]
         if not micro.rows:
-            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+            with part("backward"):
+                torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             return torch.zeros(0, dtype=torch.bool, device=self._device)
         leaves = [output.detach().requires_grad_() for output in outputs]
         given = leaves[1] if needs_entropy else entropy.detach() if about.entropies is not None else None
@@ -366,7 +350,8 @@ class TorchTrainer:
             wrong = wrong | ~gradient.isfinite()
         bad = torch.zeros(len(micro.rows), device=wrong.device).index_add_(0, micro.row_of, wrong.float()) > 0
         kept = ~bad[micro.row_of]
-        torch.autograd.backward(outputs, [gradient.where(kept, 0.0) for gradient in gradients])
+        with part("backward"):
+            torch.autograd.backward(outputs, [gradient.where(kept, 0.0) for gradient in gradients])
         metrics = {"loss": loss, "entropy": entropy, **metrics}
         totals.add({name: values.detach().where(kept, 0.0) for name, values in metrics.items()})
         return bad
@@ -454,8 +439,10 @@ class TorchTrainer:
         """The current weights, where engines read them; what was published before is overwritten."""
         self._resting.come_back()
         dtype = compute_dtype(self._setup.model, self._device)
-        weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
-        weights = evolve(weights, canary=self.model.next_tokens(canary), base=self.model.base)
+        with part("publication"):
+            weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
+        with part("logprobs of the canary"):
+            weights = evolve(weights, canary=self.model.next_tokens(canary), base=self.model.base)
         if self._config.offload:
             self._resting.leave([*self.model.weights(), *self._optimizers.tensors()])
         if self._setup.shares_gpu or (self._config.offload and self._device.type == "cuda"):

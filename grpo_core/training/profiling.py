@@ -1,0 +1,88 @@
+"""Traces some steps of a trainer with torch's profiler, and adds up where their time went."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_core.training.setup import steps_of_profile
+
+PREFIX = "grpo_core: "
+"""Before the names of the parts of a step in a trace."""
+OPERATIONS = 8
+"""Number of operations that are reported, the longest first."""
+
+
+def part(name: str) -> Any:
+    """Return a context that is a part of a step in a trace; without one it costs microseconds."""
+    return torch.profiler.record_function(f"{PREFIX}{name}")
+
+
+class StepProfiler:
+    """Traces ``steps`` steps, and writes them into ``directory`` when they are over.
+
+    Args:
+        rank: number of this process among the trainer's; it is in the files' names.
+        steps: number of steps; 0 traces nothing.
+    """
+
+    def __init__(self, directory: str, *, steps: int, rank: int, device: torch.device) -> None:
+        self._directory, self._rank, self._device = Path(directory), rank, device
+        self._first, self._last = steps_of_profile(steps) if steps and directory else (0, 0)
+        self._number, self._profiler, self._began = 0, None, 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count a step; the traced ones are those inside this context, and what happens between them."""
+        self._number += 1
+        if self._number == self._first:
+            self._begin()
+        yield
+        if self._number == self._last:
+            self._end()
+
+    def _begin(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)  # type: ignore[assignment]
+        self._profiler.start()  # type: ignore[attr-defined]
+        self._began = time.perf_counter()
+
+    def _end(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._began
+        profiler: Any = self._profiler
+        profiler.stop()
+        self._profiler = None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        stem = f"trainer-{self._rank + 1}" if self._rank else "trainer"
+        profiler.export_chrome_trace(str(self._directory / f"{stem}.trace.json.gz"))
+        told = {"steps": self._last - self._first + 1, "seconds": seconds, **_summary(profiler, self._device)}
+        (self._directory / f"{stem}.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _summary(profiler: Any, device: torch.device) -> dict[str, Any]:
+    """Return the seconds of the parts of the steps, and of the operations that take longest.
+
+    On a GPU both are seconds of the GPU.
+    """
+    on_gpu = device.type == "cuda"
+    parts: dict[str, float] = {}
+    operations: list[dict[str, Any]] = []
+    for each in profiler.key_averages():
+        if each.key.startswith(PREFIX):
+            spent = each.device_time_total if on_gpu else each.cpu_time_total
+            parts[each.key.removeprefix(PREFIX)] = spent / 1e6
+        elif each.key.startswith("aten::") or on_gpu:
+            own = each.self_device_time_total if on_gpu else each.self_cpu_time_total
+            operations.append({"name": each.key, "seconds": own / 1e6, "calls": each.count})
+    operations.sort(key=lambda each: -each["seconds"])
+    return {"parts": parts, "operations": operations[:OPERATIONS]}

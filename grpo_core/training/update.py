@@ -1,0 +1,44 @@
+"""Holds what an optimizer update of a step knows about all of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+from torch import Tensor
+
+from grpo_core.training.plan import Share
+
+
+@frozen(kw_only=True, eq=False)
+class Update:
+    """One optimizer update of a step: its number, and totals over all of its rows."""
+
+    share: Share
+    number: int
+    tokens: int
+    """Sampled tokens."""
+    rows: int
+    sequences: int
+    """Rollouts."""
+    prompts: int
+    """Groups."""
+    correct_tokens: int
+    """Sampled tokens of rollouts that are right."""
+    entropies: Tensor | None = None
+    """Entropies of all of its tokens; None unless the loss needs them."""
+    entropy_coefficient: float = 0.0
+    """Coefficient of an entropy bonus that is adapted; 0 unless the loss needs it."""
+
+    @classmethod
+    def of(cls, share: Share, number: int, places: Sequence[int]) -> Update:
+        rows = [share.facts[place] for place in places]
+        return cls(
+            share=share,
+            number=number,
+            tokens=sum(row.sampled for row in rows),
+            rows=len(rows),
+            sequences=len({row.rollout for row in rows}),
+            prompts=len({row.group for row in rows}),
+            correct_tokens=sum(row.sampled for row in rows if row.correct),
+        )

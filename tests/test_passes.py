@@ -1,0 +1,87 @@
+"""Layers that are compiled, and activations that leave a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+import transformers
+from test_trainer import batch, ragged, setup, weights
+
+from grpo_core.app import preflight
+from grpo_core.config import LoraConfig, build
+from grpo_core.demo import tiny
+from grpo_core.errors import ConfigError, ModelError
+from grpo_core.plugins.host import PluginHost
+from grpo_core.training.passes import Passes, for_training
+from grpo_core.training.trainer import TorchTrainer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    tiny.make_tiny_model(directory, (), width=16, layers=2, warm_start_steps=0)
+    return str(directory)
+
+
+def trained(given: object, steps: int = 3) -> dict[str, torch.Tensor]:
+    trainer = TorchTrainer(given)  # type: ignore[arg-type]
+    for step in range(steps):
+        trainer.step(batch(ragged(seed=step), step))
+    return weights(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+def test_compiled_layers_train_the_weights_of_plain_layers(model: str, adapters: bool) -> None:
+    """Rows of several lengths, a reference without a gradient, and layers that are computed again."""
+    given = setup(model, loss={"kl_coefficient": 0.1}, activations="recompute")
+    if adapters:
+        lora = LoraConfig(rank=4, dropout=0.0, publish="merged")
+        given = attrs.evolve(given, model=attrs.evolve(given.model, lora=lora))
+    compiled = attrs.evolve(given, trainer=attrs.evolve(given.trainer, compile=True))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    mine, theirs = trained(given), trained(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5)
+
+
+def test_a_model_that_does_not_name_its_layers_is_not_compiled() -> None:
+    small = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    unnamed = transformers.LlamaForCausalLM(small)
+    unnamed._no_split_modules = None
+    with pytest.raises(ModelError, match="LlamaForCausalLM does not say which modules are its layers"):
+        for_training(unnamed, Passes(compiled=True))
+
+
+def test_several_ranks_with_compiled_layers_are_refused_before_anything_starts() -> None:
+    config = build([{"tasks": {"sort": {"env": "math:sort"}}, "trainer": {"ranks": 2, "compile": True}}])
+    with pytest.raises(ConfigError, match=r"trainer\.ranks = 2: trainer\.compile = true is for one rank"):
+        preflight.check(config, PluginHost.discover())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_each_way_to_treat_activations_takes_less_memory_than_the_one_before(
+    tmp_path: Path, model: str
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=98, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    peaks = []
+    for activations in ("keep", "recompute", "offload"):
+        given = setup(str(tmp_path), device="cuda", activations=activations, tokens_per_microbatch=65536)
+        trainer = TorchTrainer(given)
+        torch.cuda.reset_peak_memory_stats()
+        trainer.step(batch(ragged(groups=512, size=4)))
+        peaks.append(torch.cuda.max_memory_allocated())
+        del trainer
+    assert peaks[0] > peaks[1] > peaks[2]
