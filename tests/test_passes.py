@@ -34,6 +34,7 @@ def trained(given: object, steps: int = 3) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it to compile
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
 def test_compiled_layers_train_the_weights_of_plain_layers(model: str, adapters: bool) -> None:
     """Rows of several lengths, a reference without a gradient, and layers that are computed again."""
