@@ -324,18 +324,25 @@ def main() -> None:
     except OSError as error:  # a full disk or a directory without permission
         _complain(f"grpo-core: {error}")
         status = 1
-    except MemoryError:
-        _complain(f"grpo-core: out of memory: {_memory_limit()}")
-        status = 1
     except KeyboardInterrupt:
         print("grpo-core: interrupted", file=sys.stderr)
         status = 130
-    except Exception:
-        import traceback
-
-        _complain(traceback.format_exc())
+    except Exception as error:
+        _complain(_unexpected(error))
         status = 1
     sys.exit(status)
+
+
+def _unexpected(error: Exception) -> str:
+    """Return one line if memory is missing, wherever a library noticed it, and else the traceback."""
+    import traceback
+
+    from grpo_core.errors import one_line, out_of_memory
+
+    if (cause := out_of_memory(error)) is None:
+        return "".join(traceback.format_exception(error))
+    told = f" ({one_line(cause)})" if str(cause) else ""
+    return f"grpo-core: out of memory{told}: {_memory_limit()}"
 
 
 def _memory_limit() -> str:

@@ -125,6 +125,31 @@ def one_line(error: BaseException, longest: int = 300) -> str:
     return said if len(said) <= longest else f"{said[:longest]}..."
 
 
+_NO_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "failed to allocate",
+)
+"""What libraries say, in lower case, in errors that are no MemoryError."""
+
+
+def out_of_memory(error: BaseException) -> BaseException | None:
+    """Return the error that says that memory was missing: this one, its cause, or one of its group."""
+    pending, seen = [error], set()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, MemoryError) or any(said in str(each).lower() for said in _NO_MEMORY):
+            return each
+        pending += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
+        pending += each.exceptions if isinstance(each, BaseExceptionGroup) else []
+    return None
+
+
 def did_you_mean(given: str, known: "list[str] | tuple[str, ...] | set[str]") -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
     from difflib import get_close_matches

@@ -370,8 +370,9 @@ def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):
         "@grpo.hookimpl\ndef grpo_trackers():\n    return {'mine': Mine}\n"
     )
     for name in (f"{file}:Mine", f"{file}:mine", "terminal"):
-        with pytest.raises(ConfigError, match="is a tracker, and there are no checks of trackers"):
-            check.find(host, name)
+        assert check.find(host, name).kind == "tracker"
+    with pytest.raises(ConfigError, match="is a model, and there are no checks of models"):
+        check.find(host, "tiny")
     with pytest.raises(ConfigError, match="--kind trainer: cannot be checked; one of environment, sampler"):
         check.find(host, f"{file}:make", "trainer")
 
@@ -509,6 +510,98 @@ def test_options_of_a_filter_are_checked_first(capsys):
     status, out = checked(capsys, "pass_rate", "--set", "low=0.9", "--set", "high=0.1")
     assert status == 1
     assert "low is 0.9 and high is 0.1; expected 0 <= low <= high <= 1" in out
+
+
+TRACKERS = """
+import asyncio, sqlite3
+import grpo_core as grpo
+
+class Fine(grpo.Tracker):
+    def __init__(self, run, name="numbers"):
+        self.file = open(run.directory / f"{name}.txt", "a", encoding="utf-8", errors="replace")
+    def metrics(self, step, values):
+        print(step, dict(values), file=self.file)
+    def event(self, event):
+        print(type(event).__name__)
+    def close(self):
+        self.file.close()
+
+class NoTracker:
+    def __init__(self, run): ...
+    def rollouts(self, step, groups): ...
+
+class Waits(Fine):
+    async def metrics(self, step, values): ...
+
+class OneThread(grpo.Tracker):
+    def __init__(self, run):
+        self.rows = sqlite3.connect(run.directory / "rows.db")
+        self.rows.execute("create table rows (step int)")
+    def metrics(self, step, values):
+        self.rows.execute("insert into rows values (?)", [step])
+
+class WantsLoss(Fine):
+    def metrics(self, step, values):
+        self.file.write(f"{values['loss']}")
+
+class AllScored(grpo.Tracker):
+    def __init__(self, run): ...
+    def rollouts(self, step, groups):
+        self.mean = sum(sum(group.rewards) for group in groups)
+
+class Begins(Fine):
+    def __init__(self, run):
+        self.file = open(run.directory / "numbers.txt", "w")
+
+class WantsAStep(grpo.Tracker):
+    def __init__(self, run):
+        self.last = None
+    def metrics(self, step, values):
+        self.last = step
+    def close(self):
+        assert self.last > 0
+
+class Changes(grpo.Tracker):
+    def __init__(self, run): ...
+    def metrics(self, step, values):
+        values.pop("time/step", None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "told"),
+    [
+        ("Fine", None, "6 passed, 0 failed"),
+        (
+            "NoTracker",
+            "its factory makes a tracker",
+            "returned NoTracker; expected a subclass of grpo_core.Tracker",
+        ),
+        ("Waits", "its factory makes a tracker", "metrics is async, and nobody awaits it"),
+        (
+            "OneThread",
+            "it takes every event of a run on a thread of its own",
+            "failed in StepEnded: ProgrammingError",
+        ),
+        ("WantsLoss", "it takes numbers and texts of any kind", "failed in Validated: KeyError: 'loss'"),
+        ("AllScored", "it takes numbers and texts of any kind", "unsupported operand"),
+        ("Begins", "it goes on where a resumed run does", "and has 0 after it was resumed"),
+        ("WantsAStep", "it takes a run that fails at once", "failed in close(): TypeError"),
+        ("Changes", "it changes nothing that others see", "it changed a StepEnded"),
+    ],
+)
+def test_trackers_are_checked(capsys, tmp_path, name, failed, told):
+    (tmp_path / "trackers.py").write_text(TRACKERS)
+    status, out = checked(capsys, f"{tmp_path / 'trackers.py'}:{name}")
+    assert status == (0 if failed is None else 1)
+    assert told in out
+    assert failed is None or f"FAILED  {failed}: " in out
+
+
+@pytest.mark.parametrize("name", ["files", "terminal", "report", "./examples/tracker.py:Csv"])
+def test_the_trackers_of_the_core_keep_their_contract(capsys, name):
+    status, out = checked(capsys, name.replace("./", f"{Path(__file__).parent.parent}/"))
+    assert (status, out.splitlines()[-1]) == (0, "6 passed, 0 failed")
 
 
 EACH = "it returns one loss and one of each metric for each token"

@@ -465,3 +465,52 @@ def test_every_promise_names_a_test_that_exists_or_says_not_yet(number, line):
     for path, name in tests:
         tree = ast.parse((ROOT / path).read_text())
         assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, name
+
+
+# ---------------------------------------------------------------------------------- memory in libraries
+
+
+def _fails(*chain):
+    """Raise errors, each while the one before it is handled."""
+    first, *others = chain
+    try:
+        raise first
+    except Exception:
+        if not others:
+            raise
+        _fails(*others)
+
+
+LIBRARIES = [
+    [MemoryError()],
+    [MemoryError("Unable to allocate 3.00 GiB for an array with shape (402653184,)")],
+    [RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried "
+                  "to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)")],
+    [RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")],
+    [MemoryError(), ValueError("a file of the model is unreadable")],
+    [ExceptionGroup("two parts failed", [ValueError("no"), RuntimeError("std::bad_alloc")])],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chain", LIBRARIES, ids=lambda chain: type(chain[-1]).__name__)
+def test_a_library_without_memory_ends_the_command_with_one_line(chain, monkeypatch, capsys):
+    from grpo_core import cli
+
+    monkeypatch.setattr(cli, "app", lambda *arguments, **options: _fails(*chain))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert told.startswith("grpo-core: out of memory")
+    assert len(told.splitlines()) == 1
+
+
+def test_any_other_error_of_a_library_keeps_its_traceback(monkeypatch, capsys):
+    from grpo_core import cli
+
+    monkeypatch.setattr(cli, "app", lambda *arguments, **options: _fails(ValueError("no idea")))
+    with pytest.raises(SystemExit):
+        cli.main()
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert told.strip().endswith("ValueError: no idea")

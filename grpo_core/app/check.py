@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import io
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ CHECKED: Mapping[Kind, str] = {
     "loss": "inputs",
     "advantage": "groups",
     "filter": "group",
+    "tracker": "rollouts",
 }
 """Kinds that can be checked, with the method or first parameter by which a class or function is
 recognised."""
@@ -151,6 +154,8 @@ def findings(
             yield from _function(host, offer.kind, offer.name, options)
         case "filter":
             yield from _filter(host, offer.name, options)
+        case "tracker":
+            yield from _tracker(host, offer.name, options)
         case _:
             yield from _strategy(host, offer.name, options)
 
@@ -276,6 +281,20 @@ def _filter(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator
     if not failed:
         rejected = sum(rejects(group) is not None for group in groups())
         yield Finding("what it rejects", "noted", f"{rejected} of the {len(groups())} groups that were tried")
+
+
+# ---------------------------------------------------------------------------------- trackers
+
+
+def _tracker(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+    from grpo_core.testing.trackers import TrackerContract
+
+    for clause in TrackerContract(lambda run: host.make("tracker", name, run, **options)):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            found = _found(clause.__name__.replace("_", " "), clause)  # some trackers print
+        yield found
+        if clause.__name__ == "its_factory_makes_a_tracker" and found.outcome == "failed":
+            return
 
 
 # ---------------------------------------------------------------------------------- engines

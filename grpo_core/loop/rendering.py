@@ -18,7 +18,10 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jinja2.exceptions import SecurityError
+
 from grpo_core.errors import ConfigError, ModelError
+from grpo_core.loop.templates import ChatTemplate
 from grpo_core.models import UNKNOWN_SIZE, size_of
 from grpo_core.records import Message
 from grpo_core.response_formats import AUTO, response_reader
@@ -33,6 +36,9 @@ _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "argum
 _THOUGHT_ENDS = "</think>"
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which templates look for the reasoning of a message."""
+
+_RENDERS = "transformers.tokenization_utils_base"
+"""Module in which transformers renders templates; ``ChatTemplate`` does the same with a bound."""
 
 INLINE = 1000
 """Characters that are rendered and encoded in less time (about 0.3 ms) than a thread is worth (0.1 ms)."""
@@ -64,6 +70,11 @@ class Renderer:
         self._variables = dict(chat_template_kwargs or {})
         self._read = response_reader(response_format, tokenizer)
         self._template = bool(getattr(tokenizer, "chat_template", None))
+        renders = getattr(type(tokenizer), "apply_chat_template", None)
+        self._renders_itself = getattr(renders, "__module__", "") != _RENDERS
+        """Whether the tokenizer has rendering of its own, such as that of mistral-common."""
+        self._special_tokens = dict(getattr(tokenizer, "special_tokens_map", {}))
+        self._compiled: dict[str, ChatTemplate] = {}
         eos = tokenizer.eos_token_id
         self.stop_token_ids = tuple(sorted({*extra_stop, *([] if eos is None else [eos])}))
         self.context = context
@@ -97,7 +108,7 @@ class Renderer:
             tokenizer = _load_tokenizer(Path(directory), trust_remote_code)
             if chat_template is not None:
                 tokenizer.chat_template = chat_template
-            return cls(
+            renderer = cls(
                 tokenizer,
                 chat_template_kwargs=chat_template_kwargs,
                 response_format=response_format,
@@ -105,6 +116,8 @@ class Renderer:
                 context=size_of(directory, "max_position_embeddings"),
                 vocabulary=size_of(directory, "vocab_size"),
             )
+            renderer.check_time()
+            return renderer
         except (ConfigError, ModelError):
             raise
         except Exception as error:
@@ -127,6 +140,14 @@ class Renderer:
                 return work()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, alone)
+
+    def check_time(self) -> None:
+        """Raise ModelError if the chat template computes for ever; what else it refuses is found later."""
+        try:
+            self._text([_ASKED], generation=True)
+        except ModelError as error:
+            if isinstance(error.__cause__, SecurityError):
+                raise
 
     def check_turns(self, *, tools: bool) -> None:
         """Check that the template can render several turns, with tools or without.
@@ -286,14 +307,18 @@ class Renderer:
     def _rendered(
         self, messages: Sequence[Message], generation: bool, tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            [_renderable(message, arguments_are_text=self._arguments_are_text) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,  # some templates announce an empty list
-            tokenize=False,
-            add_generation_prompt=generation,
+        given: dict[str, Any] = {
+            "tools": [dict(tool) for tool in tools] or None,  # some templates announce an empty list
+            "add_generation_prompt": generation,
             **self._variables,
-        )
-        return str(rendered)
+        }
+        shown = [_renderable(message, arguments_are_text=self._arguments_are_text) for message in messages]
+        if self._renders_itself:
+            return str(self._tokenizer.apply_chat_template(shown, tokenize=False, **given))
+        source = self._tokenizer.get_chat_template(tools=given["tools"])
+        if (template := self._compiled.get(source)) is None:
+            template = self._compiled[source] = ChatTemplate(source)
+        return template.render({**self._special_tokens, "documents": None, **given, "messages": shown})
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
         # a template writes its special tokens itself; plain text gets the model's, only at its start

@@ -119,6 +119,8 @@ class _Player:
                     await self._reply(live)
                 else:
                     await _together([self._reply([state]) for state in live])
+                if self._agents is not None and self._environment.needs_group:
+                    _fail_together(part)
                 if shown := self._to_evaluate(part):
                     await self._evaluate(shown)
         await self._close(part)
@@ -206,8 +208,10 @@ class _Player:
                 raise broken.result()
             feedback = playing.result()
         finally:
-            await cancel([playing, broken])
-            recording = await session.aclose()
+            try:
+                await cancel([playing, broken])
+            finally:  # also if this is cancelled a second time
+                recording = await session.aclose()
         state.take_recording(recording, feedback)
 
     async def _evaluate(self, states: Sequence[RolloutState]) -> None:
@@ -267,6 +271,14 @@ def _give_up(states: Sequence[RolloutState], error: str, reason: EndReason | Non
         if not state.done:
             state.finish_reason = reason or state.finish_reason
             state.give_up(error, lost=True)
+
+
+def _fail_together(states: Sequence[RolloutState]) -> None:
+    """Give up a group of which a rollout has failed: what is left is no group to compare."""
+    failed = next((state for state in states if state.error is not None), None)
+    for state in states:
+        if failed is not None and not state.done:
+            state.give_up(failed.error or "", lost=failed.lost)
 
 
 def cause(rollout: Rollout) -> Kind:

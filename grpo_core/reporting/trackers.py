@@ -182,6 +182,16 @@ class TrackerThread:
         if not room:
             self._drop(TrackingError(f"{self._who} is too far behind the run, in {self._doing}"))
 
+    @property
+    def ended(self) -> bool:
+        """Whether the tracker has handled everything, and was closed."""
+        return not self._thread.is_alive()
+
+    @property
+    def doing(self) -> str:
+        """The event, or the method, that it was called with last."""
+        return self._doing
+
     def is_stuck(self) -> TrackingError:
         """The error of a required tracker that does not come to its end."""
         return TrackingError(f"{self._who} has not returned from {self._doing} for {REQUIRED_PATIENCE:g} s")

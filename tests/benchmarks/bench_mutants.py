@@ -41,6 +41,7 @@ TESTS = [
     "batcher",
     "quotas",
     "learnable_prompts",
+    "agent_sessions",
 ]
 PATIENCE = 5.0
 """Times as long as without a mutant, or it hangs."""

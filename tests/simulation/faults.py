@@ -43,6 +43,14 @@ class Faults:
     environment_garbage: float = 0.0002
     """Wrong number of feedback.  Ends the run."""
 
+    # each rollout of an agent
+    agent_error: float = 0.02
+    """The agent raises in the end."""
+    agent_hang: float = 0.01
+    """The agent never ends."""
+    agent_death: float = 0.01
+    """All agents of the environment die with their process."""
+
     # each weight sync, step and checkpoint; all end the run
     sync_unanswered: float = 0.003
     tensor_corrupted: float = 0.003
@@ -88,6 +96,7 @@ NONE = evolve(Faults(), **dict.fromkeys(asdict(Faults()), 0.0))
 SURVIVED = (
     "straggle", "silent", "engine_error", "engine_death", "node_loss",
     "slow_feedback", "environment_death", "unscored", "nan_reward", "poisoned", "slow_disk",
+    "agent_error", "agent_hang", "agent_death",
 )  # fmt: skip
 """A life goes on and finishes in spite of them."""
 
@@ -128,6 +137,7 @@ class Dice:
     def __init__(self, seed: str, faults: Faults) -> None:
         self.random = random.Random(seed)
         self.faults = faults
+        self._chances = asdict(faults)
         self.fatal: list[str] = []
         """Faults so far that a run does not survive."""
         self.doubtful: list[str] = []
@@ -135,7 +145,7 @@ class Dice:
 
     def happens(self, fault: str, *, fatal: bool = False) -> bool:
         """Draws always, so that a probability of 0 changes nothing else."""
-        drawn: bool = self.random.random() < getattr(self.faults, fault)
+        drawn: bool = self.random.random() < self._chances[fault]
         if drawn and fatal:
             self.fatal.append(fault)
         return drawn
@@ -144,7 +154,7 @@ class Dice:
         """At most one of the faults."""
         at = self.random.random()
         for fault in faults:
-            at -= getattr(self.faults, fault)
+            at -= self._chances[fault]
             if at < 0:
                 return fault
         return None

@@ -43,6 +43,7 @@ from grpo_core.events import (
     Event,
     GroupFiltered,
     GroupsReady,
+    PromptSkipped,
     RunEnded,
     RunStarted,
     Saving,
@@ -66,6 +67,7 @@ from grpo_core.testing import clock
 from grpo_core.validation.runner import Context, Results
 from grpo_core.validation.sets import Measured, Validation
 from grpo_core.versions import Interval
+from simulation.agents import SimulatedEndpoint
 from simulation.faults import NONE, Dice, Faults
 from simulation.world import (
     DIFFERENCE,
@@ -182,6 +184,8 @@ class Simulation:
     """The last of them has no faults."""
     members: int | None = None
     """Number of engines in a pool, 0 for an engine without one; None: as the seed decides."""
+    agents: Sequence[str] | None = None
+    """Tasks that agents play; None: as the seed decides."""
     laws: Laws = field(factory=Laws)
     truth: Truth = field(init=False)
     story: list[str] = field(factory=list)
@@ -199,6 +203,7 @@ class Simulation:
     _pool: EnginePool | None = None
     _environments: dict[str, SimulatedEnvironment] = field(init=False)
     _options: dict[str, Any] = field(init=False)
+    _endpoint: SimulatedEndpoint = field(init=False)
     _validation: dict[str, Any] = field(init=False)
     """The section of the configuration."""
     _members: int = field(init=False)
@@ -248,9 +253,13 @@ class Simulation:
         self._learns = rng.random() < 0.25
         self._shares = rng.choice(["random", "random", "drawn", "trained"])
         self._cuts = rng.random() < 0.5
+        agents = random.Random(f"agents/{self.seed}")
+        drawn = agents.choice([(), (), (), (), ("long", "ranked")])
+        playing = drawn if self.agents is None else self.agents
         self.truth = Truth(
             Rules(
                 turns=TASKS,
+                agents={task: agents.randint(3, 8) for task in playing},
                 compared=COMPARED,
                 truncated=rng.choice(["train", "mask", "unscored"]),
                 truncated_factor=rng.choice([1.0, 0.5]),
@@ -443,6 +452,10 @@ class Simulation:
         for task, environment in self._environments.items():
             if environment.sessions:
                 self._broken(f"{ended}, and {len(environment.sessions)} sessions of {task} are open")
+        if self._endpoint.sessions:
+            self._broken(f"{ended}, and {len(self._endpoint.sessions)} sessions of agents are open")
+        if ended == "finished":
+            self.truth.ledger.finished(pipeline.buffer.step)
         if ended not in ("finished", "interrupted"):
             return
         if self._dice.fatal:
@@ -509,14 +522,17 @@ class Simulation:
                 disk=disk,
             )
 
+        rules = self.truth.rules
         outstanding = (self.max_staleness + 1) * self.prompts_per_step * self.group_size
         lost = LostBudget(outstanding * (MAX_RETRIES + 1))
 
         def observe_attempt(task: str, rollouts: Sequence[Rollout], attempts: int) -> None:
+            if task in rules.agents:
+                self.truth.ledger.ended(buffer.step, rollouts)
             for rollout in rollouts:
                 lost.observe(rollout)
 
-        renderer, rules = SimulatedRenderer(), self.truth.rules
+        renderer = SimulatedRenderer()
         pipeline = Pipeline(
             buffer=buffer,
             draw=stream.draw,
@@ -590,20 +606,26 @@ class Simulation:
 
     def _batched_environments(self) -> dict[str, EnvironmentClient]:
         config = EnvironmentConfig(max_batch=16, max_wait=0.01)
+        agents = self.truth.rules.agents
+        self._endpoint = SimulatedEndpoint(self.truth.ledger)
         self._environments = {
             task: SimulatedEnvironment(
                 task,
                 self._dice,
                 self.truth,
                 self._tell,
-                max_turns=turns,
+                max_turns=agents.get(task, turns),
                 needs_group=COMPARED[task],
                 poisoned=self._poisoned,
                 group_size=self.group_size,
+                endpoint=self._endpoint if task in agents else None,
             )
             for task, turns in TASKS.items()
         }
-        return {task: BatchedEnvironment(each, config) for task, each in self._environments.items()}
+        batched = {task: BatchedEnvironment(each, config) for task, each in self._environments.items()}
+        for task in agents:
+            batched[task].agents = self._endpoint
+        return batched
 
     async def _validate(self, version: int, pipeline: Pipeline) -> Results:
         """Measure a version with held-out prompts of the tasks and of a set, through the real runner."""
@@ -678,6 +700,8 @@ class Simulation:
                 self.truth.groups(event.step, event.groups)
             case GroupFiltered():
                 self.truth.filtered(event)
+            case PromptSkipped():
+                self.truth.ledger.settled(event.slot)
             case StepEnded():
                 self.truth.metrics(event.step, event.metrics)
             case Saving():
@@ -727,11 +751,12 @@ def simulate(
     group_size: int = 4,
     lives: int = LIVES,
     members: int | None = None,
+    agents: Sequence[str] | None = None,
 ) -> Outcome:
     """Simulate a run of ``steps * prompts_per_step`` prompts, in groups of ``group_size``, to its end.
 
     It has so many ``lives`` at most, the last of them without faults, and ``members`` engines in a pool: 0 is
-    one engine without a pool, None lets the seed decide.
+    one engine without a pool, None lets the seed decide.  ``agents`` names the tasks that agents play.
     """
     memory = Path("/dev/shm")
     scratch = tempfile.mkdtemp(prefix="grpo-core-", dir=memory if memory.is_dir() else None)
@@ -747,6 +772,7 @@ def simulate(
             Path(scratch),
             lives,
             members,
+            agents,
         ).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -759,6 +785,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="so many from --seed on")
     parser.add_argument("--policy", choices=["deadline", "in_order"], help="default: both in turn")
     parser.add_argument("--max-staleness", type=int, help="default: 0 to 4 in turn")
+    parser.add_argument("--agents", nargs="*", choices=TASKS, help="tasks of agents; default: by the seed")
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="only the feedback")
     given = parser.parse_args(arguments)
@@ -770,6 +797,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             policy=policy,
             max_staleness=max_staleness,
             faults=NONE if given.no_faults else Faults(),
+            agents=given.agents,
         )
         if not given.quiet:
             print("\n".join(outcome.story))

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
+from grpo_core.aio import cancel
 from grpo_core.environments.feedback import as_feedback
 from grpo_core.errors import (
     ChildDied,
@@ -36,6 +37,7 @@ from grpo_core.loop.advantages import normalize
 from grpo_core.loop.laws import Violation
 from grpo_core.protocols import Trainer, ValidationContext
 from grpo_core.records import (
+    AgentClient,
     Batch,
     Canary,
     Completion,
@@ -55,6 +57,7 @@ from grpo_core.records import (
 from grpo_core.testing.fakes import FakeRenderer
 from grpo_core.tokens import Ids, Tokens
 from grpo_core.weights.copies import WeightsLease
+from simulation.agents import AgentError, AgentLedger, LimitError, Play, SimulatedAgent, SimulatedEndpoint
 from simulation.disk import Dead, FaultyDisk
 from simulation.faults import NONE, Dice
 
@@ -106,6 +109,8 @@ class Rules:
     highest_pass_rate: float = 1.0
     shortest: float = 0.0
     """Smallest mean length of the rollouts of a group that is trained."""
+    agents: Mapping[str, int] = field(factory=dict)
+    """Largest number of completions of each task that agents play."""
     quota: Callable[[int], Mapping[str, int]] | None = None
     """Returns the number of groups of each task in a step, if it is exact."""
 
@@ -134,6 +139,7 @@ class Truth:
         """Slots of the groups that were finished before the run was resumed."""
         self.trains_carried = False
         """Whether the step trains some of them: its health only warns."""
+        self.ledger = AgentLedger(self.law)
         self._cuts: dict[int, set[bytes]] = {0: set()}
         """List what was trained before a step: it is the same for all cuts at this step."""
 
@@ -150,10 +156,12 @@ class Truth:
         self._cuts[step] = set(self._trained)
 
     def resumed(self, step: int) -> None:
+        self.ledger.begin_life()
         self._trained = set(self._cuts[step])
         self._filtered.clear()
 
     def filtered(self, event: GroupFiltered) -> None:
+        self.ledger.settled(event.slot)
         self._filtered[event.task, event.filter] += 1
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -173,21 +181,43 @@ class Truth:
     def _won(self, group: Group) -> list[float | None]:
         """Return what each rollout of a group deserves."""
         rules, task = self.rules, group.prompt.environment
-        last = [last_completion(rollout.segments[-1].tokens) for rollout in group.rollouts]
-        judged = [rollout.turns == rules.turns[task] for rollout in group.rollouts]
-        won = [reward(ids.tolist()) if done else 0.0 for ids, done in zip(last, judged, strict=True)]
+        judged = [task in rules.agents or rollout.turns == rules.turns[task] for rollout in group.rollouts]
+        won = [
+            self._earned(group, rollout) if done else 0.0
+            for rollout, done in zip(group.rollouts, judged, strict=True)
+        ]
         if rules.compared[task]:
             places = [i for i, done in enumerate(judged) if done]
             for i, rank in zip(places, ranks([won[i] for i in places]), strict=True):
                 won[i] = rank
         unscored = rules.truncated == "unscored"
         return [
-            None if unscored and self._is_cut(rollout) else value
+            None if unscored and self._is_cut(group, rollout) else value
             for rollout, value in zip(group.rollouts, won, strict=True)
         ]
 
-    def _is_cut(self, rollout: Rollout) -> bool:
-        return last_completion(rollout.segments[-1].tokens).tobytes() in self._cut
+    def _earned(self, group: Group, rollout: Rollout) -> float:
+        """Return what an agent says of itself, or what the last completion is worth."""
+        play = self._play(group, rollout)
+        if play is not None and play.claims is not None:
+            return play.claims
+        return reward(self._last(group, rollout).tolist())
+
+    def _play(self, group: Group, rollout: Rollout) -> Play | None:
+        """Return what an agent did, if one has played the rollout."""
+        agents = group.prompt.environment in self.rules.agents
+        return self.ledger.plays[rollout.seed] if agents else None
+
+    def _last(self, group: Group, rollout: Rollout) -> Ids:
+        """Return the ids of the completion that was sampled last."""
+        if (play := self._play(group, rollout)) is not None:
+            return play.said[-1].token_ids
+        return last_completion(rollout.segments[-1].tokens)
+
+    def _is_cut(self, group: Group, rollout: Rollout) -> bool:
+        play = self._play(group, rollout)
+        limited = play is not None and play.limited
+        return not limited and self._last(group, rollout).tobytes() in self._cut
 
     def _check_filters(self, step: int, group: Group, won: Sequence[float | None]) -> None:
         """Check that no filter should have rejected a group that is trained."""
@@ -204,7 +234,7 @@ class Truth:
 
     def _advantages(self, group: Group, won: Sequence[float | None]) -> list[float | None]:
         """Return the advantage of each rollout that is trained."""
-        cut = [self._is_cut(rollout) for rollout in group.rollouts]
+        cut = [self._is_cut(group, rollout) for rollout in group.rollouts]
         shaped = [
             None if value is None else self.rules.shaped(value, rollout.n_sampled, cut=was_cut)
             for value, rollout, was_cut in zip(won, group.rollouts, cut, strict=True)
@@ -222,6 +252,9 @@ class Truth:
             counts, quota = Counter(group.prompt.environment for group in groups), self.rules.quota(step)
             self.law(+counts == +Counter(quota), step, f"it trains {dict(counts)}, its quota is {quota}")
         for group in groups:
+            self.ledger.settled(group.slot)
+            for rollout in group.rollouts if group.prompt.environment in self.rules.agents else ():
+                self.ledger.complete(step, rollout)
             won = self._won(group)
             self._check_filters(step, group, won)
             for rollout, expected in zip(group.rollouts, won, strict=True):
@@ -531,6 +564,8 @@ class SimulatedEnvironment:
     """An ``EnvironmentClient`` that turns the faults of its environment into feedback, as a process does.
 
     With two turns, the first is answered and the second is judged.  A compared group is judged as a whole.
+    With an endpoint, agents play the rollouts; they are judged at their ends, or say by themselves what they
+    have won.
     """
 
     success = 1.0
@@ -546,11 +581,14 @@ class SimulatedEnvironment:
         needs_group: bool,
         poisoned: set[str],
         group_size: int,
+        endpoint: SimulatedEndpoint | None = None,
     ) -> None:
         self.task, self.max_turns, self.needs_group = task, max_turns, needs_group
         self._dice, self._truth, self._tell, self._poisoned = dice, truth, tell, poisoned
         self._group_size = group_size
-        self.agents = None
+        self.agents = endpoint
+        self._playing: dict[asyncio.Task[Feedback | None], None] = {}
+        """The agents that run."""
         self.sessions: set[str] = set()
         """Names of the open sessions."""
         self._closed: set[str] = set()
@@ -580,6 +618,47 @@ class SimulatedEnvironment:
             results = self._compared(episodes, results)
         return as_feedback(results, len(episodes), self.task)
 
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        """Play a rollout with an agent, whose process may die with all that it plays."""
+        if not prompt.id.startswith(HELD_OUT) and self._dice.happens("agent_death"):
+            self._tell(f"environment {self.task}: its {len(self._playing)} agents die")
+            for other in self._playing:
+                other.cancel()
+        playing = asyncio.create_task(self._run(prompt, client), name="agent")
+        self._playing[playing] = None
+        try:
+            await asyncio.wait([playing])
+            if playing.cancelled():
+                return Feedback(error="its agent died with its process", lost=True)
+            return playing.result()
+        finally:
+            await cancel([playing])
+            del self._playing[playing]
+
+    async def _run(self, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        assert self.agents is not None
+        held_out = prompt.id.startswith(HELD_OUT)
+        fault = None if held_out else self._dice.pick("agent_error", "agent_hang", "nan_reward")
+        if prompt.id in self._poisoned and not held_out:
+            return Feedback(error="ValueError: bad row")
+        session, play = self.agents.sessions[client.api_key]
+        agent = SimulatedAgent(session, play, self._truth.law, prompt.messages)
+        try:
+            reply = await agent.play()
+        except AgentError as error:
+            judged = isinstance(error, LimitError) and play.rollout.seed % 2
+            return None if judged else Feedback(error=f"{type(error).__name__}: {error}")
+        if fault == "agent_error":
+            return Feedback(error="ValueError: the agent fails in the end")
+        if fault == "agent_hang":
+            await never()
+        if play.rollout.seed % 2 or self.needs_group:
+            return None  # the environment judges
+        claims = math.nan if fault == "nan_reward" else reward(list(map(ord, reply)))
+        (feedback,) = as_feedback([claims], 1, self.task)
+        play.claims = feedback.reward
+        return feedback
+
     def _environment(self, episode: Episode) -> float | Feedback | None:
         fault = self._dice.pick("unscored", "nan_reward")
         ended = episode.truncated and self._truth.rules.truncated == "unscored"  # shown for its group's sake
@@ -593,7 +672,7 @@ class SimulatedEnvironment:
             return math.nan
         if episode.prompt.id in self._poisoned:
             return Feedback(error="ValueError: bad row")
-        if episode.turn + 1 < self.max_turns:
+        if episode.turn + 1 < self.max_turns and self.agents is None:
             return Feedback(done=False, messages=({"role": "user", "content": "go on"},))
         return reward(list(map(ord, episode.reply)))
 
@@ -634,11 +713,13 @@ class SimulatedValidation:
         results = {}
         for task, prompts in context.prompts.items():
             rollouts = await context.rollout(prompts, n=2, temperature=TEMPERATURE, mode=self._mode)
-            self._look_at(context.version, rollouts)
+            self._look_at(context.version, task, rollouts)
             results[task] = {"reward": sum(rollout.reward or 0.0 for rollout in rollouts)}
         return results
 
-    def _look_at(self, version: int, rollouts: Sequence[Rollout]) -> None:
+    def _look_at(self, version: int, task: str, rollouts: Sequence[Rollout]) -> None:
+        if task in self._truth.rules.agents:
+            self._truth.ledger.ended(version, rollouts)
         for rollout in rollouts:
             for segment in rollout.segments:
                 self._truth.row(version, segment.prompt_ids, segment.tokens)

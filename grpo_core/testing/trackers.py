@@ -1,0 +1,223 @@
+"""The contract of trackers, as checks that anybody may run on theirs.
+
+    def test_mine_keeps_the_contract():
+        check_tracker(MyTracker, columns=["loss"])
+
+Each check raises AssertionError.  A tracker is called as in a run: on a thread of its own, with the events of
+a small run of the real pipeline.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from grpo_core.config import Config, as_table
+from grpo_core.errors import TrackingError, one_line
+from grpo_core.events import (
+    ErrorRaised,
+    Event,
+    GroupFiltered,
+    GroupsReady,
+    IncidentReported,
+    PromptSkipped,
+    RunEnded,
+    RunStarted,
+    StatusChanged,
+    StepEnded,
+    Validated,
+    ValidationPlayed,
+    WarningRaised,
+)
+from grpo_core.loop.advantages import group as group_advantages
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.rollout import SamplingParams
+from grpo_core.protocols import Tracker
+from grpo_core.records import Group, Prompt, RunInfo
+from grpo_core.reporting.trackers import TrackerThread
+from grpo_core.testing import clock
+from grpo_core.testing.fakes import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts
+
+PATIENCE = 30.0
+"""Seconds that a tracker may take for all events of a small run."""
+HOSTILE = "\x1b[31m <script>alert(1)</script> \ud800 \u202e\n" + "x" * 5000
+"""A text as models write it."""
+
+
+def check_tracker(make: Callable[..., Any], **options: Any) -> None:
+    """Check all of a tracker's contract; ``make`` is its factory.  Raises AssertionError."""
+    for clause in TrackerContract(lambda run: make(run, **options)):
+        clause()
+
+
+class TrackerContract:
+    """The contract of a tracker, without which it stops in the middle of a run; iterates over its clauses.
+
+    Args:
+        make: the factory with its options filled in.
+    """
+
+    def __init__(self, make: Callable[[RunInfo], Any]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        yield self.its_factory_makes_a_tracker
+        yield self.it_takes_every_event_of_a_run_on_a_thread_of_its_own
+        yield self.it_takes_numbers_and_texts_of_any_kind
+        yield self.it_takes_a_run_that_fails_at_once
+        yield self.it_goes_on_where_a_resumed_run_does
+        yield self.it_changes_nothing_that_others_see
+
+    def its_factory_makes_a_tracker(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            made = self._make(_info(Path(directory)))
+            expected = "expected a subclass of grpo_core.Tracker"
+            assert isinstance(made, Tracker), f"its factory returned {type(made).__name__}; {expected}"
+            for name in ("metrics", "rollouts", "event", "close"):
+                waits = inspect.iscoroutinefunction(getattr(made, name))
+                assert not waits, f"{name} is async, and nobody awaits it; it may block, on its own thread"
+            made.close()
+
+    def it_takes_every_event_of_a_run_on_a_thread_of_its_own(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            self._tell(Path(directory), [*_started(), *a_run(), RunEnded(step=3, reason="finished")])
+
+    def it_takes_numbers_and_texts_of_any_kind(self) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            self._tell(Path(directory), [*_started(), *_rare(), RunEnded(step=2, reason="finished")])
+
+    def it_takes_a_run_that_fails_at_once(self) -> None:
+        failed = [ErrorRaised(message="the model cannot be read"), RunEnded(reason="failed")]
+        for events in ([], failed, [*_started(), *failed]):
+            with tempfile.TemporaryDirectory() as directory:
+                self._tell(Path(directory), events)
+
+    def it_goes_on_where_a_resumed_run_does(self) -> None:
+        """What it has written in the run's directory is still there."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory)
+            self._tell(path, [*_started(), *a_run(), RunEnded(step=3, reason="interrupted")])
+            before = {file: file.stat().st_size for file in path.rglob("*") if file.is_file()}
+            again = [
+                RunStarted(step=3, directory="", config=as_table(Config()), resumed=True),
+                RunEnded(step=3, reason="finished"),
+            ]
+            self._tell(path, again, resumed_from=3)
+            for file, size in before.items():
+                name = file.relative_to(path)
+                assert file.exists(), f"{name} is gone after the run was resumed (run.resumed_from is 3)"
+                now = file.stat().st_size
+                assert now >= size, (
+                    f"{name} had {size} bytes when the run stopped, and has {now} after it was resumed at "
+                    "the same step (run.resumed_from is 3); open it to append"
+                )
+
+    def it_changes_nothing_that_others_see(self) -> None:
+        events = [*_started(), *a_run(), *_rare(), RunEnded(step=3, reason="finished")]
+        before = [repr(event) for event in events]
+        with tempfile.TemporaryDirectory() as directory:
+            self._tell(Path(directory), events)
+        for event, was in zip(events, before, strict=True):
+            assert repr(event) == was, (
+                f"it changed a {type(event).__name__}, which other trackers receive, too"
+            )
+
+    def _tell(self, directory: Path, events: Sequence[Event], resumed_from: int | None = None) -> None:
+        """Send events to a new tracker, as a run does."""
+        failures: list[TrackingError] = []
+        tracker = self._make(_info(directory, resumed_from))
+        thread = TrackerThread("checked", tracker, lambda name, error, required: failures.append(error))
+        now = time.time()
+        for event in events:
+            thread.put(evolve(event, time=now))
+        thread.put(None)
+        thread.join(time.monotonic() + PATIENCE)
+        late = f"it has not returned from {thread.doing} for {PATIENCE:g} s"
+        assert thread.ended or failures, late
+        if failures:
+            raise AssertionError(_where(failures[0])) from failures[0]
+
+
+def _where(error: TrackingError) -> str:
+    """Return what a tracker raised, with the line that did."""
+    cause = error.__cause__
+    if cause is None:
+        return str(error)
+    where = traceback.extract_tb(cause.__traceback__)[-1]
+    told = str(error).partition(": ")[0].removeprefix("tracker 'checked' ")
+    line = f"{Path(where.filename).name}, line {where.lineno}: {where.line}"
+    return f"it {told}: {type(cause).__name__}: {one_line(cause)} ({line})"
+
+
+def _info(directory: Path, resumed_from: int | None = None) -> RunInfo:
+    return RunInfo(name="checked", directory=directory, config=as_table(Config()), resumed_from=resumed_from)
+
+
+def _started() -> list[Event]:
+    return [
+        StatusChanged(message="the environments start"),
+        RunStarted(directory="", config=as_table(Config())),
+    ]
+
+
+def a_run() -> list[Event]:
+    """Return the events of a run of three steps; the groups of the last one are validated, too."""
+    events: list[Event] = []
+    stream = iter(prompts(100))
+
+    async def story() -> None:
+        buffer: Buffer[Prompt, Group] = Buffer(prompts_per_step=2, max_staleness=1, num_steps=3)
+        await Pipeline(
+            buffer=buffer,
+            draw=lambda request: [next(stream) for _ in range(request.expected_prompts)],
+            engine=FakeEngine(),
+            trainer=FakeTrainer(),
+            environments={"task": FakeEnvironment()},
+            renderer=FakeRenderer(),
+            sampling=SamplingParams(temperature=1.0, max_tokens=8),
+            group_size=4,
+            advantages=group_advantages,
+            schedule=Schedule(),
+            emit=events.append,
+        ).run()
+
+    clock.run(story())
+    groups = [event.groups for event in events if isinstance(event, GroupsReady)][-1]
+    return [
+        *events,
+        ValidationPlayed(step=3, version=3, groups=groups),
+        Validated(step=3, version=3, results={"task": {"reward": 0.5, "accuracy": 0.5}}),
+    ]
+
+
+def _rare() -> list[Event]:
+    """Return events as bad days have them: numbers that are none, names that come and go, hostile texts."""
+    groups = next(event.groups for event in a_run() if isinstance(event, GroupsReady))
+    return [
+        GroupsReady(step=0, groups=tuple(map(_odd, groups))),
+        StepEnded(step=1, metrics={"loss": float("nan"), "only/once": float("inf")}),
+        Validated(step=1, version=1, results={"task": {}, "other task": {"reward": float("nan")}}),
+        StepEnded(step=2, metrics={}),
+        GroupFiltered(step=2, slot=1, task="task", prompt=HOSTILE, reward=0.5, reason=HOSTILE),
+        PromptSkipped(step=2, task="task", prompt=HOSTILE, error=HOSTILE, slot=2),
+        WarningRaised(step=2, cause="a cause", message=HOSTILE),
+        IncidentReported(step=2, kind="died", component="engine", message=HOSTILE, count=3),
+    ]
+
+
+def _odd(group: Group) -> Group:
+    """Return a group with an unscored rollout, and replies that no file takes as they are."""
+    first, *others = group.rollouts
+    said = ({"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE})
+    return evolve(
+        group,
+        rollouts=(evolve(first, reward=None, messages=said, metrics={"part": float("nan")}), *others),
+    )
