@@ -132,7 +132,7 @@ _NO_MEMORY = (
     "bad_alloc",
     "failed to allocate",
 )
-"""What libraries say, in lower case, in errors that are no MemoryError."""
+"""Texts, in lower case, by which libraries tell that memory is missing in errors that are no MemoryError."""
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
