@@ -141,7 +141,9 @@ class TrackerContract:
         for event in events:
             thread.put(evolve(event, time=now))
         thread.put(None)
-        thread.join(time.monotonic() + PATIENCE)
+        until = time.monotonic() + PATIENCE
+        while not (thread.ended or failures) and time.monotonic() < until:
+            time.sleep(0.002)
         late = f"it has not returned from {thread.doing} for {PATIENCE:g} s"
         assert thread.ended or failures, late
         if failures:
