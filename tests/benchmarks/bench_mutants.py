@@ -42,6 +42,7 @@ TESTS = [
     "quotas",
     "learnable_prompts",
     "agent_sessions",
+    "simulated_agents",
 ]
 PATIENCE = 5.0
 """Times as long as without a mutant, or it hangs."""

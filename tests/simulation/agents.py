@@ -100,6 +100,8 @@ class AgentLedger:
                 self.complete(step, rollout)
             else:
                 self._law(rollout.reward is None, step, "a rollout that failed has a reward")
+                spoilt = play.claims is not None and not play.failing
+                self._law(not spoilt, step, f"an agent that has won is not trained: {rollout.error}")
                 blamed = play.failing and not rollout.lost
                 self._law(not blamed, step, f"the engine failed, and the agent is blamed: {rollout.error}")
 
