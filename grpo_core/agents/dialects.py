@@ -24,6 +24,10 @@ _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "presence_penal
 """Fields that would change what is sampled; the run's own sampling holds."""
 
 
+_SURROGATES = (b"\\u", b"\xed", b"\0")
+"""Bytes without which JSON has no lone surrogates: an escape, the beginning of one in UTF-8, or UTF-16."""
+
+
 class BadRequest(Exception):  # noqa: N818 - it is what it is
     """Raised for a request that cannot be answered; its text says why."""
 
@@ -90,11 +94,14 @@ class Dialect(Protocol):
 # ---------------------------------------------------------------------------------- reading
 
 
-def as_object(body: Any) -> Mapping[str, Any]:
-    """Return a body that is a JSON object.  Raises BadRequest."""
-    if not isinstance(body, dict):
+def as_object(body: bytes) -> Mapping[str, Any]:
+    """Read a body that is a JSON object.  Raises BadRequest, ValueError, RecursionError."""
+    read = json.loads(body)
+    if not isinstance(read, dict):
         raise BadRequest("the body is no JSON object")
-    clean = well_formed(body)
+    if not any(sign in body for sign in _SURROGATES):
+        return read
+    clean = well_formed(read)
     assert isinstance(clean, dict)
     return clean
 

@@ -155,7 +155,7 @@ class Session:
     def _read(self, dialect: Dialect, body: bytes) -> _Read:
         """Read a request and encode what is new in it.  Raises Refused."""
         try:
-            request = dialect.read(as_object(json.loads(body)), self._history)
+            request = dialect.read(as_object(body), self._history)
             turn = self.recorder.turn(request.messages, request.tools, self.renderer)
         except (BadRequest, ModelError, ValueError, RecursionError) as error:
             told = (

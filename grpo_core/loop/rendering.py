@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jinja2.exceptions import SecurityError
 
 from grpo_core.errors import ConfigError, ModelError
-from grpo_core.loop.templates import ChatTemplate
+from grpo_core.loop.templates import ChatTemplate, Rendered
 from grpo_core.models import UNKNOWN_SIZE, size_of
 from grpo_core.records import Message
 from grpo_core.response_formats import AUTO, response_reader
@@ -40,8 +40,9 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _RENDERS = "transformers.tokenization_utils_base"
 """Module in which transformers renders templates; ``ChatTemplate`` does the same with a bound."""
 
-INLINE = 1000
-"""Characters that are rendered and encoded in less time (about 0.3 ms) than a thread is worth (0.1 ms)."""
+INLINE = 4000
+"""Characters that are rendered and encoded at once, in about 1 ms: a thread that computes in Python may keep
+the interpreter from the event loop for 5 ms."""
 
 T = TypeVar("T")
 
@@ -75,6 +76,9 @@ class Renderer:
         """Whether the tokenizer has rendering of its own, such as that of mistral-common."""
         self._special_tokens = dict(getattr(tokenizer, "special_tokens_map", {}))
         self._compiled: dict[str, ChatTemplate] = {}
+        self._rendered_lately = Rendered()
+        self._tells_time = "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
+        """Whether the template may render the same conversation in another way later."""
         eos = tokenizer.eos_token_id
         self.stop_token_ids = tuple(sorted({*extra_stop, *([] if eos is None else [eos])}))
         self.context = context
@@ -210,8 +214,12 @@ class Renderer:
             return self._encode(self._text(messages, generation=True))
         history = [_sketch(message, place) for place, message in enumerate(before)]
         spoken = _sketch(said, len(before))
-        start = self._text(history, generation=True, tools=tools)
+        start = self._rendered_lately.find(before, tools)
+        if start is None:
+            start = self._text(history, generation=True, tools=tools)
         whole = self._text([*history, spoken, *messages], generation=True, tools=tools)
+        if not self._tells_time:
+            self._rendered_lately.keep((*before, said, *messages), tools, whole)
         thought, content = _marks(len(before))
         own, shown, after = whole[len(start) :].partition(content)
         forgotten = any(part in str(spoken) and part not in own for part in (thought, _THOUGHT_ENDS))

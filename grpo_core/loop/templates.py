@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -23,10 +25,16 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from grpo_core.records import Message
+
+Tools = Sequence[Mapping[str, Any]]
+
 SECONDS = 10.0
 """Seconds of computing that a rendering may take; a long conversation takes some milliseconds."""
 LARGEST = 1_000_000
 """Largest number that an operation may repeat something for."""
+MOST_CHARACTERS = 16_000_000
+"""Number of characters of the conversations whose texts are kept."""
 STEPS = 16
 """Steps after which the clock is read again."""
 
@@ -42,6 +50,36 @@ class ChatTemplate:
         """Raises what the template raises, and SecurityError if it computes for more than ``SECONDS``."""
         self._environment.begin()
         return self._template.render(variables)
+
+
+class Rendered:
+    """Conversations that were rendered lately: the next turn of a rollout begins with one of them.
+
+    Messages are compared as objects, which rollouts keep from turn to turn.
+    """
+
+    def __init__(self, most: int = MOST_CHARACTERS) -> None:
+        self._most, self._size = most, 0
+        self._texts: OrderedDict[int, tuple[Sequence[Message], Tools, str]] = OrderedDict()
+
+    def find(self, messages: Sequence[Message], tools: Tools) -> str | None:
+        """Return the text of a conversation, if it is known."""
+        if not messages:
+            return None
+        known, shown, text = self._texts.get(id(messages[-1]), ((), (), ""))
+        same = len(known) == len(messages) and all(map(operator.is_, known, messages))
+        return text if same and list(shown) == list(tools) else None
+
+    def keep(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
+        """Remember a text, and forget the oldest ones if all are too long."""
+        self._drop(self._texts.pop(id(messages[-1]), None))
+        self._texts[id(messages[-1])] = messages, tools, text
+        self._size += len(text)
+        while self._size > self._most:
+            self._drop(self._texts.popitem(last=False)[1])
+
+    def _drop(self, entry: tuple[Sequence[Message], Tools, str] | None) -> None:
+        self._size -= len(entry[2]) if entry else 0
 
 
 class _Generation(Extension):
@@ -86,6 +124,12 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check(__obj.__name__, (*args, *kwargs.values()))
         return super().call(__context, __obj, *args, **kwargs)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Look up keys of messages at once; jinja2 looks for an attribute first, which a dict has not."""
+        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.step()
         _check_product(operator, left, right)
@@ -97,6 +141,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
         return super()._generate(source, *args, **kwargs)
 
+
+_OF_DICTS = frozenset(dir(dict))
 
 _COUNTED = "counted turns"
 """Name of a filter that no template can write."""
