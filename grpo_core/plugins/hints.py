@@ -10,6 +10,7 @@ VLLM = "pip install 'grpo-core[vllm]'"
 
 INSTALL: Mapping[tuple[Kind, str], str] = {
     ("engine", "vllm"): VLLM,
+    ("environment", "code"): "pip install grpo-plugin-code",
     ("environment", "judge"): "pip install grpo-plugin-judge",
     ("environment", "math"): "pip install grpo-plugin-math",
     ("environment", "reasoning_gym"): "pip install grpo-plugin-reasoning-gym",

@@ -1,0 +1,93 @@
+"""Tests of a program: what it is given, and what has to come out."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+import grpo_core as grpo
+
+SHAPES = '{"input": "2", "output": "4"}, {"call": "double(2)", "expected": 4}, or "assert double(2) == 4"'
+
+
+@frozen(kw_only=True)
+class Printed:
+    """A program that reads its input and prints its output."""
+
+    input: str
+    output: str
+
+    def passes(self, printed: str) -> bool:
+        """Compare without white space at the ends of lines and of the text."""
+        return _stripped(printed) == _stripped(self.output)
+
+
+@frozen(kw_only=True)
+class Called:
+    """An expression, and the value that it has to have; ``expected`` is a second expression or a value."""
+
+    call: str
+    expected: Any
+    computed: bool = False
+    """Whether ``expected`` is an expression, to be computed without the model's code."""
+
+
+def cases_of(given: Any, where: str) -> list[Printed | Called]:
+    """Return the tests of a row, which may be JSON.  Raises PluginError for what is no test."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            given = json.loads(given)
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not given:
+        raise grpo.PluginError(f"code: {where}: tests are {given!r:.100}; expected a list of {SHAPES}")
+    return [_case(each, f"{where}: test {number}") for number, each in enumerate(given, 1)]
+
+
+def _case(given: Any, where: str) -> Printed | Called:
+    if isinstance(given, str):
+        return _asserted(given, where)
+    if isinstance(given, Mapping):
+        if set(given) == {"input", "output"} and all(isinstance(text, str) for text in given.values()):
+            return Printed(input=given["input"], output=given["output"])
+        if set(given) == {"call", "expected"} and isinstance(given["call"], str):
+            _expression(given["call"], where)
+            return Called(call=given["call"], expected=given["expected"])
+    raise grpo.PluginError(f"code: {where} is {given!r:.100}; expected {SHAPES}")
+
+
+def _asserted(text: str, where: str) -> Called:
+    """Read ``assert CALL == VALUE``.
+
+    Other assertions are refused: they would be judged inside the sandbox, where the model's code can make
+    them true.
+    """
+    try:
+        (statement,) = ast.parse(text.strip()).body
+    except (SyntaxError, ValueError) as error:
+        raise grpo.PluginError(f"code: {where} is {text!r:.100}, which is no single assertion") from error
+    test = statement.test if isinstance(statement, ast.Assert) else None
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
+        raise grpo.PluginError(
+            f"code: {where} is {text!r:.100}; expected assert CALL == VALUE, whose sides are compared "
+            "outside of the sandbox"
+        )
+    right = test.comparators[0]
+    try:
+        return Called(call=ast.unparse(test.left), expected=ast.literal_eval(right))
+    except ValueError:
+        return Called(call=ast.unparse(test.left), expected=ast.unparse(right), computed=True)
+
+
+def _expression(text: str, where: str) -> None:
+    try:
+        ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError) as error:
+        raise grpo.PluginError(f"code: {where}: {text!r:.100} is no expression") from error
+
+
+def _stripped(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

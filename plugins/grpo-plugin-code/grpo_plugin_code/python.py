@@ -1,0 +1,167 @@
+"""The environment ``code:python``: programs of a model against tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from attrs import frozen
+
+import grpo_core as grpo
+from grpo_plugin_code.cases import Called, Printed, cases_of
+from grpo_plugin_code.sandbox import Job, Limits, Outcome, Sandboxes, value_of
+
+BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+"""Finds blocks of code; the last one counts.  A reply that a limit cut off may end in one."""
+LONGEST = 100_000
+"""Characters of a program; a longer one is not run."""
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """The result of one test."""
+
+    passed: bool
+    reason: str
+
+
+class PythonCode(grpo.Environment):
+    """Runs the last block of code of each reply against the tests of its prompt, in a sandbox.
+
+    A program passes a test by what it prints or returns.  That is compared with the expected values outside
+    of the sandbox, which has none of them.  The standard library is there, other packages are not.
+
+    Args:
+        tests: field of the source's row with the tests.
+        reward: "all" is 1 if all tests pass, else 0; "share" is the share of tests that pass.
+        seconds: limit of wall time for each run of a program.
+        cpu_seconds: limit of each process's computing time.
+        memory: limit of each process's address space in MiB.
+        files: limit of the private /tmp, and of a file, in MiB.
+        processes: limit of processes and threads.
+        output: limit of what a program prints in KiB.
+        at_once: number of programs that run at once; 0 is one for each core.
+        ready: number of sandboxes that are started ahead.
+    """
+
+    def __init__(
+        self,
+        *,
+        tests: str = "tests",
+        reward: Literal["all", "share"] = "all",
+        seconds: float = 10.0,
+        cpu_seconds: int = 5,
+        memory: int = 512,
+        files: int = 16,
+        processes: int = 16,
+        output: int = 256,
+        at_once: int = 0,
+        ready: int = 4,
+    ) -> None:
+        limits = Limits(
+            seconds=seconds,
+            cpu_seconds=cpu_seconds,
+            memory=memory,
+            files=files,
+            processes=processes,
+            output=output,
+        )
+        cores = at_once or len(os.sched_getaffinity(0))
+        self._sandboxes = Sandboxes(limits, at_once=cores, ready=ready)
+        self._tests, self._share = tests, reward == "share"
+        self.success = 1.0
+        self.concurrency = 2 * cores
+        self.deadline = 60.0 + 20 * seconds
+        self._expected: dict[str, Any] = {}
+        """Values of expressions that the tests expect."""
+
+    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        raise grpo.ConfigError(
+            "code: there are no prompts; give them with tasks.NAME.source.path (and validation_path, or "
+            "validation.every = 0), with a list of tests in each row"
+        )
+
+    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        """Return the prompt as it is, after a look at its tests."""
+        if self._tests not in prompt.info:
+            raise grpo.PluginError(f"code: prompt {prompt.id!r} has no field {self._tests!r} with its tests")
+        cases_of(prompt.info[self._tests], f"prompt {prompt.id!r}")
+        return prompt
+
+    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return list(await asyncio.gather(*(self._judge(episode) for episode in episodes)))
+
+    async def aclose(self) -> None:
+        await self._sandboxes.aclose()
+
+    async def _judge(self, episode: grpo.Episode) -> grpo.Feedback:
+        cases = cases_of(episode.prompt.info.get(self._tests), f"prompt {episode.prompt.id!r}")
+        code = program_of(episode.reply)
+        if code is None:
+            return grpo.Feedback(reward=0.0, metrics={"passed": 0.0, "without_code": 1.0})
+        called = [case for case in cases if isinstance(case, Called)]
+        expected = [await self._value(case) for case in called]
+        runs = [self._printed(code, case) for case in cases if isinstance(case, Printed)]
+        verdicts = list(await asyncio.gather(*runs))
+        if called:
+            verdicts += await self._returned(code, called, expected)
+        share = sum(verdict.passed for verdict in verdicts) / len(verdicts)
+        reasons = Counter(verdict.reason for verdict in verdicts if not verdict.passed)
+        return grpo.Feedback(
+            reward=share if self._share else float(share == 1.0),
+            metrics={
+                "passed": share,
+                "without_code": 0.0,
+                **{f"failed_{reason}": count / len(verdicts) for reason, count in reasons.items()},
+            },
+        )
+
+    async def _printed(self, code: str, case: Printed) -> Verdict:
+        found = await self._sandboxes.run(Job(code=code, stdin=case.input))
+        if found.reason:
+            return Verdict(passed=False, reason=found.reason)
+        return Verdict(passed=case.passes(found.output), reason="wrong")
+
+    async def _returned(self, code: str, cases: Sequence[Called], expected: Sequence[Any]) -> list[Verdict]:
+        """Evaluate all calls in one sandbox; what it does not answer has failed."""
+        found = await self._sandboxes.run(Job(code=code, calls=[case.call for case in cases]))
+        verdicts = []
+        for place, value in enumerate(expected):
+            if place >= len(found.values):
+                verdicts.append(Verdict(passed=False, reason=found.reason or "missing"))
+                continue
+            verdicts.append(Verdict(passed=_equal(found.values[place], value), reason="wrong"))
+        return verdicts
+
+    async def _value(self, case: Called) -> Any:
+        """Return the value that a test expects.  Raises PluginError if its expression has none."""
+        if not case.computed:
+            return case.expected
+        if case.expected not in self._expected:
+            found: Outcome = await self._sandboxes.run(Job(code="", calls=[case.expected]))
+            try:
+                self._expected[case.expected] = value_of(found.values[0])
+            except (IndexError, ValueError) as error:
+                raise grpo.PluginError(
+                    f"code: the expected value {case.expected!r:.100} cannot be computed: "
+                    f"{found.told or error}"
+                ) from error
+        return self._expected[case.expected]
+
+
+def program_of(reply: str) -> str | None:
+    """Return the last block of code, or None if there is none that can be run."""
+    blocks = BLOCK.findall(reply)
+    return blocks[-1] if blocks and len(blocks[-1]) <= LONGEST else None
+
+
+def _equal(line: str, expected: Any) -> bool:
+    """Whether a value from the sandbox, which has only types of Python's own, equals the expected one."""
+    try:
+        return bool(value_of(line) == expected)
+    except (ValueError, RecursionError):
+        return False

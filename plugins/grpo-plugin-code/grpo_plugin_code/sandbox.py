@@ -1,0 +1,407 @@
+"""A sandbox of the operating system for one program: bubblewrap, with limits, and without a network.
+
+    environment's process                     sandbox (namespaces of its own, read-only system)
+    Sandboxes.run(job)  ---- job: stdin --->  inside.py: sets limits, drops rights, runs the code
+                        <--- output, values -
+
+A program sees the system's libraries and Python read-only, a private /tmp in memory, its own processes, and
+no network.  Each program has a sandbox of its own, which is thrown away with all its processes.  Sandboxes
+are started ahead, because bubblewrap and Python take longer to start than most programs to run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import marshal
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+import grpo_core as grpo
+
+Reason = Literal["", "error", "time", "cpu", "output", "killed"]
+"""Why a program did not end well: it exits with another status than 0, or a limit or a signal ends it."""
+
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
+"""Directories of libraries and programs; Debian and others have links to /usr for all but the first."""
+UIDS = (200_000, 60_000)
+"""First user id, and number of ids, for sandboxes that root starts: root itself may start any number of
+processes."""
+MIB = 2**20
+LAST_WORDS = 4096
+"""Bytes of what a sandbox says that does not start."""
+STARTING = 60.0
+"""Seconds in which a sandbox has to be ready."""
+DYING = 10.0
+"""Seconds in which the processes of a sandbox that was killed have to be gone."""
+_uids = itertools.cycle(range(UIDS[0], sum(UIDS)))
+
+
+@frozen(kw_only=True)
+class Limits:
+    """The limits of one program."""
+
+    seconds: float = field(default=10.0, validator=gt(0))
+    """Seconds of wall time."""
+    cpu_seconds: int = field(default=5, validator=ge(1))
+    """Seconds of each process's computing time."""
+    memory: int = field(default=512, validator=ge(64))
+    """MiB of each process's address space."""
+    files: int = field(default=16, validator=ge(1))
+    """MiB of its private /tmp, and of each file."""
+    processes: int = field(default=16, validator=ge(1))
+    """Number of processes and threads."""
+    output: int = field(default=256, validator=ge(1))
+    """KiB that it may print, and of the values that it may return."""
+
+    def resources(self) -> dict[str, int]:
+        """Return the limits that the operating system keeps for each process."""
+        return {
+            "RLIMIT_CPU": self.cpu_seconds,  # and one second more if it ignores the signal
+            "RLIMIT_AS": self.memory * MIB,
+            "RLIMIT_FSIZE": self.files * MIB,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NOFILE": 256,
+            "RLIMIT_CORE": 0,
+        }
+
+
+@frozen(kw_only=True)
+class Job:
+    """A program to run.
+
+    Attributes:
+        code: Python source.
+        stdin: text of its standard input.
+        calls: expressions to evaluate after the code.
+    """
+
+    code: str
+    stdin: str = ""
+    calls: Sequence[str] = ()
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """The end of a program, with its output and values."""
+
+    reason: Reason
+    told: str
+    """The reason in words, with the end of what the program printed as an error."""
+    output: str
+    """Its standard output."""
+    values: Sequence[str]
+    """Its values as lines of JSON; see ``inside.py``."""
+    seconds: float
+
+
+class Sandboxes:
+    """Starts sandboxes ahead, and runs programs in them.
+
+    Args:
+        limits: of each program.
+        at_once: number of programs that run at once.
+        ready: number of sandboxes that are started ahead.
+
+    Raises ConfigError if there is no sandbox on this machine; nothing is ever run without one.
+    """
+
+    def __init__(self, limits: Limits, *, at_once: int, ready: int) -> None:
+        self._limits, self._ready = limits, ready
+        self._command = command(limits)
+        self._places = asyncio.Semaphore(at_once)
+        self._waiting: deque[asyncio.Task[_Sandbox]] = deque()
+
+    async def run(self, job: Job) -> Outcome:
+        """Run a program to its end, or to a limit."""
+        async with self._places:
+            sandbox = await self._next()
+            try:
+                return await sandbox.run(job)
+            finally:
+                sandbox.end()
+                await sandbox.aclose()
+
+    async def aclose(self) -> None:
+        """End the sandboxes that wait."""
+        while self._waiting:
+            with contextlib.suppress(Exception):
+                await (await self._waiting.popleft()).aclose()
+
+    async def _next(self) -> _Sandbox:
+        while len(self._waiting) <= self._ready:
+            self._waiting.append(asyncio.create_task(_Sandbox.start(self._command, self._limits)))
+        return await self._waiting.popleft()
+
+
+class _Sandbox:
+    """A sandbox that waits for its program."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, values: asyncio.StreamReader, limits: Limits
+    ) -> None:
+        self._process, self._values, self._limits = process, values, limits
+        self._handle: int | None = os.pidfd_open(process.pid)
+        self._readers: list[asyncio.Task[bytes]] = []
+
+    @classmethod
+    async def start(cls, words: Sequence[str], limits: Limits) -> _Sandbox:
+        reading, writing = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *_with_descriptor(words, writing),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=[writing],
+                env={},
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        values = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(values), os.fdopen(reading, "rb", buffering=0)
+        )
+        sandbox = cls(process, values, limits)
+        try:
+            async with asyncio.timeout(STARTING):
+                ready = await values.readline()
+        except BaseException:
+            await sandbox.aclose()
+            raise
+        if ready != b"ready\n":
+            await sandbox.aclose()
+            told = (await sandbox._readers[1]).decode(errors="replace").strip()
+            raise grpo.PluginError(f"code: a sandbox does not start: {told[-300:] or 'it says nothing'}")
+        return sandbox
+
+    async def run(self, job: Job) -> Outcome:
+        begin = time.monotonic()
+        process, most = self._process, self._limits.output * 1024
+        assert process.stdin is not None
+        process.stdin.write(self._framed(job))
+        self._read(most)
+        late = False
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                with contextlib.suppress(ConnectionError):
+                    await process.stdin.drain()
+                await process.wait()
+        except TimeoutError:
+            late = True
+        self.end()
+        code = await process.wait()
+        out, err, values = await asyncio.wait_for(asyncio.gather(*self._readers), DYING)
+        reason = "time" if late else _reason(code, (out, err, values), most)
+        return Outcome(
+            reason=reason,
+            told=self._told(reason, code, err),
+            output=out.decode(errors="replace"),
+            values=values.decode(errors="replace").splitlines(),
+            seconds=time.monotonic() - begin,
+        )
+
+    async def _some(self, stream: asyncio.StreamReader, most: int) -> bytes:
+        """Read a stream to its end; a program that writes more than ``most`` bytes is ended."""
+        parts = bytearray()
+        while part := await stream.read(65_536):
+            parts += part[: most + 1 - len(parts)]
+            if len(parts) > most:
+                self.end()
+        return bytes(parts)
+
+    async def aclose(self) -> None:
+        """End it, and wait until its processes are gone.
+
+        One that got no program ends by itself when its input ends.  It is not killed: as long as bubblewrap
+        makes a sandbox, its processes do not end with it.
+        """
+        if not self._readers:
+            self._read(LAST_WORDS)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(asyncio.gather(self._process.wait(), *self._readers), DYING)
+        finally:
+            if self._handle is not None:
+                os.close(self._handle)
+                self._handle = None
+
+    def _read(self, most: int) -> None:
+        """Begin to read what the sandbox writes."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        streams = (self._process.stdout, self._process.stderr, self._values)
+        self._readers = [asyncio.create_task(self._some(stream, most)) for stream in streams]
+
+    def end(self) -> None:
+        """Kill bubblewrap, and with it every process of its sandbox."""
+        if self._handle is not None:
+            # asyncio's own method asks for the exit status first, which its watcher then misses
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _framed(self, job: Job) -> bytes:
+        uid = next(_uids) if os.geteuid() == 0 else 0
+        limits = {"resources": self._limits.resources(), "uid": uid}
+        job_of = {"code": job.code, "stdin": job.stdin, "calls": list(job.calls), "limits": limits}
+        body = marshal.dumps(job_of)  # the sandbox's Python is this one
+        return len(body).to_bytes(8, "little") + body
+
+    def _told(self, reason: Reason, code: int, err: bytes) -> str:
+        limits = self._limits
+        match reason:
+            case "":
+                return ""
+            case "time":
+                return f"it took longer than {limits.seconds:g} s"
+            case "cpu":
+                return f"a process computed for longer than {limits.cpu_seconds} s"
+            case "output":
+                return f"it printed more than {limits.output} KiB"
+            case "killed":
+                return f"it was ended by {_signal(code)}"
+        last = err.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
+        return last[0][:300]
+
+
+def command(limits: Limits) -> list[str]:
+    """Return bubblewrap's command.  Raises ConfigError if it is missing, or cannot make a sandbox here."""
+    words = _bubblewrap(limits)
+    _probe(tuple(words))
+    python = os.path.realpath(sys.executable)
+    return [*words, "--", python, "-I", "-S", "-X", "utf8", "-c", _inside()]
+
+
+def _bubblewrap(limits: Limits) -> list[str]:
+    program = shutil.which("bwrap")
+    if program is None:
+        raise grpo.ConfigError(
+            "code: there is no sandbox on this machine, and code of a model is never run without one. "
+            "Install bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
+        )
+    words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    words += [
+        "--unshare-cgroup-try",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+        "--hostname",
+        "sandbox",
+    ]
+    if os.geteuid() == 0:  # limits of processes do not hold for root: inside.py takes another user id
+        words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        words += ["--unshare-user", "--disable-userns"]
+    for place in SYSTEM:
+        if os.path.islink(place):
+            words += ["--symlink", os.readlink(place), place]
+        elif os.path.isdir(place):
+            words += ["--ro-bind", place, place]
+    base = Path(os.path.realpath(sys.base_prefix))
+    if not base.is_relative_to("/usr"):
+        for parent in reversed(base.parents[:-1]):  # all users may pass through them
+            words += ["--perms", "0755", "--dir", str(parent)]
+        words += ["--ro-bind", str(base), str(base)]
+    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", "/tmp"]
+    words += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
+    return [*words, "--remount-ro", "/"]
+
+
+@functools.cache
+def _probe(words: tuple[str, ...]) -> None:
+    true = shutil.which("true") or "/usr/bin/true"
+    try:
+        tried = subprocess.run([*words, "--", true], capture_output=True, text=True, timeout=30, env={})
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise grpo.ConfigError(f"code: bubblewrap does not run: {error}") from error
+    if tried.returncode != 0:
+        raise grpo.ConfigError(
+            f"code: bubblewrap cannot make a sandbox on this machine: {tried.stderr.strip()[-300:]}. "
+            "It needs user namespaces (kernel.unprivileged_userns_clone, or an AppArmor profile for bwrap), "
+            "or root; in a container, its seccomp profile has to allow them. Code of a model is never run "
+            "without a sandbox"
+        )
+
+
+@functools.cache
+def _inside() -> str:
+    return Path(__file__).with_name("inside.py").read_text()
+
+
+def _with_descriptor(words: Sequence[str], descriptor: int) -> list[str]:
+    """Return the command with the values' descriptor as number 3 of the program."""
+    program = f"import os; os.dup2({descriptor}, 3); os.close({descriptor}) if {descriptor} != 3 else None\n"
+    return [*words[:-1], program + words[-1]]
+
+
+def _reason(code: int, streams: Sequence[bytes], most: int) -> Reason:
+    if any(len(stream) > most for stream in streams):
+        return "output"
+    if code == 0:
+        return ""
+    if code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
+        return "cpu"
+    return "killed" if code < 0 or code > 128 else "error"
+
+
+def _signal(code: int) -> str:
+    number = -code if code < 0 else code - 128
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def value_of(line: str) -> Any:
+    """Return the value that a line of ``inside.py`` stands for.  Raises ValueError if it stands for none."""
+    try:
+        return _value(json.loads(line))
+    except (TypeError, ValueError, KeyError, IndexError, RecursionError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _value(found: Any) -> Any:
+    kind, content = found
+    match kind:
+        case "bool" | "str" if type(content).__name__ == kind:
+            return content
+        case "NoneType":
+            return None
+        case "int":
+            return int(content, 16)
+        case "float":
+            return float.fromhex(content)
+        case "bytes":
+            return bytes.fromhex(content)
+        case "complex":
+            return complex(float.fromhex(content[0]), float.fromhex(content[1]))
+        case "list":
+            return [_value(each) for each in content]
+        case "tuple":
+            return tuple(_value(each) for each in content)
+        case "set" | "frozenset":
+            return {_value(each) for each in content}
+        case "dict":
+            return {_value(key): _value(value) for key, value in content}
+    raise ValueError(f"it returned {kind}: {content}"[:300])
