@@ -99,8 +99,8 @@ class SourceConfig:
     """A file or data set of prompts, for tasks whose environment has none."""
 
     path: str = ""
-    """Training prompts come from this .jsonl or .parquet file or data set (a directory or a hub id); if it is
-    empty, from the environment."""
+    """Training prompts come from this file (.jsonl, .csv, .tsv, .parquet, .arrow or .feather) or data set (a
+    directory or a hub id); if it is empty, from the environment."""
     validation_path: str = ""
     """Held-out prompts come from this file or data set.  If it is empty, they come from `path` if that is a
     data set and `validation_split` is given, otherwise from the environment."""
@@ -120,6 +120,16 @@ class SourceConfig:
     `info`."""
     system: str = ""
     """System message before each prompt, unless it is empty."""
+    template: str = ""
+    """Jinja template of the prompt with the fields of a row, instead of `prompt`, such as
+    "{{ question }} Answer with a number."."""
+    answer_template: str = ""
+    """Jinja template of the answer with the fields of a row, instead of `answer`."""
+    where: str = ""
+    """A row is a prompt if it fulfils this Jinja expression over its fields, such as
+    'level == "5" and question | length < 500'; the others are left out."""
+    deduplicate: bool = False
+    """The first of several rows with the same prompt counts alone; white space makes no difference."""
     workers: int = field(default=0, validator=ge(0))
     """Number of processes that read rows ahead; they pay only for rows that are slow to read."""
 

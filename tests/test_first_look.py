@@ -8,12 +8,13 @@ import json
 import pytest
 
 from grpo_core import Environment, Prompt
-from grpo_core.app.first_look import first_look
-from grpo_core.config import EnvironmentConfig, RolloutConfig, SourceConfig
+from grpo_core.app.first_look import first_look, leaks
+from grpo_core.config import EnvironmentConfig, RolloutConfig, SourceConfig, ValidationConfig
 from grpo_core.data.sources import Source
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.loop.rendering import Renderer
 from grpo_core.testing.hosted import HostedEnvironment
+from grpo_core.validation.sets import HeldOut
 
 SHOWS_TOOLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -138,3 +139,33 @@ def test_rows_without_an_answer_are_counted(tmp_path):
 
 def test_an_environment_that_cannot_be_asked_is_left_to_the_run():
     assert looked(Unsolvable(), letters()) == {}
+
+
+def held_out(prompts, name="", most=100):
+    config = ValidationConfig(prompts=most)
+    return HeldOut(name=name, config=config, prompts={name or "sums": prompts}, environments={})
+
+
+def asked(*texts):
+    return [Prompt(messages=text, id=str(i)) for i, text in enumerate(texts)]
+
+
+def test_held_out_prompts_that_are_trained_on_are_told():
+    trained = {"sums": asked("1+1=", "2+2=", "3+3="), "words": asked("a", "b")}
+    sets = [held_out(asked("9+9=", " 2+2= ")), held_out(asked("c", "b"), "spelling")]
+    found = {warning.cause: warning.message for warning in leaks(7, trained, sets)}
+    assert set(found) == {"leak/sums/sums", "leak/spelling/words"}
+    assert found["leak/sums/sums"].startswith(
+        "1 of the 2 held-out prompts of 'sums' are among the training prompts of task 'sums', such as '1'"
+    )
+    assert leaks(7, trained, [held_out(asked("9+9=", "2+2="), most=1)]) == [], "only what is measured counts"
+
+
+def test_the_rows_of_sources_are_compared_too(tmp_path):
+    for name, texts in (("train", "abc"), ("held_out", "xyb")):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(f'{{"prompt": "{text}"}}' for text in texts))
+    train, other = (
+        Source("letters", str(tmp_path / f"{name}.jsonl"), SourceConfig()) for name in ("train", "held_out")
+    )
+    (warning,) = leaks(0, {"letters": train}, [held_out(other[:])])
+    assert "1 of the 3 held-out prompts" in warning.message

@@ -9,6 +9,7 @@ import pytest
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.tasks import ROWS_OF_A_CALL, Tasks
 from grpo_core.config import EnvironmentConfig, SourceConfig, TaskConfig, build
+from grpo_core.data.files import read
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.sources import Source, find_source
 from grpo_core.errors import CheckpointError, ConfigError, PluginError
@@ -104,8 +105,8 @@ def test_an_invalid_row_is_found_before_the_run_begins(file, rows, message):
 def test_a_missing_file_and_an_unknown_file_type_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file"):
         source(str(tmp_path / "none.jsonl")).open()
-    with pytest.raises(ConfigError, match=r"expected \.jsonl, \.parquet, or a data set, got \.csv"):
-        source("rows.csv").open()
+    with pytest.raises(ConfigError, match=r"expected one of \.jsonl, .*\.csv, .*, or a data set, got \.json"):
+        source("rows.json").open()
 
 
 # ---------------------------------------------------------------------------------- lazy, pickled, resumed
@@ -167,6 +168,94 @@ def test_a_parquet_file_is_read(tmp_path):
     assert [(p.id, p.answer, p.info) for p in source(path)] == [
         (str(i), row["answer"], {"level": row["level"]}) for i, row in enumerate(ROWS)
     ]
+
+
+CSV = '''question,answer,level
+"1+1=",2,007
+"a, b
+and c?","say ""c""",
+'''
+
+
+def test_a_csv_file_is_read_with_all_values_as_texts(tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "rows.csv").write_text(CSV)
+    first, second = source(str(tmp_path / "rows.csv"))
+    assert (first.messages[0]["content"], first.answer, first.info) == ("1+1=", "2", {"level": "007"})
+    assert (second.messages[0]["content"], second.answer) == ("a, b\nand c?", 'say "c"')
+    (tmp_path / "rows.tsv").write_text("prompt\tanswer\na,b\tc\n")
+    (only,) = source(str(tmp_path / "rows.tsv"))
+    assert (only.messages[0]["content"], only.answer) == ("a,b", "c")
+    (tmp_path / "broken.csv").write_text("prompt,answer\na,b,c\n")
+    with pytest.raises(ConfigError, match=r"cannot be read as \.csv: .*Expected 2 columns, got 3"):
+        source(str(tmp_path / "broken.csv")).open()
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_a_file_of_arrow_is_read(tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_pylist(ROWS)
+    path = str(tmp_path / "rows.arrow")
+    with getattr(pyarrow.ipc, f"new_{kind}")(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    assert [prompt.answer for prompt in source(path)] == [row["answer"] for row in ROWS]
+
+
+def test_the_rows_of_a_table_are_on_disk_and_not_in_memory(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "rows.parquet")
+    rows = 100_000
+    parquet.write_table(pyarrow.table({"prompt": [f"{i} " * 20 for i in range(rows)]}), path)
+    before = pyarrow.total_allocated_bytes()
+    table = read(path, "", "train", who="task 'long'")
+    assert (len(table), table[rows - 1]["prompt"][:6]) == (rows, f"{rows - 1} ")
+    assert pyarrow.total_allocated_bytes() - before < 2**20
+
+
+# ---------------------------------------------------------------------------------- templates and filters
+
+
+def test_templates_make_prompt_and_answer_from_several_fields(file):
+    rows = [{"a": 2, "b": 3, "options": ["x", "y"]}]
+    template = "{{ a }}+{{ b }}=? {% for o in options %}{{ loop.index }}) {{ o }} {% endfor %}"
+    (prompt,) = made = source(file(rows), template=template, answer_template="{{ a + b }}", system="Add.")
+    assert [message["content"] for message in prompt.messages] == ["Add.", "2+3=? 1) x 2) y "]
+    assert (prompt.answer, prompt.info, made.without_answer) == ("5", rows[0], 0)
+    assert pickle.loads(pickle.dumps(made))[0] == prompt, "workers get it, too"
+
+
+def test_rows_that_do_not_fulfil_a_condition_are_left_out_and_the_others_keep_their_ids(file):
+    prompts = source(file(ROWS), where="level >= 1 and question | length < 9")
+    kept = [str(i) for i, row in enumerate(ROWS) if row["level"] >= 1]
+    assert [prompt.id for prompt in prompts] == kept
+    assert [prompt.id for prompt in prompts[1:3]] == kept[1:3]
+    assert (len(prompts), prompts[-1].id, prompts.left_out) == (len(kept), kept[-1], len(ROWS) - len(kept))
+    assert [prompt.id for prompt in pickle.loads(pickle.dumps(prompts))] == kept
+
+
+def test_repeated_prompts_are_left_out_on_request(file):
+    rows = [{"prompt": text} for text in ("1+1=", "1-1=", " 1+1=\n", "A", "a")]
+    assert [prompt.id for prompt in source(file(rows))] == ["0", "1", "2", "3", "4"]
+    prompts = source(file(rows), deduplicate=True)
+    assert ([prompt.id for prompt in prompts], prompts.repeated) == (["0", "1", "3", "4"], 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"template": "{{ nothing }}"}, "source.template fails for row 1: UndefinedError: 'nothing' is"),
+        ({"template": "{% if %}"}, "source.template = '{% if %}' cannot be read: "),
+        ({"template": "{{ prompt.__class__.__mro__ }}"}, "is unsafe"),
+        ({"where": "level >"}, "source.where = 'level >' cannot be read: "),
+        ({"where": "size > 1"}, "source.where fails for row 1: UndefinedError: 'size' is undefined"),
+        ({"where": "level > 100"}, "source.where = 'level > 100' leaves out all of its 7 rows"),
+    ],
+)
+def test_a_template_or_condition_that_does_not_work_is_an_error_before_the_run(file, config, message):
+    with pytest.raises(ConfigError) as caught:
+        source(file(ROWS), **config).open()
+    assert message in str(caught.value)
 
 
 def test_a_data_set_on_disk_is_read(tmp_path):

@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 
 from grpo_core.aio import Slots
 from grpo_core.app import workers
-from grpo_core.app.first_look import first_look
+from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.memory import checked
 from grpo_core.app.parts import (
@@ -115,6 +115,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
     renderer = await assembly.renderer(model)
     run.warnings.extend(await assembly.first_look(prompts, renderer))
+    run.warnings.extend(await asyncio.to_thread(leaks, assembly.step, prompts, held_out))
     loaders = assembly.loaders(prompts)
     stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
     if run.resume:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from grpo_core.config import RolloutConfig
+from grpo_core.data.leakage import digest, leaked
 from grpo_core.data.sources import Source
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import GrpoError
 from grpo_core.events import WarningRaised
 from grpo_core.loop.rendering import Renderer
 from grpo_core.records import Prompt
+from grpo_core.validation.sets import HeldOut
 
 SOLVED = 16
 """Number of prompts of each task whose solutions are measured."""
@@ -42,6 +44,33 @@ async def first_look(
     return [WarningRaised(step=step, cause=cause, message=message) for cause, message in told.items()]
 
 
+def leaks(
+    step: int, prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]
+) -> list[WarningRaised]:
+    """Return a warning for each task or set that is validated with prompts that are trained on."""
+    trained = {task: _digests(part) for task, part in prompts.items()}
+    found = []
+    for part in held_out:
+        for name, own in part.prompts.items():
+            measured = _digests(own)[: part.config.prompts]
+            for task, digests in trained.items():
+                if both := leaked(digests, measured):
+                    message = (
+                        f"{len(both):,} of the {len(measured):,} held-out prompts of {name!r} are among the "
+                        f"training prompts of task {task!r}, such as {own[both[0]].id!r}: its validation "
+                        "measures what the run has seen"
+                    )
+                    found.append(WarningRaised(step=step, cause=f"leak/{name}/{task}", message=message))
+    return found
+
+
+def _digests(prompts: Sequence[Prompt]) -> Sequence[int]:
+    if isinstance(prompts, Source):
+        prompts.open()
+        return prompts.digests
+    return [digest(prompt) for prompt in prompts]
+
+
 async def _look(
     task: str,
     prompts: Sequence[Prompt],
@@ -55,6 +84,12 @@ async def _look(
             "no_answer",
             f"{prompts.without_answer:,} of the {len(prompts):,} rows of its source have no field for the "
             "answer (source.answer); their answer is None",
+        )
+    if isinstance(prompts, Source) and prompts.left_out + prompts.repeated:
+        yield (
+            "rows_left_out",
+            f"{len(prompts):,} rows of its source are prompts; source.where leaves out {prompts.left_out:,}, "
+            f"and {prompts.repeated:,} repeat another one",
         )
     some = prompts[:SOLVED]
     solutions = [reply for reply in await environment.solve(some) if reply is not None]

@@ -12,13 +12,13 @@ from attrs import evolve, fields_dict
 
 from grpo_core.app.teacher import teacher_model
 from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
-from grpo_core.data.sources import FILES
+from grpo_core.data.files import LINES, TABLES
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import in_file
 
 
 def with_absolute_paths(config: Config, host: PluginHost) -> Config:
-    """Return the configuration with absolute paths of plugin files, sources, the model and the teacher.
+    """Return the configuration with absolute paths of files, sources, interpreters and models.
 
     Options of plugins are left as they are: only their plugin knows what they mean.
     """
@@ -40,15 +40,29 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         sets={name: _absolute_set(one) for name, one in config.validation.sets.items()},
     )
     tasks = {
-        name: evolve(task, env=_absolute_name(task.env), source=_absolute_source(task.source))
+        name: evolve(
+            task,
+            env=_absolute_name(task.env),
+            source=_absolute_source(task.source),
+            python=_absolute_python(task.python),
+        )
         for name, task in config.tasks.items()
     }
+    environment = evolve(config.environment, python=_absolute_python(config.environment.python))
     tracking = evolve(
         config.tracking,
         trackers=[_absolute_name(name) for name in config.tracking.trackers],
         options={_absolute_name(name): options for name, options in config.tracking.options.items()},
     )
-    return evolve(config, model=model, teacher=teacher, tasks=tasks, tracking=tracking, **choices)
+    return evolve(
+        config,
+        model=model,
+        teacher=teacher,
+        tasks=tasks,
+        tracking=tracking,
+        environment=environment,
+        **choices,
+    )
 
 
 def plugin_files(config: Config) -> set[Path]:
@@ -81,7 +95,13 @@ def _absolute_set(one: ValidationSetConfig) -> ValidationSetConfig:
         env=_absolute_name(one.env) if one.env else "",
         name=one.name and _absolute_name(one.name),
         source=_absolute_source(one.source),
+        python=_absolute_python(one.python),
     )
+
+
+def _absolute_python(python: str) -> str:
+    """Return the absolute path of an interpreter or virtual environment; a bare name may be a program."""
+    return _absolute(python) if python and Path(python).expanduser().exists() else python
 
 
 def _absolute_source(source: SourceConfig) -> SourceConfig:
@@ -89,7 +109,7 @@ def _absolute_source(source: SourceConfig) -> SourceConfig:
     paths: dict[str, Any] = {
         key: _absolute(path)
         for key in ("path", "validation_path")
-        if (path := getattr(source, key)) and (Path(path).suffix in FILES or Path(path).exists())
+        if (path := getattr(source, key)) and (Path(path).suffix in (*LINES, *TABLES) or Path(path).exists())
     }
     return evolve(source, **paths)
 

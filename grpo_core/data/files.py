@@ -1,0 +1,178 @@
+"""Reads the rows of files and data sets; those of long tables stay on disk."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_core.errors import ConfigError
+
+LINES = (".jsonl", ".ndjson")
+TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".ipc")
+"""Suffixes of tables, which pyarrow reads."""
+
+
+class Rows(Protocol):
+    """The rows of a file or data set."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+def read(path: str, subset: str, split: str, *, who: str) -> Rows:
+    """Read a file or data set.  Raises ConfigError if it cannot be read."""
+    suffix = Path(path).suffix
+    if suffix in (*LINES, *TABLES):
+        if not Path(path).is_file():
+            raise ConfigError(f"{who} {path!r}: there is no such file (from {str(Path.cwd())!r})")
+        return JsonLines(Path(path), who) if suffix in LINES else _table(path, suffix, who)
+    if suffix in (".json", ".gz", ".txt", ".xlsx"):
+        known = ", ".join((*LINES, *TABLES))
+        raise ConfigError(f"{who} {path!r}: expected one of {known}, or a data set, got {suffix}")
+    return _data_set(path, subset, split, who)
+
+
+class JsonLines:
+    """A file with one JSON object per line, which is parsed on access.
+
+    Blank lines are skipped.
+    """
+
+    def __init__(self, path: Path, who: str) -> None:
+        self._path, self._who = path, who
+        with open(path, "rb") as file:
+            self._offsets = array("q", self._lines(file))
+            empty = not file.seek(0, 2)
+            self._text = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._offsets) // 2
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        begin, end = self._offsets[2 * index : 2 * index + 2]
+        try:
+            row = json.loads(self._text[begin:end])
+        except ValueError as error:
+            raise ConfigError(f"{self._who} {str(self._path)!r}, row {index + 1}: no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{self._who} {str(self._path)!r}, row {index + 1}: {row!r:.60}, expected an object"
+            )
+        return row
+
+    @staticmethod
+    def _lines(file: Any) -> Iterator[int]:
+        """Return begin and end of each line that is not blank."""
+        end = 0
+        for line in file:
+            begin, end = end, end + len(line)
+            if line.strip():
+                yield begin
+                yield end
+
+
+class _Table:
+    """The rows of a pyarrow table."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        (row,) = self._table.slice(index, 1).to_pylist()
+        return dict(row)
+
+
+def _table(path: str, suffix: str, who: str) -> Rows:
+    try:
+        import pyarrow
+    except ImportError:
+        raise ConfigError(f"{who} {path!r}: {suffix} needs pyarrow: pip install 'grpo-core[data]'") from None
+    try:
+        if suffix in (".arrow", ".feather", ".ipc"):
+            return _Table(_arrow(pyarrow, path))
+        batches = _parquet(path) if suffix == ".parquet" else _csv(path, "\t" if suffix == ".tsv" else ",")
+        return _Table(_on_disk(pyarrow, batches))
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{who} {path!r}: cannot be read as {suffix}: {error}") from error
+
+
+def _arrow(pyarrow: Any, path: str) -> Any:
+    """Map a file of Arrow into memory; ``datasets`` writes streams, others files."""
+    from pyarrow import ipc
+
+    source = pyarrow.memory_map(path)
+    try:
+        return ipc.open_file(source).read_all()
+    except pyarrow.ArrowInvalid:
+        source.seek(0)
+        return ipc.open_stream(source).read_all()
+
+
+def _parquet(path: str) -> Iterable[Any]:
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+    yield file.schema_arrow
+    yield from file.iter_batches()
+
+
+def _csv(path: str, delimiter: str) -> Iterable[Any]:
+    """Yield the schema and the batches of a file whose first line names its columns.
+
+    All values are texts, so that "007" stays what it is.
+    """
+    import pyarrow
+    import pyarrow.csv
+
+    parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    with pyarrow.csv.open_csv(path, parse_options=parsing) as file:
+        names = file.schema.names
+    texts = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
+    with pyarrow.csv.open_csv(path, parse_options=parsing, convert_options=texts) as file:
+        yield file.schema
+        yield from file
+
+
+def _on_disk(pyarrow: Any, parts: Iterable[Any]) -> Any:
+    """Write batches to a file without a name and map it into memory, where the system keeps what is used."""
+    from pyarrow import ipc
+
+    batches = iter(parts)
+    schema = next(batches)
+    with tempfile.TemporaryFile() as file:
+        with ipc.new_file(pyarrow.PythonFile(file, "w"), schema) as writer:
+            for batch in batches:
+                writer.write(batch)
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return ipc.open_file(pyarrow.py_buffer(mapped)).read_all()
+
+
+def _data_set(path: str, subset: str, split: str, who: str) -> Rows:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{who} {path!r}: is no file with a known suffix; data sets need the package datasets: "
+            "pip install 'grpo-core[data]'"
+        ) from None
+    try:
+        if Path(path, "state.json").is_file() or Path(path, "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(path)
+            rows: Rows = found[split] if isinstance(found, datasets.DatasetDict) else found
+        else:
+            rows = datasets.load_dataset(path, subset or None, split=split)
+    except Exception as error:
+        named = f"{path!r}" + (f", subset {subset!r}" if subset else "")
+        raise ConfigError(
+            f"{who} {named}, split {split!r}: cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    return rows

@@ -1,0 +1,27 @@
+"""Finds prompts that are trained on and held out as well.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from grpo_core.records import Prompt
+
+
+def digest(prompt: Prompt) -> int:
+    """Return a number that is equal for prompts of the same text, and different for others.
+
+    White space and system messages make no difference.
+    """
+    texts = [str(message.get("content")) for message in prompt.messages if message.get("role") != "system"]
+    text = " ".join(" ".join(texts).split())
+    return int.from_bytes(blake2b(text.encode("utf-8", "replace"), digest_size=8).digest())
+
+
+def leaked(train: Iterable[int], held_out: Iterable[int]) -> list[int]:
+    """Return the places of held-out prompts whose digest is among those that are trained on."""
+    places: dict[int, list[int]] = {}
+    for place, found in enumerate(held_out):
+        places.setdefault(found, []).append(place)
+    both = {found for found in train if found in places}
+    return sorted(place for found in both for place in places[found])
