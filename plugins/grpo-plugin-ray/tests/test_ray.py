@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import venv
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,7 @@ from killing import GRPO, Run, left_after
 
 pytest.importorskip("grpo_plugin_ray")
 
+from grpo_core.app.placement import EnvironmentSpec
 from grpo_core.config import EnvironmentConfig
 from grpo_core.demo.tiny import encode, make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine
@@ -40,6 +42,7 @@ from grpo_plugin_ray import cluster
 from grpo_plugin_ray.cluster import PluginRequirement
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
 from grpo_plugin_ray.environments import EnvironmentSetup, RayEnvironment
+from grpo_plugin_ray.placement import RayPlacement
 
 pytestmark = [
     pytest.mark.slow,
@@ -402,6 +405,36 @@ def test_environments_in_ray_workers_share_the_episodes(ray, tmp_path):
         await pool.aclose()
 
     asyncio.run(story())
+
+
+ABROAD = """
+import os, sys
+import grpo_core as grpo
+
+class Abroad(grpo.Environment):
+    def prompts(self, split):
+        return [grpo.Prompt(messages="where?")]
+    def evaluate(self, episodes):
+        return [grpo.Feedback(reward=1.0, answer=f"{sys.prefix} {os.environ['KEY']}") for e in episodes]
+"""
+
+
+def test_an_environment_in_a_ray_worker_runs_in_the_interpreter_of_its_task(ray, tmp_path, monkeypatch):
+    venv.create(tmp_path / "bare", symlinks=True)
+    (tmp_path / "abroad.py").write_text(ABROAD)
+    monkeypatch.setenv("KEY_OF_THE_DRIVER", "from the driver")
+    config = EnvironmentConfig(python=str(tmp_path / "bare"), env_vars={"KEY": "$KEY_OF_THE_DRIVER"})
+    spec = EnvironmentSpec(task="abroad", env=f"{tmp_path}/abroad.py:Abroad", config=config)
+
+    async def story():
+        worker = RayPlacement(PluginHost.discover([])).environment(0, spec)
+        await worker.start()
+        (prompt,) = await worker.prompts("train")
+        (feedback,) = await worker.evaluate([episode(prompt, "here")])
+        await worker.aclose()
+        return feedback.answer
+
+    assert asyncio.run(story()) == f"{tmp_path / 'bare'} from the driver"
 
 
 def test_an_async_judge_in_a_ray_worker_has_slots_and_its_incidents_arrive(ray, tmp_path):
