@@ -443,8 +443,9 @@ class TrainerConfig(PluginChoice):
     """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
     own."""
     packing: bool = False
-    """Rows of a micro-batch stand one after the other without padding, and each attends to itself alone; if
-    false, rows of about the same length are side by side."""
+    """Rows of a micro-batch stand one after the other without padding, each attends to itself alone, and a
+    prompt that several rows share is computed once; if false, rows of about the same length are side by
+    side."""
     activations: ActivationsChoice = "keep"
     """Activations of each layer are kept until the backward pass ("keep"), or computed again there from the
     layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also

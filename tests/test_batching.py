@@ -44,19 +44,33 @@ def test_no_microbatch_exceeds_the_budget_but_a_single_long_row(
         assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget
 
 
-@given(lengths_, budgets)
+def kept(part: list[int], lengths: list[int], prompts: list[tuple[int, int]]) -> int:
+    """The tokens of a pack, in which each prompt is once."""
+    own = sum(lengths[i] - prompts[i][1] for i in part)
+    return own + sum(dict(prompts[i] for i in part).values())
+
+
+@given(st.data(), lengths_, budgets)
 def test_packs_hold_every_row_once_and_the_budget_unless_one_row_is_longer(
-    lengths: list[int], budget: int
+    data: st.DataObject, lengths: list[int], budget: int
 ) -> None:
-    division = packs(lengths, budget)
+    shared = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    shortest = min(lengths, default=0)
+    prompts = [(number, shortest * number // 4) for number in shared]
+    division = packs(lengths, prompts, budget)
     assert sorted(itertools.chain(*division)) == list(range(len(lengths)))
-    assert all(len(part) == 1 or sum(lengths[i] for i in part) <= budget for part in division)
+    assert all(len(part) == 1 or kept(part, lengths, prompts) <= budget for part in division)
 
 
 @given(lengths_, budgets)
 def test_no_two_packs_would_fit_into_one(lengths: list[int], budget: int) -> None:
-    sums = sorted(sum(lengths[i] for i in part) for part in packs(lengths, budget))
+    prompts = [(i, 0) for i in range(len(lengths))]
+    sums = sorted(sum(lengths[i] for i in part) for part in packs(lengths, prompts, budget))
     assert len(sums) < 2 or sums[0] + sums[1] > budget
+
+
+def test_rows_of_a_prompt_are_packed_together_also_where_others_would_fill_the_pack() -> None:
+    assert packs([10, 10, 9, 9], [("a", 8), ("b", 8), ("a", 8), ("b", 8)], 15) == [[0, 2], [1, 3]]
 
 
 @given(lengths_, budgets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 import transformers
 from test_trainer import batch, ragged, row, setup, weights
 
-from grpo_core.config import LoraConfig, ModelConfig
+from grpo_core.config import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import ModelError
+from grpo_core.records import Row
+from grpo_core.tokens import Tokens
 from grpo_core.training import packing
+from grpo_core.training.batching import length
 from grpo_core.training.microbatch import collate
 from grpo_core.training.model import FullModel, ModelSource
 from grpo_core.training.passes import Passes
@@ -86,7 +90,7 @@ def test_packed_rows_of_other_models_have_the_logprobs_of_padded_rows(
     model: str, tmp_path: Path, config: Any
 ) -> None:
     path = saved(tmp_path, model, config)
-    rows = ragged(groups=4)
+    rows = [*ragged(groups=4), *with_one_prompt(["x", "yz", "abcdefgh"])]
     found = []
     for packed in (False, True):
         source = ModelSource(
@@ -141,26 +145,62 @@ def test_rows_of_a_rollout_that_a_loss_wants_together_are_packed(model: str) -> 
     agree(*found, tolerance=1e-6)
 
 
-def test_the_kernel_for_gpus_is_asked_for_causal_rows_of_their_lengths(monkeypatch: Any) -> None:
-    """The arguments are what torch documents: tensors [T, H, D], ends of the rows, and a window behind."""
+def with_one_prompt(replies: Sequence[str], prompt: str = "abcdefg") -> list[Row]:
+    return [row(prompt, reply, (-1.0) ** i, group=0) for i, reply in enumerate(replies)]
+
+
+def moved_by_gradient(model: str, rows: Sequence[Row], **options: Any) -> TorchTrainer:
+    """A trainer after an update that is nearly its gradient, which of AdamW's is only its direction."""
+    plain = OptimizerConfig(options={"eps": 1.0})
+    trainer = TorchTrainer(attrs.evolve(setup(model, lr=1.0, **options), optimizer=plain))
+    trainer.model.policy.module.double()
+    assert trainer.step(batch(rows)).metrics["tokens/padding"] >= 0
+    return trainer
+
+
+def test_a_prompt_that_rows_share_is_computed_once_and_trains_the_same(model: str) -> None:
+    """One reply has a single token, and another prompt begins like the shared one."""
+    rows = [*with_one_prompt(["x", "yz", "abcd", "yzw"]), row("abcdef", "gh", 0.5, group=1)]
+    micro = collate(rows, CPU, packed=True)
+    assert micro.input_ids.numel() == 7 + (0 + 1 + 3 + 2) + (6 + 1)
+    assert micro.n_tokens == sum(map(length, rows))
+    agree(*(moved_by_gradient(model, rows, packing=packed) for packed in (False, True)), tolerance=2e-6)
+
+
+def test_rows_of_several_turns_share_their_first_prompt(model: str) -> None:
+    """Tokens of the environment stand between those that were sampled."""
+    said = Tokens.concatenate(
+        [row("a", "bc").tokens, Tokens.context(tiny.encode("de")), row("a", "fg").tokens]
+    )
+    rows = [attrs.evolve(each, tokens=said) for each in with_one_prompt(["bc", "bc"])]
+    rows.append(with_one_prompt(["hij"])[0])
+    agree(*(moved_by_gradient(model, rows, packing=packed) for packed in (False, True)), tolerance=2e-6)
+
+
+def test_the_kernel_for_gpus_is_asked_for_parts_and_for_what_is_before_them(monkeypatch: Any) -> None:
+    """The arguments are what torch documents: tensors [T, H, D], ends of the parts, and a window behind.
+
+    The last queries of a part have its last keys, as flash attention has it.
+    """
     asked: dict[str, Any] = {}
 
     def varlen_attn(query: Any, key: Any, value: Any, *given: Any, **named: Any) -> Any:
         asked.update(shapes=[tuple(each.shape) for each in (query, key, value)], given=given, **named)
+        asked["keys"] = key[:, 0, 0].tolist()
         return query
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    packed = packing.Packed.of([3, 5], CPU)
-    query, key = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16)
-    packing._by_flash(query, key, key, packed, 0.25, None)
-    assert asked["shapes"] == [(8, 4, 16), (8, 2, 16), (8, 2, 16)]
-    assert [each.tolist() if torch.is_tensor(each) else each for each in asked["given"]] == [
-        [0, 3, 8], [0, 3, 8], 5, 5,
-    ]  # fmt: skip
+    parts = [packing.Part(length=3), packing.Part(length=1, before=0), packing.Part(length=2, before=0)]
+    query, key = torch.zeros(6, 4, 16), torch.arange(6.0)[:, None, None].expand(6, 2, 16)
+    packing._by_flash(query, key, key, packing.Packed(parts, CPU), 0.25, None)
+    assert asked["shapes"] == [(6, 4, 16), (12, 2, 16), (12, 2, 16)]
+    assert asked["keys"] == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5]
+    given = [each.tolist() if torch.is_tensor(each) else each for each in asked["given"]]
+    assert given == [[0, 3, 4, 6], [0, 3, 7, 12], 3, 5]
     assert asked["window_size"] == (-1, 0)  # causal
     assert asked["scale"] == 0.25
     assert asked["enable_gqa"] is True
-    packing._by_flash(query, key, key, packed, 0.25, 4)
+    packing._by_flash(query, key, key, packing.Packed(parts, CPU), 0.25, 4)
     assert asked["window_size"] == (3, 0)
 
 
@@ -172,6 +212,7 @@ def test_on_a_gpu_packed_rows_have_the_logprobs_and_gradients_of_padded_rows(
 ) -> None:
     path = saved(tmp_path, model, transformers.Qwen3Config(**{**SHAPE, "head_dim": 64}))
     found = []
+    rows = [*ragged(groups=8), *with_one_prompt(["x", "yz", "abcdefgh"])]
     for packed in (False, True):
         config = ModelConfig(path=path, dtype=dtype)  # type: ignore[arg-type]
         device = torch.device("cuda")
@@ -179,7 +220,7 @@ def test_on_a_gpu_packed_rows_have_the_logprobs_and_gradients_of_padded_rows(
         made = FullModel.build(
             ModelSource(start=path, saved=None, config=config, device=device, passes=passes)
         )
-        logprobs, _ = made.score(collate(ragged(groups=8), device, packed=packed), 1.0)
+        logprobs, _ = made.score(collate(rows, device, packed=packed), 1.0)
         torch.autograd.backward(logprobs.sum())
         found.append((logprobs.detach(), [parameter.grad for _, parameter in made.trainable()]))
     (one, gradients), (other, others) = found

@@ -23,6 +23,7 @@ from grpo_core.errors import ModelError, one_line
 from grpo_core.training.memory import FLOAT32
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer
+from grpo_core.training.packing import Part
 from grpo_core.training.passes import Passes, for_training
 
 
@@ -61,7 +62,7 @@ class Pass:
         return MicroBatch(
             rows=(),
             input_ids=torch.zeros(shape, dtype=torch.int64),
-            packed=(self.tokens,) * self.rows if self.passes.packing else (),
+            packed=(Part(length=self.tokens),) * self.rows if self.passes.packing else (),
             positions=places,
             targets=places,
             row_of=places,

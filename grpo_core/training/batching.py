@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -42,22 +42,38 @@ def of_several_rows(rows: Sequence[Row]) -> list[list[int]]:
     return [of_one for of_one in places.values() if len(of_one) > 1]
 
 
-def packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def packs(lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], budget: int) -> list[list[int]]:
     """Return indices of rows, grouped into micro-batches without padding of at most ``budget`` tokens.
 
-    A row that is longer than the budget comes alone.  Longest first, each into the first micro-batch that has
-    room: at most 11/9 of the fewest that there can be (Dosa 2007).
+    Rows with the same prompt stay together as far as the budget allows: it is there once.  A row that is
+    longer than the budget comes alone.  Longest first, each into the first micro-batch that has room.
+
+    Args:
+        lengths: tokens of each row.
+        prompts: of each row, and the number of its tokens.
+        budget: number of tokens.
     """
+    units: list[tuple[int, list[int]]] = []
+    newest: dict[Hashable, int] = {}
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        prompt, shared = prompts[i]
+        place = newest.get(prompt)
+        if place is not None and units[place][0] + lengths[i] - shared <= budget:
+            units[place][1].append(i)
+            units[place] = (units[place][0] + lengths[i] - shared, units[place][1])
+        else:
+            newest[prompt] = len(units)
+            units.append((lengths[i], [i]))
     made: list[list[int]] = []
     left: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = next((place for place, room in enumerate(left) if lengths[i] <= room), None)
+    for cost, members in sorted(units, key=lambda unit: (-unit[0], unit[1])):
+        place = next((place for place, room in enumerate(left) if cost <= room), None)
         if place is None:
-            made.append([i])
-            left.append(budget - lengths[i])
+            made.append(list(members))
+            left.append(budget - cost)
         else:
-            made[place].append(i)
-            left[place] -= lengths[i]
+            made[place].extend(members)
+            left[place] -= cost
     return made
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from grpo_core.errors import TrainerError
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
 from grpo_core.training.batching import length, rollouts
+from grpo_core.training.packing import Part
 
 
 @frozen(kw_only=True, eq=False)
@@ -25,7 +26,7 @@ class MicroBatch:
     """None in a micro-batch that only takes part in what the ranks exchange; see ``without_rows``."""
     input_ids: Tensor
     """Token ids [B, T], right-padded with 0: attention is causal, so no token sees the padding.  Packed rows
-    stand one after the other: [1, sum of lengths]."""
+    stand one after the other: [1, T].  A prompt that several of them share stands there once."""
     positions: Tensor
     """Positions [N] in the flattened ids whose next token was sampled."""
     targets: Tensor
@@ -48,12 +49,14 @@ class MicroBatch:
     """Logprobs [N] by the frozen reference; None if the loss does not need them."""
     teacher_logprobs: Tensor | None = None
     """Logprobs [N] by the teacher; None if the loss does not need them."""
-    packed: tuple[int, ...] = ()
-    """Tokens of each row, if the rows are packed."""
+    packed: tuple[Part, ...] = ()
+    """The parts that the rows consist of, if they are packed."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of its rows, padding included."""
+        """Tokens of its rows, padding included; a prompt that rows share counts in each."""
+        if self.packed and self.rows:
+            return sum(map(length, self.rows))
         return self.input_ids.numel() if self.rows else 0
 
 
@@ -79,17 +82,18 @@ def collate(
     Raises TrainerError if a row begins with a sampled token.
     """
     lengths = [length(row) for row in rows]
-    width = max(lengths)
-    starts = [0, *accumulate(lengths)] if packed else [b * width for b in range(len(rows))]
-    ids = np.zeros(sum(lengths) if packed else len(rows) * width, dtype=np.int64)
+    parts, places = _packed(rows, lengths) if packed else ((), _side_by_side(rows, max(lengths)))
+    ids = np.zeros(sum(part.length for part in parts) or len(rows) * max(lengths), dtype=np.int64)
     positions, targets, row_of, logprobs, staleness = [], [], [], [], []
     for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         tokens = np.concatenate([row.prompt_ids, row.tokens.ids])
         sampled = np.flatnonzero(row.tokens.sampled)
         if not len(row.prompt_ids) and sampled.size and sampled[0] == 0:
             raise TrainerError(f"a row of group {row.group} has no prompt: its first token cannot be scored")
-        ids[starts[b] : starts[b] + n] = tokens[:n]
-        positions.append(sampled + (starts[b] + len(row.prompt_ids) - 1))
+        prompt, n_prompt = places[b][0], len(row.prompt_ids)
+        ids[prompt : prompt + min(n, n_prompt)] = tokens[: min(n, n_prompt)]
+        ids[places[b][1] : places[b][1] + n - n_prompt] = tokens[n_prompt:n]
+        positions.append(np.where(sampled, sampled + (places[b][1] - 1), prompt + n_prompt - 1))
         targets.append(tokens[len(row.prompt_ids) + sampled])
         logprobs.append(row.tokens.logprobs[sampled])
         staleness.append(step - row.tokens.versions[sampled])
@@ -120,8 +124,45 @@ def collate(
         correct=correct.to(device),
         staleness=joined(staleness, dtype),
         weights=factors.to(device),
-        packed=tuple(lengths) if packed else (),
+        packed=parts,
     )
+
+
+def _side_by_side(rows: Sequence[Row], width: int) -> list[tuple[int, int]]:
+    """Return the places of each row's prompt, and of what follows it, in the flattened ids."""
+    return [(b * width, b * width + len(row.prompt_ids)) for b, row in enumerate(rows)]
+
+
+def _packed(rows: Sequence[Row], lengths: Sequence[int]) -> tuple[tuple[Part, ...], list[tuple[int, int]]]:
+    """Return the parts of packed rows, and the places of each row's prompt and of what follows it.
+
+    The prompt of several rows is one part.
+    """
+    prompts = [row.prompt_ids.tobytes() for row in rows]
+    shared = {prompt for prompt, n in Counter(prompts).items() if prompt and n > 1}
+    parts: list[Part] = []
+    places: list[tuple[int, int]] = []
+    first: dict[bytes, tuple[int, int]] = {}
+    end = 0
+
+    def add(length: int, before: int | None = None) -> int:
+        nonlocal end
+        if length:
+            parts.append(Part(length=length, before=before))
+            end += length
+        return end - length
+
+    for row, prompt, n in zip(rows, prompts, lengths, strict=True):
+        n_prompt = len(row.prompt_ids)
+        if prompt not in shared:
+            begin = add(n)
+            places.append((begin, begin + n_prompt))
+            continue
+        if prompt not in first:
+            first[prompt] = len(parts), add(n_prompt)
+        number, begin = first[prompt]
+        places.append((begin, add(n - n_prompt, number)))
+    return tuple(parts), places
 
 
 def without_rows(device: torch.device) -> MicroBatch:

@@ -421,7 +421,7 @@ def _choose_attention(micro: MicroBatch) -> None:
     the next call, so that checkpointed activations are computed again by the same kernel.
     """
     if micro.input_ids.device.type == "cpu":
-        longest = max(micro.packed, default=micro.input_ids.shape[1])
+        longest = max((part.length for part in micro.packed), default=micro.input_ids.shape[1])
         torch.backends.cuda.enable_flash_sdp(longest > SHORT)  # its name aside, the CPU's too
 
 

@@ -1,5 +1,7 @@
 """Attention over rows that are concatenated without padding: each row sees itself and no other.
 
+A prompt that rows share stands there once, and each of them sees it.
+
 transformers' models call an attention function by its name, and pass on to it what a forward pass is given.
 So a packed pass is the model's own code, with ``Packed`` as one more argument.
 """
@@ -7,7 +9,7 @@ So a packed pass is the model's own code, with ``Packed`` as one more argument.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
@@ -28,28 +30,55 @@ TOLERANCE = 5e-4
 """Difference of outputs, packed and alone, that float32 may make; another row in sight makes more."""
 
 
-@frozen(eq=False)
+@frozen
+class Part:
+    """Tokens that stand one after the other, and attend to themselves and to what is before them."""
+
+    length: int
+    before: int | None = None
+    """Number of the part that is before this one in each of its rows: a prompt that several rows share."""
+
+
 class Packed:
-    """The rows of a packed pass."""
+    """The parts of a packed pass, in their order.
 
-    lengths: tuple[int, ...]
-    """Tokens of each row."""
-    ends: Tensor
-    """0, and the place after each row's last token: int32 [rows + 1]."""
+    Args:
+        parts: a row, or a prompt and what follows it in each of its rows.
+        device: of the tensors of the pass.
+    """
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Packed:
-        ends = [0, *accumulate(lengths)]
-        return cls(tuple(lengths), torch.tensor(ends, dtype=torch.int32, device=device))
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self.parts, self._device = tuple(parts), device
+        self.lengths = [part.length for part in parts]
 
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
+    def before(self, part: Part) -> int:
+        """Return the tokens before a part."""
+        return 0 if part.before is None else self.lengths[part.before]
 
     def positions(self) -> Tensor:
         """Return the position [1, T] of each token in its row."""
-        places = [torch.arange(n) for n in self.lengths]
-        return torch.cat(places)[None].to(self.ends.device)
+        places = [torch.arange(self.before(part), self.before(part) + part.length) for part in self.parts]
+        return torch.cat(places)[None].to(self._device)
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """Return what a kernel for all parts needs.
+
+        These are the places [K] of the keys of each part, those before it included; the ends of the parts in
+        queries and in keys, int32 [parts + 1]; and the largest number of queries and of keys of a part.
+        """
+        starts = [0, *accumulate(self.lengths)]
+        own = [torch.arange(begin, end) for begin, end in pairwise(starts)]
+        keys = [
+            each if part.before is None else torch.cat([own[part.before], each])
+            for part, each in zip(self.parts, own, strict=True)
+        ]
+        ends = [0, *accumulate(map(len, keys))]
+        places = torch.cat(keys).to(self._device)
+        queries, of_keys = (
+            torch.tensor(each, dtype=torch.int32, device=self._device) for each in (starts, ends)
+        )
+        return places, queries, of_keys, max(self.lengths), max(map(len, keys))
 
 
 def attention(
@@ -75,19 +104,26 @@ def attention(
     if packed is not None and query.is_cuda and dtype in SIXTEEN_BITS and _has_varlen():
         query, key, value = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
         return _by_flash(query, key, value, packed, scaling, sliding_window)[None], None
-    lengths = [query.shape[2]] if packed is None else list(packed.lengths)
-    rows = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
-    computed = [_of_row(q, k, v, scaling, sliding_window) for q, k, v in rows]
+    if packed is None:
+        return _of_part(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
+    queries, keys, values = (torch.split(each, packed.lengths, dim=2) for each in (query, key, value))
+    computed = []
+    for part, q, k, v in zip(packed.parts, queries, keys, values, strict=True):
+        if part.before is not None:
+            k = torch.cat([keys[part.before], k], dim=2)
+            v = torch.cat([values[part.before], v], dim=2)
+        computed.append(_of_part(q, k, v, scaling, sliding_window))
     return torch.cat(computed, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _of_row(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Compute the attention of one row, or of rows side by side: tensors [B, H, T, D]."""
-    n = query.shape[2]
+def _of_part(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Compute the attention of a part, or of rows side by side: queries [B, H, T, D], of the last keys."""
+    n, m = query.shape[2], key.shape[2]
     mask = None
-    if window is not None and n > window:
-        behind = torch.arange(n, device=query.device)[:, None] - torch.arange(n, device=query.device)
-        mask = (behind >= 0) & (behind < window)
+    if n < m or (window is not None and m > window):
+        places = torch.arange(m, device=query.device)
+        behind = places[m - n :, None] - places
+        mask = (behind >= 0) & (behind < (window or m))
     return scaled_dot_product_attention(
         query,
         key,
@@ -102,17 +138,20 @@ def _of_row(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 def _by_flash(
     query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute all rows in one call, for tensors [T, H, D] of 16 bits on a GPU."""
+    """Compute all parts in one call, for tensors [T, H, D] of 16 bits on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
+    places, queries, keys, most_queries, most_keys = packed.keys
+    if len(places) > len(key):
+        key, value = key[places], value[places]
     computed: Any = varlen_attn(
         query,
         key,
         value,
-        packed.ends,
-        packed.ends,
-        packed.longest,
-        packed.longest,
+        queries,
+        keys,
+        most_queries,
+        most_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -145,7 +184,8 @@ def check_packing(module: Any) -> None:
     lengths = (3, 5)
     ids = (torch.arange(sum(lengths), device=device) * 7 + 1).remainder(size)[None]
     try:
-        together = module.base_model(input_ids=ids, use_cache=False, **packed_inputs(lengths, device))[0]
+        parts = [Part(length=n) for n in lengths]
+        together = module.base_model(input_ids=ids, use_cache=False, **packed_inputs(parts, device))[0]
         alone = [
             module.base_model(input_ids=ids[:, begin:end], use_cache=False)[0]
             for begin, end in pairwise([0, *accumulate(lengths)])
@@ -158,9 +198,9 @@ def check_packing(module: Any) -> None:
         raise ModelError(f"{_REFUSED}: a row's outputs are not the same with another row before it")
 
 
-def packed_inputs(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+def packed_inputs(parts: Sequence[Part], device: torch.device) -> dict[str, Any]:
     """Return what a model is given besides the tokens of packed rows."""
-    packed = Packed.of(lengths, device)
+    packed = Packed(parts, device)
     return {"position_ids": packed.positions(), "packed": packed}
 
 

@@ -232,7 +232,8 @@ class TorchTrainer:
         lengths = [facts[mine[i]].length for i in alone]
         packing = self._config.packing
         if packing:
-            divided = packs(lengths, self._budget)
+            prompts = [(rows[i].prompt_ids.tobytes(), len(rows[i].prompt_ids)) for i in alone]
+            divided = packs(lengths, prompts, self._budget)
         else:
             divided = microbatches(lengths, self._budget, overhead=self._overhead)
         made = [

@@ -1,6 +1,6 @@
 """The trainer: what padding costs, what the vocabulary head needs, how long a step takes.
 
-    python tests/benchmarks/bench_trainer.py [--threads 1] [--only ragged head steps start]
+    python tests/benchmarks/bench_trainer.py [--threads 1] [--only ragged packed head steps start]
 
 Prints one line per figure: name, value, limit, ok or short.  Compared things are run in turn, in one process,
 and the best run of each counts.
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from attrs import evolve
 
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import make_tiny_model
@@ -129,10 +130,28 @@ def ragged(directory: Path, threads: int) -> None:
         "ragged / equal rows, useful tokens per second",
         (useful[0] / a) / (useful[1] / b),
         "",
-        0.95,
+        0.97,
         most=False,
     )
     report("ragged rows, share of the input that is no padding", 1 - padding, "", 0.98, most=False)
+
+
+def packed(directory: Path, threads: int) -> None:
+    """Compare packed rows with sorted ones: ragged rows, and groups whose prompt is four times the reply."""
+    chance = random.Random(0)
+    lengths = [min(256, 16 + int(chance.expovariate(1 / 80))) for _ in range(48)]
+    ragged = rows(lengths, prompt=32, vocabulary=99)
+    groups = rows([32] * 16, prompt=128, vocabulary=99)
+    groups = tuple(evolve(row, prompt_ids=groups[row.group * 8].prompt_ids) for row in groups)
+    path = directory / "packed"
+    make_tiny_model(path, (), width=256, layers=4, warm_start_steps=0)
+    possible = 8 * (128 + 32) / (128 + 8 * 32)
+    for name, given, limit in (("ragged rows", ragged, None), ("shared prompts", groups, 0.7 * possible)):
+        both = [Stepper(setup(path, threads, packing=chosen), given) for chosen in (False, True)]
+        for each in both:
+            each()
+        plain, without_padding = best(both, 4, time.process_time if threads == 1 else time.perf_counter)
+        report(f"{name}: sorted / packed, seconds", plain / without_padding, "", limit, most=False)
 
 
 def head(_: Path, threads: int) -> None:
@@ -263,7 +282,7 @@ class ThreadTrainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._trainer.publish)
 
 
-PARTS = {each.__name__: each for each in (ragged, head, steps, start)}
+PARTS = {each.__name__: each for each in (ragged, packed, head, steps, start)}
 
 
 def main() -> None:
