@@ -35,6 +35,7 @@ NOT_RUN = {
     r"--ray": "needs a cluster; plugins/grpo-plugin-ray/tests/test_ray.py starts one",
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
     r"train puzzles\.toml": "its model has to be downloaded",
+    r"--profile": "it needs more steps than commands have here; tests/test_profile.py runs it",
     r"--output runs/sort$": "it has been run when the workspace was made",
     r"check local": "tests/test_decoding.py tries the same laws",
     r"check (reverse|shout)$|--env (reverse|shout)$": "needs it installed; docs/tutorial.md installs one",
