@@ -191,6 +191,12 @@ def test_all_parts_are_closed(parts):
     assert kind.closed == before + 1
 
 
+def test_parts_are_looked_for_among_the_plugins_of_the_run_alone():
+    """A plugin that a run leaves out is not imported for a part, either."""
+    with pytest.raises(GrpoError, match="there is no environment 'math:sort'"):
+        make_offer("environment", "compose", plugins=[], parts={"sort": {"env": "math:sort"}})
+
+
 # ---------------------------------------------------------------------------------- what is refused
 
 

@@ -46,7 +46,7 @@ class AgentProgram(Environment):
         self._command = command
         self._words = [sys.executable, *words] if words[0].endswith(".py") else words
         self._module = _module(words)
-        judge = PluginHost.discover().make("environment", reward) if reward else None
+        judge = PluginHost.current().make("environment", reward) if reward else None
         self._judge: Any = judge or self._module
         for name in ("success", "needs_group", "concurrency", "deadline"):
             if hasattr(self._judge, name):

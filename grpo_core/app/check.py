@@ -113,7 +113,12 @@ def _offered(host: PluginHost, kind: Kind, name: str) -> bool:
 
 def _elsewhere(name: str, python: str) -> Offer:
     """Return an environment that only another interpreter can find."""
-    return Offer("environment", name, Plugin(name=python, distribution="", version="", module=""), name)
+    return Offer(
+        "environment",
+        name,
+        Plugin(name=python, distribution="another interpreter", version="", module=""),
+        name,
+    )
 
 
 def environment_config(options: dict[str, Any]) -> EnvironmentConfig:

@@ -232,7 +232,7 @@ def _made(parts: Mapping[str, Any]) -> list[Part]:
     """Make the environments.  Raises ConfigError, PluginError."""
     if not parts:
         raise ConfigError("compose: there are no parts; name environments in options.parts")
-    host = PluginHost.discover()
+    host = PluginHost.current()
     made: dict[str, Part] = {}
     for name, given in parts.items():
         if not isinstance(given, Mapping) or not isinstance(given.get("env"), str):

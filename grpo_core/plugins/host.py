@@ -22,6 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -75,6 +76,9 @@ __all__ = ["BUILT_IN", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listin
 
 BUILT_IN = "core"
 """Name of the plugin that the core itself is; it is always there."""
+
+
+_making: ContextVar[PluginHost | None] = ContextVar("plugins that make something", default=None)
 
 
 class PluginHost:
@@ -137,6 +141,11 @@ class PluginHost:
         """The plugins that another process of the run loads."""
         return cls.discover(selection.allow, selection.block, elsewhere=selection.elsewhere)
 
+    @classmethod
+    def current(cls) -> PluginHost:
+        """The plugins that made what calls this from its factory; otherwise those that are installed."""
+        return _making.get() or cls.discover()
+
     # ------------------------------------------------------------------------------ using
 
     def factory(self, kind: Kind, name: str) -> Factory:
@@ -172,12 +181,15 @@ class PluginHost:
         check_requirements(offer, factory)
         args = (*offer.args, *args)
         check_options(offer, factory, options, given=len(args))
+        making = _making.set(self)
         try:
             return factory(*args, **options)
         except (ConfigError, ValueError, TypeError) as error:
             raise SelectionError(f"{offer}: cannot be made: {describe(error)}") from error
         except Exception as error:
             raise PluginError(f"{offer}: cannot be made: {describe(error)}") from error
+        finally:
+            _making.reset(making)
 
     @overload
     def function(self, kind: Literal["loss"], name: str, **options: Any) -> Bound[LossInputs, LossOutput]: ...
