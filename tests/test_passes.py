@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -31,6 +34,37 @@ def trained(given: object, steps: int = 3) -> dict[str, torch.Tensor]:
     for step in range(steps):
         trainer.step(batch(ragged(seed=step), step))
     return weights(trainer)
+
+
+def test_inputs_of_layers_that_wait_elsewhere_give_the_same_gradients(model: str) -> None:
+    """The input of each layer leaves, and comes back for the backward pass, as from a GPU."""
+    left: list[tuple[int, ...]] = []
+
+    def leave(tensor: torch.Tensor) -> tuple[object, torch.dtype]:
+        left.append(tuple(tensor.shape))
+        return tensor.detach().clone().numpy(), tensor.dtype
+
+    def come_back(kept: tuple[Any, torch.dtype]) -> torch.Tensor:
+        return torch.from_numpy(kept[0]).to(kept[1])
+
+    found = []
+    for activations in ("keep", "offload"):
+        trainer = TorchTrainer(setup(model, activations=activations))
+        if activations == "offload":
+            hooks: Any = torch.autograd.graph.saved_tensors_hooks
+            trainer.model.policy._around = partial(hooks, leave, come_back)  # type: ignore[attr-defined]
+        trainer.step(batch(ragged()))
+        found.append(weights(trainer))
+    assert sum(len(shape) == 3 and shape[2] == 16 for shape in left) >= 2  # the model has two layers
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name])
+
+
+def test_what_waits_leaves_a_gpu_and_no_cpu() -> None:
+    offload = Passes(activations="offload")
+    assert isinstance(offload.around(torch.device("cuda"))(), torch.autograd.graph.save_on_cpu)
+    assert isinstance(offload.around(torch.device("cpu"))(), nullcontext)
+    assert isinstance(Passes().around(torch.device("cuda"))(), nullcontext)
 
 
 @pytest.mark.slow
