@@ -307,7 +307,7 @@ def test_a_sampler_with_tasks_in_its_options_needs_their_names(capsys):
     assert "name them: --task A --task B" in told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sampler_of_certain_tasks_is_checked_with_them(capsys):
     given = ["--set", 'order=["hard", "easy"]', "--task", "hard", "--task", "easy"]
     status, told = checked(capsys, "chosen", *given)
@@ -721,7 +721,7 @@ def grpo_environments():
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_smallest_plugin_is_installed_checked_and_trained_on(tmp_path):
     """pip install . && grpo-core check backwards && grpo-core train --env backwards"""
     source, site = tmp_path / "source", tmp_path / "site"
@@ -767,7 +767,7 @@ class Constant:
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_is_checked_for_its_contract_and_its_results():
     host = PluginHost.discover()
     found = list(check.findings(host, check.find(host, "local"), {"max_rows": 64}))
@@ -775,7 +775,7 @@ def test_an_engine_is_checked_for_its_contract_and_its_results():
     assert len(found) > 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_broken_engine_is_reported_with_the_place():
     host = PluginHost.discover()
     offer = check.find(host, f"{__file__}:Constant")
@@ -856,7 +856,7 @@ def told_by_the_laws(tmp_path, *laws):
     return told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_law_of_engines_says_what_was_asked_and_what_was_expected(tmp_path):
     refused, stop, another = (
         "what cannot be generated is refused and harms nobody",
@@ -895,7 +895,7 @@ class Deaf(Constant):
         raise RuntimeError("no room")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_that_takes_no_weights_is_a_finding_and_not_asked_for_more():
     host = PluginHost.discover()
     found = list(check.findings(host, check.find(host, f"{__file__}:Deaf"), {}))

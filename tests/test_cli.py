@@ -188,7 +188,7 @@ def test_the_version(here):
     assert grpo(here, "--version").stdout.strip() == "0.1.0"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_directory_without_a_model_is_refused(here):
     (here / "empty").mkdir()
     text = refused(here, "train", *SORT, "--set", "model.path=empty")
@@ -215,7 +215,7 @@ def trained(tmp_path_factory):
     return cwd / "run", done
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     run, done = trained
     assert "finished: sort: validation" in done.stdout.splitlines()[-1]
@@ -232,7 +232,7 @@ def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     assert len(rollouts(run, "validation/step-000004")) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "setting", "headline"),
     [
@@ -256,7 +256,7 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here, name, settin
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_cannot_learn_says_so_at_its_start_and_again_after_five_steps(here):
     done = grpo(here, "train", *SORT, *SMALL, "--output", "run", "--set", "trainer.steps=5",
                 "--set", "rollout.max_tokens=2", "--set", "validation.every=0")  # fmt: skip
@@ -272,7 +272,7 @@ def test_a_run_that_cannot_learn_says_so_at_its_start_and_again_after_five_steps
     assert grpo(here, "verify", "run").returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_task_with_training_data_only_is_told_what_to_set(here):
     (here / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (here / "judge.py").write_text(
@@ -289,7 +289,7 @@ def test_a_task_with_training_data_only_is_told_what_to_set(here):
     assert "Judge does not define prompts(split)" in message
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_task_without_prompts_is_told_so(here):
     (here / "none.py").write_text(
         "import grpo_core as grpo\nclass Empty(grpo.Environment):\n"
@@ -302,7 +302,7 @@ def test_a_task_without_prompts_is_told_so(here):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_field_of_answers_that_no_row_has_ends_the_start(here):
     (here / "rows.jsonl").write_text('{"prompt": "1+1=", "gold": "2"}\n')
     message = refused(here, "train", *SORT, "--set", "tasks.sort.source.path=rows.jsonl",
@@ -310,7 +310,7 @@ def test_a_field_of_answers_that_no_row_has_ends_the_start(here):
     assert "no row has the field 'answr', which source.answer names" in message
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory(trained):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -333,7 +333,7 @@ def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory
     assert model(**tokenizer("321=", return_tensors="pt")).logits.shape[-1] == len(tokenizer)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_finished_run_says_how_to_go_on(trained):
     run, _ = trained
     assert "finished all of its 4 steps; for more, add --set trainer.steps=8" in refused(
@@ -341,7 +341,7 @@ def test_a_finished_run_says_how_to_go_on(trained):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_weights_of_a_trained_directory_are_trained_further(trained, here):
     directory = trained[0] / "checkpoints" / "step-000004" / "trainer"
     done = grpo(here, "train", *SORT, *SMALL, "--set", f"model.path={directory}", "--set", "trainer.lr=1e-3",
@@ -349,7 +349,7 @@ def test_the_weights_of_a_trained_directory_are_trained_further(trained, here):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_any_architecture_with_a_chat_template_is_trained(here):
     """GPT-2 has neither rotary positions nor gated layers: transformers' own forward decodes it."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -387,7 +387,7 @@ def one_short(groups):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "name", "message"),
     [
@@ -468,7 +468,7 @@ def test_a_run_that_is_ended_continues_where_it_was(here, how):
     assert len(list((run / "checkpoints").iterdir())) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(here):
     process = start(here, *FORTY, *LONG, "--output", "run")
     wait_for(lambda: (here / "run" / "model").exists(), process)
@@ -508,7 +508,7 @@ def descendants_of(pid):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_with_one_byte_changed_is_passed_over(trained, here):
     import shutil
 
@@ -558,7 +558,7 @@ def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(h
 # ---------------------------------------------------------------------------------- what plugins do wrong
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("env", "message"),
     [
@@ -586,7 +586,7 @@ def test_an_environment_that_hangs_is_killed_at_its_deadline(here):
     assert "within 0.3 s" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_bad_prompt_is_skipped_and_the_run_goes_on(here):
     done = grpo(here, "train", "--env", "./envs.py:OneBadPrompt", *SMALL, "--set", "trainer.steps=10",
                 "--set", "rollout.max_retries=1", "--output", "run")  # fmt: skip
@@ -596,7 +596,7 @@ def test_one_bad_prompt_is_skipped_and_the_run_goes_on(here):
     assert f"prompt {skip['prompt']!r} is skipped after 2 attempts" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here):
     text = refused(here, "train", *SORT, *SMALL, "--sampler", "./envs.py:TooFew", "--output", "run")
     assert "TooFew" in text
@@ -604,7 +604,7 @@ def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here)
     assert "8" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_environment_in_a_file_of_thirteen_lines(here):
     example = Path(__file__).parent.parent / "examples" / "shout.py"
     done = grpo(here, "train", "--env", f"{example}:Shout", *SMALL, "--output", "run")

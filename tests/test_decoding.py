@@ -12,7 +12,7 @@ from adapted import AdaptedEngine
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model, start_engine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", params=[EngineUnderTest, AdaptedEngine], ids=["weights", "adapters"])

@@ -286,7 +286,7 @@ def trained(directory: Path, settings: dict[str, Any]) -> list[dict[str, float]]
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_model_learns_from_a_larger_one_without_rewards(tmp_path: Path) -> None:
     """The teacher is a run, which stands for its newest checkpoint."""
     trained(tmp_path / "teacher", TEACHER)

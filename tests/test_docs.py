@@ -194,7 +194,7 @@ def site(tmp_path_factory):
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_site_has_every_page_and_the_public_names(site):
     for page in ROOT.glob("docs/*.md"):
         assert (site / f"{page.stem}.html").is_file()
@@ -204,7 +204,7 @@ def test_the_site_has_every_page_and_the_public_names(site):
     assert [name for name in ("Environment", "Feedback", "EngineSetup") if f">{name}<" not in shown] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_of_the_site_load_nothing_from_a_network(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(

@@ -207,7 +207,7 @@ def run(directory, arguments):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "page", [p for p in RUN_HERE if any(c.page == p and not not_run(c) for c in OURS)], ids=name_of
 )
@@ -223,7 +223,7 @@ def test_the_commands_of_a_page_run_in_their_order(page, workspace):
         assert ended.returncode == 0, f"{shown(command)}\n{ended.stdout}\n{ended.stderr}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("block", [b for b in CONFIGURATIONS if not not_trained(b)], ids=str)
 def test_every_configuration_trains(block, workspace):
     """As printed, but without dynamic sampling, for which a model that knows nothing has no rewards.

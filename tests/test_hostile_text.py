@@ -199,7 +199,7 @@ def project(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_whose_environment_says_nothing_but_surrogates_finishes(project):
     done = grpo(
         project, "train", "--env", "./odd.py:Words", *SMALL, "--set", "environment.max_error_rate=1",
@@ -216,7 +216,7 @@ def test_a_run_whose_environment_says_nothing_but_surrogates_finishes(project):
     assert grpo(project, "verify", "run").returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_prompt_with_a_surrogate_is_refused_with_its_task_and_id(project):
     message = refused(project, "train", "--env", "./odd.py:BadPrompt", *SMALL, "--output", "run")
     assert "task 'badprompt'" in message
@@ -330,7 +330,7 @@ def test_if_no_held_out_prompt_fits_the_error_names_the_first(monkeypatch):
         validated(Batched(), FakeEnvironment(right), engine=Bounded(10))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_survives_held_out_prompts_that_are_too_long_or_empty(project):
     done = grpo(project, "train", "--env", "./odd.py:OddHeldOut", *SMALL, "--output", "run")
     assert done.returncode == 0, done.stderr

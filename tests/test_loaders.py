@@ -179,12 +179,12 @@ def test_a_stream_is_resumed_at_every_position_of_two_epochs():
     check_every_position(5, 0, range(11))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stream_with_workers_is_resumed_at_every_position_of_two_epochs():
     check_every_position(3, 2, range(7))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_read_ahead_and_change_nothing():
     alone, helped = (TaskLoader("a", prompts(7), seed=0, workers=workers) for workers in (0, 2))
     assert [ids(helped.take(n)) for n in (1, 9, 4)] == [ids(alone.take(n)) for n in (1, 9, 4)]

@@ -81,7 +81,7 @@ def test_buffers_are_published_in_their_own_dtype(model: Path) -> None:
     assert torch.equal(tensors[BIAS], dict(load_tensors(model))[BIAS])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_local_engine_computes_the_trainers_logprobs_after_each_update(model: Path) -> None:
     async def story() -> None:
         trainer = TorchTrainer(setup(str(model), lr=1e-2))

@@ -115,7 +115,7 @@ def test_the_lock_dies_with_its_owner(tmp_path):
         RunDirectory(tmp_path / "run").lock()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_running_run_can_be_looked_at_and_is_not_started_twice(here):
     """Its main process is stopped for a moment, so that it does not change its files itself."""
     arguments = ["--env", "./envs.py:Words", *QUICK, "--set", "trainer.steps=30"]
@@ -556,7 +556,7 @@ EXACT = options("pipeline.policy=in_order", "pipeline.max_staleness=0", "engine.
 """One row at a time: the last bits of logits depend on the rows that are decoded together."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here):
     """Relative paths, settings and hints hold in any directory, and the weights are the same bit for bit."""
     for name in ("b", "c"):
@@ -587,7 +587,7 @@ def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here
     assert "finished all of its 4 steps" in refused(elsewhere, "train", "--resume", "../b/moved run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_printed_hint_works_as_printed_and_keeps_what_was_set(here):
     process = start(
         here, "--env", "./envs.py:Digits", *QUICK, "--set", "trainer.steps=10000", "--output", "my run"

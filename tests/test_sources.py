@@ -140,7 +140,7 @@ def test_a_loader_on_a_source_is_resumed_and_a_changed_file_is_not(file):
         TaskLoader("sums", source(path), seed=1).load_state_dict(state)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_read_a_file(file):
     path = file(ROWS)
     alone, helped = (TaskLoader("sums", source(path), seed=1, workers=workers) for workers in (0, 2))

@@ -124,7 +124,7 @@ def steps(here: Path) -> list[dict]:
 SORT = ["--env", "math:sort", "--set", "tasks.sort.options.length=3"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trainer_that_extends_the_built_in_one_trains_a_run(here: Path) -> None:
     done = train(here, "--env", "./my.py:Length", *SMALL, "--set", "trainer.name=./my.py:Noted",
                  "--set", "trainer.options.file=seen.json")  # fmt: skip
@@ -135,7 +135,7 @@ def test_a_trainer_that_extends_the_built_in_one_trains_a_run(here: Path) -> Non
     assert (here / "run" / "logs" / "trainer.log").exists(), "what its child prints is a log of the run"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trainer_of_nothing_but_the_protocol_trains_a_run_and_is_resumed(here: Path) -> None:
     chosen = ["--set", "trainer.name=./my.py:Minimal", "--set", "trainer.options.speed=2"]
     done = train(here, *SORT, *SMALL, *chosen)
@@ -147,7 +147,7 @@ def test_a_trainer_of_nothing_but_the_protocol_trains_a_run_and_is_resumed(here:
     assert [row["step"] for row in steps(here)] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trainer_that_dies_ends_the_run_with_what_it_said(here: Path) -> None:
     done = train(here, *SORT, *SMALL, "--set", "trainer.name=./my.py:Dies")
     assert done.returncode == 1
@@ -155,7 +155,7 @@ def test_a_trainer_that_dies_ends_the_run_with_what_it_said(here: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
 def test_a_run_trains_on_equal_rewards_if_its_loss_needs_all_rows(here: Path, coefficient: float) -> None:
     done = train(here, "--env", "./my.py:Same", *SMALL, "--set", f"loss.options.kl_coefficient={coefficient}")

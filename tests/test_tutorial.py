@@ -42,7 +42,7 @@ def without_numbers(text):
     return re.sub(r"\d[\d.,]*", "0", text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tutorial_does_what_it_says(tmp_path):
     site, project = tmp_path / "site", tmp_path / "grpo-plugin-caesar"
     project.mkdir()

@@ -124,7 +124,7 @@ def run(tmp_path_factory):
     return cwd / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_validates_on_an_engine_of_its_own(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation/sort/accuracy" in row] == [0, 2, 4]
@@ -136,7 +136,7 @@ def test_a_run_validates_on_an_engine_of_its_own(run):
     assert (again["version"], again["validation"], again["model"]) == (4, "batched", "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tiny_model_is_measured_as_training_starts_with_it(run):
     done = grpo(run.parent, "validate", "tiny", "--env", "math:sort", "--set", "tasks.sort.options.length=3",
         "--set", "validation.prompts=30", "--json")  # fmt: skip
@@ -166,7 +166,7 @@ class Dies(grpo.Environment):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_validation_says_in_a_line_what_it_has_survived(tmp_path):
     (tmp_path / "dies.py").write_text(DIES_ONCE)
     done = grpo(tmp_path, "validate", "tiny", "--env", "./dies.py:Dies", "--json")
@@ -176,7 +176,7 @@ def test_a_validation_says_in_a_line_what_it_has_survived(tmp_path):
     assert json.loads(done.stdout)["results"]["dies"]["errors"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_and_a_model_are_measured_with_another_strategy(run):
     chosen = "--validation", "pass_at_k", "--set", "validation.options.k=[1,4]"
     done = grpo(run.parent, "validate", "run", *chosen)
@@ -192,7 +192,7 @@ def test_a_run_and_a_model_are_measured_with_another_strategy(run):
     assert same.stdout.splitlines()[2:] == done.stdout.splitlines()[2:], same.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -133,7 +133,7 @@ def trained(tmp_path, example, *settings):
     return [row for row in rows if f"reward/{example}" in row], rollouts
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_putting_in_order_is_learnt_over_turns(tmp_path):
     rows, rollouts = trained(tmp_path, "arrivals", "trainer.steps=20")
     rewards = [row["reward/arrivals"] for row in rows]
@@ -142,7 +142,7 @@ def test_putting_in_order_is_learnt_over_turns(tmp_path):
     assert all(r["reward"] <= r["turns"] / 4 for r in rollouts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_calculator_is_used_in_training(tmp_path):
     rows, rollouts = trained(tmp_path, "calculator", *SHORT)
     assert fmean(row["feedback_calculated/calculator"] for row in rows) > 0.1

