@@ -24,6 +24,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
 from grpo_core.training.microbatch import collate
+from grpo_core.training.passes import Passes
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.teacher import Teacher
 from grpo_core.training.trainer import TorchTrainer
@@ -64,7 +65,7 @@ def test_the_teacher_scores_each_sampled_token_as_its_own_model_does(
 ) -> None:
     rows = ragged()
     expected = scores(models[1], rows, temperature)
-    found = Teacher.load(TeacherConfig(path=models[1]), CPU).logprobs(collate(rows, CPU), temperature)
+    found = Teacher.load(TeacherConfig(path=models[1]), CPU, Passes()).logprobs(collate(rows, CPU), temperature)
     wanted = np.concatenate([row.tokens.logprobs[row.tokens.sampled] for row in expected])
     torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-4, atol=1e-5)
     assert not found.requires_grad
@@ -156,7 +157,7 @@ def test_resumed_distillation_is_the_same_bit_for_bit(models: tuple[str, str], t
 def test_a_teacher_in_bfloat16_scores_nearly_the_same(models: tuple[str, str]) -> None:
     micro = collate(ragged(), CPU)
     exact, coarse = (
-        Teacher.load(TeacherConfig(path=models[1], dtype=dtype), CPU)  # type: ignore[arg-type]
+        Teacher.load(TeacherConfig(path=models[1], dtype=dtype), CPU, Passes())  # type: ignore[arg-type]
         for dtype in ("float32", "bfloat16")
     )
     assert next(coarse._scorer.module.parameters()).dtype is torch.bfloat16
@@ -168,8 +169,8 @@ def test_a_teacher_in_bfloat16_scores_nearly_the_same(models: tuple[str, str]) -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_teacher_is_in_bfloat16_and_scores_nearly_the_same(models: tuple[str, str]) -> None:
     cuda, config = torch.device("cuda"), TeacherConfig(path=models[1])
-    here = Teacher.load(config, CPU).logprobs(collate(ragged(), CPU), 1.0)
-    teacher = Teacher.load(config, cuda)
+    here = Teacher.load(config, CPU, Passes()).logprobs(collate(ragged(), CPU), 1.0)
+    teacher = Teacher.load(config, cuda, Passes())
     assert next(teacher._scorer.module.parameters()).dtype is torch.bfloat16
     there = teacher.logprobs(collate(ragged(), cuda), 1.0)
     assert float((here - there.cpu()).abs().max()) < 0.1
