@@ -65,7 +65,9 @@ def test_the_teacher_scores_each_sampled_token_as_its_own_model_does(
 ) -> None:
     rows = ragged()
     expected = scores(models[1], rows, temperature)
-    found = Teacher.load(TeacherConfig(path=models[1]), CPU, Passes()).logprobs(collate(rows, CPU), temperature)
+    found = Teacher.load(TeacherConfig(path=models[1]), CPU, Passes()).logprobs(
+        collate(rows, CPU), temperature
+    )
     wanted = np.concatenate([row.tokens.logprobs[row.tokens.sampled] for row in expected])
     torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-4, atol=1e-5)
     assert not found.requires_grad
