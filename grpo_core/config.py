@@ -341,6 +341,8 @@ class EnvironmentConfig:
     """Environments run in this Python interpreter (3.11 or newer), or in this directory of a virtual
     environment, with the packages and plugins that are installed there.  If it is empty, they run in the
     interpreter of grpo-core."""
+    agent_host: str = "127.0.0.1"
+    """Agents find the model at this address of this machine; on a cluster use an address of its network."""
     env_vars: dict[str, str] = field(factory=dict)
     """Environment variables are set in the environments' processes.  The value "$NAME" stands for the
     variable NAME of this process, so that no file holds a secret."""

@@ -17,7 +17,7 @@ import pytest
 from test_agent_sessions import MANY, Says, check
 
 from grpo_core.agents.server import MAX_BODY, AgentServer
-from grpo_core.errors import PluginError
+from grpo_core.errors import ConfigError, PluginError
 from grpo_core.incidents import reported_to
 from grpo_core.limits import Limits
 from grpo_core.records import AgentRollout
@@ -111,6 +111,15 @@ def test_the_server_listens_on_the_loopback_address_only():
                     socket.create_connection((address, port), timeout=2).close()
 
     story(play)
+
+
+@pytest.mark.parametrize(("host", "why"), [("0.0.0.0", "all"), ("192.0.2.1", "assign"), ("x", "'x'")])
+def test_an_address_at_which_no_agent_finds_the_model_is_refused(host, why):
+    async def story():
+        with pytest.raises(ConfigError, match=rf"environment\.agent_host = '{host}': .*{why}"):
+            await AgentServer(host).start()
+
+    asyncio.run(story())
 
 
 def test_two_rollouts_have_two_keys_and_no_text_has_them():

@@ -1,4 +1,4 @@
-"""Serves the models of rollouts to their agents, over HTTP on the loopback address.
+"""Serves the models of rollouts to their agents, over HTTP, usually on the loopback address.
 
 There is one server for a run.  Each rollout has a session with a key of its own, which is 256 random bits: a
 request without the key of a running session is refused with 401.  The server keeps no key, only its digest.
@@ -11,13 +11,14 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
+from ipaddress import ip_address
 
 from aiohttp import web
 
 from grpo_core.agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
 from grpo_core.agents.repeats import Attempt
 from grpo_core.agents.session import Refused, Reply, Session, attempt_digest, refusal
-from grpo_core.errors import GrpoError
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.incidents import report
 from grpo_core.protocols import Engine, Renderer
 from grpo_core.records import AgentClient, AgentRollout
@@ -32,9 +33,10 @@ CLOSING = 1.0
 
 
 class AgentServer:
-    """An ``AgentEndpoint``: an HTTP server on a free port of the loopback address."""
+    """An ``AgentEndpoint``: an HTTP server on a free port of one address of this machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = HOST) -> None:
+        self._host = host
         self._sessions: dict[bytes, Session] = {}
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -46,7 +48,7 @@ class AgentServer:
         return len(self._sessions)
 
     async def start(self) -> None:
-        """Open the port."""
+        """Open the port.  Raises ConfigError if the address is none of this machine."""
         app = web.Application(client_max_size=MAX_BODY)
         for path, dialect in DIALECTS.items():
             app.router.add_post(path, self._handler(dialect))
@@ -55,9 +57,17 @@ class AgentServer:
         app.router.add_get("/v1/models/{name}", self._model)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSING)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0, backlog=1024)
-        await site.start()
-        self._url = f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
+        try:
+            if ip_address(self._host).is_unspecified:
+                raise ValueError("it stands for all addresses, and agents need one")
+            await web.TCPSite(self._runner, self._host, 0, backlog=1024).start()
+        except (OSError, ValueError) as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"environment.agent_host = {self._host!r}: {error}; expected an IP address of this machine"
+            ) from error
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        self._url = f"http://{shown}:{self._runner.addresses[0][1]}/v1"
 
     async def aclose(self) -> None:
         """End all sessions, and close the port."""

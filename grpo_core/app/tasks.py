@@ -57,7 +57,7 @@ class Tasks:
         }
         try:
             await gather(environment.start() for environment in environments.values())
-            async with _agents(environments, placement):
+            async with _agents(environments, config.agent_host, placement):
                 yield cls(
                     environments={name: environments[name] for name in tasks},
                     of_sets={name: environments[name] for name in sets},
@@ -123,20 +123,23 @@ class Tasks:
 
 
 @contextlib.asynccontextmanager
-async def _agents(environments: Mapping[str, EnvironmentPool], placement: Placement) -> AsyncIterator[None]:
+async def _agents(
+    environments: Mapping[str, EnvironmentPool], host: str, placement: Placement
+) -> AsyncIterator[None]:
     """Serve the model to the agents of these environments, if there are any."""
     playing = {name: each for name, each in environments.items() if each.runs_agents}
     if not playing:
         yield
         return
-    if placement.remote:
+    if placement.remote and host in workers.LOOPBACK:
         raise ConfigError(
-            f"task {', '.join(map(repr, playing))}: agents find the model on the loopback address of this "
-            "machine, and workers of a cluster may run on others; leave out --ray"
+            f"task {', '.join(map(repr, playing))}: agents in workers on other machines cannot reach "
+            f"environment.agent_host = {host!r}; set it to an address of this machine in the "
+            "cluster's network"
         )
     from grpo_core.agents.server import AgentServer
 
-    server = AgentServer()
+    server = AgentServer(host)
     await server.start()
     for environment in playing.values():
         environment.agents = server

@@ -155,9 +155,14 @@ async def call(worker: Any, method: str, *args: Any, who: str) -> Any:
 
     Raises what it raised, an error that is none of ours as an EngineError; ChildDied if the actor is gone.
     """
+    return await answer_of(getattr(worker, method).remote(*args), who=who)
+
+
+async def answer_of(reference: Any, *, who: str) -> Any:
+    """Await the answer of a call that an actor has been sent; raises as ``call`` does."""
     ray = load()
     try:
-        return await getattr(worker, method).remote(*args)
+        return await reference
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         told = cause if isinstance(cause, GrpoError) else EngineError(f"{who}: {cause!r}")

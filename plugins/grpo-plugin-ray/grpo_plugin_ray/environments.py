@@ -27,7 +27,7 @@ from grpo_core.engine_kit import (
     report,
     reported_to,
 )
-from grpo_plugin_ray.cluster import PluginRequirement, call, load, report_again, where
+from grpo_plugin_ray.cluster import PluginRequirement, answer_of, call, load, report_again, where
 
 MAX_DEATHS = 3
 """Workers that die in a row, with no answer in between, after which the environment is given up."""
@@ -141,8 +141,22 @@ class RayEnvironment:
         return feedback
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        """Raises NotImplementedError: no run starts agents in a cluster."""
-        raise NotImplementedError("agents do not run in a cluster")
+        """Let the agent play a rollout in the worker; if this is cancelled, so is the agent there.
+
+        If the worker dies, all rollouts that it plays are lost.
+        """
+        worker = await self._started()
+        asked = worker.ask.remote("run", session, prompt, client)
+        try:
+            answer = await answer_of(asked, who=self._who)
+        except asyncio.CancelledError:
+            load().cancel(asked)
+            raise
+        except ChildDied as error:
+            self._died(worker, error)
+            return Feedback(error=str(error), lost=True)
+        feedback: Feedback | None = self._taken(answer)
+        return feedback
 
     async def close(self, sessions: Sequence[str]) -> None:
         await self._ask("close", list(sessions))
@@ -162,14 +176,19 @@ class RayEnvironment:
         while True:
             worker = await self._started()
             try:
-                answer, traceback, incidents = await call(worker, "ask", method, *args, who=self._who)
+                answer = await call(worker, "ask", method, *args, who=self._who)
             except ChildDied as error:
                 self._died(worker, error)
             else:
-                self._deaths = 0
-                report_again(incidents, self._name, self._who)
-                self.first_traceback = self.first_traceback or traceback
-                return answer
+                return self._taken(answer)
+
+    def _taken(self, answer: tuple[Any, str, list[Incident]]) -> Any:
+        """Return the result in a worker's answer, and report what happened there."""
+        result, traceback, incidents = answer
+        self._deaths = 0
+        report_again(incidents, self._name, self._who)
+        self.first_traceback = self.first_traceback or traceback
+        return result
 
     async def _started(self) -> Any:
         """The worker, or a new one in its place."""

@@ -24,6 +24,7 @@ from killing import GRPO, Run, left_after
 
 pytest.importorskip("grpo_plugin_ray")
 
+from grpo_core.agents.server import AgentServer
 from grpo_core.app.placement import EnvironmentSpec
 from grpo_core.config import EnvironmentConfig
 from grpo_core.demo.tiny import encode, make_tiny_model
@@ -32,8 +33,10 @@ from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, EngineError, ModelError, PluginError, WeightSyncError
 from grpo_core.incidents import reported_to
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Canary, EngineSetup, Episode, GenerationRequest, Prompt, Weights
+from grpo_core.testing import FakeEngine, FakeRenderer
 from grpo_core.testing.engines import check_engine
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.copies import Copies
@@ -458,6 +461,89 @@ def test_an_async_judge_in_a_ray_worker_has_slots_and_its_incidents_arrive(ray, 
     (incident,) = incidents
     assert (incident.kind, incident.component) == ("call_failed", "environment sort 0")
     assert re.fullmatch(r"environment sort 0 \(.+, process \d+\): ConnectionError: 503", incident.message)
+
+
+AGENT = """
+import asyncio, json, os, urllib.request
+import grpo_core as grpo
+
+def ask(client, text):
+    request = urllib.request.Request(
+        client.base_url + "/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": text}]}).encode(),
+        {"Authorization": "Bearer " + client.api_key},
+    )
+    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
+
+class Agent(grpo.Environment):
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"{i}=", answer="ab") for i in range(4)]
+
+    async def run(self, prompt, client):
+        said = await asyncio.to_thread(ask, client, prompt.messages[0]["content"])
+        if prompt.answer == "hang":
+            await asyncio.sleep(1000)
+        if prompt.answer == "die":
+            os.kill(os.getppid(), 9)
+            await asyncio.sleep(1000)
+        return grpo.Feedback(reward=float(said == "ab"), metrics={"pid": os.getpid()})
+"""
+
+
+def test_agents_in_a_ray_worker_find_the_model_and_end_with_their_rollouts(ray, tmp_path):
+    """One of them hangs until its deadline; in the end, one takes its worker along."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = EnvironmentConfig()
+    setup = EnvironmentSetup(
+        task="task",
+        origin=origin("environment", f"{tmp_path}/agent.py:Agent"),
+        options={},
+        config=config,
+        log=None,
+    )
+    engine = FakeEngine(reply=lambda request, rng: "ab", latency=lambda rng: 0.0)
+
+    async def played(pool, *answers, deadline=20.0):
+        prompts = [
+            Prompt(messages="1=", id=f"{i}", environment="task", answer=answer)
+            for i, answer in enumerate(answers)
+        ]
+        return await play(
+            [RolloutRequest(prompt=prompt, seed=i) for i, prompt in enumerate(prompts)],
+            engine=engine,
+            environments={"task": pool},
+            renderer=FakeRenderer(),
+            sampling=SamplingParams(temperature=1.0, max_tokens=50),
+            deadline=deadline,
+        )
+
+    async def story():
+        server = AgentServer()
+        await server.start()
+        worker = RayEnvironment("environment task 0", setup, resources={"num_cpus": 1})
+        pool = EnvironmentPool([worker], config)
+        incidents = []
+        try:
+            await pool.start()
+            assert pool.runs_agents
+            pool.agents = server
+            await engine.update_weights(Weights(version=0, location="", nbytes=0, tensors=()))
+            with reported_to(incidents.append):
+                first = await played(pool, "ab", "ab")
+                late, *others = await played(pool, "hang", "ab", deadline=5.0)
+                lost = await played(pool, "die", "ab", deadline=60.0)
+                again = await played(pool, "ab", deadline=60.0)
+            assert server.sessions == 0
+        finally:
+            await pool.aclose()
+            await server.aclose()
+        assert [rollout.reward for rollout in [*first, *others, *again]] == [1.0] * 4
+        assert (late.lost, late.finish_reason) == (True, "deadline")
+        assert len({rollout.metrics["pid"] for rollout in [*first, *others]}) == 1
+        assert lost[0].lost
+        assert [one.kind for one in incidents] == ["died"]
+
+    asyncio.run(story())
 
 
 def test_what_an_environment_survives_in_a_worker_is_told_to_the_driver(ray, tmp_path):
