@@ -35,6 +35,7 @@ from grpo_core.events import (
     Synced,
     Validated,
 )
+from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Slot
 from grpo_core.loop.metrics import task_metrics
 from grpo_core.records import Group, Prompt, Rollout, Segment
@@ -208,7 +209,7 @@ def _checkpoint(run: RunDirectory, step: int) -> Iterator[Event]:
     directory = run.checkpoints / f"step-{step:06d}"
     directory.mkdir(parents=True)
     (directory / "pipeline.json").write_text("{}")
-    manifest = {"format": 2, "step": step, "files": seal(Disk(), directory)}
+    manifest = {"format": checkpoint.FORMAT, "step": step, "files": seal(Disk(), directory)}
     (directory / "manifest.json").write_text(json.dumps(manifest))
     Disk().remove(run.checkpoints / f"step-{step - 2 * EVERY:06d}")
     yield Saving(step=step)
