@@ -344,6 +344,19 @@ def test_nccl_connects_two_gpus_only(gpus, monkeypatch, trainer, engine, by_nccl
     assert sorted(FakePair.made) == ([0, 1] if by_nccl else [])
 
 
+@pytest.mark.parametrize(("trainer", "engine"), [("0", None), (None, "1")])
+def test_nccl_is_not_tried_between_ends_that_take_memory_in_two_ways(gpus, monkeypatch, trainer, engine):
+    values = iter([engine or "", trainer or ""])  # the engine says its own first
+    monkeypatch.setattr(collective, "memory_setting", lambda: next(values))
+    monkeypatch.setattr(collective, "Pair", FakePair)
+    monkeypatch.setattr(FakePair, "made", [])
+    weights = CollectiveWriter(GPU, "127.0.0.1").write(1, named(1.0))
+    told = f"is {trainer or 'not set'} for the trainer and {engine or 'not set'} for the engine"
+    with pytest.raises(WeightSyncError, match=f"NCCL_CUMEM_ENABLE {told}"):
+        pulled(weights, GPU)
+    assert not FakePair.made
+
+
 class FakePair:
     """A group that moves nothing."""
 

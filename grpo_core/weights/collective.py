@@ -41,7 +41,7 @@ from grpo_core.records import Weights
 from grpo_core.weights import COLLECTIVE
 from grpo_core.weights.layout import Bucket, LowRankSum, buckets, pack
 from grpo_core.weights.line import Line, proof, proves, shut
-from grpo_core.weights.nccl import ENGINE, TRAINER, Pair, device_id, settle
+from grpo_core.weights.nccl import ENGINE, TRAINER, Pair, device_id, memory_setting, settle
 
 PROOF_SECONDS = 10.0
 """Seconds in which a new connection has to prove that it has the secret."""
@@ -173,7 +173,11 @@ class CollectiveWriter:
         self._forget(line.socket)
         here, there = device_id(self._device), hello["device"]
         nccl = None not in (here, there) and here != there
-        line.send({"proof": proof(self._secret, "trainer", str(hello["nonce"])), "nccl": nccl})
+        problem = _differs(memory_setting(), hello["memory"]) if nccl else ""
+        told = {"proof": proof(self._secret, "trainer", str(hello["nonce"])), "nccl": nccl}
+        line.send(told | ({"problem": problem} if problem else {}))
+        if problem:
+            raise ValueError(problem)
         pair = Pair(line, TRAINER, self._device) if nccl else None
         line.limit(None)
         return pair
@@ -239,9 +243,12 @@ class _Partner:
         """Return whether the block comes by NCCL.  Raises ConnectionError if the other end is a stranger."""
         greeting, nonce = self._received(), secrets.token_hex(16)
         said = proof(secret, "engine", str(greeting.get("nonce")))
-        answer = self._ask({"proof": said, "nonce": nonce, "device": device_id(device)})
+        hello = {"proof": said, "nonce": nonce, "device": device_id(device), "memory": memory_setting()}
+        answer = self._ask(hello)
         if not proves(answer.get("proof"), secret, "trainer", nonce):
             raise ConnectionError("whoever listens there is not the trainer of this run")
+        if "problem" in answer:
+            raise ValueError(answer["problem"])
         return bool(answer["nccl"])
 
     def pull(self, publication: int, weights: Weights) -> torch.Tensor:
@@ -313,6 +320,17 @@ class _Partner:
         self._line.close()
         if self._pair is not None:
             self._pair.abort()
+
+
+def _differs(trainer: str, engine: str) -> str:
+    """Return what is wrong with NCCL's setting of the two ends, or an empty text."""
+    if trainer == engine:
+        return ""
+    values = [value or "not set" for value in (trainer, engine)]
+    return (
+        f"NCCL_CUMEM_ENABLE is {values[0]} for the trainer and {values[1]} for the engine, and NCCL connects "
+        "no such two; set it to one value on all machines before grpo-core and Ray start"
+    )
 
 
 _partners: dict[tuple[str, int, str, torch.device], _Partner] = {}

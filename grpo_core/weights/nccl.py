@@ -44,6 +44,15 @@ def device_id(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def memory_setting() -> str:
+    """Return how NCCL takes memory in this process: NCCL_CUMEM_ENABLE, or "" for NCCL's own choice.
+
+    NCCL cannot connect two processes of one machine that differ in this (NovaSky-AI/SkyRL#143,
+    NVIDIA-NeMo/RL#564), and its own error does not name the reason.
+    """
+    return os.environ.get("NCCL_CUMEM_ENABLE", "")
+
+
 class Pair:
     """A group of the trainer and one engine, independent of every other group of the process.
 
