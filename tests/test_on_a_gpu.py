@@ -110,11 +110,14 @@ def test_weights_stay_on_the_gpu_for_cuda_ipc_and_on_a_cpu_they_are_shared_memor
 
 
 def test_a_gpu_chooses_its_attention_itself():
+    def rows(device, length):
+        return SimpleNamespace(input_ids=SimpleNamespace(device=device, shape=(2, length)), packed=())
+
     for enabled in (True, False):
         torch.backends.cuda.enable_flash_sdp(enabled)
-        models._choose_attention(SimpleNamespace(device=CUDA, shape=(2, 4)))
+        models._choose_attention(rows(CUDA, 4))
         assert torch.backends.cuda.flash_sdp_enabled() is enabled
-    models._choose_attention(torch.zeros(2, 10_000, dtype=torch.long))
+    models._choose_attention(rows(CPU, 10_000))
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
