@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,24 @@ def group(*patterns: str, **chosen: Any) -> ParameterGroupConfig:
 
 def setup(model: str, optimizer: OptimizerConfig, **given: Any) -> TrainerSetup:
     return attrs.evolve(plain_setup(model, **given), optimizer=optimizer)
+
+
+def train_beside(
+    trainer: TorchTrainer, twins: Mapping[str, torch.Tensor], stepped: Callable[[], None]
+) -> None:
+    """Train three steps; the twins get the gradients of each update, and ``stepped`` is their update."""
+    step = trainer._optimizers.step
+
+    def both(factor: float) -> None:
+        for name, parameter in trainer._named:
+            assert parameter.grad is not None
+            twins[name].grad = parameter.grad.clone()
+        step(factor)
+        stepped()
+
+    trainer._optimizers.step = both  # type: ignore[method-assign]
+    for number in range(3):
+        trainer.step(batch(ragged(seed=number), number))
 
 
 def options_of(trainer: TorchTrainer) -> list[dict[str, Any]]:
@@ -160,21 +178,14 @@ def test_moments_of_bfloat16_are_those_of_adamw_rounded_after_each_update(
         for decays, decay in ((True, 0.1), (False, 0.0))
     ]
     adamw = torch.optim.AdamW(parts, lr=1e-2, betas=(0.9, 0.95), fused=True)
-    step = trainer._optimizers.step
 
-    def both(factor: float) -> None:
-        for name, parameter in trainer._named:
-            assert parameter.grad is not None
-            twins[name].grad = parameter.grad.clone()
-        step(factor)
+    def narrowed() -> None:
         adamw.step()
         for state in adamw.state.values():
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment].copy_(state[moment].bfloat16())
 
-    trainer._optimizers.step = both  # type: ignore[method-assign]
-    for number in range(3):
-        trainer.step(batch(ragged(seed=number), number))
+    train_beside(trainer, twins, narrowed)
     for name, parameter in trainer._named:
         torch.testing.assert_close(parameter, twins[name], rtol=0, atol=1e-7)
         assert trainer._optimizers.state(parameter)["exp_avg"].dtype is torch.bfloat16
@@ -211,19 +222,12 @@ def test_muon_trains_hidden_matrices_and_adamw_the_rest_as_torch_does(model: str
         [{"params": embedding, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
         lr=1e-2, betas=(0.9, 0.95),
     )  # fmt: skip
-    step = trainer._optimizers.step
 
-    def both(factor: float) -> None:
-        for name, parameter in trainer._named:
-            assert parameter.grad is not None
-            twins[name].grad = parameter.grad.clone()
-        step(factor)
+    def stepped() -> None:
         muon.step()
         adamw.step()
 
-    trainer._optimizers.step = both  # type: ignore[method-assign]
-    for number in range(3):
-        trainer.step(batch(ragged(seed=number), number))
+    train_beside(trainer, twins, stepped)
     for name, parameter in trainer._named:
         torch.testing.assert_close(parameter, twins[name], rtol=1e-6, atol=1e-7)
 

@@ -48,7 +48,7 @@ def leaks(
     step: int, prompts: Mapping[str, Sequence[Prompt]], held_out: Sequence[HeldOut]
 ) -> list[WarningRaised]:
     """Return a warning for each task or set that is validated with prompts that are trained on."""
-    trained = {task: _digests(part) for task, part in prompts.items()}
+    trained = {task: _digests(part) for task, part in prompts.items()} if held_out else {}
     found = []
     for part in held_out:
         for name, own in part.prompts.items():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -84,7 +84,9 @@ class Compose:
         for name in ("from_source", "open", "close"):  # what it does not define, the host must not find here
             if first.defines(name):
                 setattr(self, name, getattr(first.environment, name))
-        self.evaluate = self._later if any(part.is_async for part in self._parts) else self._now
+        self._stages = _stages(first, self._parts[1:])
+        self._is_async = any(part.is_async for part in self._parts)
+        self.evaluate = self._later if self._is_async else self._now
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         prompts: Sequence[Prompt] = self._parts[0].environment.prompts(split)
@@ -121,54 +123,42 @@ class Compose:
     # ------------------------------------------------------------------------------ evaluation
 
     def _now(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        steps = self._steps(list(episodes))
-        answers: Any = None
-        while True:
-            try:
-                questions = steps.send(answers)
-            except StopIteration as end:
-                feedback: list[Feedback] = end.value
-                return feedback
-            answers = [self._ask(part, [episodes[i] for i in places]) for part, places in questions]
+        """Evaluate where no part is async: nothing is awaited, so the coroutine ends where it begins."""
+        running = self._later(episodes)
+        try:
+            running.send(None)
+        except StopIteration as end:
+            feedback: list[Feedback] = end.value
+            return feedback
+        raise AssertionError("a part that is not async was awaited")
 
     async def _later(self, episodes: Sequence[Episode]) -> list[Feedback]:
-        steps = self._steps(list(episodes))
-        answers: Any = None
-        while True:
-            try:
-                questions = steps.send(answers)
-            except StopIteration as end:
-                feedback: list[Feedback] = end.value
-                return feedback
-            answers = [self._ask(part, [episodes[i] for i in places]) for part, places in questions]
-            waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
-            awaited = await asyncio.gather(*waiting.values())
-            for i, answer in zip(waiting, awaited, strict=True):
-                answers[i] = answer
-
-    @staticmethod
-    def _ask(part: Part, episodes: list[Episode]) -> Any | Awaitable[Any]:
-        return part.environment.evaluate(episodes)
-
-    def _steps(self, episodes: list[Episode]) -> Generator[_Questions, Sequence[Any], list[Feedback]]:
-        """Yield what to ask next, and return the combined feedback."""
+        """Ask the first part, then the others stage by stage, and combine what they say."""
         found: list[dict[str, Feedback]] = [{} for _ in episodes]
-        first, *others = self._parts
-        (answer,) = yield [(first, list(range(len(episodes))))]
-        _keep(found, first, list(range(len(episodes))), answer)
+        first = self._parts[0]
+        await self._ask([(first, list(range(len(episodes))))], episodes, found)
         ended = [
             i
             for i, episode in enumerate(episodes)
             if found[i][first.name].done or episode.finish_reason != "stop"
         ]
-        for stage in _stages(first, others):
+        for stage in self._stages:
             questions = [(part, [i for i in ended if _counts(part, found[i])]) for part in stage]
-            questions = [(part, places) for part, places in questions if places]
-            answers = yield questions
-            for (part, places), answer in zip(questions, answers, strict=True):
-                _keep(found, part, places, answer)
+            await self._ask([(part, places) for part, places in questions if places], episodes, found)
         over = set(ended)
         return [self._combined(parts, ended=i in over) for i, parts in enumerate(found)]
+
+    async def _ask(
+        self, questions: _Questions, episodes: Sequence[Episode], found: list[dict[str, Feedback]]
+    ) -> None:
+        """Ask parts at the same time, and keep their answers."""
+        answers = [part.environment.evaluate([episodes[i] for i in places]) for part, places in questions]
+        if self._is_async:
+            waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
+            for i, answer in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
+                answers[i] = answer
+        for (part, places), answer in zip(questions, answers, strict=True):
+            _keep(found, part, places, answer)
 
     def _combined(self, found: Mapping[str, Feedback], *, ended: bool) -> Feedback:
         """Return the feedback on an episode from that of its parts; those that were not asked are missing."""
