@@ -119,6 +119,7 @@ def trl(rewards: list[list[float]], scale: str) -> list[list[float]]:
     return (centred / (rows.std(ddof=1) + 1e-4) if scale == "batch" else centred).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @given(st.lists(st.lists(rewards, min_size=4, max_size=4), min_size=1, max_size=4))
 def test_ddof_and_epsilon_express_the_scales_of_trl(scale: Any, step: list[list[float]]) -> None:

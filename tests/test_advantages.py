@@ -92,6 +92,7 @@ def test_advantages_of_a_group_sum_to_zero_and_are_bounded(
         assert max(map(abs, found)) <= (len(values) - 1) / math.sqrt(len(values)) + 1e-9
 
 
+@pytest.mark.long
 @given(st.lists(one_group, min_size=1, max_size=4), scales)
 def test_groups_do_not_influence_each_other(groups: list[list[float]], scale: str) -> None:
     assert group(groups, scale=scale) == [group([each], scale=scale)[0] for each in groups]

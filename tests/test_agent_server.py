@@ -213,6 +213,7 @@ def test_a_client_stops_and_shortens_completions_but_the_temperature_is_the_runs
 # ---------------------------------------------------------------------------------- the other dialects
 
 
+@pytest.mark.long
 def test_an_openai_client_of_responses_goes_on_by_id_and_by_items():
     async def play(scene):
         async with scene.openai() as model:
@@ -269,6 +270,7 @@ def test_messages_of_anthropic_with_tools_and_streams():
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_client_of_anthropic_reads_replies_and_streams():
     anthropic = pytest.importorskip("anthropic")
 
@@ -306,6 +308,7 @@ def test_a_retry_of_a_client_gets_the_same_reply_and_samples_nothing():
     story(play, "a", "b", "c")
 
 
+@pytest.mark.long
 def test_a_client_that_vanished_while_the_model_wrote_gets_that_reply_when_it_asks_again():
     async def play(scene):
         with pytest.raises(asyncio.TimeoutError):
@@ -379,6 +382,7 @@ def test_an_engine_that_fails_is_the_engines_fault_and_a_broken_one_ends_the_run
     assert story(play, "a").error == "engine fake: asked again, please"
 
 
+@pytest.mark.long
 def test_sessions_that_have_ended_leave_nothing_behind():
     async def play(scene):
         async def one():

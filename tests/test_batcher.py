@@ -274,6 +274,7 @@ Arrival = st.tuples(
 )
 
 
+@pytest.mark.long
 @given(
     arrivals=st.lists(Arrival, max_size=12),
     max_batch=st.integers(1, 6),

@@ -47,6 +47,7 @@ def judged_run(fails, *, needs_group=True, max_error_rate=0.2, max_retries=3, **
 # ---------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("group_size", [8, 32])
 @pytest.mark.parametrize("needs_group", [True, False])
@@ -60,6 +61,7 @@ def test_a_judge_that_fails_a_tenth_of_its_calls_trains_to_the_end(needs_group, 
     assert done.environment.host._environment.calls > 160
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("needs_group", [True, False])
 def test_one_outage_never_ends_a_run_however_many_calls_it_hits(needs_group):
     """The first attempt at each prompt in flight fails, in some hundred calls; the second is judged."""
@@ -95,11 +97,13 @@ def test_a_judge_that_fails_most_of_its_calls_ends_the_run_by_the_share():
         judged_run(lambda number: dice.random() < 0.7, group_size=8, steps=400)(1)
 
 
+@pytest.mark.long
 def test_without_retries_the_first_failures_count():
     with pytest.raises(PluginError, match="20 calls of its environment in a row failed"):
         judged_run(lambda number: number < 100, max_retries=0, group_size=4, prompts_per_step=24)()
 
 
+@pytest.mark.long
 def test_a_rate_of_one_lets_a_run_go_on_whatever_fails():
     done = judged_run(lambda number: number < 500, max_error_rate=1.0, steps=3)()
     assert done.result == "finished"

@@ -374,5 +374,5 @@ class BufferMachine(RuleBasedStateMachine):
         assert buffer.outstanding == 0
 
 
-TestBuffer = BufferMachine.TestCase
+TestBuffer = pytest.mark.long(BufferMachine.TestCase)
 TestBuffer.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -325,6 +325,7 @@ def test_a_sampler_that_breaks_its_contract_is_shown_with_the_shortest_calls(cap
     assert "state = Contract()" in told
 
 
+@pytest.mark.long
 def test_a_sampler_that_raises_is_a_finding_with_its_line(capsys, tmp_path):
     (tmp_path / "deaf.py").write_text(
         "import grpo_core as grpo\nclass Deaf:\n    def sample(self, loaders, request):\n"
@@ -339,6 +340,7 @@ def test_a_sampler_that_raises_is_a_finding_with_its_line(capsys, tmp_path):
     assert told.splitlines()[-1] == "1 passed, 1 failed"
 
 
+@pytest.mark.long
 def test_a_validation_strategy_is_checked(capsys):
     status, told = checked(capsys, "greedy")
     assert (status, told.splitlines()[-1]) == (0, "7 passed, 0 failed")
@@ -598,6 +600,7 @@ def test_trackers_are_checked(capsys, tmp_path, name, failed, told):
     assert failed is None or f"FAILED  {failed}: " in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["files", "terminal", "report", "./examples/tracker.py:Csv"])
 def test_the_trackers_of_the_core_keep_their_contract(capsys, name):
     status, out = checked(capsys, name.replace("./", f"{Path(__file__).parent.parent}/"))

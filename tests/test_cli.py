@@ -125,6 +125,7 @@ def metrics(run):
 TWO_ENGINES = ["--env", "math:sort", "--set", "engine.workers=2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -152,6 +153,7 @@ def test_a_mistake_is_one_message_before_any_work(here, arguments, message):
     assert not (here / "runs").exists()
 
 
+@pytest.mark.long
 def test_an_output_directory_that_holds_another_run_is_left_alone(here):
     (here / "out").mkdir()
     (here / "out" / "config.toml").write_text("seed = 1\n")
@@ -162,6 +164,7 @@ def test_an_output_directory_that_holds_another_run_is_left_alone(here):
     assert [path.name for path in (here / "out").iterdir()] == ["config.toml"]
 
 
+@pytest.mark.long
 def test_a_broken_plugin_is_listed_and_fatal_only_when_selected(here, monkeypatch):
     info = here / "grpo_plugin_broken-1.0.dist-info"
     info.mkdir()
@@ -196,6 +199,7 @@ def test_a_directory_without_a_model_is_refused(here):
     assert "empty" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "setting", ['tracking.trackers=["wand"]', "tracking.files.gzip=true", "tracking.x.y=1"]
 )

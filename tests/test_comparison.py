@@ -34,12 +34,14 @@ def pairs(rng, n, *, effect=0.0, discordant=0.2):
     return rng.choice([1.0, -1.0, 0.0], n, p=[better, worse, 1 - better - worse])
 
 
+@pytest.mark.long
 def test_equal_versions_are_rarely_told_apart_however_often_one_looks():
     rng = np.random.default_rng(1)
     wrong = sum(watched(pairs(rng, 1568))[0] is not None for _ in range(40))
     assert wrong <= 5, "two are expected; the benchmark counts 10,000"
 
 
+@pytest.mark.long
 def test_a_difference_of_five_points_is_found_with_half_the_prompts_of_two_independent_samples():
     """Two samples of 1568 find it with a power of 80% (two-sided, 5%)."""
     rng = np.random.default_rng(2)

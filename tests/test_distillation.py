@@ -73,6 +73,7 @@ def test_the_teacher_scores_each_sampled_token_as_its_own_model_does(
     assert not found.requires_grad
 
 
+@pytest.mark.long
 def test_a_step_trains_what_grpo_trains_with_the_teachers_advantages(models: tuple[str, str]) -> None:
     student, teacher = models
     rows = on_policy(student, ragged())
@@ -91,6 +92,7 @@ def test_a_step_trains_what_grpo_trains_with_the_teachers_advantages(models: tup
     assert metrics["teacher_kl"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.long
 def test_rewards_are_ignored_unless_they_have_a_weight(models: tuple[str, str]) -> None:
     rows = on_policy(models[0], ragged())
     worse = [attrs.evolve(row, advantage=-row.advantage) for row in rows]
@@ -123,6 +125,7 @@ def sampled(trainer: TorchTrainer, generator: torch.Generator) -> list[Row]:
     return [row(drawn, own) for drawn, own in zip(ids.tolist(), logprobs.tolist(), strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("teacher_in", ["advantage", "loss"])
 def test_the_policy_comes_nearer_to_the_teacher_on_its_own_tokens(
     models: tuple[str, str], tmp_path: Path, teacher_in: str

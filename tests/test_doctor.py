@@ -59,6 +59,7 @@ def small(tmp_path_factory):
 # ---------------------------------------------------------------------------------- the machine
 
 
+@pytest.mark.long
 def test_the_machine_is_described_without_torch(tmp_path):
     program = (
         "import sys\nfrom grpo_core.cli import main\nsys.argv = ['grpo-core', 'doctor', '--json']\n"
@@ -87,6 +88,7 @@ def test_a_package_is_found_whichever_distribution_it_comes_from(monkeypatch):
     assert (found["vllm"], found["ray"]) == ("0.32.0", "not installed")
 
 
+@pytest.mark.long
 def test_a_broken_plugin_is_a_warning_with_its_reason(tmp_path, broken_plugin):
     data, checks = doctor(tmp_path, PYTHONPATH=broken_plugin)
     assert checks["plugin"]["status"] == data["status"] == "warning"
@@ -94,6 +96,7 @@ def test_a_broken_plugin_is_a_warning_with_its_reason(tmp_path, broken_plugin):
     assert "--no-plugin broken" in checks["plugin"]["advice"]
 
 
+@pytest.mark.long
 def test_few_open_files_are_a_warning_with_the_command(tmp_path):
     done = subprocess.run(
         ["bash", "-c", f"ulimit -n 256 && exec {GRPO} doctor --json"],
@@ -105,6 +108,7 @@ def test_few_open_files_are_a_warning_with_the_command(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.long
 def test_a_gpu_that_this_torch_cannot_use_is_a_warning(tmp_path):
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\necho "0, GPU-aaaa, NVIDIA H200, 143771, 143000, 570.86.15"\n')
@@ -115,6 +119,7 @@ def test_a_gpu_that_this_torch_cannot_use_is_a_warning(tmp_path):
     assert checks["GPUs"]["status"] == ("ok" if built else "warning")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [80, 40])
 def test_the_text_fits_the_terminal(tmp_path, width):
     done = grpo(tmp_path, "doctor", COLUMNS=str(width))
@@ -208,6 +213,7 @@ def test_a_gpu_that_is_not_there_is_a_problem(tmp_path):
     assert "cuda:7, and nvidia-smi shows 0 GPUs" in checks["trainer.device"]["found"]
 
 
+@pytest.mark.long
 def test_a_mistake_in_the_file_is_wrong_input(tmp_path):
     (tmp_path / "wrong.toml").write_text("[trainer]\nstep = 3\n")
     done = grpo(tmp_path, "doctor", "wrong.toml")
@@ -218,6 +224,7 @@ def test_a_mistake_in_the_file_is_wrong_input(tmp_path):
 # ---------------------------------------------------------------------------------- train
 
 
+@pytest.mark.long
 def test_train_refuses_a_run_that_cannot_fit_and_starts_nothing(tmp_path):
     model = eight_billion(tmp_path / "eight")
     settings = ["--set", f"model.path={model}", "--set", "trainer.device=cpu"]

@@ -157,6 +157,7 @@ def test_every_reason_not_to_run_a_command_is_needed():
 # ---------------------------------------------------------------------------------- what is run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [p for p in RUN_HERE if next(blocks(p, "python"), None)], ids=name_of)
 def test_every_python_block_runs(page, tmp_path, monkeypatch):
     """In one namespace for a page; functions whose names begin with ``test_`` are called."""

@@ -222,6 +222,7 @@ def test_with_exact_shares_each_step_trains_its_quota_whatever_is_filtered_also_
         assert tasks_by_step(again) == dict(list(enumerate(quotas))[cut + 1 :])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("policy", ["deadline", "in_order"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -276,6 +277,7 @@ def test_the_limit_is_of_one_step():
 # ---------------------------------------------------------------------------------- cut and resumed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("policy", ["deadline", "in_order"])
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -313,6 +315,7 @@ def test_a_resumed_run_draws_the_same_prompts(make):
         assert again.trainer.state == whole.trainer.state
 
 
+@pytest.mark.long
 def test_prompts_in_flight_at_the_cut_come_again_in_their_order():
     first = Run(Curriculum(known_after=2), max_staleness=3)(seed=6)
     state = json.loads(first.saved[2][0])[0]["buffer"]

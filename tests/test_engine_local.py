@@ -158,6 +158,7 @@ def mixed_requests(n: int = 60) -> list[GenerationRequest]:
 # ---------------------------------------------------------------------------------- what is computed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", FAST + OTHER)
 def test_logprobs_are_those_of_transformers_while_rows_join_and_leave(
     kind: str, references: Any, tmp_path: Path
@@ -174,6 +175,7 @@ def test_logprobs_are_those_of_transformers_while_rows_join_and_leave(
         assert stopped or len(completion.token_ids) == request.max_tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
 def test_tokens_do_not_depend_on_other_rows_of_the_batch(kind: str, references: Any, tmp_path: Path) -> None:
     requests = mixed_requests(24)

@@ -248,6 +248,7 @@ def test_prompts_may_be_yielded(scenes):
     assert [prompt.id for prompt in pickle.loads(host.prompts("train"))] == ["0", "1", "2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "message"),
     [

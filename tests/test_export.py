@@ -82,6 +82,7 @@ def exported(run: Path, output: Path, **chosen: bool) -> Path:
 # ---------------------------------------------------------------------------------- three forms
 
 
+@pytest.mark.long
 def test_a_merged_model_is_an_ordinary_one_with_the_trainers_logits(adapted, tmp_path) -> None:
     run, trainer = adapted
     directory = exported(run, tmp_path / "out", merged=True)
@@ -94,6 +95,7 @@ def test_a_merged_model_is_an_ordinary_one_with_the_trainers_logits(adapted, tmp
     assert transformers.AutoTokenizer.from_pretrained(directory)("ab").input_ids == [*tiny.encode("ab")]
 
 
+@pytest.mark.long
 def test_adapters_are_loaded_by_peft_onto_the_model_that_they_name(adapted, model, tmp_path) -> None:
     run, trainer = adapted
     directory = exported(run, tmp_path / "out")
@@ -106,6 +108,7 @@ def test_adapters_are_loaded_by_peft_onto_the_model_that_they_name(adapted, mode
     assert size < 0.7 * sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_a_run_that_trained_all_weights_is_exported_as_it_is(model, tmp_path) -> None:
     trainer, config = of(model, lora=False)
     run = saved_run(tmp_path / "run", trainer, config)
@@ -119,6 +122,7 @@ def test_a_run_that_trained_all_weights_is_exported_as_it_is(model, tmp_path) ->
 # ---------------------------------------------------------------------------------- which checkpoint
 
 
+@pytest.mark.long
 def test_a_step_is_chosen_and_the_newest_is_the_default(model, tmp_path) -> None:
     trainer, config = of(model, lora=False)
     run = saved_run(tmp_path / "run", trainer, config, step=3)

@@ -72,6 +72,7 @@ def test_01_a_prompt_that_is_never_answered_is_skipped_after_its_retries_and_no_
     assert max(event.metrics["time/step"] for event in done.of(StepEnded)) < 3 * 60 + 10
 
 
+@pytest.mark.long
 def test_16_from_whatever_was_saved_the_next_step_follows_at_once():
     for max_staleness in range(4):
         for policy_ in ("deadline", "in_order"):
@@ -114,6 +115,7 @@ def test_24_a_small_dataset_begins_anew_and_never_ends_a_run(size):
     assert max(counts.values()) - min(counts.get(str(i), 0) for i in range(size)) <= 1
 
 
+@pytest.mark.long
 def test_29_a_generator_that_is_ten_times_faster_waits_and_loses_nothing():
     fast = Run(engine=FakeEngine(latency=lambda rng: 0.1), max_staleness=2, steps=20)
     outstanding = []
@@ -389,6 +391,7 @@ def test_58_a_thousand_calls_at_once_are_all_answered_and_none_by_anothers_answe
     assert with_child("operator", story) == [[i] * (i % 50) for i in range(1000)]
 
 
+@pytest.mark.long
 def test_40_no_port_is_opened_but_free_ones_by_collective_transport():
     """Parent and child speak over a socket pair, which has neither a name nor a port."""
     for path in MODULES:
@@ -400,6 +403,7 @@ def test_40_no_port_is_opened_but_free_ones_by_collective_transport():
         assert not {"socket", "bind"} <= names, path
 
 
+@pytest.mark.long
 def test_53_no_process_is_ever_forked():
     """A fork copies locks that threads hold; children are started anew, or by a server without threads."""
     for path in MODULES:
@@ -431,6 +435,7 @@ def test_44_the_outer_deadline_is_longer_than_all_that_may_happen_within(rollout
     assert schedule.stall > attempts + config.trainer.deadline
 
 
+@pytest.mark.long
 @given(separator=st.sampled_from(["\u2028", "\u2029", "\x85", "\r", "\x0b", "\x1c"]), text=st.text())
 def test_60_a_line_separator_in_a_text_breaks_no_line(separator, text):
     import tempfile
@@ -458,6 +463,7 @@ def test_the_table_has_every_class_once():
     assert sorted(n for n, _ in rows_of_the_table()) == list(range(1, len(rows_of_the_table()) + 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "line"), rows_of_the_table(), ids=lambda value: str(value)[:2])
 def test_every_promise_names_a_test_that_exists_or_says_not_yet(number, line):
     tests = re.findall(r"`((?:tests|plugins)/[\w/-]+\.py)::(\w+)`", line)

@@ -200,6 +200,7 @@ def test_each_process_of_a_run_sees_its_own_gpus_and_one_that_replaces_it_the_sa
     assert "GPUs: trainer 3; engine 1, 0" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["train", "validate"])
 def test_gpus_that_are_not_there_end_a_command_before_anything_starts(tmp_path, command):
     target = ["tiny"] if command == "validate" else ["--output", "run"]

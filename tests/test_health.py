@@ -73,6 +73,7 @@ def test_a_limit_of_zero_is_none(name, values):
     assert check_limits([{name: value} for value in values], {name: Limits()}) == []
 
 
+@pytest.mark.long
 @given(st.lists(st.dictionaries(names, numbers), max_size=8))
 def test_fatal_findings_come_first_and_each_metric_has_one_at_most(steps):
     found = check_limits(steps, {name: between(name) for name in NAMES})

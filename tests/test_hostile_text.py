@@ -33,6 +33,7 @@ TEXTS = st.text(st.characters(exclude_categories=[]), max_size=8)  # with surrog
 # ---------------------------------------------------------------------------------- lone surrogates
 
 
+@pytest.mark.long
 @given(st.recursive(TEXTS | st.integers(), lambda parts: st.lists(parts) | st.dictionaries(TEXTS, parts)))
 def test_whatever_is_made_well_formed_can_be_written_and_well_formed_text_stays_itself(value):
     made = well_formed(value)
@@ -134,6 +135,7 @@ def test_a_metric_that_is_no_finite_number_makes_its_episode_unscored(value):
     assert second.reward == 1.0
 
 
+@pytest.mark.long
 def test_an_error_of_any_length_is_told_in_a_few_lines():
     told = describe(ValueError("E" * 50_000_000 + "!"))
     assert len(told) < 2100
@@ -258,6 +260,7 @@ class Counted(str):
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("piece", ["<tool_call>", "<tool_call></tool_call>", "</tool_call>", "<tool_call>{"])
 def test_repeated_tags_are_read_in_linear_work(piece):
     for n in (1000, 200_000):
@@ -338,6 +341,7 @@ def test_a_run_survives_held_out_prompts_that_are_too_long_or_empty(project):
     assert (last["prompts"], last["errors"]) == (22, 2)
 
 
+@pytest.mark.long
 def test_completions_beyond_the_models_positions_are_refused_before_it_is_made(project):
     for key, most in (("max_tokens", 255), ("max_total_tokens", 256)):
         message = refused(
@@ -349,6 +353,7 @@ def test_completions_beyond_the_models_positions_are_refused_before_it_is_made(p
         assert not (project / key / "model").exists()
 
 
+@pytest.mark.long
 def test_a_task_without_prompts_is_named(project):
     message = refused(project, "train", "--env", "./odd.py:NoPrompts", *SMALL, "--output", "run")
     assert "task 'noprompts': prompts('train') of its environment is empty" in message

@@ -243,6 +243,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", CAUSES)
 def test_rollouts_that_are_played_again_are_one_incident_for_each_attempt_of_a_group(kind):
     (engine, feedback), message = CAUSES[kind]

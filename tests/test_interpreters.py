@@ -138,6 +138,7 @@ def told(spec, **config):
 # ---------------------------------------------------------------------------------- what runs there
 
 
+@pytest.mark.long
 def test_an_environment_runs_in_a_virtual_environment_where_nothing_is_installed(abroad, bare):
     there = told(abroad, python=str(bare))
     assert there["prefix"] == str(bare)
@@ -253,6 +254,7 @@ def test_a_missing_interpreter_or_variable_is_found_before_anything_starts(abroa
 # ---------------------------------------------------------------------------------- secrets
 
 
+@pytest.mark.long
 def test_a_secret_reaches_the_environment(abroad, bare, monkeypatch):
     monkeypatch.setenv("KEY_OF_TODAY", SECRET)
     for spelled in ("$KEY_OF_TODAY", "${KEY_OF_TODAY}"):

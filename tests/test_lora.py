@@ -129,6 +129,7 @@ def test_the_gradient_of_an_adapter_is_that_of_its_product_by_the_chain_rule(tmp
             torch.testing.assert_close(b.grad, 2 * parameter.grad @ a.T, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_adapters_begin_as_nothing_and_with_the_numbers_of_the_seed(model: str) -> None:
     one, again, other = (TorchTrainer(setup(model, seed=seed)) for seed in (3, 3, 4))
     assert same(one, TorchTrainer(full_setup(model))), "before the first step nothing is added"
@@ -147,6 +148,7 @@ def test_the_caller_draws_the_same_numbers_with_lora_as_without(model: str) -> N
     assert torch.equal(*drawn)
 
 
+@pytest.mark.long
 def test_activations_that_are_computed_again_change_no_gradient(model: str) -> None:
     lora = LoraConfig(rank=4, dropout=0.3)
     plain, saving = (trained(setup(model, lora, activations=chosen)) for chosen in ("keep", "recompute"))
@@ -169,6 +171,7 @@ def test_dropout_changes_passes_with_a_gradient_and_no_other(model: str) -> None
 # ---------------------------------------------------------------------------------- the reference
 
 
+@pytest.mark.long
 def test_the_reference_is_the_model_without_its_adapters_and_no_second_model(model: str) -> None:
     loss = {"kl_coefficient": 0.05}
     trainer = trained(setup(model, loss=loss))
@@ -200,6 +203,7 @@ def test_a_reference_that_is_refreshed_is_the_policy_of_that_step(model: str) ->
 # ---------------------------------------------------------------------------------- what engines get
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("publish", ["adapters", "merged"])
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma2"])
 def test_engines_get_the_sum_of_weights_and_adapters_under_the_names_of_the_model(
@@ -215,6 +219,7 @@ def test_engines_get_the_sum_of_weights_and_adapters_under_the_names_of_the_mode
     assert not torch.allclose(logits_of(dict(load_tensors(Path(path))), path), theirs, atol=1e-3)
 
 
+@pytest.mark.long
 def test_adapters_alone_are_sent_and_the_same_sums_arrive_bit_for_bit(model: str) -> None:
     """Also after many versions: each is added to the model's files, and nothing to the version before."""
     sending = trained(setup(model), steps=5)
@@ -250,6 +255,7 @@ def test_a_damaged_adapter_is_named(model: str) -> None:
             read(attrs.evolve(published, tensors=tensors))
 
 
+@pytest.mark.long
 def test_the_sum_is_rounded_once_to_the_dtype_of_engines(model: str) -> None:
     lora = LoraConfig(rank=4, alpha=8, publish="merged")
     trainer = trained(setup(model, lora, dtype="bfloat16"))
@@ -263,6 +269,7 @@ def test_the_sum_is_rounded_once_to_the_dtype_of_engines(model: str) -> None:
 # ---------------------------------------------------------------------------------- files
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"updates_per_step": 2, "reference_every": 2}])
 def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, options: dict) -> None:
     given = setup(model, LoraConfig(rank=4, dropout=0.2), loss={"kl_coefficient": 0.05}, **options)

@@ -76,6 +76,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("loss", "options"), cases())
 def test_a_loss_keeps_its_contract(loss: Any, options: dict[str, Any]) -> None:
     check_loss(loss, **options)

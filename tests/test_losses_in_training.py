@@ -83,6 +83,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a["aggregation"])
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[name for name, _ in OPTIONS])
 def test_the_gradient_does_not_depend_on_how_an_update_is_split_or_ordered(
@@ -259,6 +260,7 @@ def test_a_moving_average_is_between_start_and_policy(model: str) -> None:
         torch.testing.assert_close(tensor, 0.75 * start[name] + 0.25 * policy[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_a_resumed_run_has_the_reference_that_it_had(model: str, tmp_path: Path, share: float) -> None:
     def given(**options: Any) -> Any:

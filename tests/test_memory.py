@@ -200,12 +200,14 @@ def test_moments_of_bfloat16_and_weights_that_rest_on_the_host_are_counted(tmp_p
     assert found["weights between steps"] == (4 * p + 4 * p, "host")
 
 
+@pytest.mark.long
 def test_a_checkpointed_layer_keeps_its_input_and_nothing_else(llama):
     work = evolve(WORK, passes=RECOMPUTE)
     few, more = (activation_bytes(llama(layers), work) for layers in (2, 6))
     assert more - few == 4 * (8 * 100 * 128 * 4)  # layers x tokens x width x bytes
 
 
+@pytest.mark.long
 def test_an_offloaded_layer_keeps_nothing_on_its_device(llama):
     work = evolve(WORK, passes=Passes(activations="offload"), offloads=True)
     few, more = (activation_bytes(llama(layers), work) for layers in (2, 6))

@@ -41,6 +41,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.long
 def test_each_publication_has_the_tensors_of_a_checkpoint_of_the_same_weights(
     model: Path, tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_each_publication_has_the_tensors_of_a_checkpoint_of_the_same_weights(
     assert any("experts.3.w3" in name or "experts.3.up_proj" in name for name in changed)
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_a_model_that_transformers_loads_with_the_same_logprobs(
     model: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_the_local_engine_computes_the_trainers_logprobs_after_each_update(model
     asyncio.run(story())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
 def test_a_checkpoint_that_has_the_names_of_modules_is_trained_and_published_under_these(
     model: Path, tmp_path: Path

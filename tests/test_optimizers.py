@@ -77,6 +77,7 @@ def options_of(trainer: TorchTrainer) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------- each optimizer
 
 
+@pytest.mark.long
 @each
 def test_each_optimizer_makes_good_tokens_likelier(model: str, chosen: OptimizerConfig) -> None:
     trainer = TorchTrainer(setup(model, chosen, lr=3e-3))
@@ -93,6 +94,7 @@ def test_each_optimizer_makes_good_tokens_likelier(model: str, chosen: Optimizer
     assert likelihood() > before + 0.1
 
 
+@pytest.mark.long
 @each
 def test_resumed_training_is_the_same_bit_for_bit_with_each_optimizer(
     model: str, tmp_path: Path, chosen: OptimizerConfig
@@ -191,6 +193,7 @@ def test_moments_of_bfloat16_are_those_of_adamw_rounded_after_each_update(
         assert trainer._optimizers.state(parameter)["exp_avg"].dtype is torch.bfloat16
 
 
+@pytest.mark.long
 def test_moments_of_bfloat16_are_refused_where_they_would_not_decay(model: str) -> None:
     chosen = OptimizerConfig(name="adamw", options=NARROW)
     with pytest.raises(ConfigError, match=r"trainer\.betas = \[0\.9, 0\.999\]"):
@@ -291,6 +294,7 @@ def test_the_schedule_scales_the_learning_rate_of_every_group(model: str) -> Non
         assert {g["lr"] for g in options_of(trainer)} == {1e-3 * factor, 4e-3 * factor}
 
 
+@pytest.mark.long
 def test_parameters_whose_learning_rate_is_0_stay_as_they_are(model: str) -> None:
     chosen = OptimizerConfig(groups={"frozen": group("*embed*", "*norm*", lr=0.0)})
     trainer = TorchTrainer(setup(model, chosen, weight_decay=0.1))
@@ -399,6 +403,7 @@ def half(groups):
 """
 
 
+@pytest.mark.long
 def test_the_optimizer_of_a_plugin_trains_and_continues(model: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(PLUGIN)
     chosen = OptimizerConfig(name=f"{tmp_path}/own.py:sgd", options={"momentum": 0.5})

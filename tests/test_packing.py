@@ -61,6 +61,7 @@ def agree(one: TorchTrainer, other: TorchTrainer, tolerance: float = 1e-9) -> No
         torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=tolerance, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [1, 30, 8192], ids=["a row each", "some rows", "all rows"])
 def test_packed_rows_train_the_weights_of_padded_rows(model: str, budget: int) -> None:
     """A row that is longer than the budget is trained in a micro-batch of its own."""
@@ -103,6 +104,7 @@ def test_packed_rows_of_other_models_have_the_logprobs_of_padded_rows(
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [
@@ -118,6 +120,7 @@ def test_a_model_that_cannot_keep_rows_apart_is_refused(model: str, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_packed_rows_are_trained_with_adapters_a_reference_and_recomputed_layers(model: str) -> None:
     lora = LoraConfig(rank=4, publish="merged")
     given = setup(model, loss={"kl_coefficient": 0.1}, activations="recompute")

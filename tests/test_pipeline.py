@@ -126,6 +126,7 @@ def test_no_more_rollouts_are_played_at_the_same_time_than_there_are_places(plac
     assert len(story.trained) == len(set(story.trained)) == 48
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["deadline", "in_order"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(5))
@@ -141,6 +142,7 @@ def test_every_step_trains_its_prompts_once_and_in_time(policy, max_staleness, s
     assert done.engine.running == 0
 
 
+@pytest.mark.long
 def test_the_sampler_is_asked_after_the_slots_are_reserved():
     done = Run(policy="in_order", max_staleness=1, steps=4)()
     seen = [(r.generation_version, r.target_version, r.expected_prompts) for r in done.requests]
@@ -179,6 +181,7 @@ def test_a_straggler_does_not_hold_the_steps_that_need_not_wait():
     assert step_of_straggler == 4, "trained at its deadline, neither dropped nor earlier"
 
 
+@pytest.mark.long
 def test_with_in_order_the_same_seed_gives_the_same_weights_whatever_finishes_first():
     def weights(schedule_seed):
         engine = FakeEngine(latency=lambda rng: rng.lognormvariate(0, 1))
@@ -224,6 +227,7 @@ def test_what_is_sampled_depends_on_the_seed_of_the_run_and_on_nothing_else():
 # ---------------------------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.long
 def test_an_unscored_rollout_is_played_again_and_its_siblings_are_kept():
     failures = Counter()
 
@@ -310,6 +314,7 @@ def test_an_engine_that_gives_requests_up_gets_them_again():
 WHO = ["engine", "environment", "trainer", "sampler", "update", "publish", "validate"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", WHO)
 def test_an_error_anywhere_ends_the_run_with_its_cause(who):
     class BoomError(Exception):
@@ -419,6 +424,7 @@ def unscored_if_truncated(judge, **changes):
     return run_()
 
 
+@pytest.mark.long
 def test_a_truncated_rollout_may_stay_unscored_and_is_neither_judged_nor_trained_nor_played_again():
     def judge(episode):
         assert not episode.truncated
@@ -508,6 +514,7 @@ def test_metrics_of_the_trainer_are_those_of_the_step():
 # ---------------------------------------------------------------------------------- validating, saving
 
 
+@pytest.mark.long
 def test_validation_runs_on_one_version_and_changes_no_training():
     seen = []
 
@@ -556,6 +563,7 @@ def resumed(saved, **changes):
     return again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("policy", ["deadline", "in_order"])
 def test_a_run_that_is_cut_and_resumed_trains_every_prompt_of_the_stream_once(policy, seed):
@@ -685,6 +693,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause():
     assert done.engine.running == 0
 
 
+@pytest.mark.long
 def test_the_end_of_a_run_whose_last_checkpoint_cannot_be_written_is_an_error():
     done = Run(save=slow_disk(3.0, fails_at=12))
     with pytest.raises(CheckpointError, match="the disk is full"):

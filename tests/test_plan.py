@@ -6,6 +6,7 @@ import itertools
 import random
 
 import attrs
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_trainer import batch, row
@@ -71,6 +72,7 @@ def test_few_rollouts_are_divided_nearly_as_well_as_possible() -> None:
         assert largest(costs, balanced(costs, parts)) <= LIMIT * best(costs, parts), costs
 
 
+@pytest.mark.long
 def test_ten_thousand_batches_are_divided_nearly_evenly() -> None:
     """The best division is at least as large as the mean, and as the longest rollout."""
     chance = random.Random(1)

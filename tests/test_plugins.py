@@ -444,6 +444,7 @@ def test_options_that_the_core_fills_in_are_not_missing(install):
         host.check_options("sampler", "strict", {})
 
 
+@pytest.mark.long
 def test_all_choices_of_the_core_are_checked_without_making_or_importing_a_model():
     code = """
         import sys
@@ -495,6 +496,7 @@ def test_importing_and_listing_load_nothing_heavy(code):
     assert loaded_by(code) == set()
 
 
+@pytest.mark.long
 def test_importing_every_name_loads_numpy_alone():
     """Tokens are numpy arrays, and a star import loads every name."""
     assert loaded_by("from grpo_core import *") == {"numpy"}

@@ -820,6 +820,7 @@ class Story:
         self.pool.join()
 
 
+@pytest.mark.long
 @given(
     workers=st.integers(1, 3),
     acts=st.lists(st.tuples(st.sampled_from([0.0, 0.4, 1.3, 5.0]), ACTS), max_size=25),
@@ -867,6 +868,7 @@ class Mortal(FakeEngine):
         await super().update_weights(given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_the_pipeline_cannot_tell_a_pool_from_an_engine(max_staleness):
     """And nothing is lost or doubled when its members die again and again."""

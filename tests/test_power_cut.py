@@ -73,6 +73,7 @@ def check(root, saved):
     return step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_process_that_is_killed_at_any_operation_loses_nothing_that_was_saved(tmp_path, keep):
     for at in range(1, operations(tmp_path, keep) + 1):
@@ -82,6 +83,7 @@ def test_a_process_that_is_killed_at_any_operation_loses_nothing_that_was_saved(
         check(root, saved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_power_cut_at_any_operation_loses_nothing_that_was_saved(tmp_path, keep):
     for at in range(1, operations(tmp_path, keep) + 1):
@@ -92,6 +94,7 @@ def test_a_power_cut_at_any_operation_loses_nothing_that_was_saved(tmp_path, kee
             check(root, saved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 def test_leftovers_of_a_crash_do_not_hinder_later_lives(tmp_path, seed):
     chance, done, disk, keep = random.Random(seed), 0, None, 1 + seed % 2
@@ -106,6 +109,7 @@ def test_leftovers_of_a_crash_do_not_hinder_later_lives(tmp_path, seed):
     assert len(names) == keep
 
 
+@pytest.mark.long
 def test_a_removed_checkpoint_does_not_return_after_a_power_cut(tmp_path):
     """Another life may have gone on from an older checkpoint since."""
     for seed in range(20):
@@ -115,6 +119,7 @@ def test_a_removed_checkpoint_does_not_return_after_a_power_cut(tmp_path):
         assert names == ["step-000003", "step-000004"]
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_at_any_byte_costs_only_the_current_save(tmp_path):
     live(tmp_path, [1], 2)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
@@ -128,6 +133,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_only_the_current_save(tmp_path):
     assert live(tmp_path, [2], 2, room=size)[1] == [2]
 
 
+@pytest.mark.long
 def test_without_syncs_the_model_loses_checkpoints(tmp_path):
     """Or the stories above would prove nothing."""
 

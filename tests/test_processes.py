@@ -127,6 +127,7 @@ async def closing(target, use):
         await target.aclose()
 
 
+@pytest.mark.long
 def test_a_call_is_answered_on_the_childs_main_thread():
     async def use(c):
         assert (await c.started(seconds=20))["pid"] == c.pid != os.getpid()
@@ -136,6 +137,7 @@ def test_a_call_is_answered_on_the_childs_main_thread():
     story(closing(child(), use))
 
 
+@pytest.mark.long
 def test_a_child_has_a_group_of_its_own_in_its_parents_session():
     """So ctrl-C in a terminal does not reach it, and Linux shares the cores among all of a run."""
 
@@ -159,6 +161,7 @@ def test_an_exception_is_raised_here_with_the_childs_traceback_as_its_cause():
     story(closing(child(), use))
 
 
+@pytest.mark.long
 def test_a_target_that_cannot_be_made_says_why():
     async def use(c):
         with pytest.raises(ConfigError, match="expected something nicer"):
@@ -167,6 +170,7 @@ def test_a_target_that_cannot_be_made_says_why():
     story(closing(child(greeting="refuse"), use))
 
 
+@pytest.mark.long
 def test_a_call_past_its_deadline_kills_the_child_and_fails_all_waiting_calls():
     async def use(c):
         await c.started(seconds=20)
@@ -185,6 +189,7 @@ def test_a_call_past_its_deadline_kills_the_child_and_fails_all_waiting_calls():
     story(closing(child(), use))
 
 
+@pytest.mark.long
 def test_a_child_that_dies_is_named_with_its_last_words(tmp_path):
     async def use(c):
         with pytest.raises(ChildDied, match=r"died \(killed by SIGKILL\); the end of .*log:\n    last words"):
@@ -266,6 +271,7 @@ def test_a_caller_that_goes_away_leaves_the_others_alone():
     story(closing(child(), use))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_no_child_outlives_its_parent(sent):
     script = (
@@ -291,6 +297,7 @@ def test_no_child_outlives_its_parent(sent):
             time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["closed", "leaves by itself", "killed", "at its deadline", "noticed late"])
 def test_what_a_child_has_started_never_outlives_it(end):
     async def use(c):

@@ -30,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.mark.long
 def test_the_trainer_traces_the_steps_after_the_first_two_and_computes_the_same(
     model: str, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shares", ["drawn", "trained"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_samplers_with_exact_shares_keep_the_contract(name, shares):

@@ -142,6 +142,7 @@ TURNS = st.lists(
 )
 
 
+@pytest.mark.long
 @given(turns=TURNS)
 def test_a_row_equals_the_templates_rendering_of_the_whole_conversation(merging, turns):
     """If the model writes its tokens as the tokenizer would."""
@@ -159,6 +160,7 @@ def test_a_row_equals_the_templates_rendering_of_the_whole_conversation(merging,
     assert row == renderer.prompt_ids(messages)
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(0, 399), min_size=1, max_size=8), st.booleans())
 def test_tokens_that_the_tokenizer_would_write_otherwise_stay_as_they_were_sampled(merging, sampled, ended):
     renderer = chat(merging, CHATML)

@@ -123,6 +123,7 @@ def test_a_finished_run_leaves_a_report_of_its_learning(tmp_path):
     assert re.search(r"groups filtered\s*50%", page.text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [Greedy(), PassAtK(k=[1, 2], n=2)], ids=lambda one: type(one).__name__)
 def test_the_tasks_of_the_report_are_those_of_the_run(tmp_path, strategy):
     """Across the seam: real pipeline, strategy, trackers and report, with an environment that names parts."""
@@ -227,6 +228,7 @@ def test_the_readings_of_a_chart_are_json_that_ends_no_script(tmp_path):
     assert "</script>" in names
 
 
+@pytest.mark.long
 def test_intervals_and_reward_parts_are_drawn(tmp_path):
     html = (a_run(tmp_path / "run", Greedy()).path / report.REPORT).read_text()
     assert html.count('class="band"') == 1, "around the validation"

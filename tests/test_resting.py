@@ -50,6 +50,7 @@ def configured(model: str, kind: str, **given: Any) -> Any:
     return attrs.evolve(chosen, optimizer=OptimizerConfig(name=kind))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "adapters"])
 def test_a_trainer_that_rests_between_steps_gives_nearly_all_back_and_trains_the_same(
     model: str, tmp_path: Path, kind: str

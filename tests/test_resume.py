@@ -82,6 +82,7 @@ def holder(path):
         process.communicate()
 
 
+@pytest.mark.long
 def test_a_second_process_is_refused_in_one_line_that_names_the_first_and_touches_nothing(tmp_path):
     run = tmp_path / "run"
     with holder(run) as first:
@@ -100,6 +101,7 @@ def test_a_second_process_is_refused_in_one_line_that_names_the_first_and_touche
         assert {path.name for path in run.iterdir()} == {".lock", "config.toml", "logs"}
 
 
+@pytest.mark.long
 def test_the_lock_dies_with_its_owner(tmp_path):
     with holder(tmp_path / "run") as first:
         with pytest.raises(ConfigError, match=f"process {first.pid} on"):
@@ -138,6 +140,7 @@ def test_a_running_run_can_be_looked_at_and_is_not_started_twice(here):
 # ---------------------------------------------------------------------------------- a start that fails
 
 
+@pytest.mark.long
 def test_a_failed_start_does_not_block_the_same_command(here):
     (here / "late.py").write_text(ENVIRONMENTS + "\nWords.prompts = None\n")
     command = ["train", "--env", "./late.py:Words", "--output", "run"]
@@ -162,6 +165,7 @@ def test_a_run_that_has_trained_is_never_removed(tmp_path, trained):
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.long
 def test_a_file_is_no_directory(here):
     text = refused(here, "train", "--env", "math:sort", "--output", "envs.py")
     assert text == "grpo-core: --output envs.py: is a file; give the directory of the run, which is made"
@@ -193,6 +197,7 @@ def test_a_resume_that_meets_a_full_disk_keeps_all_metrics(tmp_path):
     assert read_metrics(run) == LINES[:31]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["metrics", "config"])
 def test_a_death_or_a_power_cut_in_a_resume_leaves_the_old_file_or_the_new_one(tmp_path, change):
     for at in range(1, 20):
@@ -300,6 +305,7 @@ def changed(path, *settings):
     return found.notes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -339,6 +345,7 @@ def test_the_checkpoint_counts_and_not_an_edited_configuration(tmp_path):
         resumed(tmp_path / "run")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "setting",
     [
@@ -384,6 +391,7 @@ def test_options_of_a_part_that_is_replaced_are_dropped(tmp_path):
     assert resumed(tmp_path / "run", "sampler.name=mix").config.sampler.options == {"weights": {"sort": 2.0}}
 
 
+@pytest.mark.long
 def test_env_is_no_word_of_a_resume(tmp_path):
     a_run(tmp_path / "run")
     text = refused(tmp_path, "train", "--resume", "run", "--env", "math:copy")
@@ -479,6 +487,7 @@ class Fails(NotJson):
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [

@@ -107,6 +107,7 @@ def test_a_damaged_file_of_values_is_one_clear_error(tmp_path, content):
         Retention(tmp_path, best=BEST)
 
 
+@pytest.mark.long
 @given(
     values=st.lists(st.floats(0, 1), min_size=1, max_size=12),
     keep=st.integers(1, 3),

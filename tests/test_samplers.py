@@ -41,11 +41,13 @@ BUILT_IN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", BUILT_IN.values(), ids=BUILT_IN)
 def test_built_in_samplers_keep_the_contract(make):
     check_sampler(make, examples=40)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["HardLater", "Fading"])
 def test_the_samplers_of_the_example_keep_the_contract(name):
     file = Path(__file__).parent.parent / "examples" / "custom_sampler.py"
@@ -91,6 +93,7 @@ class KeepsEverything(Mix):
         return {**super().state_dict(), "history": "prompt" * 20_000}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("faulty", "message"),
     [

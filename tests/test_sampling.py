@@ -43,6 +43,7 @@ def test_neighbouring_seeds_are_unrelated() -> None:
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.06
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocabulary", [1, 2, SMALL, LARGE])
 def test_evenly_spread_uniforms_give_each_token_its_share(vocabulary: int) -> None:
     n = 4096
@@ -89,6 +90,7 @@ def test_rows_that_hold_no_distribution_say_so(vocabulary: int) -> None:
     assert 0 <= int(tokens[1]) < vocabulary
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 1000),

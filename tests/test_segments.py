@@ -319,6 +319,7 @@ def refusals():
             raise
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in (OURS | GIVEN).items()])

@@ -453,6 +453,7 @@ def test_errors_of_tools_are_reported_to_the_model():
     host.end()
 
 
+@pytest.mark.long
 def test_a_schema_needs_no_torch():
     program = """
         import sys

@@ -22,11 +22,13 @@ def holds(seed, policy="deadline", max_staleness=1, agents=AGENTS, **changes):
     return outcome
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "policy"), [(100, "deadline"), (101, "in_order"), (102, "deadline")])
 def test_agents_that_retry_fork_edit_vanish_and_hang_lose_nothing_whatever_dies(seed, policy):
     holds(seed, policy, max_staleness=seed % 3, faults=Faults())
 
 
+@pytest.mark.long
 def test_without_faults_an_agents_run_finishes_in_one_life_and_agents_do_all_that_they_can(monkeypatch):
     done = set()
     act = SimulatedAgent._act
@@ -40,6 +42,7 @@ def test_without_faults_an_agents_run_finishes_in_one_life_and_agents_do_all_tha
     assert done == set(ACTS)
 
 
+@pytest.mark.long
 def test_agents_that_die_or_hang_are_played_again():
     outcome = holds(3, faults=evolve(NONE, agent_death=0.05, agent_hang=0.05))
     assert outcome.lives == ("finished",)
@@ -47,6 +50,7 @@ def test_agents_that_die_or_hang_are_played_again():
     assert any("rollouts_late" in line or "within its deadline" in line for line in outcome.story)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_an_engine_that_breaks_its_contract_ends_the_run_and_no_session_is_left(seed):
     """The garbage reaches an agent as an answer; the agent cannot know whose fault it is."""
@@ -55,11 +59,13 @@ def test_an_engine_that_breaks_its_contract_ends_the_run_and_no_session_is_left(
     assert outcome.lives[-1] == "finished"
 
 
+@pytest.mark.long
 def test_an_engine_that_fails_and_recovers_loses_no_rollout_of_an_agent_that_tries_again():
     outcome = holds(8, faults=evolve(NONE, engine_error=0.1), members=0)
     assert outcome.lives == ("finished",)
 
 
+@pytest.mark.long
 def test_a_killed_run_of_agents_goes_on_and_trains_each_completion_once():
     outcome = holds(5, faults=evolve(NONE, kill=1.0), lives=3)
     assert outcome.lives[0] == "killed"

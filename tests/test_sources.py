@@ -150,6 +150,7 @@ def test_workers_read_a_file(file):
 # ---------------------------------------------------------------------------------- other kinds
 
 
+@pytest.mark.long
 def test_without_the_packages_the_message_names_them(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"")
     for package, path in [("pyarrow", str(tmp_path / "rows.parquet")), ("datasets", "someone/data")]:
@@ -201,6 +202,7 @@ def test_a_file_of_arrow_is_read(tmp_path, kind):
     assert [prompt.answer for prompt in source(path)] == [row["answer"] for row in ROWS]
 
 
+@pytest.mark.long
 def test_the_rows_of_a_table_are_on_disk_and_not_in_memory(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -311,6 +313,7 @@ def replied(prompts, texts):
     ]
 
 
+@pytest.mark.long
 def test_gsm8k_judges_the_prompts_of_a_source_over_its_own_rows(file):
     rows = [
         {"question": f"Ada has {i} pens and buys {i}.", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i:,}"}
@@ -368,11 +371,13 @@ async def prompts_alone(prompts, environment):
     return prompts
 
 
+@pytest.mark.long
 def test_a_source_stays_as_it_is_where_the_environment_has_no_hook(file, hooks):
     prompts = with_environment(hooks + "Same", file(ROWS), prompts_alone)
     assert isinstance(prompts, Source)
 
 
+@pytest.mark.long
 def test_all_rows_of_a_long_source_become_prompts_in_order_with_the_ids_of_the_source(file, hooks):
     rows = [{"prompt": "?", "answer": str(i), "level": i} for i in range(2 * ROWS_OF_A_CALL + 1)]
     prompts = with_environment(hooks + "Renames", file(rows), prompts_alone)
@@ -382,6 +387,7 @@ def test_all_rows_of_a_long_source_become_prompts_in_order_with_the_ids_of_the_s
     assert {prompt.environment for prompt in prompts} == {"sums"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "message"),
     [

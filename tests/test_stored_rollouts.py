@@ -146,6 +146,7 @@ def test_a_token_takes_at_most_14_bytes(length):
     assert len(stored.tokens(with_advantages(given, group_advantages))) <= BYTES * count
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(st.lists(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=3), max_size=3))
 def test_any_rollouts_are_read_back_as_they_were(tmp_path_factory, shapes):

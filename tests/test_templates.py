@@ -102,6 +102,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_that_computes_for_ever_is_refused_in_time(name, monkeypatch):
     monkeypatch.setattr(templates, "SECONDS", 0.2)
@@ -111,6 +112,7 @@ def test_a_template_that_computes_for_ever_is_refused_in_time(name, monkeypatch)
     assert time.thread_time() - began < 5, "most of it makes the tokenizer"
 
 
+@pytest.mark.long
 def test_the_clock_begins_anew_with_each_rendering(monkeypatch):
     monkeypatch.setattr(templates, "SECONDS", 0.2)
     renderer = make_renderer("{% for a in range(30000) %}{% endfor %}{{ messages[0].content }}")

@@ -73,6 +73,7 @@ def test_the_weights_are_a_function_of_the_seed(directory: Path, tmp_path: Path)
     assert (other / weights).read_bytes() != (directory / weights).read_bytes()
 
 
+@pytest.mark.long
 def test_the_warm_start_teaches_replies_and_their_end(tmp_path: Path) -> None:
     micro = collate([tiny._row(*pair) for pair in SORTED], torch.device("cpu"))
 

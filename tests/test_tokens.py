@@ -39,6 +39,7 @@ def test_lists_come_back_as_they_were_given(row):
     assert read(tokens_of(row)) == row
 
 
+@pytest.mark.long
 @given(rows)
 def test_a_pickle_keeps_every_bit_and_is_13_bytes_a_token(row):
     tokens = tokens_of(row)
@@ -47,6 +48,7 @@ def test_a_pickle_keeps_every_bit_and_is_13_bytes_a_token(row):
     assert len(packed) <= 13 * len(row) + 100
 
 
+@pytest.mark.long
 @given(st.lists(rows, max_size=4))
 def test_parts_follow_each_other(parts):
     joined = Tokens.concatenate([tokens_of(part) for part in parts])

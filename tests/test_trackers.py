@@ -345,6 +345,7 @@ record(Path(sys.argv[1], "run"), events, config)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "rollouts/step-000001.jsonl.partial"])
 def test_a_file_that_cannot_grow_is_named_with_what_to_do(tmp_path, name):
     """A limit of the file's size stands for a full disk: the write fails in the same place."""

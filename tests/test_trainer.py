@@ -121,6 +121,7 @@ def scores(model: str, rows: Sequence[Row], temperature: float = 1.0) -> list[Ro
 # ---------------------------------------------------------------------------------- one step
 
 
+@pytest.mark.long
 def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> None:
     rows = [row("ab=", "good", 1.0), row("ab=", "evil", -1.0)]
     trainer = TorchTrainer(setup(model, lr=1e-2, updates_per_step=1))
@@ -134,6 +135,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_rarer(model: str) -> Non
     assert change[4:].mean() < -0.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_trainer_scores_exactly_the_sampled_tokens_as_the_engine_did(
     model: str, temperature: float
@@ -146,6 +148,7 @@ def test_the_trainer_scores_exactly_the_sampled_tokens_as_the_engine_did(
     assert result.metrics["tokens/trained"] == sum(map(microbatch.length, rows))
 
 
+@pytest.mark.long
 def test_tokens_of_the_environment_are_read_but_not_trained(model: str) -> None:
     given = with_tokens(row("12", "a<5>bc"), sampled=(True, False, False, False, True, True))
     told = with_tokens(given, logprobs=(-4.0, -9.0, 9.0, 1.0, -4.0, -4.0))
@@ -157,6 +160,7 @@ def test_tokens_of_the_environment_are_read_but_not_trained(model: str) -> None:
     assert not same(trainers[0], trainers[2])
 
 
+@pytest.mark.long
 def test_tokens_after_the_last_sampled_one_cost_nothing(model: str) -> None:
     short = row("12", "abc")
     longer = attrs.evolve(short, tokens=Tokens.concatenate([short.tokens, Tokens.context(tiny.encode("??"))]))
@@ -166,6 +170,7 @@ def test_tokens_after_the_last_sampled_one_cost_nothing(model: str) -> None:
     assert microbatch.length(longer) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tokens_per_microbatch", [1, 24, 50, 10**6])
 @pytest.mark.parametrize("order", [0, 1])
 def test_the_gradient_does_not_depend_on_padding_splitting_or_order(
@@ -259,6 +264,7 @@ def test_the_reference_stays_at_the_start_weights(model: str) -> None:
     assert 1e-6 < divergences[1] < divergences[2]
 
 
+@pytest.mark.long
 def test_a_strong_pull_to_the_reference_holds_the_policy_there(model: str) -> None:
     free, held = (
         TorchTrainer(setup(model, lr=1e-2, steps=6, loss={"kl_coefficient": c})) for c in (1e-9, 30.0)
@@ -299,6 +305,7 @@ def as_the_pipeline_does(config: Config, groups: Sequence[Group], step: int) -> 
     return make_batch(scored, step=step, temperature=1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("coefficient", [0.0, 1.0])
 def test_groups_with_equal_rewards_are_pulled_to_the_reference(
     model: str, tmp_path: Path, coefficient: float
@@ -523,6 +530,7 @@ def test_a_loss_that_is_not_finite_stops_the_step_and_names_its_rows(model: str,
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "bad"), [("advantage", math.nan), ("advantage", math.inf), ("logprobs", math.nan)]
 )
@@ -543,6 +551,7 @@ def test_a_row_whose_loss_is_not_finite_is_left_out_and_counted(model: str, wher
     assert all(torch.allclose(mine[name], theirs[name], atol=1e-7) for name in mine)
 
 
+@pytest.mark.long
 def test_a_row_with_a_finite_loss_whose_gradient_is_infinite_is_left_out_and_not_its_update(
     model: str, losses: Path
 ) -> None:
@@ -565,6 +574,7 @@ def not_finite_backward(trainer: TorchTrainer, steps: set[int]) -> None:
     hidden.register_hook(lambda gradient: gradient * math.nan if trainer.version in steps else gradient)
 
 
+@pytest.mark.long
 def test_an_update_whose_gradient_is_not_finite_is_left_out_and_counted(model: str) -> None:
     trainer = TorchTrainer(setup(model))
     not_finite_backward(trainer, {0, 2})
@@ -577,6 +587,7 @@ def test_an_update_whose_gradient_is_not_finite_is_left_out_and_counted(model: s
     assert trainer.step(batch(ragged(), 2)).metrics["non_finite_updates"] == 1
 
 
+@pytest.mark.long
 def test_three_gradients_in_a_row_that_are_not_finite_stop_the_run(model: str) -> None:
     trainer = TorchTrainer(setup(model))
     not_finite_backward(trainer, {0, 1, 3, 4, 5})
@@ -615,6 +626,7 @@ def spoil(model: Path, how: str) -> str:
     return message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["missing", "many missing", "another shape"])
 def test_a_model_that_lacks_tensors_is_refused_at_the_start_and_on_resume(
     model: str, tmp_path: Path, how: str
@@ -632,6 +644,7 @@ def test_a_model_that_lacks_tensors_is_refused_at_the_start_and_on_resume(
         TorchTrainer(setup(model, resume_from=tmp_path / "saved"))
 
 
+@pytest.mark.long
 def test_a_reference_that_lacks_tensors_is_refused(model: str, tmp_path: Path) -> None:
     """A resumed run loads the start model only for its reference."""
     trainer = TorchTrainer(setup(model))
@@ -684,6 +697,7 @@ def small(kind: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "fused"), [("qwen3", True), ("gemma2", False), ("gpt2", True), ("phi", True)]
 )
@@ -712,6 +726,7 @@ def save(trainer: TorchTrainer, directory: Path) -> None:
     trainer.written().result()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("updates", [1, 2])
 def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, updates: int) -> None:
     def given(**options: object) -> TrainerSetup:
@@ -733,6 +748,7 @@ def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, up
     assert same(straight, resumed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", [False, True])
 def test_a_save_holds_the_moment_of_the_cut_while_training_goes_on(
     model: str, tmp_path: Path, again: bool
@@ -818,6 +834,7 @@ def test_an_optimizer_state_that_does_not_fit_is_refused(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("harm", ["lost", "cut", "of another model"])
 def test_a_damaged_optimizer_state_is_refused(model: str, tmp_path: Path, harm: str) -> None:
     trainer = TorchTrainer(setup(model))
@@ -1007,6 +1024,7 @@ def test_a_trainer_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+@pytest.mark.long
 def test_the_child_makes_the_trainer_of_its_setup(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", (asked := []).append)
     monkeypatch.setattr(sys, "setswitchinterval", (switches := []).append)

@@ -153,6 +153,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.long
 def test_a_run_trains_the_weights_that_plain_torch_trains(model: Path) -> None:
     options = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "importance_cap": CAP, "kl_coefficient": KL}
     setup = TrainerSetup(

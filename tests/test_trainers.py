@@ -169,6 +169,7 @@ def test_a_run_trains_on_equal_rewards_if_its_loss_needs_all_rows(here: Path, co
     assert all((tokens > 0) is (coefficient > 0) for tokens in trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -67,6 +67,7 @@ def test_a_version_that_was_written_over_is_refused_and_the_next_is_sent(writer)
     assert read_weights(new)["a"][0, 0] == 2.0
 
 
+@pytest.mark.long
 def test_no_version_is_written_over_while_it_is_sent(writer):
     size = 64 << 20  # more than the buffers of a socket
     ones = writer.write(1, [("a", torch.ones(size, dtype=torch.uint8))])

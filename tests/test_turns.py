@@ -90,6 +90,7 @@ def begins(prompt_ids, rollout):
     return text(prompt_ids).startswith(text(rollout.segments[0].prompt_ids))
 
 
+@pytest.mark.long
 @settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6),

@@ -133,6 +133,7 @@ def test_pipelined_lets_each_rollout_go_its_way_and_still_merges_calls(max_batch
     assert max(environment.calls) <= max_batch
 
 
+@pytest.mark.long
 def test_every_prompt_is_measured_once_whatever_the_mode_and_the_batch():
     for strategy in (Greedy(), Batched(), Pipelined(), Batched(n=3), Pipelined(n=3)):
         for max_batch in (1, 7, 64):

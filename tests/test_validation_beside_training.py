@@ -192,6 +192,7 @@ def test_a_failing_validation_lets_a_paused_run_end():
 # ---------------------------------------------------------------------------------- on one of its own
 
 
+@pytest.mark.long
 def test_training_does_not_wait_for_an_engine_of_its_own():
     """Each validation takes several steps; training is the same, at the same times."""
     own = FakeEngine(latency=slowly, update_seconds=0.0)
@@ -294,6 +295,7 @@ def simulated(strategy, seed, tmp_path, *, faults=NONE, max_staleness=1, policy=
     return simulation, outcome
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_training_has_the_same_trace_with_and_without_validation(max_staleness, tmp_path):
     for seed in range(2):
@@ -305,6 +307,7 @@ def test_training_has_the_same_trace_with_and_without_validation(max_staleness, 
             assert with_.trained.hexdigest() == without.trained.hexdigest()
 
 
+@pytest.mark.long
 def test_the_laws_hold_with_validation_whatever_fails(tmp_path):
     for seed in range(6):
         policy = ("deadline", "in_order")[seed % 2]

@@ -104,6 +104,7 @@ def test_options_of_another_strategy_and_other_tasks_are_left_out(tmp_path):
     assert "tasks" not in replaced(tasks=True)
 
 
+@pytest.mark.long
 def test_the_example_keeps_the_contract():
     make = PluginHost.discover(None, ()).factory("validation_strategy", f"{EXAMPLE}:Reliable")
     check_validation_strategy(lambda: make(k=2, n=3))

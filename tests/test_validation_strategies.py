@@ -71,6 +71,7 @@ def test_a_majority_and_its_ties_whatever_the_order(votes, worth):
 values = st.lists(st.floats(-1, 1), min_size=1, max_size=30)
 
 
+@pytest.mark.long
 @given(values, st.integers(0, 9))
 def test_an_interval_is_within_the_values_and_independent_of_their_order(given_values, seed):
     found = interval(given_values, seed=seed)
@@ -78,6 +79,7 @@ def test_an_interval_is_within_the_values_and_independent_of_their_order(given_v
     assert interval(sorted(given_values), seed=seed) == found
 
 
+@pytest.mark.long
 def test_intervals_hold_the_truth_as_often_as_they_say():
     rng = random.Random(0)
     held = {0.8: 0, 0.95: 0}
@@ -239,6 +241,7 @@ def test_options_out_of_their_range_are_named(make, message):
 # ---------------------------------------------------------------------------------- the contract
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make",
     [Greedy, Batched, Pipelined, partial(PassAtK, k=3), partial(Majority, n=3, mode="pipelined"), Paired],
@@ -326,11 +329,13 @@ class Optimist(Mine):
         return {"accuracy": 1.0}
 
 
+@pytest.mark.long
 def test_a_strategy_of_ones_own_keeps_the_contract():
     check_validation_strategy(Mine)
     check_validation_strategy(OneAfterTheOther, rounds=24)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "fault"),
     [

@@ -49,6 +49,7 @@ def judged(*episodes, **options):
 # ---------------------------------------------------------------------------------- right and wrong
 
 
+@pytest.mark.long
 @in_a_sandbox
 def test_programs_that_print_and_programs_that_return_are_judged_by_their_tests():
     prints, returns = "print(2 * int(input()))", "def double(n):\n    return 2 * n"
@@ -62,6 +63,7 @@ def test_programs_that_print_and_programs_that_return_are_judged_by_their_tests(
     assert [feedback.reward for feedback in judged(episode(half[0], PRINTS))] == [0.0]
 
 
+@pytest.mark.long
 @in_a_sandbox
 @pytest.mark.parametrize(
     ("value", "expected"),
@@ -87,6 +89,7 @@ def test_tests_may_be_a_json_text_as_in_many_data_sets():
     assert feedback.reward == 1.0
 
 
+@pytest.mark.long
 @in_a_sandbox
 def test_a_program_that_is_cancelled_leaves_nothing():
     async def story():

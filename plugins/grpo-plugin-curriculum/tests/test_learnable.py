@@ -18,6 +18,7 @@ def group(task, *rewards):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"memory": 0.0}, {"floor": 1.0}, {"weights": {"a": 0}}])
 def test_it_keeps_the_contract(options):
     check_sampler(lambda: Learnable(**options))

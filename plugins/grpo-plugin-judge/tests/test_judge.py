@@ -170,6 +170,7 @@ def test_a_wrong_request_is_not_repeated():
 # ---------------------------------------------------------------------------------- several judges
 
 
+@pytest.mark.long
 def test_several_judges_are_combined_and_their_agreement_is_a_metric():
     judges = [{"model": "kind"}, {"model": "strict", "name": "strict"}, {"model": "kind"}]
     (feedback,), _ = judged("please", judges=judges)

@@ -31,6 +31,7 @@ def test_an_answer_is_in_the_last_box_or_behind_the_last_mark(reply, answer):
     assert extract(reply) == answer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "reference"),
     [
@@ -59,6 +60,7 @@ def test_the_same_answer_in_other_clothes_counts(given, reference):
     assert equal(given, reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "reference"),
     [
@@ -88,6 +90,7 @@ def test_an_answer_has_to_be_worked_out(given):
     assert not equal(given, "18")
 
 
+@pytest.mark.long
 def test_every_pair_is_judged_as_it_was_settled_by_hand():
     """Expected, and which of the two comparisons agrees: where they differ, the file says who is right."""
     told = {(True, True): "both", (True, False): "strings", (False, True): "math-verify"}
@@ -135,6 +138,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(30, method="thread")  # math-verify takes the alarm for itself
 # The alarm can go off while Hypothesis's callback of the garbage collector runs, which drops the exception
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -25,6 +25,7 @@ util.find_spec = lambda name, *rest: None if name == "ray" else find(name, *rest
 """
 
 
+@pytest.mark.long
 def test_the_placement_is_chosen_by_name_and_loads_no_ray():
     program = (
         "import sys\n"
@@ -74,6 +75,7 @@ def test_variables_of_workers_may_come_from_this_process(monkeypatch):
         check(EngineConfig(env_vars={"A": "$NOT_HERE"}))
 
 
+@pytest.mark.long
 def test_the_plugin_without_ray_names_the_command_that_installs_it_and_starts_nothing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NO_RAY)
     done = subprocess.run(

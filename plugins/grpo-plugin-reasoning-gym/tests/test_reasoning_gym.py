@@ -223,6 +223,7 @@ CODE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60, method="thread")
 @pytest.mark.parametrize(
     "task",
@@ -282,6 +283,7 @@ def entries(task, n):
     return dataset.score_answer, [dataset[index] for index in range(n)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "answer", "earns"),
     [

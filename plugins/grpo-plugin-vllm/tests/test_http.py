@@ -319,6 +319,7 @@ def test_an_unanswered_update_ends_at_its_deadline():
     played(story)
 
 
+@pytest.mark.long
 def test_an_unanswered_completion_ends_at_its_deadline():
     async def story(engine, server):
         server.faults["/inference/v1/generate"] = ["hang"]
@@ -359,6 +360,7 @@ def test_a_server_that_is_starting_is_waited_for(monkeypatch):
     assert any("waiting for the server to start" in one.message for one in incidents)
 
 
+@pytest.mark.long
 def test_no_more_requests_are_at_the_server_than_the_user_allows():
     async def story(engine, server):
         assert len(await engine.generate([REQUEST] * 300)) == 300
@@ -506,6 +508,7 @@ def test_a_body_without_an_end_is_read_up_to_a_bound():
     played(story)
 
 
+@pytest.mark.long
 def test_a_compressed_body_is_not_unfolded():
     async def story(engine, server):
         bomb = gzip.compress(b" " * (200 << 20))
@@ -579,6 +582,7 @@ def test_a_server_that_was_started_again_is_given_the_weights_before_it_generate
     assert "the server has lost version 1 (it holds 'default')" in incidents[0].message
 
 
+@pytest.mark.long
 def test_hundreds_of_requests_are_with_the_server_at_once_and_leave_it_when_they_are_cancelled():
     async def story(engine, server):
         server.gate = asyncio.Event()
@@ -675,6 +679,7 @@ def test_several_servers_share_the_groups_and_each_gets_all_weights(tmp_path):
     played_on(story, directory=str(tmp_path))
 
 
+@pytest.mark.long
 def test_what_a_server_that_dies_has_not_answered_goes_to_another_and_it_is_waited_for(monkeypatch):
     monkeypatch.setattr(http, "START_PAUSE", 0.01)
 
@@ -701,7 +706,9 @@ def test_what_a_server_that_dies_has_not_answered_goes_to_another_and_it_is_wait
     incidents = []
     with reported_to(incidents.append):
         played_on(story)
-    assert {"retried", "replaced"} <= {incident.kind for incident in incidents}
+    told = {incident.kind for incident in incidents}
+    assert "retried" in told
+    assert told & {"replaced", "late"}, "an update that comes soon leaves the engine, which is late then"
 
 
 @pytest.mark.parametrize(
