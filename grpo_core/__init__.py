@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from grpo_core import events as events
     from grpo_core import rewards as rewards
     from grpo_core._version import __version__ as __version__
+    from grpo_core.addresses import checked_url as checked_url
+    from grpo_core.addresses import fetch_json as fetch_json
     from grpo_core.data.samplers import TaskSampler as TaskSampler
     from grpo_core.data.samplers import WeightedTaskSampler as WeightedTaskSampler
     from grpo_core.data.samplers import take_prompts as take_prompts
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from grpo_core.errors import ModelError as ModelError
     from grpo_core.errors import PluginError as PluginError
     from grpo_core.errors import TrainerError as TrainerError
+    from grpo_core.errors import Unavailable as Unavailable
     from grpo_core.errors import WeightSyncError as WeightSyncError
     from grpo_core.errors import did_you_mean as did_you_mean
     from grpo_core.hookspecs import hookimpl as hookimpl
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from grpo_core.protocols import OptimizerFunction as OptimizerFunction
     from grpo_core.protocols import ParameterGroup as ParameterGroup
     from grpo_core.protocols import Sampler as Sampler
+    from grpo_core.protocols import Tool as Tool
     from grpo_core.protocols import Tracker as Tracker
     from grpo_core.protocols import Trainer as Trainer
     from grpo_core.protocols import ValidationContext as ValidationContext
@@ -88,6 +92,7 @@ __getattr__, __dir__, __all__ = attach(
             "rewards",
         ],
         "grpo_core._version": ["__version__"],
+        "grpo_core.addresses": ["checked_url", "fetch_json"],
         "grpo_core.data.samplers": [
             "TaskSampler",
             "WeightedTaskSampler",
@@ -102,6 +107,7 @@ __getattr__, __dir__, __all__ = attach(
             "ModelError",
             "PluginError",
             "TrainerError",
+            "Unavailable",
             "WeightSyncError",
             "did_you_mean",
         ],
@@ -117,6 +123,7 @@ __getattr__, __dir__, __all__ = attach(
             "OptimizerFunction",
             "ParameterGroup",
             "Sampler",
+            "Tool",
             "Tracker",
             "Trainer",
             "ValidationContext",

@@ -12,6 +12,7 @@
     ├── TrackingError        a tracker that the run needs failed, such as the one that writes its files
     ├── SamplingError        too few of the generated groups have a learning signal
     ├── DeadlineExceeded     an operation took longer than its deadline
+    ├── Unavailable          a server that an environment needs does not answer; the rollout is unscored
     ├── ChildDied            a child process ended before it answered
     └── SlotError            the buffer was asked for a transition that its state does not allow
 
@@ -76,6 +77,10 @@ class SamplingError(GrpoError):
 
 
 class DeadlineExceeded(GrpoError):  # noqa: N818 - reads as what happened
+    pass
+
+
+class Unavailable(GrpoError):  # noqa: N818
     pass
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from attrs import frozen
+from attrs import field, frozen
 
 from grpo_core.records import (
     AgentClient,
@@ -46,6 +46,31 @@ T = TypeVar("T")
 # ---------------------------------------------------------------------------------- written by plugin authors
 
 
+@frozen(eq=False, kw_only=True)
+class Tool:
+    """A tool whose schema is given, such as one of another server; a function is a tool without it.
+
+    Attributes:
+        name: what the model calls it.
+        description: what it does.
+        parameters: JSON schema of its arguments, an object.
+        call: receives the arguments by name; may be async.  What it returns is the answer: text as it is,
+            other values as JSON.  It raises ``Unavailable`` if the rollout shall be unscored; the model gets
+            the text of any other error.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(factory=lambda: {"type": "object", "properties": {}})
+    call: Callable[[Mapping[str, Any]], Any]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
 class Environment:
     """Offers prompts and judges replies.  Subclassing is optional: any object with these members works."""
 
@@ -64,10 +89,10 @@ class Environment:
     also the number of agents that run at once, 256 by default."""
     deadline: float | None = None
     """Time limit of a call in seconds; None takes the default, 30.  ``environment.deadline`` comes first."""
-    tools: Sequence[Callable[..., Any]] = ()
-    """Functions that the model may call, sync or async, with type hints and a docstring in Google's format.
-    The core runs them and sends their results back as messages of the role "tool"; ``evaluate`` sees an
-    episode when its last message calls no tool."""
+    tools: Sequence[Callable[..., Any] | Tool] = ()
+    """Functions that the model may call, sync or async, with type hints and a docstring in Google's format,
+    and ``Tool`` records.  The core runs them and sends their results back as messages of the role "tool";
+    ``evaluate`` sees an episode when its last message calls no tool."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """Return the prompts of ``"train"`` or ``"validation"``: a sequence, which may compute its items.
@@ -109,7 +134,8 @@ class Environment:
     def open(self, prompt: Prompt) -> Any:
         """Called at the start of each rollout; its result is ``episode.session``.  May be ``async``.
 
-        The public methods of an object are tools of its rollout, in addition to ``tools``.
+        The public methods of an object, and the ``Tool`` records in its attribute ``tools``, are tools of its
+        rollout, in addition to those of the environment.
         """
         return None
 

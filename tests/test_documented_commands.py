@@ -48,6 +48,7 @@ NOT_TRAINED = {
     r"reasoning_gym:": "it starts slowly; the tests of grpo-plugin-reasoning-gym play its tasks",
     r"trl:trl": "needs TRL; the tests of grpo-plugin-trl train on a function of their own",
     r"judge:openai": "needs a model that judges; the tests of grpo-plugin-judge serve one",
+    r"nemo_gym:http": "needs a server; the tests of grpo-plugin-nemo-gym have one",
     r"code:python": "needs bubblewrap; the tests of grpo-plugin-code run programs",
     r"python = ": "needs another virtual environment; tests/test_interpreters.py makes one",
     r"problems\.csv": "needs the file; tests/test_sources.py reads such files",

@@ -15,10 +15,10 @@ import pytest
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.host import EnvironmentHost
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import PluginError
+from grpo_core.errors import PluginError, Unavailable
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.protocols import Environment, EnvironmentClient
+from grpo_core.protocols import Environment, EnvironmentClient, Tool
 from grpo_core.records import Episode, Feedback, Prompt, SessionStart, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
 
@@ -450,6 +450,55 @@ def test_errors_of_tools_are_reported_to_the_model():
     for name, told in (("leave", "error: SystemExit: 3"), ("fail", "error: ValueError: later")):
         (feedback,) = host.evaluate([saying("0", call=(name, {}))])
         assert feedback.messages[0]["content"] == told
+    host.end()
+
+
+def add(arguments):
+    return arguments["a"] + arguments.get("b", 0)
+
+
+async def search(arguments):
+    await asyncio.sleep(0)
+    raise Unavailable("the search engine does not answer")
+
+
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}
+ADD = Tool(name="add-up", description="Adds.", parameters=NUMBERS, call=add)
+SEARCH = Tool(name="search", call=search)
+
+
+def test_a_tool_may_bring_its_schema_and_a_session_such_tools():
+    class Game:
+        tools = (ADD,)
+
+    host = EnvironmentHost.around(environment(tools=[SEARCH], open=lambda self, prompt: Game(), max_turns=2))
+    (start,) = host.open([("0", Prompt(messages="x"))])
+    assert [tool["function"]["name"] for tool in start.tools] == ["search", "add-up"]
+    assert start.tools[1]["function"]["parameters"] == NUMBERS
+    for arguments, told in (
+        ({"a": 1, "b": 2}, "3"),
+        ({"b": 2}, "error: add-up: missing a required argument: 'a'"),
+        ({"a": "1"}, "error: add-up: argument 'a' is '1', expected an integer"),
+    ):
+        (feedback,) = host.evaluate([saying("0", call=("add-up", arguments))])
+        assert feedback.messages[0]["content"] == told
+    host.end()
+
+
+def test_a_session_whose_attribute_tools_is_something_else_has_no_tools_by_it():
+    class Shed:
+        tools = ("hammer", "saw")
+
+    host = EnvironmentHost.around(environment(open=lambda self, prompt: Shed()))
+    assert host.open([("0", Prompt(messages="x"))]) == [SessionStart()]
+    host.end()
+
+
+def test_a_tool_that_is_unavailable_leaves_its_episode_unscored_and_the_others_go_on():
+    host = EnvironmentHost.around(environment(tools=[ADD, SEARCH], max_turns=2))
+    lost, answered = host.evaluate([saying("0", call=("search", {})), saying("1", call=("add-up", {"a": 1}))])
+    assert (lost.done, lost.reward, lost.error) == (True, None, "the search engine does not answer")
+    assert [message["content"] for message in answered.messages] == ["1"]
     host.end()
 
 

@@ -21,12 +21,12 @@ import attrs
 from grpo_core import lent
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback, is_message
-from grpo_core.environments.tools import Toolbox, message, methods
-from grpo_core.errors import GrpoError, PluginError, describe
+from grpo_core.environments.tools import Toolbox, message, tools_of
+from grpo_core.errors import GrpoError, PluginError, Unavailable, describe
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Call, Connection
-from grpo_core.protocols import Environment
+from grpo_core.protocols import Environment, Tool
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.unicode import lone_surrogate, unreadable, well_formed
 
@@ -283,7 +283,7 @@ class EnvironmentHost:
         if isinstance(value, BaseException):
             return SessionStart(error=f"open raised {describe(value)}")
         try:
-            tools = self._toolbox([*getattr(self._environment, "tools", ()), *methods(value)])
+            tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
         except PluginError:
             if close := getattr(self._environment, "close", None):
                 _print_errors((yield from _each(close, [value])))
@@ -291,7 +291,7 @@ class EnvironmentHost:
         self._sessions[name] = Session(value, tools)
         return SessionStart(tools=tools.schemas)
 
-    def _toolbox(self, tools: Sequence[Callable[..., Any]]) -> Toolbox:
+    def _toolbox(self, tools: Sequence[Callable[..., Any] | Tool]) -> Toolbox:
         if tools and self._max_turns == 1:
             raise PluginError(
                 f"{self._who}: {type(self._environment).__name__} has tools, but max_turns is 1: a model "
@@ -380,16 +380,24 @@ class EnvironmentHost:
         return as_feedback(results, len(episodes), self._who)
 
     def _answers(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
-        """Return the tools' answers; the calls of one message run one after the other."""
+        """Return the tools' answers; the calls of one message run one after the other.
+
+        An episode whose tool is unavailable is unscored: what the model would read is not its fault.
+        """
         answers: list[list[Any]] = [[] for _ in episodes]
+        failed: dict[int, Feedback] = {}
         for place in range(max((len(calls_of(episode)) for episode in episodes), default=0)):
-            here = [i for i, episode in enumerate(episodes) if len(calls_of(episode)) > place]
+            here = [
+                i for i, episode in enumerate(episodes) if len(calls_of(episode)) > place and i not in failed
+            ]
             calls = [calls_of(episodes[i])[place] for i in here]
             boxes = [self._tools if (s := episodes[i].session) is None else s.tools for i in here]
             results = yield from _each(_run, list(zip(boxes, calls, strict=True)))
             for i, call, result in zip(here, calls, results, strict=True):
+                if isinstance(result, Unavailable):
+                    failed[i] = Feedback(error=describe(result))
                 answers[i].append(message(call, result))
-        return [Feedback(done=False, messages=answer) for answer in answers]
+        return [failed.get(i) or Feedback(done=False, messages=each) for i, each in enumerate(answers)]
 
     # ------------------------------------------------------------------------------ declarations
 

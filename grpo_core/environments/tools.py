@@ -7,11 +7,12 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_core import lent
 from grpo_core.errors import PluginError
+from grpo_core.protocols import Tool
 from grpo_core.records import Message
 from grpo_core.unicode import well_formed
 
@@ -31,18 +32,18 @@ class Toolbox:
     """A set of tools by name.
 
     Args:
-        tools: functions and bound methods.
+        tools: functions, bound methods and ``Tool`` records.
         who: name of the owner in errors.
 
-    Raises PluginError for a tool without a schema (type hints, and a docstring in Google's format that
+    Raises PluginError for a function without a schema (type hints, and a docstring in Google's format that
     describes each argument), or if two tools have one name.
     """
 
-    def __init__(self, tools: Iterable[Callable[..., Any]], who: str) -> None:
-        self._tools: dict[str, Callable[..., Any]] = {}
+    def __init__(self, tools: Iterable[Callable[..., Any] | Tool], who: str) -> None:
+        self._tools: dict[str, Callable[..., Any] | Tool] = {}
         self._schemas: dict[str, dict[str, Any]] = {}
         for tool in tools:
-            schema = _schema(getattr(tool, "__func__", tool), who)
+            schema = tool.schema if isinstance(tool, Tool) else _schema(getattr(tool, "__func__", tool), who)
             name = schema["function"]["name"]
             if name in self._tools:
                 raise PluginError(f"{who}: two tools are called {name!r}; a tool's name is its own")
@@ -64,15 +65,19 @@ class Toolbox:
         if not isinstance(arguments, Mapping):
             raise ToolError(f"the arguments of {name} are {_short(arguments)}, expected a JSON object")
         tool = self._tools[name]
-        try:
-            inspect.signature(tool).bind(**arguments)
-        except TypeError as error:
-            raise ToolError(f"{name}: {error}") from None
-        properties = self._schemas[name]["function"]["parameters"]["properties"]
+        parameters = self._schemas[name]["function"]["parameters"]
+        if isinstance(tool, Tool):
+            if missing := [each for each in parameters.get("required", ()) if each not in arguments]:
+                raise ToolError(f"{name}: missing a required argument: {missing[0]!r}")
+        else:
+            try:
+                inspect.signature(tool).bind(**arguments)
+            except TypeError as error:
+                raise ToolError(f"{name}: {error}") from None
         for key, value in arguments.items():
-            if problem := _mismatch(properties.get(key, {}), value):
+            if problem := _mismatch(parameters.get("properties", {}).get(key, {}), value):
                 raise ToolError(f"{name}: argument {key!r} is {_short(value)}, expected {problem}")
-        return tool(**arguments)
+        return tool.call(arguments) if isinstance(tool, Tool) else tool(**arguments)
 
 
 class ToolError(Exception):
@@ -98,12 +103,14 @@ def message(call: Mapping[str, Any], result: Any) -> Message:
     }
 
 
-def methods(session: Any) -> list[Callable[..., Any]]:
-    """Return the public Python methods of an object, which are its tools."""
+def tools_of(session: Any) -> list[Callable[..., Any] | Tool]:
+    """Return the tools of a session: its public Python methods, and the ``Tool`` records in ``tools``."""
     kind = type(session)
     public = [name for name in dir(kind) if not name.startswith("_")]
     names = [name for name in public if inspect.isfunction(inspect.getattr_static(kind, name))]
-    return [getattr(session, name) for name in names]
+    given = getattr(session, "tools", ())
+    records = given if isinstance(given, Sequence) and all(isinstance(each, Tool) for each in given) else ()
+    return [*(getattr(session, name) for name in names), *records]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,6 +13,7 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("environment", "code"): "pip install grpo-plugin-code",
     ("environment", "judge"): "pip install grpo-plugin-judge",
     ("environment", "math"): "pip install grpo-plugin-math",
+    ("environment", "nemo_gym"): "pip install grpo-plugin-nemo-gym",
     ("environment", "reasoning_gym"): "pip install grpo-plugin-reasoning-gym",
     ("environment", "trl"): "pip install grpo-plugin-trl",
     ("placement", "ray"): "pip install 'grpo-core[ray]'",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
 
+import grpo_core
 from grpo_core import ConfigError, EngineError
 from grpo_core.engine_kit import report
 
@@ -212,22 +211,5 @@ def checked_url(url: str, *, remote: bool) -> str:
 
     Raises ConfigError for an invalid URL, or for a remote one without ``remote``.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"engine vllm:http: url = {url!r}; expected something like http://127.0.0.1:8000")
-    if not remote and not _is_loopback(parts.hostname):
-        raise ConfigError(
-            f"engine vllm:http: {parts.hostname} is another machine. A vLLM server that takes weights lets "
-            "anybody who reaches it replace its model: keep it on 127.0.0.1, or set engine.options.remote = "
-            "true if the network between is yours alone"
-        )
-    return url.rstrip("/")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    risk = "A vLLM server that takes weights lets anybody who reaches it replace its model."
+    return grpo_core.checked_url(url, who=NAME, remote=remote, risk=risk, option="engine.options.remote")

@@ -1,0 +1,131 @@
+"""HTTP to a resources server: one place tries again, and cookies belong to a rollout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import stamina
+from attrs import define, field
+
+import grpo_core as grpo
+
+BUSY = frozenset({429, 503})
+"""Statuses that say "later": the request has done nothing."""
+
+LARGEST = 1 << 24
+"""Bytes of an answer at most: /verify returns the whole rollout."""
+
+
+class _Unsent(Exception):  # noqa: N818 - internal: the server has not begun
+    """The request did nothing: trying again is always safe."""
+
+
+class Refused(grpo.GrpoError):
+    """The server answered with a status that says "no"."""
+
+
+@define
+class Session:
+    """What a server remembers a rollout by: its cookies, and headers for its MCP tools."""
+
+    cookies: dict[str, str] = field(factory=dict)
+    mcp_path: str = ""
+    mcp_headers: dict[str, str] = field(factory=dict)
+
+
+class Client:
+    """A client of one resources server.
+
+    A request is repeated if it has certainly done nothing: there was no connection, or the server said
+    "later".  Anything else may have changed a session, so its rollout is played again from the start.
+
+    Args:
+        url: of the server.
+        key: is sent as a bearer token, if it is not empty; it stands in no message.
+        timeout: seconds for each attempt.
+        retries: number of attempts after the first.
+    """
+
+    def __init__(self, url: str, key: str, timeout: float, retries: int) -> None:
+        self._url, self._key, self._retries = url, key, retries
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._http: aiohttp.ClientSession | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+
+    async def post(self, path: str, body: Any, session: Session) -> Any:
+        """Return the JSON of the answer.  Raises Unavailable, Refused."""
+        status, text = await self.answer(path, body, session)
+        if status != 200:
+            raise Refused(f"nemo_gym: POST {self._url}{path}: status {status}: {text[:1000]}")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise Refused(
+                f"nemo_gym: POST {self._url}{path}: expected JSON, got {text[:200]!r}; is this a resources "
+                "server of NeMo Gym?"
+            ) from None
+
+    async def answer(
+        self, path: str, body: Any, session: Session, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """Return status and text of the answer, whatever the status.  Raises Unavailable."""
+        what = f"nemo_gym: POST {self._url}{path}"
+        try:
+            attempts = stamina.retry_context(
+                on=_Unsent, attempts=self._retries + 1, timeout=None, wait_max=8.0
+            )
+            async for attempt in attempts:
+                with attempt:
+                    return await self._once(path, body, session, headers or {})
+        except _Unsent as error:
+            raise grpo.Unavailable(f"{what}: {error} ({self._retries + 1} attempts)") from error
+        except TimeoutError as error:
+            raise grpo.Unavailable(f"{what}: no answer within {self._timeout.total:g} s") from error
+        except aiohttp.ClientError as error:
+            raise grpo.Unavailable(f"{what}: {type(error).__name__}: {error}") from error
+        raise AssertionError("a retry that ends without a result raises")
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _once(
+        self, path: str, body: Any, session: Session, headers: Mapping[str, str]
+    ) -> tuple[int, str]:
+        if self._http is None:  # the jar would mix the cookies of all rollouts
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=self._timeout,
+                headers=self.headers,
+            )
+        try:
+            async with self._http.post(
+                self._url + path, json=body, cookies=session.cookies, headers=headers, allow_redirects=False
+            ) as response:
+                text = (await _body(response)).decode(errors="replace")
+                if self._key:  # a server may repeat what it was sent, and messages are written to files
+                    text = text.replace(self._key, "[key]")
+                if response.status in BUSY:
+                    raise _Unsent(f"status {response.status}: {text[:300]}")
+                session.cookies |= {name: morsel.value for name, morsel in response.cookies.items()}
+                return response.status, text
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _Unsent(f"no connection: {error}") from error
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body.  Raises ClientPayloadError if it is longer than ``LARGEST`` bytes."""
+    read = bytearray()
+    async for chunk in response.content.iter_any():
+        read += chunk
+        if len(read) > LARGEST:
+            raise aiohttp.ClientPayloadError(f"the answer is longer than {LARGEST} bytes")
+    return bytes(read)

@@ -1,0 +1,320 @@
+"""The environment ``nemo_gym:URL``: a resources server of NeMo Gym has the tools and judges the rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+import grpo_core as grpo
+from grpo_plugin_nemo_gym.client import Client, Refused, Session
+from grpo_plugin_nemo_gym.responses import messages_of, response_of, tools_of
+
+SPARE = 10.0
+"""Seconds of a call beyond those of its requests."""
+LONGEST_WAIT = 8.0
+"""Seconds before a retry at most."""
+RISK = "It sees all prompts and replies, and decides all rewards."
+
+Row = Mapping[str, Any]
+
+
+@define(eq=False)
+class Rollout:
+    """A session of the server; its tools are those of the row and of the server's MCP endpoint."""
+
+    session: Session = field(factory=Session)
+    tools: list[grpo.Tool] = field(factory=list)
+    ended: bool = False
+
+
+class NeMoGym(grpo.Environment):
+    """Rows, tools and rewards of a resources server of NeMo Gym.
+
+    The rows are those of its files ``data/*.jsonl`` or of the task's ``source``.  A server with ``/verify``
+    judges a finished rollout; one with ``/reset`` and ``/step`` answers each completion.  An outage never
+    counts as a reward of 0: its rollout is unscored.
+
+    Args:
+        url: address of the server, such as ``http://127.0.0.1:8000``.
+        path: file of rows for training, as in the server's directory ``data``.
+        validation_path: file of rows for validation; without it a tenth of ``path`` is held out.
+        answer: field of a row that gets a prompt's answer, if the rows are those of a ``source``.
+        max_turns: largest number of completions of a rollout.
+        reasoning_ends: text that ends reasoning; what is before it becomes a reasoning item of the response.
+            Empty sends all text as it is.
+        remote: allow a server on another machine.
+        key_variable: environment variable with a key, which is sent as a bearer token.
+        timeout: seconds for each attempt of a request.
+        retries: number of attempts after the first.
+        requests_at_once: number of requests of each worker at once.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        path: str | None = None,
+        validation_path: str | None = None,
+        answer: str = "answer",
+        max_turns: int = 16,
+        reasoning_ends: str = "</think>",
+        remote: bool = False,
+        key_variable: str = "NEMO_GYM_KEY",
+        timeout: float = 60.0,
+        retries: int = 4,
+        requests_at_once: int = 64,
+    ) -> None:
+        if timeout <= 0 or retries < 0 or requests_at_once < 1:
+            raise grpo.ConfigError(
+                f"nemo_gym: timeout = {timeout}, retries = {retries}, requests_at_once = {requests_at_once}; "
+                "expected more than 0, at least 0, and at least 1"
+            )
+        who = "nemo_gym"
+        self._url = grpo.checked_url(
+            url, who=who, remote=remote, risk=RISK, option="tasks.NAME.options.remote"
+        )
+        self._to_server = (self._url, os.environ.get(key_variable, ""), timeout, retries)
+        self._client = Client(*self._to_server)
+        self._steps = self._answers_steps()
+        self._rows = _files(path, validation_path)
+        self._answer, self._reasoning_ends = answer, reasoning_ends
+        self._numbers = itertools.count()
+        self.max_turns = max_turns
+        self.concurrency = requests_at_once
+        self.deadline = (retries + 1) * timeout + retries * LONGEST_WAIT + SPARE
+
+    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        if split not in self._rows:
+            raise grpo.ConfigError(
+                "nemo_gym: there are no rows; give the options path and validation_path (files as in the "
+                "server's directory data), or a source of the task (tasks.NAME.source.path)"
+            )
+        rows, prompts = self._rows[split], []
+        for number, (row, begun) in enumerate(zip(rows, self._begun(rows), strict=True), 1):
+            try:
+                prompts.append(_prompt(row, begun))
+            except (grpo.ConfigError, KeyError, ValueError) as error:
+                raise grpo.ConfigError(f"{split} row {number}: {error}") from error
+        return prompts
+
+    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        """Take a row of NeMo Gym as it is, and make one of any other row."""
+        row = dict(prompt.info)
+        if prompt.answer is not None:
+            row[self._answer] = prompt.answer
+        if "responses_create_params" not in row:
+            items = [{"role": m["role"], "content": m.get("content") or ""} for m in prompt.messages]
+            row = {"responses_create_params": {"input": items}, **row}
+        return _prompt(row, *self._begun([row]))
+
+    def solve(self, prompt: grpo.Prompt) -> str | None:
+        return None
+
+    async def open(self, prompt: grpo.Prompt) -> Rollout:
+        row, rollout = prompt.info["row"], Rollout()
+        if self._steps:
+            started = await self._client.post("/reset", row, rollout.session)
+            if (observation := _observation(started)) != prompt.info["observation"]:
+                raise grpo.PluginError(
+                    f"nemo_gym: {self._url}/reset begins with {observation!r:.100} for a row for which it "
+                    f"began with {prompt.info['observation']!r:.100}: the rollouts of a prompt begin alike"
+                )
+        else:
+            started = await self._client.post("/seed_session", row, rollout.session)
+        mcp = (started or {}).get("mcp")
+        if isinstance(mcp, Mapping):
+            rollout.session.mcp_path = "/" + str(mcp.get("url_path", "/mcp")).strip("/")
+            rollout.session.mcp_headers = {str(k): str(v) for k, v in mcp.get("headers", {}).items()}
+            listed = await self._rpc("tools/list", {}, rollout.session)
+            rollout.tools += [self._mcp_tool(tool, rollout.session) for tool in listed.get("tools", ())]
+        mine = {tool.name for tool in rollout.tools}
+        declared = [each for each in tools_of(row["responses_create_params"]) if each["name"] not in mine]
+        rollout.tools += [self._route(tool, rollout) for tool in declared]
+        return rollout
+
+    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return [await self._judged(episode) for episode in episodes]
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    # ------------------------------------------------------------------------------ rewards
+
+    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+        row, rollout = episode.prompt.info["row"], episode.session
+        params = row["responses_create_params"]
+        said = episode.messages[len(episode.prompt.messages) :]
+        if self._steps:
+            start = max((i for i, message in enumerate(said) if message["role"] == "assistant"), default=0)
+            said = said[start:]
+        response = response_of(
+            said,
+            params,
+            id=f"resp_{next(self._numbers)}",
+            truncated=episode.truncated,
+            thought=self._reasoning_ends,
+        )
+        where = "/step" if self._steps else "/verify"
+        try:
+            told = await self._client.post(where, {**row, "response": response}, rollout.session)
+        except (grpo.Unavailable, Refused) as error:
+            return grpo.Feedback(error=str(error))
+        reward = told.get("reward") if isinstance(told, Mapping) else None
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            return grpo.Feedback(error=f"nemo_gym: {self._url}{where} gave the reward {reward!r:.100}")
+        return (
+            self._stepped(told, reward)
+            if self._steps
+            else grpo.Feedback(reward=float(reward), metrics=_metrics(told, row))
+        )
+
+    def _stepped(self, told: Mapping[str, Any], reward: float) -> grpo.Feedback:
+        """Return the feedback on a completion: tools of such a server answer through ``/step``, too."""
+        if told.get("terminated") or told.get("truncated"):
+            return grpo.Feedback(reward=float(reward))
+        answers = [
+            {"role": "tool", "tool_call_id": str(each.get("call_id", "")), "content": str(each.get("output"))}
+            for each in (told.get("info") or {}).get("tool_outputs", ())
+        ]
+        observation = told.get("observation")
+        said = [{"role": "user", "content": str(observation)}] if observation else []
+        return grpo.Feedback(done=False, reward=float(reward), messages=[*answers, *said])
+
+    # ------------------------------------------------------------------------------ tools
+
+    def _route(self, tool: Mapping[str, Any], rollout: Rollout) -> grpo.Tool:
+        async def call(arguments: Mapping[str, Any]) -> str:
+            # any status is an answer: the model may have called the tool wrongly
+            _, text = await self._client.answer(f"/{tool['name']}", dict(arguments), rollout.session)
+            return text
+
+        return _tool(tool["name"], tool.get("description"), tool.get("parameters"), call)
+
+    def _mcp_tool(self, tool: Mapping[str, Any], session: Session) -> grpo.Tool:
+        async def call(arguments: Mapping[str, Any]) -> str:
+            result = await self._rpc(
+                "tools/call", {"name": tool["name"], "arguments": dict(arguments)}, session
+            )
+            return "\n".join(str(part.get("text", "")) for part in result.get("content", ()))
+
+        return _tool(tool["name"], tool.get("description"), tool.get("inputSchema"), call)
+
+    async def _rpc(self, method: str, params: Mapping[str, Any], session: Session) -> dict[str, Any]:
+        """Ask the server's MCP endpoint, which keeps no connection: each request stands alone."""
+        body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+        headers = {**session.mcp_headers, "Accept": "application/json, text/event-stream"}
+        status, text = await self._client.answer(session.mcp_path, body, session, headers)
+        try:
+            told = json.loads(text)
+        except ValueError:
+            told = None
+        if status != 200 or not isinstance(told, dict) or not isinstance(told.get("result"), dict):
+            raise grpo.Unavailable(f"nemo_gym: {method} at {session.mcp_path}: status {status}: {text[:500]}")
+        result: dict[str, Any] = told["result"]
+        return result
+
+    # ------------------------------------------------------------------------------ the start
+
+    def _begun(self, rows: Sequence[Row]) -> list[str]:
+        """Return what ``/reset`` begins with for each row; nothing at a server that judges by ``/verify``."""
+        if not self._steps:
+            return [""] * len(rows)
+
+        async def asked() -> list[str]:
+            client, gate = Client(*self._to_server), asyncio.Semaphore(self.concurrency or 1)
+
+            async def one(row: Row) -> str:
+                async with gate:
+                    return _observation(await client.post("/reset", row, Session()))
+
+            try:
+                return await asyncio.gather(*map(one, rows))
+            finally:
+                await client.aclose()
+
+        return asyncio.run(asked())
+
+    def _answers_steps(self) -> bool:
+        """Return whether the server has ``/step`` instead of ``/verify``.  Raises ConfigError."""
+        try:
+            described = grpo.fetch_json(f"{self._url}/openapi.json", headers=self._client.headers)
+        except grpo.Unavailable as error:
+            raise grpo.ConfigError(
+                f"nemo_gym: no resources server answers at {self._url} ({error}). Start it (gym env start "
+                "--resources-server NAME), or correct the address"
+            ) from error
+        routes = set(described.get("paths", {})) if isinstance(described, Mapping) else set()
+        if {"/reset", "/step"} <= routes:
+            return True
+        if not {"/seed_session", "/verify"} <= routes:
+            raise grpo.ConfigError(
+                f"nemo_gym: {self._url} has neither /seed_session and /verify nor /reset and /step, so it is "
+                f"no resources server; it has {', '.join(sorted(routes)[:8]) or 'no routes'}"
+            )
+        return False
+
+
+def _tool(name: str, description: Any, parameters: Any, call: Any) -> grpo.Tool:
+    given = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    return grpo.Tool(name=str(name), description=str(description or ""), parameters=given, call=call)
+
+
+def _metrics(told: Mapping[str, Any], row: Row) -> dict[str, float]:
+    """Return the finite numbers that the server adds to what it was sent."""
+    return {
+        name.replace("/", "_"): float(value)
+        for name, value in told.items()
+        if name not in row and name != "reward" and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _observation(started: Any) -> str:
+    return str((started or {}).get("observation") or "")
+
+
+def _prompt(row: Row, observation: str = "") -> grpo.Prompt:
+    params = row.get("responses_create_params")
+    if not isinstance(params, Mapping):
+        raise grpo.ConfigError(f"nemo_gym: responses_create_params is {params!r:.80}; expected an object")
+    messages = messages_of(params)
+    if observation:
+        messages.append({"role": "user", "content": observation})
+    return grpo.Prompt(messages=messages, info={"row": dict(row), "observation": observation})
+
+
+def _files(path: str | None, validation_path: str | None) -> dict[str, list[Row]]:
+    """Return the rows of the splits that are known; every tenth is held out where there is one file."""
+    if path is None:
+        if validation_path is not None:
+            raise grpo.ConfigError("nemo_gym: validation_path belongs to path; give path, too")
+        return {}
+    rows = _read(path)
+    if validation_path is not None:
+        return {"train": rows, "validation": _read(validation_path)}
+    held_out = rows[::10] if len(rows) > 1 else []
+    return {"train": [row for i, row in enumerate(rows) if i % 10 or len(rows) == 1], "validation": held_out}
+
+
+def _read(path: str) -> list[Row]:
+    rows: list[Row] = []
+    try:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"line {number} is no object")
+                    rows.append({key: value for key, value in row.items() if key != "response"})
+    except (OSError, ValueError, RecursionError) as error:
+        raise grpo.ConfigError(f"nemo_gym: {path!r} cannot be read: {error}") from error
+    if not rows:
+        raise grpo.ConfigError(f"nemo_gym: {path!r} has no rows")
+    return rows

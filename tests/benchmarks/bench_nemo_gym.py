@@ -1,0 +1,219 @@
+"""How many of NeMo Gym's recorded rewards come out again when its rollouts are replayed through our plugin.
+
+    python tests/benchmarks/bench_nemo_gym.py PYTHON [SERVER ...]
+
+PYTHON is an interpreter (3.12 or newer) with nemo-gym 0.4.  Its wheel has recorded rollouts of its resources
+servers.  Each server runs for real, on the loopback address.  The plugin opens a session, makes each recorded
+tool call again, in turn, and asks for the reward of the recorded messages.  With no SERVER, all are replayed;
+those that need a judge, a key, a download or another package tell what they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+import grpo_core as grpo
+from grpo_core.environments.host import EnvironmentHost
+from grpo_plugin_nemo_gym.environment import NeMoGym, _prompt
+from grpo_plugin_nemo_gym.responses import messages_of
+
+NEAR = 1e-6
+TIMEOUT = 20.0
+SILENT = 2
+"""Rollouts without an answer in time, after which a server is left alone: its judge or sandbox is not here."""
+MOST_STEPS = 64
+
+
+@define
+class Outcome:
+    recorded: int = 0
+    same: int = 0
+    answers: int = 0
+    same_answers: int = 0
+    different: list[str] = field(factory=list)
+    unscored: collections.Counter[str] = field(factory=collections.Counter)
+
+
+class Servers:
+    """Starts one server after the other in the interpreter of nemo-gym."""
+
+    def __init__(self, python: str) -> None:
+        command = [python, str(Path(__file__).with_name("serve_nemo_gym.py"))]
+        self._process = subprocess.Popen(
+            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+
+    def start(self, name: str) -> dict[str, Any]:
+        """Return ``{"port": ...}`` or ``{"error": ...}``."""
+        print(name, file=self._process.stdin, flush=True)
+        told: dict[str, Any] = json.loads(self._process.stdout.readline() or '{"error": "the process ended"}')
+        return told
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def wheel(python: str) -> Path:
+    code = "import nemo_gym, pathlib; print(pathlib.Path(nemo_gym.__file__).parent.parent)"
+    told = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return Path(told.stdout.split("\n")[-2]) / "resources_servers"
+
+
+def recordings(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield rows with what was recorded for them."""
+    rows = {}
+    for path in sorted((folder / "data").glob("example*.jsonl")):
+        if "rollouts" not in path.name:
+            rows |= {asked(row): row for row in read(path)}
+    for path in sorted((folder / "data").glob("example_rollouts*.jsonl")):
+        for recorded in read(path):
+            if "response" not in recorded or "reward" not in recorded:
+                continue  # materialized inputs and profiles
+            row = {key: value for key, value in recorded.items() if key not in ("response", "reward")}
+            known = rows.get(asked(recorded), {})
+            yield known or row, recorded
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def asked(row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(messages_of(row["responses_create_params"]))
+    except (grpo.ConfigError, KeyError, ValueError, TypeError):
+        return json.dumps(row.get("responses_create_params"))
+
+
+def said(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return recorded items as messages: calls that stand together are of one message."""
+    messages: list[dict[str, Any]] = []
+    for item in output:
+        kind, last = item.get("type") or "message", messages[-1] if messages else {}
+        if kind == "message":
+            parts = item.get("content") or ""
+            text = parts if isinstance(parts, str) else "".join(part.get("text", "") for part in parts)
+            messages.append({"role": item.get("role", "assistant"), "content": text})
+        elif kind == "function_call":
+            function = {"name": item["name"], "arguments": arguments(item["arguments"])}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            if last.get("role") != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            answer = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+            messages.append(answer)
+        elif kind == "reasoning":
+            told = "".join(part.get("text", "") for part in item.get("summary") or ())
+            messages.append({"role": "assistant", "content": "", "reasoning_content": told})
+    return merged(messages)
+
+
+def arguments(given: str) -> Any:
+    try:
+        return json.loads(given)
+    except ValueError:
+        return given
+
+
+def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join reasoning with the message that follows it, as a completion is one message."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        if before.get("reasoning_content") and not before.get("content") and message["role"] == "assistant":
+            found[-1] = {**message, "reasoning_content": before["reasoning_content"]}
+        else:
+            found.append(message)
+    return found
+
+
+def replay(host: EnvironmentHost, prompt: grpo.Prompt, recorded: dict[str, Any], outcome: Outcome) -> None:
+    (start,) = host.open([("s", prompt)])
+    if start.error:
+        outcome.unscored[start.error] += 1
+        return
+    total, messages = 0.0, list(prompt.messages)
+    script = [each for each in said(recorded["response"]["output"]) if each["role"] == "assistant"]
+    answers = [item["output"] for item in recorded["response"]["output"]
+               if item.get("type") == "function_call_output"]  # fmt: skip
+    for message in script[:MOST_STEPS]:
+        messages.append(message)
+        (feedback,) = host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session="s")])
+        for got in feedback.messages:
+            if got["role"] == "tool" and answers:
+                outcome.answers += 1
+                outcome.same_answers += got["content"] == answers.pop(0)
+        messages += feedback.messages
+        total += feedback.reward or 0.0
+        if feedback.done:
+            break
+    host.close(["s"])
+    if feedback.error or feedback.done is False:
+        outcome.unscored[(feedback.error or "its rollout goes on")[:200]] += 1
+    elif abs(total - recorded["reward"]) <= NEAR:
+        outcome.same += 1
+    else:
+        outcome.different.append(f"{total:g} instead of {recorded['reward']:g}")
+
+
+def measure(name: str, port: int, folder: Path) -> Outcome:
+    outcome = Outcome()
+    environment = NeMoGym(f"http://127.0.0.1:{port}", timeout=TIMEOUT, retries=0)
+    host = EnvironmentHost.around(environment)  # one event loop for all
+    for row, recorded in recordings(folder):
+        outcome.recorded += 1
+        if sum(number for told, number in outcome.unscored.items() if "no answer within" in told) >= SILENT:
+            outcome.unscored["no answer within the time for the rollouts before"] += 1
+            continue
+        if not isinstance(recorded["response"], dict) or "output" not in recorded["response"]:
+            outcome.unscored["the recording has no response"] += 1
+            continue
+        try:
+            replay(host, _prompt(row, environment._begun([row])[0]), recorded, outcome)
+        except Exception as error:
+            outcome.unscored[f"{type(error).__name__}: {str(error)[:200]}"] += 1
+    host.end()
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("python")
+    parser.add_argument("servers", nargs="*")
+    given = parser.parse_args()
+    folder = wheel(given.python)
+    names = given.servers or sorted(path.parent.name for path in folder.glob("*/app.py"))
+    total = collections.Counter[str]()
+    with contextlib.closing(Servers(given.python)) as servers:
+        for name in names:
+            where = servers.start(name)
+            if "error" in where:
+                number = len(list(recordings(folder / name)))
+                total += collections.Counter(recorded=number, not_started=number)
+                print(f"{name}: {number} recorded, not started: {where['error']}", flush=True)
+                continue
+            found = measure(name, where["port"], folder / name)
+            total += collections.Counter(
+                recorded=found.recorded, same=found.same, different=len(found.different),
+                unscored=sum(found.unscored.values()), answers=found.answers, same_answers=found.same_answers,
+            )  # fmt: skip
+            print(f"{name}: {found.recorded} recorded, {found.same} same, different: {found.different}, "
+                  f"unscored: {dict(found.unscored)}, tools: {found.same_answers}/{found.answers}",
+                  flush=True)  # fmt: skip
+    print(dict(total))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
