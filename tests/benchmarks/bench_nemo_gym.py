@@ -30,7 +30,7 @@ from grpo_plugin_nemo_gym.responses import messages_of
 NEAR = 1e-6
 TIMEOUT = 20.0
 SILENT = 2
-"""Rollouts without an answer in time, after which a server is left alone: its judge or sandbox is not here."""
+"""Rollouts without an answer, after which a server is left alone: its judge or sandbox is not here."""
 MOST_STEPS = 64
 
 
