@@ -39,7 +39,7 @@ def checked_url(
     """
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        valid = url.startswith(("http://", "https://")) and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         valid = False
     if not valid:

@@ -48,21 +48,18 @@ T = TypeVar("T")
 
 @frozen(eq=False, kw_only=True)
 class Tool:
-    """A tool whose schema is given, such as one of another server; a function is a tool without it.
-
-    Attributes:
-        name: what the model calls it.
-        description: what it does.
-        parameters: JSON schema of its arguments, an object.
-        call: receives the arguments by name; may be async.  What it returns is the answer: text as it is,
-            other values as JSON.  It raises ``Unavailable`` if the rollout shall be unscored; the model gets
-            the text of any other error.
-    """
+    """A tool whose schema is given, such as one of another server; a function is a tool without it."""
 
     name: str
+    """Name by which the model calls it."""
     description: str = ""
+    """Explanation of what it does, for the model."""
     parameters: Mapping[str, Any] = field(factory=lambda: {"type": "object", "properties": {}})
+    """JSON schema of its arguments, an object."""
     call: Callable[[Mapping[str, Any]], Any]
+    """Receives the arguments by name; may be async.  What it returns is the answer: text as it is, other
+    values as JSON.  It raises ``Unavailable`` if the rollout shall be unscored; the model gets the text of
+    any other error."""
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Refused(grpo.GrpoError):
 
 @define
 class Session:
-    """What a server remembers a rollout by: its cookies, and headers for its MCP tools."""
+    """The cookies by which a server remembers a rollout, and the headers for its MCP tools."""
 
     cookies: dict[str, str] = field(factory=dict)
     mcp_path: str = ""
