@@ -30,7 +30,7 @@ OURS = {"grpo-core", *(path.name for path in (ROOT / "plugins").iterdir())}
 """Distributions of this repository: what else is installed has its own documents."""
 LEFT_OUT = {"environment"}
 """Each environment is documented by its plugin."""
-FROM_THE_CORE = {"self", "setup", "run", "plugins", "inputs", "group", "groups", "rewards"}
+FROM_THE_CORE = {"self", "setup", "run", "plugins", "placement", "inputs", "group", "groups", "rewards"}
 """Parameters that the core fills in."""
 SELECTED = {
     "validation_strategy": '[validation] name = "{}"',

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from grpo_core.data.samplers import take_prompts as take_prompts
     from grpo_core.errors import ChildDied as ChildDied
     from grpo_core.errors import ConfigError as ConfigError
+    from grpo_core.errors import DataPlaneError as DataPlaneError
     from grpo_core.errors import DeadlineExceeded as DeadlineExceeded
     from grpo_core.errors import EngineError as EngineError
     from grpo_core.errors import GrpoError as GrpoError
@@ -101,6 +102,7 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.errors": [
             "ChildDied",
             "ConfigError",
+            "DataPlaneError",
             "DeadlineExceeded",
             "EngineError",
             "GrpoError",

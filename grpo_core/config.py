@@ -730,6 +730,15 @@ class PlacementConfig(PluginChoice):
 
 
 @frozen(kw_only=True)
+class DataPlaneConfig(PluginChoice):
+    """The place of the tokens of finished rollouts, until they are trained."""
+
+    name: str = "memory"
+    """Name of the data plane: `memory` is the process of the run; `ray`, with `--ray`, is Ray's object store,
+    from which the trainer's processes fetch the tokens of their rows."""
+
+
+@frozen(kw_only=True)
 class Config:
     """The configuration of a run."""
 
@@ -746,6 +755,7 @@ class Config:
     engine: EngineConfig = field(factory=EngineConfig)
     environment: EnvironmentConfig = field(factory=EnvironmentConfig)
     placement: PlacementConfig = field(factory=PlacementConfig)
+    data_plane: DataPlaneConfig = field(factory=DataPlaneConfig)
     rollout: RolloutConfig = field(factory=RolloutConfig)
     advantage: AdvantageConfig = field(factory=AdvantageConfig)
     shaping: ShapingConfig = field(factory=ShapingConfig)

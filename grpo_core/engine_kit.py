@@ -19,6 +19,11 @@ A placement, which runs engines and environments somewhere else (see ``grpo_plug
     Copies, WeightsLease, mapped, COLLECTIVE                 keep and read published weights
     pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
 
+A data plane, which keeps the tokens of finished rollouts outside of the run's process:
+
+    DataPlane                   its contract
+    RemotePlane, TokenReader    its base class, and what the trainer's processes read it by
+
 ``examples/custom_engine.py`` is a complete engine.  Check yours with ``grpo-core check ./file.py:MyEngine``.
 """
 
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_to as reported_to
+    from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.offers import Offer as Offer
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
@@ -58,6 +64,8 @@ if TYPE_CHECKING:
     from grpo_core.processes import Connection as Connection
     from grpo_core.processes import RemoteTraceback as RemoteTraceback
     from grpo_core.processes import die_with as die_with
+    from grpo_core.protocols import DataPlane as DataPlane
+    from grpo_core.tokens import TokenReader as TokenReader
     from grpo_core.weights import COLLECTIVE as COLLECTIVE
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
@@ -84,10 +92,13 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.app.gpus": ["Devices"],
         "grpo_core.app.placement": ["EnvironmentSpec", "Placement", "Retain"],
         "grpo_core.incidents": ["Incident", "report", "reported_to"],
+        "grpo_core.planes": ["RemotePlane"],
         "grpo_core.plugins.host": ["PluginHost"],
         "grpo_core.plugins.offers": ["Offer"],
         "grpo_core.plugins.selection": ["PluginSelection"],
         "grpo_core.processes": ["Call", "Connection", "RemoteTraceback", "die_with"],
+        "grpo_core.protocols": ["DataPlane"],
+        "grpo_core.tokens": ["TokenReader"],
         "grpo_core.weights": ["COLLECTIVE"],
         "grpo_core.weights.copies": ["Copies", "WeightsLease", "mapped"],
         "grpo_core.weights.reading": ["read_buckets", "read_weights"],

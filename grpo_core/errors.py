@@ -9,6 +9,7 @@
     ├── EngineError          an engine cannot generate; the rollouts it held are played again
     ├── WeightSyncError      an engine did not load the weights that it was sent
     ├── TrainerError         a training step failed
+    ├── DataPlaneError       tokens of finished rollouts cannot be kept, or are lost
     ├── TrackingError        a tracker that the run needs failed, such as the one that writes its files
     ├── SamplingError        too few of the generated groups have a learning signal
     ├── DeadlineExceeded     an operation took longer than its deadline
@@ -65,6 +66,10 @@ class WeightSyncError(GrpoError):
 
 
 class TrainerError(GrpoError):
+    pass
+
+
+class DataPlaneError(GrpoError):
     pass
 
 

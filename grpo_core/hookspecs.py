@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from grpo_core.model_sources import ModelSource
     from grpo_core.protocols import (
         AdvantageFunction,
+        DataPlane,
         Engine,
         Environment,
         Filter,
@@ -106,6 +107,11 @@ def grpo_placements() -> Mapping[str, Callable[..., Placement] | str]:  # type: 
 
     See ``grpo_core.app.placement``.
     """
+
+
+@hookspec
+def grpo_data_planes() -> Mapping[str, Callable[..., DataPlane] | str]:  # type: ignore[empty-body]
+    """Offer places for the tokens of finished rollouts: ``{name: factory(placement, **options)}``."""
 
 
 @hookspec

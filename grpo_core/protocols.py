@@ -334,6 +334,27 @@ class Trainer(Protocol):
         return None
 
 
+class DataPlane(Protocol):
+    """Keeps the tokens of finished groups until they are trained.
+
+    Its factory is called as ``factory(placement, **options)`` and must return at once; it raises ConfigError
+    if it cannot work with the run's placement.  For a plane that keeps tokens outside of the run's process,
+    ``grpo_core.engine_kit.RemotePlane`` does all but the keeping.
+    """
+
+    async def started(self) -> None:
+        """Return when it can keep tokens; awaited once, when the placement is connected."""
+        ...
+
+    async def put(self, group: Group) -> Group:
+        """Return the group, whose tokens may be somewhere else from now on.  Raises DataPlaneError."""
+        ...
+
+    async def aclose(self) -> None:
+        """Forget everything.  Called once."""
+        ...
+
+
 class AdvantageFunction(Protocol):
     """Computes the advantages of a step's rollouts.  Its keyword-only parameters are its options."""
 

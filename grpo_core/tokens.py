@@ -1,23 +1,29 @@
 """Tokens as arrays: one value that completions, rollouts and rows hold, at 13 bytes a token.
 
-Arrays are read-only, so that records can share them.  Pure.
+Arrays are read-only, so that records can share them.  ``PlacedTokens`` stand for tokens that a data plane
+keeps.  Pure.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
 from attrs import field, frozen
 from numpy.typing import ArrayLike, NDArray
+
+from grpo_core.errors import DataPlaneError
 
 if TYPE_CHECKING:
     from grpo_core.records import Rollout
 
 Ids = NDArray[np.int32]
 """Token ids or versions, int32 [n], read-only."""
+
+Runs = tuple[tuple[int, bool, int], ...]
+"""Runs of tokens that are alike: their number, whether they were sampled, and the weights that did it."""
 
 NOT_SAMPLED = -1
 """Version of a token that no weights sampled."""
@@ -155,6 +161,116 @@ class Tokens:
 
     def __reduce__(self) -> tuple[Callable[[bytes], Tokens], tuple[bytes]]:
         return _from_bytes, (_joined((self.ids, self.logprobs, self.versions, self.sampled)),)
+
+
+class TokenReader(Protocol):
+    """Reads a data plane, in any process: it travels with the handles of the tokens, as a pickle."""
+
+    def fetch(self, places: Sequence[tuple[str, int]]) -> Sequence[Any]:
+        """Return the ids and logprobs at each place, as bytes (``contents_of``).
+
+        A place is a key and a number, as ``grpo_core.planes`` chose them.  Raises DataPlaneError.
+        """
+        ...
+
+
+class PlacedTokens(Tokens):
+    """Tokens whose ids and logprobs a data plane keeps; what remains here does not grow with their number.
+
+    Their number, mask and versions are known here, as runs of equal tokens.  Whoever asks for ids or logprobs
+    fetches them, each time anew: ``fetched`` does so for many at once.
+
+    Args:
+        reader: reads the plane.
+        place: key and number under which the plane keeps them.
+        runs: (length, sampled, version) of each run.
+        lease: the plane keeps the tokens until the last handle with this object has gone.
+    """
+
+    __slots__ = ("_lease", "_place", "_reader", "_runs")
+
+    _lease: object
+    _place: tuple[str, int]
+    _reader: TokenReader
+    _runs: Runs
+
+    def __init__(self, reader: TokenReader, place: tuple[str, int], runs: Runs, lease: object = None) -> None:
+        for name, value in (("_reader", reader), ("_place", place), ("_runs", runs), ("_lease", lease)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_n_sampled", sum(n for n, sampled, _ in runs if sampled))
+
+    @classmethod
+    def of(cls, tokens: Tokens, reader: TokenReader, place: tuple[str, int], lease: object) -> PlacedTokens:
+        """Make the handle of tokens that the plane keeps at this place."""
+        if not len(tokens):
+            return cls(reader, place, (), lease)
+        differs = (np.diff(tokens.versions) != 0) | (tokens.sampled[1:] != tokens.sampled[:-1])
+        starts = np.concatenate([[0], np.flatnonzero(differs) + 1])
+        lengths = np.diff(starts, append=len(tokens))
+        values = lengths.tolist(), tokens.sampled[starts].tolist(), tokens.versions[starts].tolist()
+        return cls(reader, place, tuple(zip(*values, strict=True)), lease)
+
+    @property
+    def ids(self) -> Ids:
+        return fetched([self])[0].ids
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        return fetched([self])[0].logprobs
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        flags = [sampled for _, sampled, _ in self._runs]
+        return _sealed(np.repeat(np.array(flags, _BOOL), self._lengths))
+
+    @property
+    def versions(self) -> Ids:
+        values = [version for _, _, version in self._runs]
+        return _sealed(np.repeat(np.array(values, _INT32), self._lengths))
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [n for n, _, _ in self._runs]
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return fetched([self])[0].arrays()
+
+    def _with(self, contents: Any) -> Tokens:
+        """Return the tokens with what the plane kept of them."""
+        n, found = len(self), len(contents)
+        if found != 8 * n:
+            raise DataPlaneError(f"the data plane returned {found} bytes of {n} tokens; expected {8 * n}")
+        ids, logprobs = np.frombuffer(contents, _INT32, n), np.frombuffer(contents, _FLOAT32, n, 4 * n)
+        return Tokens(ids, self.sampled, logprobs, self.versions)
+
+    def __len__(self) -> int:
+        return sum(self._lengths)
+
+    def __repr__(self) -> str:
+        return f"PlacedTokens({self._place}, {len(self)} tokens, {self.n_sampled} sampled)"
+
+    def __reduce__(self) -> tuple[Callable[..., Tokens], tuple[Any, ...]]:
+        return PlacedTokens, (self._reader, self._place, self._runs)
+
+
+def contents_of(tokens: Tokens) -> bytes:
+    """Return what a data plane keeps of tokens: ids and logprobs."""
+    return _joined((tokens.ids, tokens.logprobs))
+
+
+def fetched(tokens: Sequence[Tokens]) -> list[Tokens]:
+    """Return the same tokens with all their arrays here; asks each data plane once."""
+    found = list(tokens)
+    wanted: dict[int, list[int]] = {}
+    for i, each in enumerate(found):
+        if isinstance(each, PlacedTokens):
+            wanted.setdefault(id(each._reader), []).append(i)
+    for places in wanted.values():
+        handles = [each for i in places if isinstance(each := found[i], PlacedTokens)]
+        contents = handles[0]._reader.fetch([each._place for each in handles])
+        for i, handle, its in zip(places, handles, contents, strict=True):
+            found[i] = handle._with(its)
+    return found
 
 
 def sampled_versions(rollouts: Iterable[Rollout]) -> Ids:

@@ -29,6 +29,7 @@ from grpo_core.app.parts import (
     load_renderer,
     make_advantages,
     make_buffer,
+    make_data_plane,
     make_sampler,
     make_schedule,
     make_shaping,
@@ -54,7 +55,7 @@ from grpo_core.loss import needs_of
 from grpo_core.model_sources import ModelRequest, StartModel, model_source
 from grpo_core.models import local_directory
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import Engine, Sampler, Trainer
+from grpo_core.protocols import DataPlane, Engine, Sampler, Trainer
 from grpo_core.records import Group, Prompt
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
@@ -103,6 +104,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     chosen = config.validation
     held_out = await run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every))
     assembly = Assembly(config, run, await choose_devices(config, run))
+    plane = await assembly.data_plane()
     start = await assembly.start_model(prompts)
     teacher = await assembly.teacher()
     check_lengths(config.rollout, start.positions)
@@ -135,6 +137,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         untrained=stream.untrained,
         engine=engine,
         trainer=trainer,
+        plane=plane,
         environments=run.tasks.environments,
         renderer=renderer,
         sampling=sampling_params(config.rollout),
@@ -247,6 +250,21 @@ class Assembly:
                 WarningRaised(step=self.step, cause="memory", message=told) for told in tight
             )
         return start
+
+    async def data_plane(self) -> DataPlane:
+        """Start the data plane of the run."""
+        run = self.run
+        plane = make_data_plane(self.config.data_plane, run.plugins, run.placement)
+
+        async def close() -> None:
+            try:
+                await run.trackers.flush()  # what the run's files lack still, they fetch from the plane
+            finally:
+                await plane.aclose()
+
+        run.stack.push_async_callback(close)
+        await plane.started()
+        return plane
 
     async def teacher(self) -> TeacherConfig:
         """Return the section of the teacher with the directory of its model, which may be downloaded."""

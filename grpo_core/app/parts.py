@@ -16,6 +16,7 @@ from grpo_core.config import (
     AdvantageConfig,
     CheckpointConfig,
     Config,
+    DataPlaneConfig,
     DynamicSamplingConfig,
     EngineConfig,
     HealthConfig,
@@ -43,7 +44,7 @@ from grpo_core.loop.rollout import LostBudget, SamplingParams
 from grpo_core.loop.shaping import Shaping
 from grpo_core.models import chat_template
 from grpo_core.plugins.host import PluginHost
-from grpo_core.protocols import AdvantageFunction, Engine, Sampler
+from grpo_core.protocols import AdvantageFunction, DataPlane, Engine, Sampler
 from grpo_core.records import EngineSetup, Group, Prompt, Rollout
 from grpo_core.training.process import thread_count
 from grpo_core.validation.runner import Context
@@ -69,6 +70,15 @@ def make_placement(config: PlacementConfig, plugins: PluginHost) -> Placement:
     """Make the placement of engines and environments, which is not connected yet."""
     placement: Placement = plugins.make("placement", config.name, plugins, **config.options)
     return placement
+
+
+def make_data_plane(config: DataPlaneConfig, plugins: PluginHost, placement: Placement) -> DataPlane:
+    """Make the data plane of a run, which is not started yet.
+
+    Raises ConfigError if it cannot work with the placement.
+    """
+    plane: DataPlane = plugins.make("data_plane", config.name, placement, **config.options)
+    return plane
 
 
 def make_sampler(

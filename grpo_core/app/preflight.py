@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 
-from grpo_core.app.parts import engines_of, make_placement, make_sampler, make_shaping
+from grpo_core.app.parts import engines_of, make_data_plane, make_placement, make_sampler, make_shaping
 from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import of_task, transport, workers_of
 from grpo_core.config import AdvantageConfig, Config, EnvironmentConfig, TaskConfig, ValidationConfig
@@ -204,6 +204,8 @@ def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
     placement.check(config.trainer if trains else None, engines_of(config, trains=trains))
     own = config.validation.engine if config.validation.measures else None
     transport(config.engine, own, placement, host)
+    if trains:
+        make_data_plane(config.data_plane, host, placement)
 
 
 def _check_ranks(config: Config, host: PluginHost) -> None:

@@ -200,14 +200,14 @@ class Arrays:
         import numpy as np
         from safetensors.numpy import save
 
-        from grpo_core.tokens import Tokens, concatenated
+        from grpo_core.tokens import Tokens, concatenated, fetched
 
         packed: bytes = save(
             {
                 "prompt_lengths": np.array([len(ids) for ids in self.prompts], np.int64),
                 "prompt_ids": concatenated(self.prompts),
                 "lengths": np.array([len(tokens) for tokens in self.tokens], np.int64),
-                **Tokens.concatenate(self.tokens).arrays(),
+                **Tokens.concatenate(fetched(self.tokens)).arrays(),
             }
         )
         return packed

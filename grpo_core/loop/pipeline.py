@@ -50,15 +50,17 @@ from grpo_core.events import (
 from grpo_core.incidents import report
 from grpo_core.loop import canary, health
 from grpo_core.loop.buffer import Buffer, Slot
-from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.meter import Meter
 from grpo_core.loop.metrics import task_metrics
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.loop.shaping import Shaping, shaped_rewards
+from grpo_core.planes import MemoryPlane
 from grpo_core.protocols import (
     AdvantageFunction,
+    DataPlane,
     Engine,
     EnvironmentClient,
     Renderer,
@@ -122,6 +124,8 @@ class Pipeline:
     """Events about the prompts that ``draw`` looked at; they are emitted before the dispatch, and removed."""
     engine: Engine
     trainer: Trainer
+    plane: DataPlane = field(factory=lambda: MemoryPlane(None))
+    """Keeps the tokens of the groups that wait to be trained."""
     environments: Mapping[str, EnvironmentClient]
     renderer: Renderer
     sampling: SamplingParams
@@ -289,7 +293,9 @@ class Pipeline:
                 target_version=slot.target_version,
                 slot=slot.id,
             )
-            self._finish(slot, group)
+            rejected = None if self.dynamic is None else self.dynamic.rejects(group)
+            group = await self.plane.put(group) if rejected is None else group
+            self._finish(slot, group, rejected)
             self._changes.notify()
             return
         kept = () if self.environments[prompt.environment].needs_group else finished  # compared: all or none
@@ -308,10 +314,9 @@ class Pipeline:
         attempts = slot.attempts + 1
         report("skipped", who, f"prompt {prompt.id!r} is skipped after {attempts} attempts: {error}")
 
-    def _finish(self, slot: Slot[Prompt], group: Group) -> None:
+    def _finish(self, slot: Slot[Prompt], group: Group, rejected: Rejection | None) -> None:
         """Mark a group whose rollouts have all ended as ready, or filter it."""
         step, task, prompt = self._trained, group.prompt.environment, group.prompt.id
-        rejected = None if self.dynamic is None else self.dynamic.rejects(group)
         if rejected is None:
             self.buffer.complete(slot, group)
             self.emit(GroupFinished(step=step, slot=slot.id, task=task, prompt=prompt))

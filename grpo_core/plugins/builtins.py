@@ -109,5 +109,10 @@ def grpo_placements() -> Mapping[str, str]:
 
 
 @hookimpl
+def grpo_data_planes() -> Mapping[str, str]:
+    return {"memory": "grpo_core.planes:MemoryPlane"}
+
+
+@hookimpl
 def grpo_models() -> Mapping[str, str]:
     return {"tiny": "grpo_core.demo.source:TinyModel"}

@@ -36,6 +36,7 @@ Kind = Literal[
     "filter",
     "tracker",
     "placement",
+    "data_plane",
     "model",
 ]
 
@@ -51,6 +52,7 @@ HOOKS: Mapping[Kind, str] = {
     "filter": "grpo_filters",
     "tracker": "grpo_trackers",
     "placement": "grpo_placements",
+    "data_plane": "grpo_data_planes",
     "model": "grpo_models",
 }
 FROM_THE_CORE: Mapping[Kind, int | None] = {
@@ -65,6 +67,7 @@ FROM_THE_CORE: Mapping[Kind, int | None] = {
     "filter": None,
     "tracker": 1,
     "placement": 1,
+    "data_plane": 1,
     "model": 0,
 }
 """Positional arguments that the core gives to a factory; None: a function, whose keyword-only parameters are

@@ -146,11 +146,14 @@ def _line(place: int, group: Group, rollout: Rollout) -> dict[str, Any]:
 def _arrays(rollouts: Sequence[Rollout]) -> Arrays:
     import numpy as np
 
+    from grpo_core.tokens import fetched
+
     segments = [(r, segment) for r, rollout in enumerate(rollouts) for segment in rollout.segments]
+    tokens = fetched([segment.tokens for _, segment in segments])
     prompts: dict[bytes, int] = {}
     which = [prompts.setdefault(segment.prompt_ids.tobytes(), len(prompts)) for _, segment in segments]
     joined = {
-        name: np.concatenate([empty, *(segment.tokens.arrays()[name] for _, segment in segments)])
+        name: np.concatenate([empty, *(each.arrays()[name] for each in tokens)])
         for name, empty in Segment(prompt_ids=()).tokens.arrays().items()
     }
     return {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from grpo_core.records import Batch, Row
+from grpo_core.tokens import fetched
 from grpo_core.training.batching import length, rollouts, split_updates
 
 CLOSE = 1.01
@@ -79,6 +80,16 @@ def shares(batch: Batch, *, updates: int, ranks: int = 1) -> list[Share]:
         )
         for own in mine
     ]
+
+
+def with_tokens(share: Share) -> Share:
+    """Return the share with the tokens of its rows in this process, if a data plane keeps them."""
+    tokens = fetched([row.tokens for row in share.rows.values()])
+    rows = {
+        place: row if row.tokens is its else evolve(row, tokens=its)
+        for (place, row), its in zip(share.rows.items(), tokens, strict=True)
+    }
+    return evolve(share, rows=rows)
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:

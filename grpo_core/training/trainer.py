@@ -35,7 +35,7 @@ from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import BuildModel, ModelSource, compute_dtype
 from grpo_core.training.optimization import Optimization, divided, schedule
 from grpo_core.training.passes import Passes
-from grpo_core.training.plan import Share, shares
+from grpo_core.training.plan import Share, shares, with_tokens
 from grpo_core.training.process import thread_count
 from grpo_core.training.profiling import StepProfiler, part
 from grpo_core.training.ranks import Alone, Ranks
@@ -185,6 +185,8 @@ class TorchTrainer:
 
     def _train(self, share: Share) -> StepResult:
         begun = time.perf_counter()
+        with part("rows from the data plane"):
+            share = with_tokens(share)
         self._resting.come_back()
         totals = Totals()
         divided: Sequence[Sequence[int]] = share.updates

@@ -1,5 +1,7 @@
 """Engines and environments in Ray workers: actors on the machines of a cluster, or of this one alone.
 
+Tokens of finished rollouts can be in Ray's object store.
+
 Nothing here decides who gets what: the pools of the core do.  Ray itself is imported when a run connects:
 with this plugin installed, grpo-core starts as fast as without.
 """
@@ -14,3 +16,8 @@ import grpo_core
 @grpo_core.hookimpl
 def grpo_placements() -> Mapping[str, str]:
     return {"ray": "grpo_plugin_ray.placement:RayPlacement"}
+
+
+@grpo_core.hookimpl
+def grpo_data_planes() -> Mapping[str, str]:
+    return {"ray": "grpo_plugin_ray.data_plane:RayPlane"}

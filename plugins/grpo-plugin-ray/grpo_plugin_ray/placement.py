@@ -45,7 +45,7 @@ class RayPlacement:
 
     def __init__(self, plugins: PluginHost, *, address: str = "") -> None:
         self.remote = bool(address)
-        self._plugins, self._address = plugins, address
+        self._plugins, self.address = plugins, address
         self._store = Store()
         self._reservation: Reservation | None = None
 
@@ -70,7 +70,7 @@ class RayPlacement:
             )
 
     def connected(self, workers: int) -> contextlib.AbstractContextManager[None]:
-        return connected(self._address, cpus=max(workers, os.cpu_count() or 1))
+        return connected(self.address, cpus=max(workers, os.cpu_count() or 1))
 
     def devices(self, trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig]) -> Devices:
         """Reserve a GPU of this machine for the trainer, if it uses one and the cluster has one here.

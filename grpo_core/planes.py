@@ -1,0 +1,117 @@
+"""Data planes: where the tokens of finished groups are until they are trained.
+
+    a group ends -> not filtered -> put(group) -> ready -> rows -> a rank fetches the tokens of its rows
+                                        |                    \\-> the tracker that writes rollouts does, too
+                                        '-> the group that the pipeline holds has handles (``PlacedTokens``)
+
+A handle knows the number of its tokens, which of them were sampled, and by which weights.  A plane keeps the
+tokens of a group until nobody holds one of its handles any more, whatever the reason: the group was trained
+and written, the run ends, or an error drops it.  So nothing has to be told that a step is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from attrs import evolve
+
+from grpo_core.records import Group
+from grpo_core.tokens import PlacedTokens, TokenReader, contents_of
+
+
+class MemoryPlane:
+    """Keeps tokens in the process of the run: the groups hold them."""
+
+    def __init__(self, placement: Any) -> None:
+        """Every placement will do."""
+
+    async def started(self) -> None:
+        return None
+
+    async def put(self, group: Group) -> Group:
+        return group
+
+    async def aclose(self) -> None:
+        return None
+
+
+class RemotePlane(ABC):
+    """Base class of planes that keep tokens outside of the run's process.
+
+    A subclass sets ``reader``, at the latest in ``started``, and keeps bytes under a key.
+    """
+
+    reader: TokenReader
+    """Reads the plane in any process; it is pickled."""
+
+    def __init__(self) -> None:
+        self._keys = itertools.count()
+        self._released: deque[str] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @abstractmethod
+    async def started(self) -> None:
+        """Return when the plane can keep tokens."""
+
+    @abstractmethod
+    async def keep(self, key: str, step: int, parts: Sequence[bytes]) -> None:
+        """Keep the parts, which ``reader`` finds at ``(key, 0)``, ``(key, 1)`` and so on.
+
+        ``step`` is the last one that may train them.  Raises DataPlaneError.
+        """
+
+    @abstractmethod
+    def discard(self, keys: Sequence[str]) -> None:
+        """Forget these keys, also one whose ``keep`` was cancelled.  Returns at once and raises nothing."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Forget everything, and end the plane."""
+
+    async def put(self, group: Group) -> Group:
+        self._loop = asyncio.get_running_loop()
+        key = str(next(self._keys))
+        lease = _Lease()
+        weakref.finalize(lease, self._release, key).atexit = False
+        segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+        await self.keep(key, group.target_version, [contents_of(segment.tokens) for segment in segments])
+        numbers = itertools.count()
+        return evolve(
+            group,
+            rollouts=tuple(
+                evolve(
+                    rollout,
+                    segments=tuple(
+                        evolve(
+                            segment,
+                            tokens=PlacedTokens.of(segment.tokens, self.reader, (key, next(numbers)), lease),
+                        )
+                        for segment in rollout.segments
+                    ),
+                )
+                for rollout in group.rollouts
+            ),
+        )
+
+    def _release(self, key: str) -> None:
+        """The last handle has gone, on any thread."""
+        self._released.append(key)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: so is the plane
+                self._loop.call_soon_threadsafe(self._discard_released)
+
+    def _discard_released(self) -> None:
+        keys = [self._released.popleft() for _ in range(len(self._released))]
+        if keys:
+            self.discard(keys)
+
+
+class _Lease:
+    """Lives as long as one of the handles that hold it."""

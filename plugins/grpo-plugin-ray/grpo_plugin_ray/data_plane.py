@@ -1,0 +1,174 @@
+"""The data plane ``ray``: tokens of finished rollouts in Ray's object store.
+
+    the run's process   -- put -->   object store   -- get, by each rank -->   trainer
+                        -- keep: where they are -->   TokenStore   <-- find --
+
+The store is an actor that holds references and no tokens.  Objects live as long as it holds them, and it
+lives as long as the run's process: whatever ends this, nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from grpo_core import ConfigError, DataPlaneError
+from grpo_core.engine_kit import Placement, RemotePlane
+from grpo_plugin_ray.cluster import brief, load
+from grpo_plugin_ray.placement import RayPlacement
+
+NAMESPACE = "grpo-core"
+"""Namespace in which the trainer's processes find the store by its name."""
+ENOUGH = 64 * 1024
+"""Bytes from which an object is not filled any further: what a rank gets beyond its own rollouts is less than
+this, and short rollouts do not cost an object each."""
+DEADLINE = 60.0
+"""Seconds for the store, and for an object, to answer."""
+
+
+class TokenStore:
+    """The actor: knows the objects with the parts of each key."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Kept] = {}
+
+    def keep(self, key: str, kept: _Kept) -> None:
+        self._held[key] = kept
+
+    def find(self, places: Sequence[tuple[str, int]]) -> tuple[list[Any], list[tuple[int, int]]]:
+        """Return the objects with these parts, and for each part its object and its place in it."""
+        objects: dict[tuple[str, int], int] = {}
+        references: list[Any] = []
+        found = []
+        for key, part in places:
+            number, place = self._held[key].places[part]
+            if (key, number) not in objects:
+                objects[key, number] = len(references)
+                references.append(self._held[key].objects[number])
+            found.append((objects[key, number], place))
+        return references, found
+
+    def discard(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._held.pop(key, None)
+
+    def held(self) -> tuple[int, int]:
+        """Return the number of parts that are kept, and of their bytes."""
+        kept = self._held.values()
+        return sum(len(each.places) for each in kept), sum(each.nbytes for each in kept)
+
+
+@frozen(kw_only=True)
+class _Kept:
+    """The objects with the parts of a key."""
+
+    objects: list[Any] = field(repr=False)
+    """References."""
+    places: list[tuple[int, int]]
+    """Object of each part, and its place in it."""
+    nbytes: int
+
+
+@frozen(kw_only=True)
+class RayReader:
+    """Reads the plane in any process of the cluster's machines; joins the cluster when it is first asked."""
+
+    address: str
+    name: str
+    """Name of the store."""
+
+    def fetch(self, places: Sequence[tuple[str, int]]) -> list[Any]:
+        """Return the parts, as arrays of bytes in the memory that the processes of a machine share."""
+        ray = load()
+        try:
+            if not ray.is_initialized():
+                ray.init(
+                    address=self.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
+                )
+            store = ray.get_actor(self.name, NAMESPACE)
+            references, found = ray.get(store.find.remote(list(places)), timeout=DEADLINE)
+            objects = ray.get(references, timeout=DEADLINE)
+        except (ray.exceptions.RayError, ValueError, ConnectionError) as error:  # ValueError: no such actor
+            raise lost(error) from error
+        return [objects[number][place] for number, place in found]
+
+
+class RayPlane(RemotePlane):
+    """A data plane in Ray's object store.
+
+    Args:
+        placement: the run's; its engines and environments are in Ray workers, too.
+    """
+
+    requires = RayPlacement.requires
+
+    def __init__(self, placement: Placement) -> None:
+        if not isinstance(placement, RayPlacement):
+            raise ConfigError('data_plane.name = "ray" keeps tokens in a Ray cluster: add --ray')
+        if placement.address.startswith("ray://"):
+            raise ConfigError(
+                f'data_plane.name = "ray" cannot be used with --ray {placement.address}, through which only '
+                "one process reaches the cluster; start the run on a machine of the cluster, with --ray auto"
+            )
+        super().__init__()
+        self._store: Any = None
+
+    async def started(self) -> None:
+        ray = load()
+        name = f"tokens-{uuid.uuid4().hex}"
+        actor: Any = ray.remote(TokenStore)
+        self._store = actor.options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0).remote()
+        self.reader = RayReader(address=ray.get_runtime_context().gcs_address, name=name)
+        await self._answer(self._store.held.remote())
+
+    async def keep(self, key: str, step: int, parts: Sequence[bytes]) -> None:
+        kept = await asyncio.to_thread(_put, parts)
+        await self._answer(self._store.keep.remote(key, kept))
+
+    def discard(self, keys: Sequence[str]) -> None:
+        with contextlib.suppress(Exception):  # there is no cluster any more
+            self._store.discard.remote(list(keys))
+
+    async def held(self) -> tuple[int, int]:
+        """Return the number of segments that are kept, and of their bytes."""
+        number, nbytes = await self._answer(self._store.held.remote())
+        return number, nbytes
+
+    async def aclose(self) -> None:
+        if self._store is not None:
+            load().kill(self._store)
+
+    async def _answer(self, reference: Any) -> Any:
+        try:
+            return await asyncio.wait_for(reference, DEADLINE)
+        except (load().exceptions.RayError, TimeoutError) as error:
+            raise lost(error) from error
+
+
+def _put(parts: Sequence[bytes]) -> _Kept:
+    """Put parts into the object store, as many in an object as make it large enough."""
+    import numpy as np
+
+    objects: list[list[Any]] = []
+    places, size = [], ENOUGH
+    for part in parts:
+        if size >= ENOUGH:
+            objects.append([])
+            size = 0
+        places.append((len(objects) - 1, len(objects[-1])))
+        objects[-1].append(np.frombuffer(part, np.uint8))
+        size += len(part)
+    put = load().put
+    return _Kept(objects=[put(each) for each in objects], places=places, nbytes=sum(map(len, parts)))
+
+
+def lost(error: BaseException) -> DataPlaneError:
+    return DataPlaneError(
+        f"data plane ray: the tokens of finished rollouts are lost, or do not come: {brief(error)}. The "
+        "steps since the newest checkpoint are lost; continue from there with grpo-core train --resume RUN"
+    )

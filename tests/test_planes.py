@@ -1,0 +1,288 @@
+"""Data planes: what a run holds of tokens that are somewhere else, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from file_plane import FilePlane
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_core.errors import DataPlaneError, TrainerError
+from grpo_core.events import GroupFiltered, GroupsReady, StepEnded
+from grpo_core.loop.advantages import group as advantages
+from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.dynamic import DynamicSampling
+from grpo_core.loop.pipeline import Pipeline, Schedule
+from grpo_core.loop.rollout import SamplingParams
+from grpo_core.loop.rows import make_batch
+from grpo_core.planes import MemoryPlane
+from grpo_core.processes import Call
+from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Segment
+from grpo_core.reporting import stored
+from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer, prompts, run
+from grpo_core.tokens import PlacedTokens, Tokens, as_ids, contents_of, fetched
+from grpo_core.training.batching import length
+from grpo_core.training.plan import shares, with_tokens
+
+GROUPS, STEPS = 4, 6
+
+
+# ---------------------------------------------------------------------------------- handles
+
+TOKENS = st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=40).map(
+    lambda made: Tokens(
+        range(len(made)),
+        [sampled for sampled, _ in made],
+        [-0.5 * i for i in range(len(made))],
+        [version if sampled else -1 for sampled, version in made],
+    )
+)
+
+
+class Kept:
+    """A plane of one process, which counts what is asked of it."""
+
+    def __init__(self, *tokens: Tokens) -> None:
+        self.contents, self.asked = [contents_of(each) for each in tokens], 0
+
+    def fetch(self, places):
+        self.asked += 1
+        return [self.contents[part] for _, part in places]
+
+
+def handles(*tokens: Tokens) -> tuple[Kept, list[PlacedTokens]]:
+    kept = Kept(*tokens)
+    return kept, [PlacedTokens.of(each, kept, ("key", part), None) for part, each in enumerate(tokens)]
+
+
+@settings(max_examples=60)
+@given(TOKENS)
+def test_a_handle_knows_all_but_ids_and_logprobs_without_asking(tokens):
+    kept, (handle,) = handles(tokens)
+    assert len(handle) == len(tokens)
+    assert handle.n_sampled == tokens.n_sampled
+    assert np.array_equal(handle.sampled, tokens.sampled)
+    assert np.array_equal(handle.versions, tokens.versions)
+    assert np.array_equal(handle.sampled_versions, tokens.sampled_versions)
+    assert kept.asked == 0
+    assert handle == tokens
+
+
+def test_what_is_fetched_together_is_asked_for_once():
+    there = [Tokens.generated([i, i + 1], [-1.0, -2.0], [0, 1]) for i in range(5)]
+    kept, placed = handles(*there)
+    here = Tokens.generated([9], [-0.1], [1])
+    found = fetched([placed[3], here, placed[1]])
+    assert found == [there[3], here, there[1]]
+    assert found[1] is here
+    assert kept.asked == 1
+
+
+def test_a_plane_that_returns_other_bytes_is_not_believed():
+    kept, (handle,) = handles(Tokens.generated([1, 2], [-1.0, -1.0], [0, 0]))
+    kept.contents[0] = kept.contents[0][:-1]
+    with pytest.raises(DataPlaneError, match="returned 15 bytes of 2 tokens; expected 16"):
+        fetched([handle])
+
+
+# ---------------------------------------------------------------------------------- bytes
+
+
+def group(tokens: int, rollouts: int = 8) -> Group:
+    ids = np.random.default_rng(0).integers(0, 1000, tokens)
+    prompt = as_ids([1, 2, 3])
+    segments = [
+        Segment(prompt_ids=prompt, tokens=Tokens.generated(ids + i, [-1.0] * tokens, [0] * tokens))
+        for i in range(rollouts)
+    ]
+    return Group(
+        prompt=Prompt(messages="1+1=", id="0", environment="task"),
+        rollouts=tuple(
+            Rollout(segments=[segment], reward=float(i), advantage=1.0, trained=True)
+            for i, segment in enumerate(segments)
+        ),
+        generation_version=0,
+        target_version=0,
+    )
+
+
+def sent(made: Group) -> float:
+    """Bytes for each rollout of the call that gives a step to the trainer's process."""
+    batch = make_batch([made], step=0, temperature=1.0)
+    return len(pickle.dumps(Call(1, "step", (batch,)), protocol=5)) / len(made.rollouts)
+
+
+def test_the_bytes_of_a_rollout_on_the_way_to_the_trainer_do_not_grow_with_its_tokens(tmp_path):
+    plane = FilePlane(None, directory=str(tmp_path / "plane"))
+
+    async def placed(tokens: int) -> float:
+        await plane.started()
+        return sent(await plane.put(group(tokens)))
+
+    sizes = {tokens: asyncio.run(placed(tokens)) for tokens in (1024, 4096, 16384)}
+    assert max(sizes.values()) - min(sizes.values()) <= 4, sizes
+    assert max(sizes.values()) < 400, sizes
+    assert sent(group(16384)) > 13 * 16384, "in memory all of it is sent"
+
+
+def test_files_of_rollouts_are_the_same_with_every_plane(tmp_path):
+    plane = FilePlane(None, directory=str(tmp_path / "plane"))
+    here = group(50)
+
+    async def placed() -> Group:
+        await plane.started()
+        return await plane.put(here)
+
+    there = asyncio.run(placed())
+    assert isinstance(there.rollouts[0].segments[0].tokens, PlacedTokens)
+    assert stored.tokens([there]) == stored.tokens([here])
+    assert len(plane.fetches) == 1
+
+
+def test_each_rank_fetches_the_tokens_of_its_rows_and_of_no_others(tmp_path):
+    plane = FilePlane(None, directory=str(tmp_path / "plane"))
+
+    async def placed() -> Group:
+        await plane.started()
+        return await plane.put(group(30, rollouts=6))
+
+    batch = make_batch([asyncio.run(placed())], step=0, temperature=1.0)
+    assert [length(row) for row in batch.rows] == [3 + 29] * 6
+    parts = [with_tokens(pickle.loads(pickle.dumps(part))) for part in shares(batch, updates=1, ranks=3)]
+    asked = [places for _, places in plane.fetches]
+    assert [len(places) for places in asked] == [2, 2, 2]
+    assert sorted(place for places in asked for place in places) == [("0", i) for i in range(6)]
+    assert all(type(row.tokens) is Tokens for part in parts for row in part.rows.values())
+
+
+# ---------------------------------------------------------------------------------- the pipeline
+
+
+class Story:
+    """A pipeline of fakes with a data plane."""
+
+    def __init__(self, plane: Any, **changes: Any) -> None:
+        self.plane, self.events = plane, []
+        self.prompts, self.position = prompts(200), 0
+        self.trainer = changes.pop("trainer", None) or FakeTrainer()
+        self.held: list[int] = []
+        self.pipeline = Pipeline(
+            buffer=Buffer(prompts_per_step=GROUPS, max_staleness=1, num_steps=STEPS, policy="in_order"),
+            draw=self.draw,
+            engine=FakeEngine(),
+            trainer=self.trainer,
+            plane=plane,
+            environments={"task": FakeEnvironment()},
+            renderer=FakeRenderer(),
+            sampling=SamplingParams(temperature=1.0, max_tokens=4),
+            group_size=4,
+            advantages=advantages,
+            emit=self.note,
+            schedule=Schedule(rollout_deadline=60.0, stall=3600.0),
+            **changes,
+        )
+
+    def draw(self, request: SampleRequest) -> list[Prompt]:
+        self.position += request.expected_prompts
+        return list(self.prompts[self.position - request.expected_prompts : self.position])
+
+    def note(self, event: Any) -> None:
+        """Keep what a tracker has written of an event: no groups."""
+        if isinstance(event, StepEnded) and isinstance(self.plane, FilePlane):
+            self.held.append(self.plane.held[0])
+        self.events.append(type(event) if isinstance(event, GroupsReady) else event)
+
+    def __call__(self) -> Story:
+        async def story() -> None:
+            await self.plane.started()
+            try:
+                self.result = await self.pipeline.run()
+            finally:
+                self.trainer.batches.clear()
+                del self.pipeline
+                gc.collect()
+                await asyncio.sleep(1)
+
+        run(story())
+        return self
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> FilePlane:
+    return FilePlane(None, directory=str(tmp_path / "plane"))
+
+
+class Forgetful(FakeTrainer):
+    """Keeps no batch, as a trainer in a process of its own."""
+
+    async def step(self, batch):
+        result = await super().step(batch)
+        self.batches.clear()
+        return result
+
+
+def test_a_run_in_order_is_the_same_with_every_plane_and_nothing_of_it_is_left(plane):
+    here, there = Story(MemoryPlane(None))(), Story(plane, trainer=Forgetful())()
+    assert here.result == there.result == "finished"
+    assert here.trainer.state == there.trainer.state != 0
+    most = 2 * GROUPS * 4
+    assert plane.taken == STEPS * GROUPS
+    assert max(there.held) <= most + GROUPS * 4, "what is trained, and what max_staleness allows to wait"
+    assert plane.held == (0, 0)
+
+
+def test_a_group_that_is_filtered_never_enters_the_plane(plane):
+    story = Story(plane, trainer=Forgetful(), dynamic=DynamicSampling(max_extra_groups=1000))()
+    filtered = sum(isinstance(event, GroupFiltered) for event in story.events)
+    assert filtered > 0
+    assert plane.taken <= STEPS * GROUPS + 2 * GROUPS
+    assert plane.held == (0, 0)
+
+
+class Failing(FakeTrainer):
+    async def step(self, batch):
+        if batch.step == 2:
+            raise TrainerError("out of memory")
+        return await super().step(batch)
+
+
+def test_after_an_error_nothing_is_left(plane):
+    with pytest.raises(TrainerError) as error:
+        Story(plane, trainer=Failing())()
+    del error
+    gc.collect()
+    assert plane.taken > 0
+    plane._discard_released()
+    assert plane.held == (0, 0)
+
+
+def test_a_plane_that_fails_ends_the_run(tmp_path):
+    full = FilePlane(None, directory=str(tmp_path / "plane"), room=7)
+    with pytest.raises(DataPlaneError, match="it is full"):
+        Story(full)()
+
+
+def test_a_handle_that_is_gone_takes_the_whole_groups_tokens_only_when_it_was_the_last(plane):
+    async def story() -> None:
+        await plane.started()
+        first = (await plane.put(group(10, rollouts=2))).rollouts[0]
+        await asyncio.sleep(0)
+        assert plane.held == (2, 160)
+        assert fetched([first.segments[0].tokens])[0] == group(10).rollouts[0].segments[0].tokens
+        kept = attrs.evolve(first, reward=2.0)
+        del first
+        await asyncio.sleep(0)
+        assert plane.held == (2, 160)
+        del kept
+        await asyncio.sleep(0)
+        assert plane.held == (0, 0)
+
+    asyncio.run(story())
