@@ -1,0 +1,222 @@
+"""Tokens of finished rollouts in the object store of a real Ray cluster of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from killing import GRPO, SETTINGS, Run, left_after
+
+pytest.importorskip("grpo_plugin_ray")
+
+from grpo_core.app.parts import make_data_plane
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.config import DataPlaneConfig
+from grpo_core.errors import DataPlaneError, SelectionError
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.tokens import Tokens, fetched
+from grpo_plugin_ray import cluster
+from grpo_plugin_ray.data_plane import RayPlane
+from grpo_plugin_ray.placement import RayPlacement
+
+needs_ray = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    # of Ray's own making, whose files and sockets are closed when they are collected
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def made(placement) -> RayPlane:
+    return make_data_plane(DataPlaneConfig(name="ray"), PluginHost.discover(), placement)
+
+
+def test_tokens_go_to_a_cluster_only_if_the_run_has_one():
+    host = PluginHost.discover()
+    with pytest.raises(SelectionError, match="keeps tokens in a Ray cluster: add --ray"):
+        made(LocalPlacement(host))
+    with pytest.raises(SelectionError, match="only one process reaches the cluster"):
+        made(RayPlacement(host, address="ray://head:10001"))
+    assert isinstance(made(RayPlacement(host, address="auto")), RayPlane)
+
+
+def group(lengths: Sequence[int]) -> Group:
+    chance = np.random.default_rng(0)
+    tokens = [Tokens.generated(chance.integers(0, 9999, n), -chance.random(n), [3] * n) for n in lengths]
+    return Group(
+        prompt=Prompt(messages="1+1=", id="0", environment="task"),
+        rollouts=tuple(Rollout(segments=[Segment(prompt_ids=(1, 2), tokens=each)]) for each in tokens),
+        generation_version=3,
+        target_version=4,
+    )
+
+
+RANK = """
+import pickle, sys
+from grpo_core.tokens import Tokens, fetched
+tokens = fetched(pickle.load(sys.stdin.buffer))
+sys.stdout.buffer.write(pickle.dumps(tokens))
+"""
+
+
+@pytest.mark.usefixtures("alone")
+class TestPlane:
+    pytestmark = needs_ray
+
+    @pytest.fixture
+    def alone(self):
+        with cluster.connected("", cpus=2):
+            yield
+
+    def test_another_process_fetches_what_was_put_and_nothing_is_left_when_all_handles_have_gone(self):
+        lengths = [16384, 5, 1000, 0, 9000]
+        given = [rollout.segments[0].tokens for rollout in group(lengths).rollouts]
+
+        async def story() -> None:
+            plane = made(RayPlacement(PluginHost.discover()))
+            await plane.started()
+            before = owned()
+            placed = await plane.put(group(lengths))
+            assert owned() - before == 2, "short rollouts share an object"
+            assert await plane.held() == (5, 8 * sum(lengths))
+            handles = [rollout.segments[0].tokens for rollout in placed.rollouts]
+            rank = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", RANK, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            said, _ = await rank.communicate(pickle.dumps(handles[::-1]))
+            assert pickle.loads(said) == given[::-1]
+            assert fetched(handles) == given
+            last = handles[1]
+            del handles, placed
+            await asyncio.sleep(0)
+            assert (await plane.held())[0] == 5, "a group is kept whole"
+            del last
+            await asyncio.sleep(0)
+            assert await plane.held() == (0, 0)
+            for _ in range(200):  # Ray frees objects a moment later
+                if owned() > before:
+                    await asyncio.sleep(0.05)
+            assert owned() == before
+            await plane.aclose()
+            with pytest.raises(DataPlaneError, match="--resume RUN"):
+                await plane.put(group([3]))
+
+        asyncio.run(story())
+
+
+def owned() -> int:
+    """Objects of this process that somebody in the cluster refers to."""
+    import ray
+
+    return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+
+# ---------------------------------------------------------------------------------- whole runs
+
+
+ON_RAY = ["--ray", "--set", "data_plane.name=ray"]
+LENGTH = """
+import grpo_core as grpo
+
+class Length(grpo.Environment):
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"{i}=", answer=str(i)) for i in range(40)]
+
+    def evaluate(self, episodes):
+        return [len(episode.reply) + ord(episode.reply[-1:] or "a") / 256 for episode in episodes]
+"""
+"""Rollouts of a group have different rewards."""
+IN_ORDER = [
+    "--env", "./length.py:Length", "--set", "trainer.steps=2", "--set", "trainer.prompts_per_step=2",
+    "--set", "trainer.updates_per_step=1", "--set", "rollout.group_size=2", "--set", "validation.every=0",
+    "--set", "checkpoint.every=2", "--set", "model.options.warm_start_steps=5",
+    "--set", "pipeline.policy=in_order", "--set", "pipeline.max_staleness=0",
+    "--set", "engine.options.max_rows=1", "--set", "rollout.max_tokens=6", "--set", "trainer.threads=1",
+    "--set", "trainer.ranks=2", "--set", "trainer.device=cpu",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_two_ranks_train_the_same_weights_in_order_with_either_plane(tmp_path):
+    (tmp_path / "length.py").write_text(LENGTH)
+    for name, more in (("memory", []), ("ray", ON_RAY)):
+        done = subprocess.run(
+            [GRPO, "train", *IN_ORDER, *more, "--output", name], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert '"rows": 0.0' not in (tmp_path / name / "metrics.jsonl").read_text()
+    made = sorted((tmp_path / "memory" / "checkpoints" / "step-000002").rglob("*.safetensors"))
+    assert len(made) >= 3, "of the model, and of the optimizer in each rank"
+    for path in (*made, *(tmp_path / "memory" / "rollouts").glob("*.safetensors")):
+        other = tmp_path / "ray" / path.relative_to(tmp_path / "memory")
+        assert path.read_bytes() == other.read_bytes(), path.name
+
+
+class PlaneRun(Run):
+    """A run whose tokens are in Ray's object store."""
+
+    def _start(self, *arguments: str) -> None:
+        super()._start(*arguments, *(ON_RAY if "--env" in arguments else []))
+
+    def environ(self) -> dict[str, str]:
+        """Return nothing: below the test's folder, names of Ray's sockets would have over 107 characters."""
+        return {}
+
+    def store(self) -> list[int]:
+        """Actors that know where the tokens are."""
+        found = []
+        for pid in self.everything():
+            with suppress(OSError):
+                if "TokenStore" in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.append(pid)
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_nothing_is_lost_and_nothing_left_when_the_plane_dies_and_when_the_run_is_killed(tmp_path):
+    run = PlaneRun(tmp_path, settings=SETTINGS | {"trainer.steps": 20})
+    try:
+        run.wait(lambda: run.steps >= 2, 120)
+        (store,) = run.store()
+        everybody = run.everything()
+        os.kill(store, signal.SIGKILL)
+        said = run.end()
+        assert "the tokens of finished rollouts are lost" in said, said
+        assert "--resume" in said
+        assert left_after(everybody, 20.0) == []
+        run.resume()
+        at = run.steps
+        run.wait(lambda: run.steps >= at + 2, 120)
+        everybody = [pid for pid in run.everything() if not is_of_ray_alone(pid)]
+        assert run.store()
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.end()
+        assert left_after(everybody, 20.0) == []
+        run.resume()
+        said = run.end(180)
+        assert run.finished, said
+    finally:
+        if run.running:
+            os.killpg(run.process.pid, signal.SIGKILL)
+    checked = subprocess.run([GRPO, "verify", run.directory], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def is_of_ray_alone(pid: int) -> bool:
+    """Whether it looks for Ray's head for a minute after its driver was killed together with it."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().startswith(("ray::DashboardAgent", "ray::RuntimeEnv"))
+    return True

@@ -1,0 +1,120 @@
+"""Measures what a data plane costs and saves the process of a run: bytes, memory and CPU for each rollout.
+
+    python tests/benchmarks/bench_plane.py [GROUPS]
+
+A group has 8 rollouts.  "sent" is the call that gives a step to a trainer of one rank.  "held" is what a
+rollout that waits to be trained takes in the process of the run.  "CPU" is that of ``put`` in that process.
+With Ray installed, the same is measured with a cluster of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import os
+import pickle
+import sys
+import time
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_core.app.parts import make_data_plane, make_placement
+from grpo_core.config import DataPlaneConfig, PlacementConfig
+from grpo_core.engine_kit import DataPlane
+from grpo_core.loop.rows import make_batch
+from grpo_core.plugins.host import PluginHost
+from grpo_core.processes import Call
+from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.tokens import Tokens, as_ids
+
+GROUPS, GROUP = 40, 8
+LENGTHS = (1024, 4096, 16384)
+GROWTH = 1.02
+"""Largest ratio of the bytes sent for the longest rollouts to those for the shortest."""
+
+
+def main() -> int:
+    given = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    groups = given[0] if given else GROUPS
+    failed = asyncio.run(measure("memory", "local", groups, limit=None))
+    if (
+        importlib.util.find_spec("ray") is not None
+        and importlib.util.find_spec("grpo_plugin_ray") is not None
+    ):
+        failed += asyncio.run(measure("ray", "ray", groups, limit=GROWTH))
+    return failed
+
+
+async def measure(name: str, where: str, groups: int, *, limit: float | None) -> int:
+    """Print the figures of a plane; return how many miss their limits."""
+    host = PluginHost.discover()
+    placement = make_placement(PlacementConfig(name=where), host)
+    plane = make_data_plane(DataPlaneConfig(name=name), host, placement)
+    sizes: dict[int, float] = {}
+    with placement.connected(os.cpu_count() or 1):
+        await plane.started()
+        try:
+            await plane.put(group(8))
+            for length in LENGTHS:
+                sizes[length], held, seconds = await cost(plane, length, groups)
+                print(
+                    f"{name:8} {length:6,} tokens: {sizes[length]:9,.0f} bytes sent, {held:9,.0f} held, "
+                    f"{seconds * 1e6:6.0f} us of CPU for a rollout",
+                    flush=True,
+                )
+        finally:
+            await plane.aclose()
+    ratio = sizes[LENGTHS[-1]] / sizes[LENGTHS[0]]
+    print(f"{name:8} bytes sent, longest / shortest: {ratio:.3f}" + (f", limit {limit}" if limit else ""))
+    return int(limit is not None and ratio > limit)
+
+
+async def cost(plane: DataPlane, length: int, groups: int) -> tuple[float, float, float]:
+    """Return bytes that are sent and held, and CPU seconds, for each rollout."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    kept: list[Group] = [await plane.put(group(length)) for _ in range(groups)]
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    batch = make_batch(kept, step=0, temperature=1.0)
+    sent = len(pickle.dumps(Call(1, "step", (batch,)), protocol=pickle.HIGHEST_PROTOCOL))
+    del kept, batch
+    fresh: Sequence[Group] = [group(length) for _ in range(groups)]
+    began = time.process_time()
+    for each in fresh:
+        await plane.put(each)
+    seconds = time.process_time() - began
+    n = groups * GROUP
+    return sent / n, held / n, seconds / n
+
+
+def group(length: int) -> Group:
+    """Return a finished group of rollouts of so many tokens."""
+    chance, prompt = np.random.default_rng(length), as_ids(range(100))
+    tokens = [
+        Tokens.generated(
+            chance.integers(0, 150_000, length).astype(np.int32),
+            -chance.random(length).astype(np.float32),
+            np.zeros(length, np.int32),
+        )
+        for _ in range(GROUP)
+    ]
+    return Group(
+        prompt=Prompt(messages="1+1=", id="0", environment="task"),
+        rollouts=tuple(
+            Rollout(
+                segments=[Segment(prompt_ids=prompt, tokens=each)], reward=1.0, advantage=1.0, trained=True
+            )
+            for each in tokens
+        ),
+        generation_version=0,
+        target_version=0,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
