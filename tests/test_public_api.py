@@ -76,6 +76,7 @@ def relative(path: Path) -> str:
 SEAMS = {
     "plugins/grpo-plugin-ray/tests/test_ray.py",
     "plugins/grpo-plugin-ray/tests/test_cluster.py",
+    "plugins/grpo-plugin-ray/tests/test_ray_plane.py",
     "plugins/grpo-plugin-vllm/tests/test_http.py",
 }
 """Tests across the seam between a plugin and the core, which run the core's pool, pipeline and commands."""
