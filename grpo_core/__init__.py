@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from grpo_core.errors import WeightSyncError as WeightSyncError
     from grpo_core.errors import did_you_mean as did_you_mean
     from grpo_core.hookspecs import hookimpl as hookimpl
+    from grpo_core.loading import load_object as load_object
     from grpo_core.loss import LossInputs as LossInputs
     from grpo_core.loss import needs as needs
+    from grpo_core.plugins.host import make_environment as make_environment
     from grpo_core.protocols import AdvantageFunction as AdvantageFunction
     from grpo_core.protocols import Engine as Engine
     from grpo_core.protocols import Environment as Environment
@@ -114,7 +116,9 @@ __getattr__, __dir__, __all__ = attach(
             "did_you_mean",
         ],
         "grpo_core.hookspecs": ["hookimpl"],
+        "grpo_core.loading": ["load_object"],
         "grpo_core.loss": ["LossInputs", "needs"],
+        "grpo_core.plugins.host": ["make_environment"],
         "grpo_core.protocols": [
             "AdvantageFunction",
             "Engine",

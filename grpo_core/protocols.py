@@ -136,11 +136,12 @@ class Environment:
         """
         return None
 
-    def close(self, session: Any) -> None:
+    def close(self, session: Any) -> Awaitable[None] | None:
         """Called exactly once for each ``open``, also when the rollout is aborted.  May be ``async``.
 
         If the process dies, its sessions are gone: their rollouts are played again.
         """
+        return None
 
     def aclose(self) -> Awaitable[None] | None:
         """Called once at the end, when all sessions are closed: frees what the environment holds.

@@ -11,9 +11,12 @@ VLLM = "pip install 'grpo-core[vllm]'"
 INSTALL: Mapping[tuple[Kind, str], str] = {
     ("engine", "vllm"): VLLM,
     ("environment", "code"): "pip install grpo-plugin-code",
+    ("environment", "gym"): "pip install grpo-plugin-gym",
     ("environment", "judge"): "pip install grpo-plugin-judge",
     ("environment", "math"): "pip install grpo-plugin-math",
+    ("environment", "mcp"): "pip install grpo-plugin-mcp",
     ("environment", "nemo_gym"): "pip install grpo-plugin-nemo-gym",
+    ("environment", "openenv"): "pip install grpo-plugin-openenv",
     ("environment", "reasoning_gym"): "pip install grpo-plugin-reasoning-gym",
     ("environment", "trl"): "pip install grpo-plugin-trl",
     ("placement", "ray"): "pip install 'grpo-core[ray]'",

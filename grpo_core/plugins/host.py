@@ -426,3 +426,11 @@ def _check_known(names: Iterable[str], known: set[str], source: str) -> None:
                 f"{source}: plugin {name!r} is not installed.{did_you_mean(name, known)} "
                 f"Installed: {', '.join(sorted(known))}"
             )
+
+
+def make_environment(name: str, **options: Any) -> Any:
+    """Make another environment by its name, for the factory of one that adds something to it.
+
+    Raises PluginError or ConfigError if there is none, or for its options.
+    """
+    return PluginHost.current().make("environment", name, **options)

@@ -32,6 +32,8 @@ PATIENCE = 40.0
 
 
 def app_of(name: str) -> Any:
+    for place in importlib.import_module(f"resources_servers.{name}").__path__:
+        sys.path.insert(0, place)  # servers import modules beside them, as if started from their directory
     module = importlib.import_module(f"resources_servers.{name}.app")
     kinds = [kind for kind in vars(module).values() if inspect.isclass(kind)]
     own = [k for k in kinds if issubclass(k, SimpleResourcesServer) and k.__module__ == module.__name__]

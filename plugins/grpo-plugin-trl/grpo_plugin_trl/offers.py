@@ -8,7 +8,6 @@ from typing import Any
 
 import grpo_core as grpo
 from grpo_plugin_trl.environments import TRLEnvironment
-from grpo_plugin_trl.loading import load
 from grpo_plugin_trl.rewards import AsyncRewards, RewardFunction, Rewards, reward_function
 
 
@@ -35,7 +34,7 @@ def make(
         whole_groups: whether each call has whole groups.
         max_turns: largest number of completions with an environment class.
     """
-    found = load(name)
+    found = grpo.load_object(name, who="trl")
     functions = [reward_function(each) for each in more]
     if _is_environment(found):
         if weight != 1.0:

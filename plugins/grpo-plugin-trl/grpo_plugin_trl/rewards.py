@@ -12,7 +12,6 @@ from typing import Any
 from attrs import field, frozen
 
 import grpo_core as grpo
-from grpo_plugin_trl.loading import load
 
 NOT_PASSED = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that TRL does not pass, because its own arguments have these names."""
@@ -41,7 +40,11 @@ def reward_function(given: str | Mapping[str, Any]) -> RewardFunction:
         )
     if "function" not in table:
         raise grpo.ConfigError(f"trl: {given!r} names no function: {{function = 'module:name', weight = 1}}")
-    function, weight, arguments = load(table["function"]), table.get("weight", 1.0), table.get("arguments")
+    function, weight, arguments = (
+        grpo.load_object(table["function"], who="trl"),
+        table.get("weight", 1.0),
+        table.get("arguments"),
+    )
     if arguments is not None:
         try:
             function = function(**arguments)
