@@ -1,0 +1,263 @@
+"""The environment ``openenv:URL``: each rollout is a session at a server of OpenEnv, over one WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import attrs
+import stamina
+from attrs import frozen
+
+import grpo_core as grpo
+from grpo_plugin_openenv.actions import Actions
+from grpo_plugin_openenv.connection import FULL, LARGEST, WRONG_ACTION, Connection, Rejected
+
+SPARE = 10.0
+"""Seconds of a call beyond those of its messages."""
+LONGEST_WAIT = 8.0
+"""Seconds before a retry at most."""
+RISK = "It sees all replies, and decides all rewards."
+HIDDEN = ("done", "reward", "metadata")
+"""Fields of an observation that the model does not see."""
+
+
+class _Unsent(Exception):  # noqa: N818 - internal: there is no session yet
+    """There is no connection, or no room for a session: trying again is always safe."""
+
+
+@frozen(eq=False)
+class Session:
+    """The session of a rollout; it has no public methods, since these would be tools."""
+
+    connection: Connection
+
+
+class OpenEnv(grpo.Environment):
+    """Sessions of a server of OpenEnv.
+
+    A rollout begins with ``reset``, each reply is a ``step``, and the rewards of the steps are added.  A
+    prompt is a seed: it begins with the observation of ``reset(seed=...)``.  With a ``source``, a prompt is
+    a row, whose columns are the arguments of ``reset``.
+
+    Args:
+        url: address of the server, such as ``http://127.0.0.1:8000``.
+        instruction: text before the first observation.
+        action: field of an action that gets the reply; empty takes the only text that is required, or reads
+            actions as JSON.
+        observation: field of an observation that the model sees; empty takes the only field, or shows all.
+        reset: further arguments of each ``reset``.
+        max_turns: largest number of steps of a rollout.
+        prompts: number of seeds for training; validation has a fourth as many others.
+        seed: the first seed.
+        wrong_action: reward of a reply that the server refuses as an action; the model sees why, and goes on.
+        remote: allow a server on another machine.
+        key_variable: environment variable with a key, which is sent as a bearer token.
+        timeout: seconds for each answer.
+        retries: number of attempts to connect after the first.
+        requests_at_once: number of messages of each worker that wait for an answer at once.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        instruction: str = "",
+        action: str = "",
+        observation: str = "",
+        reset: Mapping[str, Any] | None = None,
+        max_turns: int = 16,
+        prompts: int = 200,
+        seed: int = 0,
+        wrong_action: float = 0.0,
+        remote: bool = False,
+        key_variable: str = "OPENENV_KEY",
+        timeout: float = 60.0,
+        retries: int = 4,
+        requests_at_once: int = 256,
+    ) -> None:
+        if timeout <= 0 or retries < 0 or requests_at_once < 1 or prompts < 1:
+            raise grpo.ConfigError(
+                f"openenv: timeout = {timeout}, retries = {retries}, requests_at_once = {requests_at_once}, "
+                f"prompts = {prompts}; expected more than 0, at least 0, at least 1, and at least 1"
+            )
+        self._url = grpo.checked_url(
+            url, who="openenv", remote=remote, risk=RISK, option="tasks.NAME.options.remote"
+        )
+        key = os.environ.get(key_variable, "")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout, self._retries = timeout, retries
+        self._actions = Actions(self._schema(), action)
+        self._instruction = "\n".join(filter(None, [instruction, self._actions.instruction()]))
+        self._observation, self._reset, self._wrong = observation, dict(reset or {}), wrong_action
+        self._prompts, self._seed = prompts, seed
+        self._http: aiohttp.ClientSession | None = None
+        self.max_turns = max_turns
+        self.concurrency = requests_at_once
+        self.deadline = (retries + 1) * timeout + retries * LONGEST_WAIT + SPARE
+
+    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        number = self._prompts if split == "train" else max(1, self._prompts // 4)
+        first = self._seed + (0 if split == "train" else self._prompts)
+        resets = [{**self._reset, "seed": seed} for seed in range(first, first + number)]
+        return [
+            self._prompt(reset, said)
+            for reset, said in zip(resets, asyncio.run(self._begun(resets)), strict=True)
+        ]
+
+    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        """Take the columns of the row as arguments of ``reset``, and append what it returns to the prompt."""
+        reset = {**self._reset, **prompt.info}
+        (said,) = asyncio.run(self._begun([reset]))
+        *before, last = (dict(message) for message in prompt.messages)
+        last["content"] = "\n".join(filter(None, [str(last.get("content") or ""), said]))
+        return attrs.evolve(prompt, messages=(*before, last), info={"reset": reset, "observation": said})
+
+    def solve(self, prompt: grpo.Prompt) -> str | None:
+        return None
+
+    async def open(self, prompt: grpo.Prompt) -> Session:
+        if self._http is None:
+            self._http = self._client()
+        connection, said = await self._connected(self._http, prompt.info["reset"])
+        if said != prompt.info["observation"]:
+            await connection.close()
+            raise grpo.PluginError(
+                f"openenv: reset({prompt.info['reset']}) begins with {said!r:.100}, and began with "
+                f"{prompt.info['observation']!r:.100} before: the rollouts of a prompt begin alike. If the "
+                "environment takes no seed, name the field to show in options.observation"
+            )
+        return Session(connection)
+
+    async def close(self, session: Session) -> None:
+        await session.connection.close()
+
+    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return [await self._stepped(episode) for episode in episodes]
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    # ------------------------------------------------------------------------------ steps
+
+    async def _stepped(self, episode: grpo.Episode) -> grpo.Feedback:
+        connection: Connection = episode.session.connection
+        try:
+            told = await connection.ask("step", self._actions.of(episode.reply))
+        except grpo.Unavailable as error:
+            return grpo.Feedback(error=str(error))
+        except (Rejected, ValueError) as error:
+            if isinstance(error, Rejected) and error.code not in WRONG_ACTION:
+                return grpo.Feedback(error=f"openenv: step: {error}")
+            return grpo.Feedback(
+                done=False, reward=self._wrong, messages=f"error: {error}", metrics={"wrong_action": 1.0}
+            )
+        reward = told.get("reward")
+        if reward is not None and not isinstance(reward, int | float):
+            return grpo.Feedback(error=f"openenv: step gave the reward {reward!r:.100}")
+        metrics = {"wrong_action": 0.0}
+        if told.get("done"):
+            return grpo.Feedback(reward=float(reward or 0.0), metrics=metrics)
+        return grpo.Feedback(
+            done=False, reward=float(reward or 0.0), messages=self._shown(told) or "ok", metrics=metrics
+        )
+
+    def _shown(self, told: Mapping[str, Any]) -> str:
+        """Return an observation as text for the model."""
+        observation = told.get("observation")
+        if not isinstance(observation, Mapping):
+            return "" if observation is None else str(observation)
+        fields = {name: value for name, value in observation.items() if name not in HIDDEN}
+        if self._observation:
+            if self._observation not in fields:
+                near = grpo.did_you_mean(self._observation, set(fields))
+                raise grpo.ConfigError(
+                    f"openenv: an observation has no field {self._observation!r}.{near} Its fields: "
+                    f"{', '.join(fields)}"
+                )
+            fields = {self._observation: fields[self._observation]}
+        if len(fields) == 1:
+            (value,) = fields.values()
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return json.dumps(fields, ensure_ascii=False) if fields else ""
+
+    # ------------------------------------------------------------------------------ the start
+
+    def _prompt(self, reset: Mapping[str, Any], said: str) -> grpo.Prompt:
+        text = "\n\n".join(filter(None, [self._instruction, said]))
+        return grpo.Prompt(messages=text or "Begin.", info={"reset": dict(reset), "observation": said})
+
+    async def _begun(self, resets: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return what the environment begins with for each of these arguments."""
+        gate = asyncio.Semaphore(8)
+        async with self._client() as http:
+
+            async def one(reset: Mapping[str, Any]) -> str:
+                async with gate:
+                    connection, said = await self._connected(http, reset)
+                    await connection.close()
+                    return said
+
+            return await asyncio.gather(*map(one, resets))
+
+    async def _connected(
+        self, http: aiohttp.ClientSession, reset: Mapping[str, Any]
+    ) -> tuple[Connection, str]:
+        """Return a session that has been reset, and what it begins with.  Raises Unavailable, PluginError."""
+        number = self._retries + 1
+        try:
+            async for attempt in stamina.retry_context(
+                on=_Unsent, attempts=number, timeout=None, wait_max=8.0
+            ):
+                with attempt:
+                    return await self._once(http, reset)
+        except _Unsent as error:
+            raise grpo.Unavailable(f"openenv: {self._url}: {error} ({number} attempts)") from error
+        raise AssertionError("a retry that ends without a result raises")
+
+    async def _once(self, http: aiohttp.ClientSession, reset: Mapping[str, Any]) -> tuple[Connection, str]:
+        address = "ws" + self._url.removeprefix("http") + "/ws"
+        try:
+            async with asyncio.timeout(self._timeout):
+                socket = await http.ws_connect(
+                    address, headers=self._headers, max_msg_size=LARGEST, autoping=True
+                )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _Unsent(f"no connection: {type(error).__name__}: {error}") from error
+        connection = Connection(socket, self._timeout)
+        try:
+            return connection, self._shown(await connection.ask("reset", reset))
+        except BaseException as error:
+            await connection.close()
+            if isinstance(error, Rejected) and error.code == FULL:
+                raise _Unsent(
+                    f"{error}; max_concurrent_envs of the server is its number of sessions"
+                ) from error
+            if isinstance(error, Rejected):
+                raise grpo.PluginError(f"openenv: reset({dict(reset)}): {error}") from error
+            raise
+
+    def _client(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    def _schema(self) -> Mapping[str, Any]:
+        """Return the JSON schema of actions.  Raises ConfigError if no server of OpenEnv answers."""
+        try:
+            described = grpo.fetch_json(f"{self._url}/schema", headers=self._headers)
+            action = described["action"]
+            assert isinstance(action, Mapping)
+        except grpo.Unavailable as error:
+            raise grpo.ConfigError(
+                f"openenv: no server answers at {self._url} ({error}). Start it (python -m server.app in the "
+                "environment's directory), or correct the address"
+            ) from error
+        except (KeyError, TypeError, AssertionError) as error:
+            raise grpo.ConfigError(
+                f"openenv: {self._url}/schema names no actions, so it is no server of OpenEnv"
+            ) from error
+        return action
