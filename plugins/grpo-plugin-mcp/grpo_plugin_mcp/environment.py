@@ -1,0 +1,201 @@
+"""The environment ``mcp:COMMAND``: another environment, whose model may call the tools of an MCP server."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+from attrs import define, field
+
+import grpo_core as grpo
+from grpo_plugin_mcp.server import Server
+
+SPARE = 10.0
+"""Seconds of a call beyond that of the server."""
+
+
+@define(eq=False)
+class Session:
+    """The tools of a rollout, and the server that has them."""
+
+    server: Server
+    tools: list[grpo.Tool] = field(factory=list)
+
+
+class ToolsOfServer(grpo.Environment):
+    """Gives another environment the tools of an MCP server.
+
+    Prompts, rewards and turns are those of the other environment.
+
+    Args:
+        command: the server's command line, such as ``python server.py``.  It talks over standard input and
+            output.
+        env: name of the environment that has the prompts and judges.
+        options: options of that environment.
+        tools: names of the tools that the model may call; empty allows all.
+        server: "rollout" starts a server for each rollout; "worker" starts one that all rollouts share, for
+            tools that remember nothing.
+        variables: names of environment variables that the server gets, besides ``PATH``, ``HOME`` and such.
+        max_turns: largest number of completions of a rollout.
+        timeout: seconds for the server's start, and for each answer.
+        calls_at_once: number of calls of each worker at once.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        *,
+        env: str,
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[str] = (),
+        server: Literal["rollout", "worker"] = "rollout",
+        variables: Sequence[str] = (),
+        max_turns: int = 8,
+        timeout: float = 30.0,
+        calls_at_once: int = 32,
+    ) -> None:
+        if timeout <= 0 or calls_at_once < 1:
+            raise grpo.ConfigError(
+                f"mcp: timeout = {timeout}, calls_at_once = {calls_at_once}; expected more than 0, at least 1"
+            )
+        if missing := [name for name in variables if name not in os.environ]:
+            raise grpo.ConfigError(
+                f"mcp: the environment variable {missing[0]} is not set; tasks.NAME.env_vars can set it"
+            )
+        self._command = _found(command)
+        self._variables = {name: os.environ[name] for name in variables}
+        self._allowed, self._shares, self._timeout = tuple(tools), server == "worker", timeout
+        self._shared: Server | None = None
+        self._starting = asyncio.Lock()
+        self._environment = grpo.make_environment(env, **(options or {}))
+        self._check()
+        inner = self._environment
+        self.needs_group = bool(getattr(inner, "needs_group", False))
+        self.success = getattr(inner, "success", None)
+        self.tools = getattr(inner, "tools", ())
+        self.max_turns = max(max_turns, getattr(inner, "max_turns", 1))
+        own = getattr(inner, "concurrency", None)
+        self.concurrency = max(calls_at_once, own or 0)
+        self.deadline = max(timeout + SPARE, getattr(inner, "deadline", None) or 0.0)
+        if inspect.iscoroutinefunction(inner.evaluate):
+            self.evaluate = self._judged_later  # type: ignore[method-assign]
+
+    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        prompts: Sequence[grpo.Prompt] = self._environment.prompts(split)
+        return prompts
+
+    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        from_source = getattr(self._environment, "from_source", None)
+        return from_source(prompt) if from_source else prompt
+
+    def solve(self, prompt: grpo.Prompt) -> str | None:
+        solve = getattr(self._environment, "solve", None)
+        return solve(prompt) if solve else None
+
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> Any:
+        return self._environment.evaluate(_inner(episodes))
+
+    async def _judged_later(self, episodes: Sequence[grpo.Episode]) -> Any:
+        return await self._environment.evaluate(_inner(episodes))
+
+    async def open(self, prompt: grpo.Prompt) -> Session:
+        session = Session(await self._server())
+        try:
+            session.tools = [self._tool(session.server, each) for each in self._chosen(session.server)]
+        except grpo.PluginError:
+            await self.close(session)
+            raise
+        return session
+
+    async def close(self, session: Session) -> None:
+        if not self._shares:
+            await session.server.close()
+
+    async def aclose(self) -> None:
+        if self._shared is not None:
+            await self._shared.close()
+        closing = getattr(self._environment, "aclose", lambda: None)()
+        if inspect.isawaitable(closing):
+            await closing
+
+    # ------------------------------------------------------------------------------ the server
+
+    async def _server(self) -> Server:
+        """Return the server of a new rollout; one that all share is started again after it has ended."""
+        if not self._shares:
+            return await self._started()
+        async with self._starting:
+            if self._shared is None or self._shared.ended:
+                if self._shared is not None:
+                    await self._shared.close()
+                self._shared = await self._started()
+            return self._shared
+
+    async def _started(self) -> Server:
+        server = Server(self._command, self._variables, self._timeout)
+        await server.start()
+        return server
+
+    def _chosen(self, server: Server) -> list[Any]:
+        names = {tool.name for tool in server.listed}
+        for name in self._allowed:
+            if name not in names:
+                near = grpo.did_you_mean(name, names)
+                raise grpo.PluginError(
+                    f"mcp: the server has no tool {name!r}.{near} It has {', '.join(sorted(names)) or 'none'}"
+                )
+        return [tool for tool in server.listed if not self._allowed or tool.name in self._allowed]
+
+    def _tool(self, server: Server, listed: Any) -> grpo.Tool:
+        async def call(arguments: Mapping[str, Any]) -> str:
+            return await server.call(listed.name, arguments)
+
+        return grpo.Tool(
+            name=listed.name,
+            description=listed.description or "",
+            parameters=listed.input_schema,
+            call=call,
+        )
+
+    def _check(self) -> None:
+        inner, kind = self._environment, type(self._environment)
+        if _own(inner, "run"):
+            raise grpo.ConfigError("mcp: env is an agent, which calls its tools by itself")
+        if _own(inner, "open"):
+            raise grpo.ConfigError(
+                "mcp: env has sessions of its own, which cannot be combined with those of an MCP server; use "
+                "an environment that judges the conversation"
+            )
+        for method in ("prompts", "evaluate"):
+            if not callable(getattr(inner, method, None)):
+                raise grpo.ConfigError(f"mcp: env: {kind.__name__} has no method {method!r}")
+
+
+def _found(command: str) -> list[str]:
+    """Split a command line.  Raises ConfigError if its program does not exist."""
+    try:
+        parts = shlex.split(command)
+    except ValueError as error:
+        raise grpo.ConfigError(f"mcp: the command {command!r} cannot be split: {error}") from error
+    if not parts or shutil.which(parts[0]) is None:
+        program = parts[0] if parts else command
+        raise grpo.ConfigError(
+            f"mcp: there is no program {program!r}; expected a command, as mcp:python server.py"
+        )
+    return parts
+
+
+def _inner(episodes: Sequence[grpo.Episode]) -> list[grpo.Episode]:
+    return [attrs.evolve(episode, session=None) for episode in episodes]
+
+
+def _own(environment: Any, name: str) -> bool:
+    """Return whether an environment defines an optional method."""
+    method = vars(environment).get(name) or getattr(type(environment), name, None)
+    return method not in (None, getattr(grpo.Environment, name))

@@ -1,0 +1,132 @@
+"""An MCP server in a process of its own, started for a rollout or for a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import grpo_core as grpo
+
+
+class Server:
+    """Runs a command and asks it by MCP over its standard input and output.
+
+    The library wants its connection to be entered and left by one task, while rollouts open and close from
+    several: the task here does both.
+
+    Args:
+        command: the program and its arguments.
+        variables: environment variables that it gets besides ``PATH``, ``HOME`` and the like.
+        timeout: seconds for the start, and for each answer.
+    """
+
+    def __init__(self, command: list[str], variables: Mapping[str, str], timeout: float) -> None:
+        self._command, self._variables, self._timeout = command, variables, timeout
+        self._client: Any = None
+        self._end = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.listed: list[Any] = []
+
+    async def start(self) -> None:
+        """Start the server and list its tools.  Raises Unavailable."""
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(ready))
+        try:
+            async with asyncio.timeout(self._timeout):
+                await asyncio.shield(ready)
+        except BaseException as error:
+            await self.close()
+            raise self._unavailable("did not start", error) from error
+
+    @property
+    def ended(self) -> bool:
+        return self._task is None or self._task.done() or self._end.is_set()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the text of a tool's answer.  Raises ToolFailed, and Unavailable if the server is gone."""
+        from mcp import MCPError
+
+        if self.ended:
+            raise self._unavailable(f"ended before the call of {name!r}", None)
+        try:
+            async with asyncio.timeout(self._timeout):
+                result = await self._client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if self._gone(error):
+                self._end.set()  # its task waits for this, and notices nothing of the server's end
+                raise self._unavailable(f"ended during the call of {name!r}", error) from error
+            raise ToolFailed(str(error)) from error
+        except Exception as error:
+            raise self._unavailable(f"did not answer the call of {name!r}", error) from error
+        text = "\n".join(_text(part) for part in result.content)
+        if getattr(result, "is_error", False):
+            raise ToolFailed(text)
+        return text
+
+    async def close(self) -> None:
+        """End the server; waits until its process has ended."""
+        self._end.set()
+        if self._task is not None:
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await self._task
+
+    async def _run(self, ready: asyncio.Future[None]) -> None:
+        from mcp import Client, StdioServerParameters
+
+        program, *arguments = self._command
+        parameters = StdioServerParameters(command=program, args=arguments, env=dict(self._variables))
+        try:
+            async with Client(parameters, read_timeout_seconds=self._timeout) as client:
+                self._client = client
+                self.listed = await self._all_tools()
+                ready.set_result(None)
+                await self._end.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(_first(error))
+
+    async def _all_tools(self) -> list[Any]:
+        tools, cursor = [], None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            tools += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return tools
+
+    def _gone(self, error: Exception) -> bool:
+        return "closed" in str(error).lower() or self.ended
+
+    def _unavailable(self, what: str, error: BaseException | None) -> grpo.Unavailable:
+        if isinstance(error, TimeoutError):
+            what = f"{what} within {self._timeout:g} s"
+        elif error is not None:
+            what = f"{what}: {type(error).__name__}: {error}"
+        return grpo.Unavailable(f"mcp: the server {' '.join(self._command)!r} {what}")
+
+
+class ToolFailed(Exception):  # noqa: N818 - it says what happened
+    """A tool answered with an error, which the model reads."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error itself where a task group has wrapped it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _text(part: Any) -> str:
+    if part.type == "text":
+        return str(part.text)
+    if part.type == "resource":
+        return str(getattr(part.resource, "text", f"[{part.resource.uri}]"))
+    if part.type == "resource_link":
+        return f"[{part.uri}]"
+    return f"[{part.type}]"  # a model of text cannot read images and sounds

@@ -1,0 +1,48 @@
+"""An MCP server as users write them: it counts, and can fail, hang and die."""
+
+import os
+import sys
+import time
+
+from mcp.server.mcpserver import MCPServer
+
+if "--broken" in sys.argv:
+    sys.exit("no database")
+
+server = MCPServer("counter")
+counts = {"calls": 0}
+
+
+@server.tool()
+def add(number: int, times: int = 1) -> str:
+    """Adds to the counter."""
+    counts["calls"] += number * times
+    return f"{counts['calls']}"
+
+
+@server.tool()
+def secret() -> str:
+    """Tells an environment variable."""
+    return f"{os.environ.get('COUNTER_KEY')} {os.environ.get('OTHER_KEY')}"
+
+
+@server.tool()
+def fail() -> str:
+    """Fails."""
+    raise ValueError("no such number")
+
+
+@server.tool()
+def die() -> str:
+    """Dies."""
+    os._exit(3)
+
+
+@server.tool()
+def hang() -> str:
+    """Hangs."""
+    time.sleep(60)
+    return "late"
+
+
+server.run()

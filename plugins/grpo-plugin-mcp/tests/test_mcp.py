@@ -1,0 +1,181 @@
+"""Tools of MCP servers: the real library on both sides, a server in a process of its own."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_core as grpo
+from grpo_core.testing import HostedEnvironment, make_offer
+
+SERVER = Path(__file__).with_name("server_for_mcp.py")
+COMMAND = f"{sys.executable} {SERVER}"
+JUDGE = """
+import grpo_core as grpo
+
+class Counted(grpo.Environment):
+    success = 1.0
+
+    def prompts(self, split):
+        return [grpo.Prompt(messages="Count to 5.", answer="5")]
+
+    def evaluate(self, episodes):
+        return [float(episode.reply == episode.prompt.answer) for episode in episodes]
+
+class Awaited(Counted):
+    async def evaluate(self, episodes):
+        return super().evaluate(episodes)
+
+class Sessions(Counted):
+    def open(self, prompt):
+        return object()
+
+class Agent(Counted):
+    async def run(self, prompt, client):
+        return 1.0
+"""
+
+
+@pytest.fixture
+def judge(tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    return f"{tmp_path}/judge.py"
+
+
+def offered(judge, *, name="Counted", command=COMMAND, **options):
+    return make_offer("environment", f"mcp:{command}", plugins=["mcp"], env=f"{judge}:{name}", **options)
+
+
+@contextlib.contextmanager
+def hosting(*args, **options):
+    host = HostedEnvironment(offered(*args, **options)).host
+    try:
+        yield host
+    finally:
+        host.end()
+
+
+PROMPT = grpo.Prompt(messages="Count to 5.", answer="5", id="0")
+
+
+def called(host, session, name, **arguments):
+    tool_call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [tool_call]}
+    (feedback,) = host.evaluate([grpo.Episode(prompt=PROMPT, messages=[said], session=session)])
+    return feedback
+
+
+def answered(host, session, name, **arguments):
+    return called(host, session, name, **arguments).messages[0]["content"]
+
+
+def reward(host, session, reply):
+    messages = [*PROMPT.messages, {"role": "assistant", "content": reply}]
+    (feedback,) = host.evaluate([grpo.Episode(prompt=PROMPT, messages=messages, session=session)])
+    return feedback.reward
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Counted", "Awaited"])
+def test_the_model_calls_the_tools_of_a_server_and_the_other_environment_judges(judge, name):
+    with hosting(judge, name=name) as host:
+        (start,) = host.open([("a", PROMPT)])
+        by_name = {tool["function"]["name"]: tool["function"] for tool in start.tools}
+        assert by_name["add"]["description"] == "Adds to the counter."
+        assert by_name["add"]["parameters"]["required"] == ["number"]
+        assert answered(host, "a", "add", number=2) == "2"
+        assert answered(host, "a", "add", number=1, times=3) == "5"
+        assert (reward(host, "a", "5"), reward(host, "a", "6")) == (1.0, 0.0)
+        assert host.description()["success"] == 1.0
+
+
+@pytest.mark.long
+def test_rollouts_have_servers_of_their_own_or_share_one(judge):
+    for kind, second in (("rollout", "2"), ("worker", "3")):
+        with hosting(judge, server=kind) as host:
+            host.open([("a", PROMPT), ("b", PROMPT)])
+            assert answered(host, "a", "add", number=1) == "1"
+            assert answered(host, "b", "add", number=2) == second
+
+
+@pytest.mark.long
+def test_errors_of_tools_are_read_by_the_model_and_an_outage_is_unscored(judge):
+    with hosting(judge, timeout=20.0) as host:
+        host.open([("a", PROMPT)])
+        assert "Error executing tool fail" in answered(host, "a", "fail")
+        assert answered(host, "a", "add", number="x").startswith("error: add: argument 'number' is 'x'")
+        lost = called(host, "a", "die")
+        assert (lost.reward, lost.done) == (None, True)
+        assert "mcp: the server" in lost.error
+        again = called(host, "a", "add", number=1)
+        assert "ended before the call of 'add'" in again.error
+
+
+@pytest.mark.long
+def test_a_shared_server_that_has_ended_is_started_again(judge):
+    with hosting(judge, server="worker") as host:
+        host.open([("a", PROMPT)])
+        assert called(host, "a", "die").error
+        host.close(["a"])
+        host.open([("b", PROMPT)])
+        assert answered(host, "b", "add", number=1) == "1"
+
+
+@pytest.mark.long
+def test_a_server_without_an_answer_in_time_is_unscored(judge):
+    with hosting(judge, timeout=3.0) as host:
+        (start,) = host.open([("a", PROMPT)])
+        if start.error is None:  # a slow machine may need longer to start it
+            assert "within 3 s" in called(host, "a", "hang").error
+
+
+@pytest.mark.long
+def test_a_server_gets_the_variables_that_are_named_and_no_others(judge, monkeypatch):
+    monkeypatch.setenv("COUNTER_KEY", "of-counter")
+    monkeypatch.setenv("OTHER_KEY", "of-others")
+    with hosting(judge, variables=["COUNTER_KEY"], tools=["secret"]) as host:
+        (start,) = host.open([("a", PROMPT)])
+        assert [tool["function"]["name"] for tool in start.tools] == ["secret"]
+        assert answered(host, "a", "secret") == "of-counter None"
+
+
+@pytest.mark.long
+def test_a_server_that_does_not_start_says_so(judge):
+    with hosting(judge, command=f"{COMMAND} --broken") as host:
+        (start,) = host.open([("a", PROMPT)])
+    assert "--broken' did not start" in start.error
+
+
+@pytest.mark.long
+def test_a_tool_that_the_server_lacks_says_what_there_is(judge):
+    with hosting(judge, tools=["ad"]) as host:
+        (start,) = host.open([("a", PROMPT)])
+    assert "the server has no tool 'ad'. Did you mean 'add'?" in start.error
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("Counted", {"command": "no-such-program --x"}, "there is no program 'no-such-program'"),
+        ("Counted", {"command": "python 'x"}, "cannot be split"),
+        ("Counted", {"timeout": 0}, "timeout = 0"),
+        ("Counted", {"server": "all"}, "expected 'rollout' or 'worker'"),
+        ("Counted", {"variables": ["NO_SUCH_KEY"]}, "the environment variable NO_SUCH_KEY is not set"),
+        ("Sessions", {}, "env has sessions of its own"),
+        ("Agent", {}, "env is an agent"),
+        ("Missing", {}, "Missing"),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_one_clear_line(judge, name, options, why):
+    assert "NO_SUCH_KEY" not in os.environ
+    with pytest.raises(grpo.PluginError) as raised:
+        offered(judge, name=name, **options)
+    assert why in str(raised.value)
+
+
+def test_prompts_and_solutions_are_those_of_the_other_environment(judge):
+    environment = offered(judge)
+    (prompt,) = environment.prompts("train")
+    assert (prompt.answer, environment.solve(prompt), environment.from_source(prompt)) == ("5", "5", prompt)
