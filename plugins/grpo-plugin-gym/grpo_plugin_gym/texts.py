@@ -1,0 +1,97 @@
+"""Actions and observations of gymnasium's spaces as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+
+class Actions:
+    """Reads actions of a space from replies.
+
+    Args:
+        space: the space of actions.
+        names: names of the actions of a discrete space, in order; without them actions are numbers.
+        pattern: finds the action in a reply by its last group that matched; None takes the last word or
+            number that is an action.
+    """
+
+    def __init__(self, space: Any, names: Sequence[str] = (), pattern: str = "") -> None:
+        self._space, self._names = space, [name.lower() for name in names]
+        self._pattern = re.compile(pattern) if pattern else None
+
+    def instruction(self) -> str:
+        """Return how an action is written."""
+        space = self._space
+        if isinstance(space, spaces.Text):
+            return ""
+        if self._names:
+            return f"Reply with one of these actions: {', '.join(self._names)}."
+        if isinstance(space, spaces.Discrete):
+            return f"Reply with an action: a number from {space.start} to {space.start + space.n - 1}."
+        shape = getattr(space, "shape", None)
+        return f"Reply with an action: a JSON list of numbers of the shape {list(shape or ())}."
+
+    def of(self, reply: str) -> Any:
+        """Return the action of a reply.  Raises ValueError if it is none."""
+        if self._pattern is not None:
+            found = [match[match.lastindex or 0] for match in self._pattern.finditer(reply)]
+            if not found:
+                raise ValueError("no action was found in the reply")
+            reply = found[-1]
+        action = self._read(reply)
+        if not self._space.contains(action):
+            raise ValueError(f"{reply.strip()[-80:]!r} is no action")
+        return action
+
+    def _read(self, reply: str) -> Any:
+        space = self._space
+        if isinstance(space, spaces.Text):
+            return reply
+        if isinstance(space, spaces.Discrete):
+            return self._discrete(reply)
+        start, end = reply.find("["), reply.rfind("]")
+        try:
+            return np.array(json.loads(reply[start : end + 1]), dtype=space.dtype)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{reply.strip()[-80:]!r} is no list of numbers") from error
+
+    def _discrete(self, reply: str) -> Any:
+        if self._names:
+            words = re.findall(r"\w+", reply.lower())
+            places = [self._names.index(word) for word in words if word in self._names]
+            if not places:
+                raise ValueError(f"{reply.strip()[-80:]!r} names no action")
+            return self._space.dtype.type(self._space.start + places[-1])
+        numbers = re.findall(r"-?\d+", reply)
+        if not numbers or len(numbers[-1]) > 18:
+            raise ValueError(f"{reply.strip()[-80:]!r} is no number")
+        return self._space.dtype.type(int(numbers[-1]))
+
+
+def shown(observation: Any) -> str:
+    """Return an observation as text: text as it is, arrays and tuples as JSON."""
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(_plain(observation), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return _rounded(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return _rounded(value) if isinstance(value, float | int) or value is None else str(value)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return round(value, 4) if isinstance(value, float) else value

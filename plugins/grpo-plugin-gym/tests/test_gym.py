@@ -1,0 +1,163 @@
+"""Environments of gymnasium in text: its own toy texts, and classes of users."""
+
+import pytest
+
+import grpo_core as grpo
+from grpo_core.testing import HostedEnvironment, check_environment, make_offer
+
+gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+
+CLASSES = '''
+import gymnasium as gym
+import numpy as np
+
+
+class Echo(gym.Env):
+    """The text of the action is the next observation; its length is the reward."""
+
+    def __init__(self, limit=3):
+        self.action_space, self.observation_space = gym.spaces.Text(1000), gym.spaces.Text(1000)
+        self.limit, self.steps = limit, 0
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return f"room {self.np_random.integers(1000)}", {}
+
+    def step(self, action):
+        self.steps += 1
+        return action, float(len(action)), self.steps == self.limit, False, {}
+
+
+class Fickle(Echo):
+    count = 0
+
+    def reset(self, seed=None, options=None):
+        Fickle.count += 1
+        return str(Fickle.count), {}
+
+
+class Arm(Echo):
+    def __init__(self):
+        super().__init__()
+        self.action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def step(self, action):
+        return {"arm": action, "at": (1, None)}, float(action.sum()), False, True, {}
+'''
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "games.py").write_text(CLASSES)
+    return f"{tmp_path}/games.py"
+
+
+def offered(name, **options):
+    return make_offer("environment", f"gym:{name}", plugins=["gym"], **{"prompts": 4, **options})
+
+
+def played(environment, *replies, place=0):
+    """Play one rollout; return its prompt, the answers, and the feedback on each reply."""
+    prompt = environment.prompts("train")[place]
+    host = HostedEnvironment(environment).host
+    (start,) = host.open([("s", prompt)])
+    messages, feedback = list(prompt.messages), [grpo.Feedback(error=start.error)] if start.error else []
+    for reply in replies if start.error is None else ():
+        messages.append({"role": "assistant", "content": reply})
+        feedback += host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session="s")])
+        messages += feedback[-1].messages
+        if feedback[-1].done:
+            break
+    host.end()
+    return prompt, [each.messages[0]["content"] for each in feedback if each.messages], feedback
+
+
+LAKE = {"arguments": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
+
+
+def test_a_walk_over_the_frozen_lake_is_drawn_and_rewarded():
+    walk = ["I go down.", "down", "right", "right", "down", "Left? No, right!"]
+    prompt, answers, feedback = played(offered("FrozenLake-v1", **LAKE), *walk)
+    assert prompt.messages[0]["content"] == (
+        "Reply with one of these actions: left, down, right, up.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    )
+    assert answers[0] == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
+    assert [each.reward for each in feedback] == [0.0] * 5 + [1.0]
+    assert feedback[-1].done
+
+
+def test_a_reply_that_is_no_action_is_told_why_and_the_game_goes_on():
+    _, answers, feedback = played(offered("FrozenLake-v1", **LAKE, wrong_action=-0.1), "jump", "down")
+    assert answers[0] == (
+        "error: 'jump' names no action. Reply with one of these actions: left, down, right, up."
+    )
+    assert [each.reward for each in feedback] == [-0.1, 0.0]
+    assert [each.metrics["wrong_action"] for each in feedback] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("reply", ["", "north", "9", "-1", "9" * 400, "1.5e400"])
+def test_a_number_that_is_no_action_is_none(reply):
+    _, (answer,), _ = played(offered("FrozenLake-v1", show="observation"), reply)
+    assert answer.startswith("error: ")
+    assert answer.endswith("Reply with an action: a number from 0 to 3.")
+
+
+def test_seeds_decide_how_a_game_begins_and_validation_has_others():
+    environment = offered("Blackjack-v1", prompts=40)
+    train, held_out = environment.prompts("train"), environment.prompts("validation")
+    assert {len(train), len(held_out)} == {40, 10}
+    assert not {prompt.id for prompt in train} & {prompt.id for prompt in held_out}
+    assert len({prompt.messages[0]["content"] for prompt in train}) > 10
+    assert environment.prompts("train") == train
+
+
+def test_a_class_of_a_file_with_texts(file):
+    prompt, answers, feedback = played(offered(f"{file}:Echo", arguments={"limit": 2}), "hello", "you")
+    assert prompt.messages[0]["content"].startswith("room ")
+    assert (answers, [each.reward for each in feedback]) == (["hello"], [5.0, 3.0])
+
+
+def test_an_array_is_a_list_and_an_observation_is_json(file):
+    _, answers, feedback = played(offered(f"{file}:Arm"), "[0.5]", "[2, 0]", "nothing", "I say [0.5, 0.25]")
+    assert [answer.split(". Reply")[0] for answer in answers] == [
+        "error: '[0.5]' is no action",
+        "error: '[2, 0]' is no action",
+        "error: 'nothing' is no list of numbers",
+    ]
+    assert (feedback[-1].reward, feedback[-1].done) == (0.75, True)
+
+
+def test_a_pattern_finds_the_action():
+    lake = {**LAKE, "pattern": r"<move>(.*?)</move>"}
+    _, answers, _ = played(offered("FrozenLake-v1", **lake), "up <move>down</move>", "down")
+    assert answers[0].startswith("  (Down)")
+    assert answers[1].startswith("error: no action was found")
+
+
+def test_an_environment_that_takes_no_seed_is_refused(file):
+    _, _, (feedback,) = played(offered(f"{file}:Fickle"))
+    assert "reset(seed=...) has to decide that" in feedback.error
+
+
+def test_the_contract_of_environments_holds():
+    check_environment(lambda: offered("CliffWalking-v1", max_turns=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("FrozenLake-v2", {}, "has no environment 'FrozenLake-v2'. Did you mean 'FrozenLake"),
+        ("no_such_module:Maze", {}, "no_such_module cannot be imported"),
+        ("./no_such_file.py:Maze", {}, "there is no such file"),
+        ("FrozenLake-v1", {"actions": ["left"]}, "has 4 actions, and options.actions names 1"),
+        ("FrozenLake-v1", {"arguments": {"size": 4}}, "cannot be made with"),
+        ("FrozenLake-v1", {"pattern": "("}, "is no regular expression"),
+        ("FrozenLake-v1", {"show": "html"}, "expected 'auto', 'ansi' or 'observation'"),
+        ("FrozenLake-v1", {"prompts": 0}, "prompts = 0"),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_one_clear_line(name, options, why):
+    with pytest.raises(grpo.PluginError) as raised:
+        offered(name, **options)
+    assert why in str(raised.value)
+    assert raised.value.exit_status == 2
