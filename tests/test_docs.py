@@ -52,6 +52,7 @@ GENERATED = {
     "options": "docs/options.md",
     "metrics": "docs/metrics.md",
     "records": "docs/plugins.md",
+    "catalogue": "docs/catalogue.md",
     "architecture": "ARCHITECTURE.md",
 }
 """Generator in docs/, and the page that it writes."""

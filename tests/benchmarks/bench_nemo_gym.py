@@ -164,7 +164,7 @@ def replay(host: EnvironmentHost, prompt: grpo.Prompt, recorded: dict[str, Any],
         for got in feedback.messages:
             if got["role"] == "tool" and answers:
                 outcome.answers += 1
-                outcome.same_answers += got["content"] == answers.pop(0)
+                outcome.same_answers += arguments(got["content"]) == arguments(answers.pop(0))
         messages += feedback.messages
         total += feedback.reward or 0.0
         if feedback.done:

@@ -1,0 +1,79 @@
+"""Writes docs/catalogue.md: the formats of environments that this repository takes, and what each needs.
+
+    python docs/_catalogue.py
+
+Each entry is a table ``[[tool.grpo-core.catalogue]]`` in the ``pyproject.toml`` of the distribution that
+offers it, so a plugin describes itself; nothing is imported or asked.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "catalogue.md"
+GITHUB = "https://github.com/grpo-core/grpo-core/blob/main/plugins"
+
+KEYS = ("format", "env", "library", "license", "offline", "check")
+"""Keys of an entry, all of which are texts."""
+
+HEAD = """\
+# Environments
+
+An environment that exists already needs no new code: the column `env` shows how a task names it.
+`grpo-core plugins` lists what is installed on a machine.
+
+* *Library* is the version that the tests run against; its licence follows.
+* *Offline* says what a run needs besides the installed packages. No format asks a hub or a service by itself.
+* *Check* is a command that passes without anything else, or says what such a check needs.
+
+| format | `env` | install | library | licence | offline | check |
+|---|---|---|---|---|---|---|
+"""
+
+FOOT = """\
+
+A library whose requirements do not fit to those of the trainer lives in an interpreter of its own:
+`tasks.NAME.python` names it ([Plugins](plugins.md#an-interpreter-of-its-own)). Servers run by themselves, in
+any Python; an adapter asks one on another machine only if its option `remote` allows it.
+
+(Written by `python docs/_catalogue.py` from the `pyproject.toml` of each distribution.)
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return HEAD + "".join(_row(name, entry) for name, entry in entries()) + FOOT
+
+
+def entries() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield distributions with their entries, those of the core first.  Raises ValueError for a wrong one."""
+    for path in (ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))):
+        described = tomllib.loads(path.read_text(encoding="utf-8"))
+        name = described["project"]["name"]
+        for entry in described.get("tool", {}).get("grpo-core", {}).get("catalogue", ()):
+            if tuple(entry) != KEYS or not all(isinstance(value, str) for value in entry.values()):
+                raise ValueError(
+                    f"{path}: an entry of the catalogue has the keys {', '.join(KEYS)}, in this order"
+                )
+            yield name, entry
+
+
+def offers_environments(described: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether a distribution's modules implement the hook of environments."""
+    modules = described.get("project", {}).get("entry-points", {}).get("grpo_core", {}).values()
+    return any("def grpo_environments" in (folder / name / "__init__.py").read_text() for name in modules)
+
+
+def _row(name: str, entry: Mapping[str, str]) -> str:
+    install = "built in" if name == "grpo-core" else f"[`{name}`]({GITHUB}/{name}/README.md)"
+    env, check = f"`{entry['env']}`", entry["check"]
+    cells = [entry["format"], env, install, entry["library"], entry["license"], entry["offline"], check]
+    return f"| {' | '.join(cells)} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
