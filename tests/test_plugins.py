@@ -261,16 +261,16 @@ def test_a_prefix_receives_the_rest_of_the_name(install):
                 "set/x": lambda: "x",
             }
     """
-    install("gym", code)
-    host = PluginHost.discover(allow=["gym"])
-    assert host.make("environment", "gym:chain_sum", size=4) == ("chain_sum", 4)
-    assert host.factory("environment", "gym:chain_sum")(size=2) == ("chain_sum", 2)
+    install("puzzles", code)
+    host = PluginHost.discover(allow=["puzzles"])
+    assert host.make("environment", "puzzles:chain_sum", size=4) == ("chain_sum", 4)
+    assert host.factory("environment", "puzzles:chain_sum")(size=2) == ("chain_sum", 2)
     assert host.make("environment", "set/y") == {"y"}
-    assert host.make("environment", "gym:set/x") == "x"
+    assert host.make("environment", "puzzles:set/x") == "x"
     with pytest.raises(PluginError, match="there is no environment 'chain_sum'"):
         host.make("environment", "chain_sum")
     with pytest.raises(PluginError, match=r"no option 'rest'. Its options: size=1"):
-        host.make("environment", "gym:chain_sum", rest="x")
+        host.make("environment", "puzzles:chain_sum", rest="x")
 
 
 def test_a_file_finds_modules_of_its_directory_and_hides_no_installed_one(install, tmp_path, monkeypatch):
