@@ -81,7 +81,10 @@ def recordings(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
                 continue  # materialized inputs and profiles
             row = {key: value for key, value in recorded.items() if key not in ("response", "reward")}
             known = rows.get(asked(recorded), {})
-            yield known or row, recorded
+            params = {
+                key: value for key, value in row["responses_create_params"].items() if value is not None
+            }
+            yield known or {**row, "responses_create_params": params}, recorded
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -160,7 +163,9 @@ def replay(host: EnvironmentHost, prompt: grpo.Prompt, recorded: dict[str, Any],
                if item.get("type") == "function_call_output"]  # fmt: skip
     for message in script[:MOST_STEPS]:
         messages.append(message)
-        (feedback,) = host.evaluate([grpo.Episode(prompt=prompt, messages=messages, session="s")])
+        judged = "turns" if message is script[-1] and not answers else "stop"  # a call that was not made
+        episode = grpo.Episode(prompt=prompt, messages=messages, session="s", finish_reason=judged)
+        (feedback,) = host.evaluate([episode])
         for got in feedback.messages:
             if got["role"] == "tool" and answers:
                 outcome.answers += 1
