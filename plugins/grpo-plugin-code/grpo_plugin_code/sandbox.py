@@ -116,13 +116,14 @@ class Sandboxes:
         limits: of each program.
         at_once: number of programs that run at once.
         ready: number of sandboxes that are started ahead.
+        places: further directories, empty and in memory, as /tmp is.
 
     Raises ConfigError if there is no sandbox on this machine; nothing is ever run without one.
     """
 
-    def __init__(self, limits: Limits, *, at_once: int, ready: int) -> None:
+    def __init__(self, limits: Limits, *, at_once: int, ready: int, places: Sequence[str] = ()) -> None:
         self._limits, self._ready = limits, ready
-        self._command = command(limits)
+        self._command = command(limits, places)
         self._places = asyncio.Semaphore(at_once)
         self._waiting: deque[asyncio.Task[_Sandbox]] = deque()
 
@@ -285,15 +286,15 @@ class _Sandbox:
         return last[0][:300]
 
 
-def command(limits: Limits) -> list[str]:
+def command(limits: Limits, places: Sequence[str] = ()) -> list[str]:
     """Return bubblewrap's command.  Raises ConfigError if it is missing, or cannot make a sandbox here."""
-    words = _bubblewrap(limits)
+    words = _bubblewrap(limits, places)
     _probe(tuple(words))
     python = os.path.realpath(sys.executable)
     return [*words, "--", python, "-I", "-S", "-X", "utf8", "-c", _inside()]
 
 
-def _bubblewrap(limits: Limits) -> list[str]:
+def _bubblewrap(limits: Limits, places: Sequence[str]) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise grpo.ConfigError(
@@ -324,7 +325,8 @@ def _bubblewrap(limits: Limits) -> list[str]:
             words += ["--perms", "0755", "--dir", str(parent)]
         words += ["--ro-bind", str(base), str(base)]
     words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", "/tmp"]
+    for place in ("/tmp", *places):
+        words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", place]
     words += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
     return [*words, "--remount-ro", "/"]
 

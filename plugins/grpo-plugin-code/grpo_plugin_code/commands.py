@@ -1,0 +1,144 @@
+"""Runs commands in a sandbox, one after another, on the same files.
+
+Each command has a sandbox of its own, and the files go from one to the next: no process of a command, and no
+memory, lasts longer than the command.  The files are kept packed, and are never unpacked outside.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attrs import field, frozen
+
+import grpo_core as grpo
+from grpo_plugin_code.sandbox import Job, Limits, Sandboxes, value_of
+
+GRACE = 15.0
+"""Seconds that unpacking and packing the files may take."""
+
+
+@frozen(kw_only=True)
+class Ran:
+    """The end of a command."""
+
+    status: int | None
+    """Its exit status; None if its time was over, or if it ended the sandbox."""
+    output: str
+    tree: str
+    """The files after it, packed; those before it if they could not be read."""
+    files: Mapping[str, str] = field(factory=dict)
+    """The files outside of its directory that were asked for, as far as there are any."""
+    lost: str = ""
+    """Why the sandbox ended without telling anything."""
+
+
+class Commands:
+    """Runs commands.
+
+    Args:
+        limits: of each command.
+        place: absolute path of the directory that they work in.
+        others: further directories that they may write to; nothing is kept of them.
+        at_once: number of commands that run at once.
+        ready: number of sandboxes that are started ahead.
+    """
+
+    def __init__(
+        self, limits: Limits, *, place: str, others: Sequence[str] = (), at_once: int, ready: int
+    ) -> None:
+        self._limits, self._place, self._others = limits, place, tuple(others)
+        packed = limits.files * 1024 * 4 // 3 + 1024  # base64 of all files, where nothing can be compressed
+        wide = Limits(
+            seconds=limits.seconds + GRACE,
+            cpu_seconds=limits.cpu_seconds,
+            memory=limits.memory,
+            files=limits.files,
+            processes=limits.processes,
+            output=limits.output + packed,
+        )
+        places = [each for each in (place, *self._others) if each != "/tmp"]
+        self._sandboxes = Sandboxes(wide, at_once=at_once, ready=ready, places=places)
+
+    async def run(
+        self,
+        command: str,
+        tree: str,
+        *,
+        others: Mapping[str, str] | None = None,
+        reads: Sequence[str] = (),
+        keeps: bool = True,
+        seconds: float = 0.0,
+    ) -> Ran:
+        """Run a command on files.
+
+        Args:
+            command: for bash.
+            tree: the files, packed.
+            others: packed files for the other directories, which are emptied first.
+            reads: files that are read after it.
+            keeps: whether the files after it are wanted.
+            seconds: its time limit, if that is shorter than the limit of all.
+        """
+        job = {
+            "command": command,
+            "place": self._place,
+            "tree": tree,
+            "others": {place: (others or {}).get(place, "") for place in self._others},
+            "reads": list(reads),
+            "keeps": keeps,
+            "seconds": min(seconds or self._limits.seconds, self._limits.seconds),
+            "output": self._limits.output * 1024,
+        }
+        outcome = await self._sandboxes.run(Job(code=_program(), stdin=json.dumps(job), calls=["found"]))
+        try:
+            found = value_of(outcome.values[0])
+            return Ran(
+                status=found["status"],
+                output=str(found["output"]),
+                tree=str(found["tree"]) if keeps else tree,
+                files=dict(found["files"]),
+            )
+        except (IndexError, ValueError, TypeError, KeyError):  # it may also tell what is no result
+            return Ran(status=None, output="", tree=tree, lost=outcome.told or "it told nothing")
+
+    async def aclose(self) -> None:
+        await self._sandboxes.aclose()
+
+
+def packed(files: Mapping[str, str | bytes]) -> str:
+    """Pack texts by their paths.  Raises PluginError for a path that is none within a directory."""
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as tar:
+        for name, content in files.items():
+            if not name or name.startswith("/") or ".." in Path(name).parts:
+                raise grpo.PluginError(f"code: {name!r} is no path of a file within the working directory")
+            data = content.encode() if isinstance(content, str) else content
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o755
+            tar.addfile(entry, io.BytesIO(data))
+    return _text(whole)
+
+
+def packed_directory(directory: Path) -> str:
+    """Pack the files of a directory; of a directory that is not there, nothing."""
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as tar:
+        if directory.is_dir():
+            tar.add(directory, arcname=".")
+    return _text(whole)
+
+
+def _text(whole: io.BytesIO) -> str:
+    return base64.b64encode(zlib.compress(whole.getvalue(), 1)).decode()
+
+
+@functools.cache
+def _program() -> str:
+    return Path(__file__).with_name("inside_shell.py").read_text()

@@ -1,0 +1,311 @@
+"""The environment ``code:harbor:DIR``: directories of tasks in Harbor's format, in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import frozen
+
+import grpo_core as grpo
+from grpo_plugin_code.commands import Commands, Ran, packed_directory
+from grpo_plugin_code.sandbox import Limits
+from grpo_plugin_code.shell import Shell
+
+PLACE, TESTS, LOGS, SOLUTION = "/app", "/tests", "/logs", "/solution"
+REWARDS = (f"{LOGS}/verifier/reward.txt", f"{LOGS}/verifier/rewards.json", f"{LOGS}/verifier/reward.json")
+HARMLESS = {"FROM", "WORKDIR", "ENV", "LABEL", "COPY", "CMD", "ENTRYPOINT", "SHELL", "USER", "ARG", "EXPOSE"}
+"""Instructions of a Dockerfile that ask for nothing to be installed; some of them are looked into."""
+IMAGES = re.compile(r"(debian|ubuntu|python|alpine|busybox|buildpack-deps)(:[\w.-]+)?$")
+"""Base images in whose place the sandbox's system can stand."""
+NETWORK = re.compile(r"\b(apt-get|apt|apk|dnf|curl|wget|uvx|pip3? install|npm install|git clone)\b")
+"""Commands in a test that need a network."""
+
+
+@frozen(kw_only=True)
+class HarborTask:
+    """One task, as its directory says."""
+
+    name: str
+    instruction: str
+    tree: str
+    """The files that the Dockerfile copies to the working directory, packed."""
+    tests: str
+    solution: str
+    """The files of ``solution/``, packed; empty if there are none."""
+    seconds: float
+    """Time limit of the verifier."""
+
+
+class Harbor(grpo.Environment):
+    """Tasks in Harbor's format: the model works with commands, and each task's own ``tests/test.sh`` judges.
+
+    The model has the tool ``run``.  At the end ``tests/test.sh`` runs in a new sandbox with the files that
+    the model left in ``/app``; the reward is what it writes to ``/logs/verifier/reward.txt``, which is empty
+    before, or the mean of ``rewards.json``.  A test that writes no reward leaves the rollout unscored.
+
+    Args:
+        directory: a task, or a directory of tasks.
+        oracle: whether each task is tried at the start: its solution has to earn 1, and untouched it has to
+            earn less.
+        refused: what becomes of tasks that cannot be played, or fail this: "stop" the run, or "skip" them.
+        validation_size: number of tasks that are held out, at most half of them; 0 is a tenth.
+        seed: seed of that choice.
+        max_turns: largest number of completions.
+        seconds: limit of wall time for each command; the verifier has the limit of its task.
+        cpu_seconds: limit of each process's computing time.
+        memory: limit of each process's address space in MiB.
+        space: limit of the files in MiB.
+        processes: limit of processes and threads.
+        output: limit of what a command prints in KiB.
+        at_once: number of commands that run at once; 0 is one for each core.
+
+    Raises:
+        ConfigError: there is no task that can be played, or one cannot and ``refused`` is "stop".
+    """
+
+    success = 1.0
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        oracle: bool = True,
+        refused: Literal["stop", "skip"] = "stop",
+        validation_size: int = 0,
+        seed: int = 0,
+        max_turns: int = 20,
+        seconds: float = 60.0,
+        cpu_seconds: int = 60,
+        memory: int = 2048,
+        space: int = 64,
+        processes: int = 128,
+        output: int = 16,
+        at_once: int = 0,
+    ) -> None:
+        found = tasks_in(Path(directory).expanduser())
+        self._tasks = {name: task for name, task in found.items() if isinstance(task, HarborTask)}
+        self._reasons = {name: why for name, why in found.items() if isinstance(why, str)}
+        self._stop, self._oracle = refused == "stop", oracle
+        self._refuse()
+        longest = max(seconds, *(task.seconds for task in self._tasks.values()))
+        self._limits = Limits(
+            seconds=longest,
+            cpu_seconds=cpu_seconds,
+            memory=memory,
+            files=space,
+            processes=processes,
+            output=output,
+        )
+        self._seconds, self._cores = seconds, at_once or len(os.sched_getaffinity(0))
+        self._commands = self._made()
+        self._validation_size, self._seed = validation_size, seed
+        self.max_turns = max_turns
+        self.concurrency, self.deadline = 2 * self._cores, 120.0 + 4 * longest
+
+    def prompts(self, split: str) -> list[grpo.Prompt]:
+        return self._prompts[split]
+
+    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        raise grpo.ConfigError("code: harbor has tasks of its own: leave out the task's source")
+
+    def solve(self, prompt: grpo.Prompt) -> str | None:
+        return None
+
+    def open(self, prompt: grpo.Prompt) -> Shell:
+        return Shell(self._commands, self._tasks[prompt.id].tree, self._seconds)
+
+    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
+
+    async def aclose(self) -> None:
+        await self._commands.aclose()
+
+    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+        shell: Shell = episode.session
+        ran = await self._verified(self._commands, self._tasks[episode.prompt.id], shell._tree)
+        rewards = rewards_of(ran)
+        if isinstance(rewards, str):
+            return grpo.Feedback(error=f"code: harbor task {episode.prompt.id}: {rewards}")
+        metrics = {**rewards, "commands": float(shell._number)}
+        return grpo.Feedback(reward=_mean(rewards), metrics=metrics)
+
+    async def _verified(self, commands: Commands, task: HarborTask, tree: str) -> Ran:
+        return await commands.run(
+            f"mkdir -p {LOGS}/verifier; bash {TESTS}/test.sh",
+            tree,
+            others={TESTS: task.tests},
+            reads=REWARDS,
+            keeps=False,
+            seconds=task.seconds,
+        )
+
+    def _made(self) -> Commands:
+        others = (TESTS, LOGS, SOLUTION)
+        return Commands(self._limits, place=PLACE, others=others, at_once=self._cores, ready=1)
+
+    @cached_property
+    def _prompts(self) -> dict[str, list[grpo.Prompt]]:
+        """Return the prompts of each split, after the tasks have been tried."""
+        if self._oracle:
+            asyncio.run(self._try_all())
+            self._refuse()
+        everything = [
+            grpo.Prompt(messages=task.instruction, id=name) for name, task in sorted(self._tasks.items())
+        ]
+        if len(everything) == 1:
+            return {"train": everything, "validation": everything}
+        wanted = self._validation_size or len(everything) // 10
+        held_out = max(1, min(wanted, len(everything) // 2))
+        random.Random(f"harbor {self._seed}").shuffle(everything)
+        return {"validation": everything[:held_out], "train": everything[held_out:]}
+
+    async def _try_all(self) -> None:
+        commands = self._made()  # of this event loop
+        try:
+            tried = await asyncio.gather(*(self._fault(commands, task) for task in self._tasks.values()))
+        finally:
+            await commands.aclose()
+        self._reasons |= {name: why for name, why in zip(self._tasks, tried, strict=True) if why}
+        self._tasks = {name: task for name, task in self._tasks.items() if name not in self._reasons}
+
+    async def _fault(self, commands: Commands, task: HarborTask) -> str:
+        """Return why a task cannot be trained on, or an empty text."""
+        untouched = rewards_of(await self._verified(commands, task, task.tree))
+        if not isinstance(untouched, str) and _mean(untouched) >= 1:
+            return "untouched, it earns a full reward"
+        if not task.solution:
+            return ""
+        solved = await commands.run(
+            f"bash {SOLUTION}/solve.sh", task.tree, others={SOLUTION: task.solution}, seconds=task.seconds
+        )
+        ran = await self._verified(commands, task, solved.tree)
+        rewards = rewards_of(ran)
+        if isinstance(rewards, str):
+            return f"with its own solution {rewards}"
+        if _mean(rewards) < 1:
+            end = (solved.output + ran.output).strip()[-200:]
+            return f"its own solution earns {_mean(rewards):g}, expected 1: {end}"
+        return ""
+
+    def _refuse(self) -> None:
+        """Raise ConfigError for tasks that cannot be played, if the run is to stop, or if none is left."""
+        if self._reasons and (self._stop or not self._tasks):
+            some = "; ".join(f"{name}: {why}" for name, why in sorted(self._reasons.items())[:5])
+            raise grpo.ConfigError(
+                f"code: {len(self._reasons)} of {len(self._reasons) + len(self._tasks)} tasks of Harbor are "
+                f'refused ({some}); set refused = "skip" to leave such tasks out'
+            )
+
+
+def tasks_in(directory: Path) -> dict[str, HarborTask | str]:
+    """Return the tasks of a directory by their names, or why one cannot be played.  Raises ConfigError."""
+    if not directory.is_dir():
+        raise grpo.ConfigError(f"code: there is no directory {directory}")
+    places = [directory] if (directory / "task.toml").exists() else sorted(directory.iterdir())
+    found = {place.name: _task(place) for place in places if (place / "task.toml").exists()}
+    if not found:
+        raise grpo.ConfigError(
+            f"code: {directory} holds no task of Harbor: a task is a directory with task.toml, "
+            "instruction.md and tests/test.sh"
+        )
+    return found
+
+
+def rewards_of(ran: Ran) -> dict[str, float] | str:
+    """Return the rewards that a verifier has written, or why there are none."""
+    text = ran.files.get(REWARDS[0], "").strip()
+    told: Any = {"reward": text} if text else None
+    for path in REWARDS[1:]:
+        if told is None and path in ran.files:
+            try:
+                told = json.loads(ran.files[path])
+            except ValueError:
+                return f"the tests wrote {ran.files[path]!r:.100} as rewards"
+    if told is None:
+        why = ran.lost or ("their time was over" if ran.status is None else f"exit status {ran.status}")
+        return f"the tests wrote no reward ({why}): {ran.output.strip()[-200:]}"
+    try:
+        rewards = {str(name): float(value) for name, value in dict(told).items()}
+    except (TypeError, ValueError):
+        return f"the tests wrote {told!r:.100} as rewards"
+    if not rewards or not all(map(math.isfinite, rewards.values())):
+        return f"the tests wrote {told!r:.100} as rewards"
+    return rewards
+
+
+def _mean(rewards: Mapping[str, float]) -> float:
+    return sum(rewards.values()) / len(rewards)
+
+
+def _task(place: Path) -> HarborTask | str:
+    try:
+        settings = tomllib.loads((place / "task.toml").read_text())
+        instruction = (place / "instruction.md").read_text().strip()
+        test = (place / "tests" / "test.sh").read_text()
+        dockerfile = place / "environment" / "Dockerfile"
+        docker = dockerfile.read_text() if dockerfile.exists() else "FROM debian"
+        seconds = float(settings.get("verifier", {}).get("timeout_sec", 600))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"it cannot be read: {error}"
+    if why := _needs_more(settings, docker, test, place):
+        return why
+    if not instruction:
+        return "its instruction.md is empty"
+    copies = _copies(docker)
+    source = place / "environment"
+    return HarborTask(
+        name=place.name,
+        instruction=instruction,
+        tree=packed_directory(source if copies else source / "nothing"),
+        tests=packed_directory(place / "tests"),
+        solution=packed_directory(place / "solution") if (place / "solution" / "solve.sh").exists() else "",
+        seconds=seconds,
+    )
+
+
+def _needs_more(settings: Mapping[str, Any], docker: str, test: str, place: Path) -> str:
+    """Return what a task needs that the sandbox does not have, or an empty text."""
+    if settings.get("steps"):
+        return "it has several steps"
+    if (place / "environment" / "docker-compose.yaml").exists():
+        return "it needs several containers (docker-compose.yaml)"
+    if wanted := NETWORK.search(test):
+        return f"its tests need a network ({wanted[0]})"
+    for line in _instructions(docker):
+        word, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if word.upper() not in HARMLESS:
+            return f"its Dockerfile needs more than the sandbox has: {line[:80]}"
+        if word.upper() == "FROM" and not IMAGES.match(rest.split(" ")[0]):
+            return f"its Dockerfile begins with the image {rest[:80]}"
+        if word.upper() == "WORKDIR" and rest.rstrip("/") != PLACE:
+            return f"its Dockerfile works in {rest[:80]}, and the sandbox has {PLACE}"
+    if _copies(docker) is None:
+        return "its Dockerfile copies single files, or to another place than its working directory"
+    return ""
+
+
+def _instructions(docker: str) -> list[str]:
+    joined = re.sub(r"\\\n", " ", docker)
+    return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def _copies(docker: str) -> bool | None:
+    """Return whether the Dockerfile copies its directory to the working directory; None for other copies."""
+    copied = [line.split()[1:] for line in _instructions(docker) if line.upper().startswith("COPY ")]
+    if any(
+        words[:1] not in (["."], ["./"]) or words[1:] not in (["."], ["./"], [PLACE], [f"{PLACE}/"])
+        for words in copied
+    ):
+        return None
+    return bool(copied)

@@ -1,0 +1,92 @@
+"""Runs one command in a directory; the text of this file is a program of the sandbox (see ``inside.py``).
+
+It has the same rights as the command, and nothing here is trusted: a command that changes what is told of it
+only changes its own files and its own output.
+"""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zlib
+from typing import Any
+
+
+def unpack(place: str, packed: str) -> None:
+    """Write a tree of files; names that lead out of the directory are refused."""
+    with tarfile.open(fileobj=io.BytesIO(zlib.decompress(base64.b64decode(packed)))) as tar:
+        tar.extractall(place, filter="tar")
+
+
+def pack(place: str) -> str:
+    """Return the files of a directory as text."""
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as tar:
+        tar.add(place, arcname=".")
+    return base64.b64encode(zlib.compress(whole.getvalue(), 1)).decode()
+
+
+def empty(place: str) -> None:
+    """Remove whatever is in a directory, and make it."""
+    os.makedirs(place, exist_ok=True)
+    for name in os.listdir(place):
+        path = os.path.join(place, name)
+        shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+
+
+def run(command: str, place: str, seconds: float, most: int) -> tuple[int | None, bytes]:
+    """Run a command; return its exit status, None if its time was over, and the beginning of its output."""
+    here = os.path.join(sys.base_prefix, "bin")
+    environ = {"HOME": "/tmp", "PATH": f"/usr/local/bin:{here}:/usr/bin:/bin", "LANG": "C.UTF-8"}
+    process = subprocess.Popen(
+        ["/bin/bash", "-c", command], cwd=place, env=environ, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    stream, out, until = process.stdout.fileno(), b"", time.monotonic() + seconds
+    while time.monotonic() < until and len(out) <= most:
+        ready, _, _ = select.select([stream], [], [], 0.05)
+        part = os.read(stream, 65_536) if ready else b""
+        out += part
+        if not part and process.poll() is not None:
+            break
+        if ready and not part:  # it has closed its output, and may still run
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            break
+    status = process.poll()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)  # all but this process and the sandbox's first
+    return status, out[:most]
+
+
+def play(job: dict[str, Any]) -> dict[str, Any]:
+    """Do what a job says, and return what came of it."""
+    place = str(job["place"])
+    try:
+        unpack(place, str(job["tree"]))
+    except Exception:  # only a forged result of an earlier command cannot be unpacked: it has no files then
+        empty(place)
+    for other, packed in dict(job["others"]).items():  # after the files that the command's author may choose
+        empty(other)
+        if packed:
+            unpack(other, packed)
+    status, out = run(str(job["command"]), place, float(job["seconds"]), int(job["output"]))
+    files = {}
+    for path in list(job["reads"]):
+        if os.path.isfile(path) and not os.path.islink(path):
+            with open(path, "rb") as file:
+                files[path] = file.read(int(job["output"])).decode(errors="replace")
+    tree = pack(place) if job["keeps"] else ""
+    return {"status": status, "output": out.decode(errors="replace"), "files": files, "tree": tree}
+
+
+found = play(json.loads(sys.stdin.read()))

@@ -1,0 +1,180 @@
+"""The environment ``code:shell``: a model works with commands, and tests judge the files that it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import grpo_core as grpo
+from grpo_plugin_code.commands import Commands, Ran, packed
+from grpo_plugin_code.sandbox import Limits
+
+PLACE = "/work"
+"""The directory that commands work in."""
+SHAPES = '{"run": "python main.py", "output": "4"} or {"file": "answer.txt", "content": "4"}'
+
+
+class Shell:
+    """A session: its public method is the model's tool."""
+
+    def __init__(self, commands: Commands, tree: str, seconds: float = 0.0) -> None:
+        self._commands, self._tree, self._number, self._seconds = commands, tree, 0, seconds
+
+    async def run(self, command: str) -> str:
+        """Run a command with bash in the working directory, and return what it prints.
+
+        Files last from command to command; processes and variables do not. There is no network.
+
+        Args:
+            command: the command, which may have several lines.
+        """
+        ran = await self._commands.run(command, self._tree, seconds=self._seconds)
+        self._tree, self._number = ran.tree, self._number + 1
+        return told(ran)
+
+
+class ShellTask(grpo.Environment):
+    """Lets the model work with commands in a sandbox, and judges the files that it leaves.
+
+    The model has the tool ``run``.  When it calls it no more, its files are tested in a new sandbox, in which
+    none of its processes is left.  What a test prints is compared outside of the sandbox.  Metrics:
+    ``passed`` (the share of tests) and ``commands``.
+
+    Args:
+        tests: field of the source's row with the tests.
+        files: field of the row with the files at the beginning: an object of paths and texts.
+        reward: "all" is 1 if all tests pass, else 0; "share" is the share of tests that pass.
+        max_turns: largest number of completions.
+        seconds: limit of wall time for each command and test.
+        cpu_seconds: limit of each process's computing time.
+        memory: limit of each process's address space in MiB.
+        space: limit of the files in MiB.
+        processes: limit of processes and threads.
+        output: limit of what a command prints in KiB; the model sees no more of it.
+        at_once: number of commands that run at once; 0 is one for each core.
+        ready: number of sandboxes that are started ahead.
+    """
+
+    success = 1.0
+
+    def __init__(
+        self,
+        *,
+        tests: str = "tests",
+        files: str = "files",
+        reward: Literal["all", "share"] = "all",
+        max_turns: int = 12,
+        seconds: float = 20.0,
+        cpu_seconds: int = 10,
+        memory: int = 1024,
+        space: int = 16,
+        processes: int = 64,
+        output: int = 16,
+        at_once: int = 0,
+        ready: int = 2,
+    ) -> None:
+        limits = Limits(
+            seconds=seconds,
+            cpu_seconds=cpu_seconds,
+            memory=memory,
+            files=space,
+            processes=processes,
+            output=output,
+        )
+        cores = at_once or len(os.sched_getaffinity(0))
+        self._commands = Commands(limits, place=PLACE, at_once=cores, ready=ready)
+        self._tests, self._files, self._share = tests, files, reward == "share"
+        self.max_turns = max_turns
+        self.concurrency, self.deadline = 2 * cores, 120.0 + 20 * seconds
+
+    def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        raise grpo.ConfigError(
+            "code: there are no prompts; give them with tasks.NAME.source.path (and validation_path, or "
+            "validation.every = 0), with a list of tests in each row"
+        )
+
+    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        """Return the prompt as it is, after a look at its tests and files."""
+        self._parts(prompt)
+        return prompt
+
+    def solve(self, prompt: grpo.Prompt) -> str | None:
+        return None
+
+    def open(self, prompt: grpo.Prompt) -> Shell:
+        _, files = self._parts(prompt)
+        return Shell(self._commands, packed(files))
+
+    async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
+
+    async def aclose(self) -> None:
+        await self._commands.aclose()
+
+    async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
+        tests, _ = self._parts(episode.prompt)
+        shell: Shell = episode.session
+        passed = await asyncio.gather(*(self._passes(test, shell._tree) for test in tests))
+        share = sum(passed) / len(passed)
+        return grpo.Feedback(
+            reward=share if self._share else float(share == 1.0),
+            metrics={"passed": share, "commands": float(shell._number)},
+        )
+
+    async def _passes(self, test: Mapping[str, str], tree: str) -> bool:
+        if "run" in test:
+            ran = await self._commands.run(test["run"], tree, keeps=False)
+            return ran.status == 0 and _lines(ran.output) == _lines(test["output"])
+        path = f"{PLACE}/{test['file']}"
+        ran = await self._commands.run("true", tree, keeps=False, reads=[path])
+        return path in ran.files and _lines(ran.files[path]) == _lines(test["content"])
+
+    def _parts(self, prompt: grpo.Prompt) -> tuple[Sequence[Mapping[str, str]], Mapping[str, str]]:
+        """Return the tests and files of a prompt.  Raises PluginError for what is none."""
+        tests = _data(prompt.info.get(self._tests))
+        files = _data(prompt.info.get(self._files) or {})
+        good = isinstance(tests, list | tuple) and tests and all(map(_is_test, tests))
+        if not good:
+            raise grpo.PluginError(
+                f"code: prompt {prompt.id!r}: {self._tests} is {tests!r:.100}; expected a list of {SHAPES}"
+            )
+        if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
+            raise grpo.PluginError(
+                f"code: prompt {prompt.id!r}: {self._files} is {files!r:.100}; expected an object of paths "
+                "and texts"
+            )
+        packed(files)
+        return tests, files
+
+
+def told(ran: Ran) -> str:
+    """Return what the model reads of a command."""
+    if ran.lost:
+        return f"error: the command ended the sandbox ({ran.lost}); the files are as they were before it"
+    if ran.status is None:
+        return f"{ran.output}\nerror: the command was ended: it took too long, or printed too much".strip()
+    return f"{ran.output}\nexit status {ran.status}".strip() if ran.status else ran.output
+
+
+def _data(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError:
+        return given
+
+
+def _is_test(test: Any) -> bool:
+    return (
+        isinstance(test, Mapping)
+        and set(test) in ({"run", "output"}, {"file", "content"})
+        and all(isinstance(text, str) for text in test.values())
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

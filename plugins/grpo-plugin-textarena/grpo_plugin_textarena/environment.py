@@ -1,0 +1,166 @@
+"""The environment of a game: prompts are its openings, turns its moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+import grpo_core as grpo
+from grpo_plugin_textarena.chance import drawing_from
+from grpo_plugin_textarena.games import Games, Play, seen
+
+UNLIMITED = 50
+"""Largest number of completions for a game that does not end by itself."""
+TRIES = 1
+"""Further seeds that are tried for each prompt that is wanted, if several begin the same game."""
+
+
+class TextArena(grpo.Environment):
+    """A game of TextArena for one player; its own reward is the reward of the rollout.
+
+    The player's move is the reply, without what stands before its last ``</think>``.  The game's answer is
+    the next message.  Metrics: ``won`` (the reward is at least 1), ``finished``, ``moves``, ``invalid_move``
+    (an invalid move ended the game) and ``broken`` (the game raised on a move).
+
+    Args:
+        game: TextArena's id of the game, such as ``GuessTheNumber-v0``; ``-v0`` may be left out.
+        size: number of openings to train on.
+        validation_size: number of held-out openings.  All openings are different; a game with too few of them
+            offers all, a tenth for validation.  One that always begins in the same way has prompts that only
+            differ in the seed of what it draws later, if it draws at all.
+        seed: seed of the openings.
+        max_turns: largest number of completions of a rollout; 0 takes the number of moves that the game
+            allows, with as many invalid ones as it forgives, or 50 if it sets no limit.
+        unfinished: reward of a game that did not come to its end: the turns or tokens were used up, or the
+            game raised on a move.
+        options: options of the game itself, the arguments of its class, such as ``max_number``.
+
+    Raises:
+        ConfigError: there is no such game, it is refused, or an option is wrong.
+    """
+
+    success = 1.0
+    deadline = 120.0  # some games take a second to make a board, and a batch opens many
+
+    def __init__(
+        self,
+        game: str,
+        *,
+        size: int = 200,
+        validation_size: int = 50,
+        seed: int = 0,
+        max_turns: int = 0,
+        unfinished: float = 0.0,
+        **options: Any,
+    ) -> None:
+        for name, value, least in (
+            ("size", size, 1),
+            ("validation_size", validation_size, 1),
+            ("max_turns", max_turns, 0),
+        ):
+            if value < least:
+                raise grpo.ConfigError(f"{name} is {value!r}, expected a whole number of at least {least}")
+        self._games = Games(game, options)
+        self._sizes = {"train": size, "validation": validation_size}
+        self._seed, self._unfinished = seed, unfinished
+        self.max_turns = max_turns or self._moves()
+
+    def prompts(self, split: str) -> list[grpo.Prompt]:
+        return self._prompts[split]
+
+    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        raise grpo.ConfigError(
+            f"textarena:{self._games.name} plays its own openings: leave out the task's source"
+        )
+
+    def solve(self, prompt: grpo.Prompt) -> str | None:
+        return None
+
+    def open(self, prompt: grpo.Prompt) -> Play:
+        play = self._games.begin(prompt.info["seed"])
+        if play.position != prompt.answer:
+            raise grpo.PluginError(
+                f"textarena:{self._games.name} begins differently with the seed {prompt.info['seed']} than "
+                "before: the game, or its version, is another one"
+            )
+        return play
+
+    def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
+        return [self._moved(episode) for episode in episodes]
+
+    def _moved(self, episode: grpo.Episode) -> grpo.Feedback:
+        play: Play = episode.session
+        move = episode.reply.rpartition("</think>")[2].strip()
+        try:
+            with drawing_from(play.chance):
+                done, _ = play.game.step(move)
+                told = "" if done else seen(play.game)
+        except Exception:  # the rules are plain Python: the same move raises again, and no retry helps
+            return self._ended(play, episode, self._unfinished, broken=True)
+        if done:
+            return self._finished(play, episode)
+        if episode.turn + 1 >= self.max_turns or episode.finish_reason != "stop":
+            return self._ended(play, episode, self._unfinished)
+        return grpo.Feedback(done=False, messages=told or "It is your move.")
+
+    def _finished(self, play: Play, episode: grpo.Episode) -> grpo.Feedback:
+        rewards = play.game.state.rewards
+        if not rewards or rewards.get(0) is None:
+            return grpo.Feedback(error=f"textarena:{self._games.name} ended without a reward")
+        return self._ended(play, episode, float(rewards[0]), finished=True)
+
+    def _ended(
+        self,
+        play: Play,
+        episode: grpo.Episode,
+        reward: float,
+        *,
+        finished: bool = False,
+        broken: bool = False,
+    ) -> grpo.Feedback:
+        info = play.game.state.game_info.get(0, {})
+        return grpo.Feedback(
+            reward=reward,
+            metrics={
+                "won": float(finished and reward >= 1),
+                "finished": float(finished),
+                "moves": float(episode.turn + 1),
+                "invalid_move": float(bool(info.get("invalid_move"))),
+                "broken": float(broken),
+            },
+        )
+
+    def _moves(self) -> int:
+        return (self._games.limit or UNLIMITED) * (1 + self._games.errors)
+
+    @cached_property
+    def _prompts(self) -> dict[str, list[grpo.Prompt]]:
+        """Return the prompts of each split."""
+        wanted, held_out = sum(self._sizes.values()), self._sizes["validation"]
+        tried = [self._opening(seed) for seed in self._seeds(wanted)]
+        found = {prompt.answer: prompt for prompt in tried}
+        if 1 < len(found) < wanted:
+            for seed in self._seeds(TRIES * wanted, skip=wanted):
+                prompt = self._opening(seed)
+                found.setdefault(prompt.answer, prompt)
+                if len(found) == wanted:
+                    break
+            if len(found) < wanted:
+                held_out = min(held_out, len(found) // 10 or 1)
+        openings = [
+            attrs.evolve(prompt, id=str(number))
+            for number, prompt in enumerate(tried if len(found) == 1 else found.values())
+        ]
+        return {"validation": openings[:held_out], "train": openings[held_out:]}
+
+    def _opening(self, seed: int) -> grpo.Prompt:
+        play = self._games.begin(seed)
+        return grpo.Prompt(messages=play.opening, answer=play.position, info={"seed": seed})
+
+    def _seeds(self, number: int, *, skip: int = 0) -> list[int]:
+        chance = random.Random(f"textarena {self._games.name} {self._seed}")
+        return [chance.getrandbits(31) for _ in range(skip + number)][skip:]
