@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from grpo_core._version import __version__ as __version__
     from grpo_core.addresses import checked_url as checked_url
     from grpo_core.addresses import fetch_json as fetch_json
+    from grpo_core.api.calls import train as train
+    from grpo_core.api.calls import validate as validate
+    from grpo_core.api.run import Run as Run
     from grpo_core.data.samplers import TaskSampler as TaskSampler
     from grpo_core.data.samplers import WeightedTaskSampler as WeightedTaskSampler
     from grpo_core.data.samplers import take_prompts as take_prompts
@@ -96,6 +99,8 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "grpo_core._version": ["__version__"],
         "grpo_core.addresses": ["checked_url", "fetch_json"],
+        "grpo_core.api.calls": ["train", "validate"],
+        "grpo_core.api.run": ["Run"],
         "grpo_core.data.samplers": [
             "TaskSampler",
             "WeightedTaskSampler",

@@ -40,7 +40,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from attrs import frozen
 
@@ -80,6 +80,18 @@ def _frame(message: Call | Answer) -> bytes:
 # ---------------------------------------------------------------------------------- the parent's side
 
 
+class Running(Protocol):
+    """What a ``Child`` has started: a ``subprocess.Popen``, or something that ends as one does."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | Any: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
 _CHILDREN: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
@@ -111,7 +123,6 @@ class Child:
         interpreter: Interpreter | None = None,
     ) -> None:
         self.name = name
-        _CHILDREN.add(self)
         self._log = log
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -124,25 +135,32 @@ class Child:
         self._death: errors.GrpoError | None = None
         self._socket, theirs = socket.socketpair()
         try:
-            with open(log, "ab") if log else os.fdopen(os.dup(2), "wb") as output:
-                ours = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())]
-                inherited = interpreter.variables(os.environ) if interpreter else os.environ
-                self._process = subprocess.Popen(
-                    interpreter.command(theirs.fileno()) if interpreter else ours,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env={**inherited, **(environ or {})},
-                    # for killpg, and out of ctrl-C's reach; no session: where Linux shares the cores among
-                    # sessions, those that compute may keep the one that wakes up waiting for a second
-                    process_group=0,
-                )
+            self._process = self._launch(theirs, environ or {}, interpreter)
         finally:
             theirs.close()
         self._socket.setblocking(True)
         self._socket.sendall(_frame(Call(0, factory, (dict(kwargs or {}),))))
         self._socket.setblocking(False)
+
+    def _launch(
+        self, theirs: socket.socket, environ: Mapping[str, str], interpreter: Interpreter | None
+    ) -> Running:
+        """Start what answers at the other end of the socket."""
+        _CHILDREN.add(self)
+        with open(self._log, "ab") if self._log else os.fdopen(os.dup(2), "wb") as output:
+            ours = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())]
+            inherited = interpreter.variables(os.environ) if interpreter else os.environ
+            return subprocess.Popen(
+                interpreter.command(theirs.fileno()) if interpreter else ours,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**inherited, **environ},
+                # for killpg, and out of ctrl-C's reach; no session: where Linux shares the cores among
+                # sessions, those that compute may keep the one that wakes up waiting for a second
+                process_group=0,
+            )
 
     @property
     def pid(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.app import commands
+from grpo_core.app import launch
 from grpo_core.config import Config, as_table, as_toml, build, merge, parse_setting, read_toml
 from grpo_core.errors import ConfigError
 
@@ -113,7 +113,7 @@ def test_the_resolved_configuration_can_be_read_again(options, seed):
 
 def test_a_tiny_model_brings_defaults_that_the_user_may_change():
     def configured(*layers, **changes):
-        return commands.configure(layers, changes)[0]
+        return launch.configure(layers, changes)[0]
 
     tiny = configured()
     assert tiny.model.path == "tiny"

@@ -15,7 +15,7 @@ import pytest
 from documents import PAGES, name_of
 
 from grpo_core import events, hookspecs
-from grpo_core.app import commands
+from grpo_core.app import launch
 from grpo_core.config import read_toml
 from grpo_core.plugins.host import PluginHost
 
@@ -166,12 +166,12 @@ def test_every_link_within_the_repository_leads_somewhere(page):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
 def test_example_configurations_are_valid(path):
-    assert commands.configure([read_toml(path)], {})[0].tasks
+    assert launch.configure([read_toml(path)], {})[0].tasks
 
 
 def test_the_configuration_in_the_readme_is_valid():
     shown = re.search(r"```toml\n(# gsm8k.toml.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
-    assert commands.configure([tomllib.loads(shown)], {})[0].model.path == "Qwen/Qwen3-0.6B"
+    assert launch.configure([tomllib.loads(shown)], {})[0].model.path == "Qwen/Qwen3-0.6B"
 
 
 def test_the_readme_shows_the_example_as_it_is():

@@ -17,7 +17,7 @@ import pytest
 from documents import PAGES, ROOT, blocks, name_of
 
 from grpo_core import cli
-from grpo_core.app import commands
+from grpo_core.app import launch
 from grpo_core.errors import GrpoError
 from grpo_core.plugins.host import PluginHost
 
@@ -135,7 +135,7 @@ def test_every_other_command_names_what_there_is(command):
 
 @pytest.mark.parametrize("block", CONFIGURATIONS, ids=str)
 def test_every_configuration_is_valid_and_names_what_is_offered(block):
-    config = commands.configure([tomllib.loads(block.text)], {})[0]
+    config = launch.configure([tomllib.loads(block.text)], {})[0]
     host = PluginHost.discover()
     for task in config.tasks.values():
         if not task.python:  # only that interpreter can find it
@@ -149,7 +149,7 @@ def test_every_configuration_is_valid_and_names_what_is_offered(block):
 
 
 def test_a_configuration_that_names_what_is_not_offered_is_noticed():
-    config = commands.configure([{"sampler": {"name": "mix", "options": {"wieghts": {}}}}], {})[0]
+    config = launch.configure([{"sampler": {"name": "mix", "options": {"wieghts": {}}}}], {})[0]
     with pytest.raises(GrpoError, match="wieghts"):
         PluginHost.discover().make("sampler", config.sampler.name, **config.sampler.options)
 

@@ -121,4 +121,5 @@ class LocalPlacement:
             config=spec.config,
             plugins=self._plugins.selection,
             log=spec.log,
+            host=self._plugins if self._plugins.of_program(spec.env) else None,
         )

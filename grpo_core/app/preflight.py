@@ -278,6 +278,12 @@ def _check_environment(
     What another interpreter has installed is known when the environment starts there.
     """
     own = of_task(config, task)
+    if host.of_program(task.env) and (remote or own.python):
+        where = "a worker of the cluster" if remote else f"the interpreter {own.python}"
+        raise ConfigError(
+            f"{key}: {task.env!r} is an object of this program, which {where} does not have; write it into a "
+            "file, and give its name, as in env='./file.py:NAME'"
+        )
     from_here(own.env_vars, f"{key}.env_vars" if task.env_vars else "environment.env_vars")
     if own.python:
         if not remote:

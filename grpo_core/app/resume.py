@@ -15,7 +15,7 @@ from grpo_core.config import Config, as_table, build, replace_parts
 from grpo_core.disk import fingerprint
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
-from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
 from grpo_core.run_directory import RunDirectory
 
 FIXED = (
@@ -45,8 +45,12 @@ class Resumed:
     """Messages to the user: where the run continues, and what is different now."""
 
 
-def find(path: Path, changes: Mapping[str, Any], block: Sequence[str]) -> tuple[Resumed, PluginHost]:
+def find(
+    path: Path, changes: Mapping[str, Any], block: Sequence[str], offers: Offers = NO_OFFERS
+) -> tuple[Resumed, PluginHost]:
     """Open a run to continue it, with its directory locked; change nothing.
+
+    ``offers`` are objects of the program that continues it.
 
     Raises ConfigError if the run has finished, another process uses it, or a change cannot be made, and
     CheckpointError if no checkpoint can be used.
@@ -61,6 +65,7 @@ def find(path: Path, changes: Mapping[str, Any], block: Sequence[str]) -> tuple[
             f"--set trainer.steps={2 * config.trainer.steps}"
         )
     host = PluginHost.discover(config.plugins, block)
+    host.add(offers)
     config = with_absolute_paths(config, host)
     differences = _differences(as_table(before), as_table(config))
     notes = [f"{key}: {old} -> {new}" for key, old, new in differences]

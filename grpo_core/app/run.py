@@ -7,11 +7,13 @@ import contextlib
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from attrs import asdict, evolve, frozen
 
@@ -68,17 +70,44 @@ class Outcome:
     seconds: float
 
 
+class Stop:
+    """Ends a run on request, from any thread: after its step with a checkpoint, the second time at once."""
+
+    def __init__(self) -> None:
+        self._ask: Callable[[], object] = lambda: None
+
+    def __call__(self) -> None:
+        """Ask for the end."""
+        self._ask()
+
+    @contextlib.contextmanager
+    def heard(self, ask: Callable[[], object]) -> Iterator[None]:
+        """Call ``ask`` in the running event loop for each request, until the block ends."""
+        loop = asyncio.get_running_loop()
+        self._ask = lambda: loop.call_soon_threadsafe(ask)
+        try:
+            yield
+        finally:
+            self._ask = lambda: None
+
+
 async def train(
     config: Config,
     run: RunDirectory,
     *,
     host: PluginHost,
     resume: checkpoint.Found | None = None,
+    listeners: Mapping[str, Tracker] = MappingProxyType({}),
+    stop: Stop | None = None,
 ) -> Outcome:
     """Train until the last step, a signal, or an error.
 
-    SIGINT and SIGTERM end the run after its step with a checkpoint; a second one ends it at once.  Raises
-    the root cause of what failed; children are gone then, and checkpoints are complete.
+    On the main thread, SIGINT and SIGTERM end the run after its step with a checkpoint; a second one ends it
+    at once.  Raises the root cause of what failed; children are gone then, and checkpoints are complete.
+
+    Args:
+        listeners: trackers besides those of the configuration, by name.
+        stop: does what signals do.
     """
     began = time.monotonic()
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
@@ -96,13 +125,13 @@ async def train(
         own["retention of checkpoints"] = retention
     if config.trainer.profile:
         own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
-    trackers = Trackers({**own, **made})
+    trackers = Trackers({**own, **made, **listeners})
     emit = trackers.emit
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(reported_to(trackers.report))
-            interruptible = stack.enter_context(_signals(trackers.status))
+            interruptible = stack.enter_context(_interrupts(trackers.status, stop or Stop()))
             around = RunContext(
                 directory=run,
                 plugins=host,
@@ -334,10 +363,10 @@ class Scores(Tracker):
 
 
 @contextlib.contextmanager
-def _signals(status: Callable[[str], None]) -> Iterator[Callable[[Pipeline], None]]:
-    """End the run on SIGINT and SIGTERM: after its step once its pipeline is known, before that at once.
+def _interrupts(status: Callable[[str], None], stop: Stop) -> Iterator[Callable[[Pipeline], None]]:
+    """End the run on SIGINT, SIGTERM and ``stop``: after its step once its pipeline is known, else at once.
 
-    A second signal ends it at once.  Yields a function that takes the pipeline.
+    A second one ends it at once.  Yields a function that takes the pipeline.
     """
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
@@ -345,19 +374,22 @@ def _signals(status: Callable[[str], None]) -> Iterator[Callable[[Pipeline], Non
     running: list[Pipeline] = []
     stops: list[Pipeline] = []
 
-    def on_signal(received: signal.Signals) -> None:
+    def end(why: str) -> None:
         if stops or not running:
             main.cancel()
             return
-        status(f"{received.name}: ending after this step, with a checkpoint (once more: at once)")
+        status(f"{why}: ending after this step, with a checkpoint (once more: at once)")
         stops.append(running[0])
         running[0].stop()
 
-    received = (signal.SIGINT, signal.SIGTERM)
+    # Python delivers signals to the main thread alone
+    here = threading.current_thread() is threading.main_thread()
+    received = (signal.SIGINT, signal.SIGTERM) if here else ()
     for each in received:
-        loop.add_signal_handler(each, on_signal, each)
+        loop.add_signal_handler(each, end, each.name)
     try:
-        yield running.append
+        with stop.heard(partial(end, "interrupted")):
+            yield running.append
     finally:
         for each in received:
             loop.remove_signal_handler(each)

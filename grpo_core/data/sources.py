@@ -82,10 +82,13 @@ class Source(Sequence[Prompt]):
 
     def _opened(self) -> Rows:
         if self._rows is None:
-            rows = read(self._path, self._config.subset, self._split, who=f"task {self._task!r}: source")
+            rows = self._read()
             self.fingerprint = self.fingerprint or self._check(rows)
             self._rows = rows
         return self._rows
+
+    def _read(self) -> Rows:
+        return read(self._path, self._config.subset, self._split, who=f"task {self._task!r}: source")
 
     def _check(self, rows: Rows) -> str:
         """Return the fingerprint.  Raises ConfigError for a row that is not a prompt or repeats an id."""

@@ -81,6 +81,7 @@ class EnvironmentHost:
         options: options of its factory.
         plugins: selection of the plugins that are loaded to find it.
         concurrency, deadline: see ``config.EnvironmentConfig``; None takes those of the environment.
+        host: the plugins themselves, if this process has loaded them.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class EnvironmentHost:
         plugins: PluginSelection = ALL_PLUGINS,
         concurrency: int | None = None,
         deadline: float | None = None,
+        host: PluginHost | None = None,
     ) -> None:
-        host = PluginHost.of(plugins)
+        host = host or PluginHost.of(plugins)
         who = f"task {task!r}: {host.find('environment', spec)}"
         self._adopt(task, who, host.make("environment", spec, **options), concurrency, deadline)
 
@@ -237,6 +239,10 @@ class EnvironmentHost:
     def end(self) -> None:
         """Close all open sessions, and the environment; no call follows."""
         self._calls.run(self._end())
+
+    def release(self) -> None:
+        """Close the event loop, with all that still runs in it."""
+        self._calls.close()
 
     def _open(self, prompts: Sequence[tuple[str, Prompt]]) -> Steps[list[SessionStart]]:
         opened = asyncio.Event()

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -27,15 +28,17 @@ from attrs import evolve, frozen
 
 from grpo_core.aio import Slots, gather
 from grpo_core.config import EnvironmentConfig
-from grpo_core.environments.host import UNREADABLE, Slotted, in_slots, units
+from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, SelectionError, describe
 from grpo_core.incidents import report
 from grpo_core.interpreters import Interpreter, from_here
+from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Child, RemoteTraceback
 from grpo_core.protocols import AgentEndpoint, Environment
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 from grpo_core.restarts import RestartBudget
+from grpo_core.threads import ThreadChild
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -90,6 +93,7 @@ class EnvironmentProcess:
         options: options of the environment's factory.
         plugins: selection of the plugins that its process loads.
         log: file for the environment's output.
+        host: the plugins of this process; the environment then lives on a thread of it (``ThreadChild``).
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class EnvironmentProcess:
         config: EnvironmentConfig | None = None,
         plugins: PluginSelection = ALL_PLUGINS,
         log: Path | None = None,
+        host: PluginHost | None = None,
     ) -> None:
         self.task = task
         self.max_turns = Environment.max_turns
@@ -115,7 +120,7 @@ class EnvironmentProcess:
         self.first_traceback = ""
         """Traceback of the first evaluation that failed."""
         self._config = config or EnvironmentConfig()
-        self._made_with = {
+        self._made_with: dict[str, Any] = {
             "task": task,
             "spec": spec,
             "options": dict(options or {}),
@@ -124,6 +129,7 @@ class EnvironmentProcess:
             "deadline": self._config.deadline,
         }
         self._log = log
+        self._host = host
         self._child: Child | None = None
         self._closed = False
         self._starting = asyncio.Lock()
@@ -411,15 +417,20 @@ class EnvironmentProcess:
         python = self._config.python
         interpreter = await asyncio.to_thread(Interpreter.find, python) if python else None
         given = from_here(self._config.env_vars, "environment.env_vars")
-        child = Child(
-            "grpo_core.environments.host:EnvironmentHost",
-            self._made_with,
-            name=self._name,
-            # sets in the same order
-            environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", **given},
-            log=self._log,
-            interpreter=interpreter,
-        )
+        child: Child
+        if self._host is not None:
+            make = partial(EnvironmentHost, **self._made_with, host=self._host)
+            child = ThreadChild(make, name=self._name)
+        else:
+            child = Child(
+                "grpo_core.environments.host:EnvironmentHost",
+                self._made_with,
+                name=self._name,
+                # sets in the same order
+                environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", **given},
+                log=self._log,
+                interpreter=interpreter,
+            )
         try:
             description = await child.started(seconds=self._config.start_deadline)
         except BaseException as error:

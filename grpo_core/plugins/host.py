@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import pluggy
@@ -77,6 +78,12 @@ __all__ = ["BUILT_IN", "HOOKS", "Kind", "Offer", "Plugin", "PluginHost", "listin
 BUILT_IN = "core"
 """Name of the plugin that the core itself is; it is always there."""
 
+PROGRAM = "program"
+"""Name of the plugin whose offers are objects of the program that called ``grpo_core.train``."""
+
+Offers = Mapping[Kind, Mapping[str, Factory]]
+"""Objects of a program, by kind and name."""
+NO_OFFERS: Offers = MappingProxyType({})
 
 _making: ContextVar[PluginHost | None] = ContextVar("plugins that make something", default=None)
 
@@ -117,7 +124,7 @@ class PluginHost:
             module="grpo_core.plugins.builtins",
         )
         host._load(core, lambda: importlib.import_module(core.module))
-        found = installed([BUILT_IN])
+        found = installed([BUILT_IN, PROGRAM])
         source = "the list of plugins"
         if allow is None and "GRPO_PLUGINS" in os.environ:
             source = "the environment variable GRPO_PLUGINS"
@@ -145,6 +152,19 @@ class PluginHost:
     def current(cls) -> PluginHost:
         """The plugins that made what calls this from its factory; otherwise those that are installed."""
         return _making.get() or cls.discover()
+
+    def add(self, offers: Offers) -> None:
+        """Add the offers of the program itself, which other processes do not have."""
+        if not offers:
+            return
+        plugin = Plugin(name=PROGRAM, distribution="this program", version="", module="")
+        plugin.offers = {kind: dict(factories) for kind, factories in offers.items()}
+        self.plugins.append(plugin)
+
+    @staticmethod
+    def of_program(name: str) -> bool:
+        """Whether an offer of that name is an object of the program."""
+        return name.startswith(f"{PROGRAM}:")
 
     # ------------------------------------------------------------------------------ using
 
@@ -392,6 +412,11 @@ class PluginHost:
         spellings = {f"{plugin}:{offer}" for plugin, offer in offered}
         bare = {offer for _, offer in offered}
         here = {p.name for p in self.plugins} | set(self.left_out)
+        if self.of_program(name):
+            return SelectionError(
+                f"there is no {spaced(kind)} {name!r} here: a Python program gave it to grpo_core.train(). "
+                "Run that program, or write the object into a file and name it as ./file.py:NAME"
+            )
         if (command := install_command(kind, name)) and head not in here:
             begin = f"there is no {spaced(kind)} {name!r}: {command}."
         else:

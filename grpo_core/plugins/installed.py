@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from contextvars import ContextVar
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import grpo_core
 from grpo_core import hookspecs
 from grpo_core.errors import PluginError
 from grpo_core.plugins.offers import Plugin
+
+importing_file: ContextVar[Path | None] = ContextVar("the file that is being imported", default=None)
 
 
 def installed(reserved: Iterable[str]) -> list[tuple[Plugin, EntryPoint]]:
@@ -88,7 +91,11 @@ def import_file(path: Path) -> Any:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = sys.modules[spec.name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    importing = importing_file.set(path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        importing_file.reset(importing)
     return module
 
 

@@ -1,0 +1,20 @@
+"""Train from Python: a reward function and its prompts.
+
+python examples/train.py
+"""
+
+import itertools
+
+import grpo_core
+
+
+def ordered(reply, answer):
+    return float(reply.strip() == answer)
+
+
+if __name__ == "__main__":
+    words = ["".join(letters) for letters in itertools.permutations("abcdef", 4)]
+    rows = [{"prompt": f"{word}>", "answer": "".join(sorted(word))} for word in words]
+    data = {"train": rows[1::2], "validation": rows[::8]}
+    run = grpo_core.train(env=ordered, data=data, trainer={"steps": 60})
+    print(run, run.validations()[-1]["reward"])

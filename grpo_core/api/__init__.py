@@ -1,0 +1,1 @@
+"""What people call from Python: ``train``, ``validate``, and what a run has written."""

@@ -1,0 +1,196 @@
+"""``train`` and ``validate``: the commands as functions, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from grpo_core.api.given import Given, configuration, given, trackers
+from grpo_core.api.run import Run
+from grpo_core.app import measuring, run
+from grpo_core.app.launch import Launch, continued, new_run
+from grpo_core.errors import ConfigError
+from grpo_core.inert import inert
+from grpo_core.plugins.installed import importing_file
+
+T = TypeVar("T")
+PathLike = str | os.PathLike[str]
+LISTENING = 0.2
+"""Seconds until ctrl-C is noticed while a run goes on on another thread."""
+
+
+def train(
+    config: PathLike | Mapping[str, Any] | None = None,
+    *,
+    env: Any = None,
+    data: Any = None,
+    listeners: Sequence[Any] = (),
+    output: PathLike | None = None,
+    resume: PathLike | None = None,
+    no_plugins: Sequence[str] = (),
+    **settings: Any,
+) -> Run:
+    """Train a model with asynchronous GRPO, as ``grpo-core train`` does; return the run.
+
+    ::
+
+        def exact(reply, answer):
+            return float(reply.strip() == answer)
+
+        run = grpo_core.train(env=exact, data=[{"prompt": "2+2=", "answer": "4"}], trainer={"steps": 50})
+
+    Args:
+        config: path of a TOML file, or its tables as a dict.
+        env: what is trained on: the name of an environment ("math:sort", "./file.py:Class"), an environment
+            or its class, or a reward function, or several of them as a list or as ``{task: env}``.  A reward
+            function takes parameters by name (reply, answer, prompt, messages, info, episode, or any other
+            field of its data) and returns a number, ``Feedback``, or None for a reply without a reward; an
+            async one is called for 64 replies at once.  An object runs on a thread of this process: code that
+            hangs cannot be killed there, as it can be if it is given by name.
+        data: prompts: a list of texts, dicts with "prompt" and "answer", or ``Prompt``, for a reward function
+            only; or the path of a file.  ``{"train": ..., "validation": ...}`` gives held-out prompts, too.
+        listeners: functions that are called with every event (``grpo_core.events``), or trackers.  Each runs
+            on a thread of its own, and may be slow.
+        output: directory of the run, which must be empty or new.  Default: runs/NAME.
+        resume: directory of a run, or a ``Run``, that continues; objects have to be given again.
+        no_plugins: installed plugins that are not loaded.
+        **settings: sections of the configuration, as in ``trainer={"steps": 50}``, and ``seed``.  A text
+            selects what a section is about, as in ``model="Qwen/Qwen3-0.6B"`` or ``loss="gspo"``; sampler,
+            validation and advantage may be objects or functions, and loss a function of a file.
+
+    Works inside a running event loop and in Jupyter, where it blocks until the run ends.  Ctrl-C ends the
+    run after its step with a checkpoint, and raises KeyboardInterrupt.
+
+    Raises GrpoError, whose message says what is wrong; ConfigError before anything costly has started.
+    """
+    _not_in_an_import()
+    heard = trackers(listeners)
+    asked = given(env, data, settings)
+    start = _launch(config, asked, output, resume, no_plugins)
+    for note in start.notes:
+        print(inert(note), flush=True)
+    stop = run.Stop()
+    try:
+        outcome = _finished(
+            run.train(
+                start.config,
+                start.directory,
+                host=start.host,
+                resume=start.found,
+                listeners=heard,
+                stop=stop,
+            ),
+            stop,
+        )
+    finally:
+        start.directory.unlock()
+        gc.unfreeze()
+    if outcome.reason == "interrupted":
+        raise KeyboardInterrupt(
+            f"the run ended after step {outcome.step}; "
+            f"train(resume={str(start.directory.path)!r}) continues it"
+        )
+    return Run(start.directory.path)
+
+
+def validate(
+    model: PathLike,
+    *,
+    env: Any = None,
+    data: Any = None,
+    only: Sequence[str] = (),
+    output: PathLike | None = None,
+    no_plugins: Sequence[str] = (),
+    **settings: Any,
+) -> dict[str, dict[str, float]]:
+    """Measure a model, or a run's newest checkpoint, as ``grpo-core validate`` does.
+
+    Args:
+        model: directory of a run or of a model, a hub id, or a ``Run``.
+        env, data, settings: as for ``train``; without them those of the run.  The list or path that is given
+            as data holds the held-out prompts.
+        only: names of the tasks and validation sets of the run that are measured; without names all are.
+        output: directory for the results and the rollouts.  Default: RUN/validated/DATE.
+        no_plugins: installed plugins that are not loaded.
+
+    Returns the metrics by task.  Raises GrpoError as ``train`` does.
+    """
+    _not_in_an_import()
+    by_split = data if isinstance(data, Mapping) or data is None else {"train": data, "validation": data}
+    asked = given(env, by_split, settings)
+    measurement = measuring.prepare(
+        os.fspath(model),
+        asked.table,
+        tasks=env is not None,
+        only=only,
+        output=None if output is None else Path(output),
+        block=no_plugins,
+        offers=asked.offers,
+    )
+    report = _finished(measurement.play(lambda text: None))
+    return {task: dict(metrics) for task, metrics in report["results"].items()}
+
+
+def _launch(
+    config: Any, asked: Given, output: PathLike | None, resume: PathLike | None, block: Sequence[str]
+) -> Launch:
+    if resume is None:
+        layers = [configuration(config)]
+        target = None if output is None else Path(output)
+        return new_run(layers, asked.table, block, output=target, offers=asked.offers)
+    if config is not None or output is not None:
+        raise ConfigError("resume continues a run as it was configured: leave out config and output")
+    return continued(Path(resume), asked.table, block, offers=asked.offers)
+
+
+def _not_in_an_import() -> None:
+    if (path := importing_file.get()) is not None:
+        raise ConfigError(
+            f"{path} trains when it is imported, and a run has imported it for a function in it: put the "
+            'call under if __name__ == "__main__":'
+        )
+
+
+def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None] = lambda: None) -> T:
+    """Run a coroutine to its end, on a thread of its own if an event loop is running on this one.
+
+    Args:
+        stop: asks the coroutine to end soon; called for each ctrl-C meanwhile.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(main)
+    with ThreadPoolExecutor(1, "grpo-core") as thread, _on_ctrl_c(stop):
+        running = thread.submit(_run, main)
+        while not running.done():  # handlers of signals run between two waits, whichever thread got them
+            wait([running], timeout=LISTENING)
+        return running.result()
+
+
+@contextlib.contextmanager
+def _on_ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
+    """Call ``stop`` for ctrl-C, instead of the handler of asyncio, which waits for the event loop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    try:
+        return asyncio.run(main)
+    except asyncio.CancelledError:  # a second ctrl-C
+        raise KeyboardInterrupt from None

@@ -1,0 +1,250 @@
+"""Turns what a program gives to ``train`` and ``validate`` into a configuration, and offers of objects."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from grpo_core.api.reward import environment_of
+from grpo_core.app.launch import task_name
+from grpo_core.config import merge, read_toml
+from grpo_core.errors import ConfigError
+from grpo_core.plugins.host import PROGRAM
+from grpo_core.plugins.offers import Factory, Kind
+from grpo_core.protocols import Sampler, Tracker, ValidationStrategy
+
+SPLITS = ("train", "validation")
+FUNCTIONS: Mapping[str, Kind] = {"advantage": "advantage", "loss": "loss", "optimizer": "optimizer"}
+"""Sections whose value may be a function that is called as it is."""
+ELSEWHERE = ("loss", "optimizer")
+"""Sections whose function the trainer's process calls."""
+
+
+@define
+class Given:
+    """A configuration's table, and the objects of the program that it names."""
+
+    table: dict[str, Any] = field(factory=dict)
+    offers: dict[Kind, dict[str, Factory]] = field(factory=dict)
+
+    def offer(self, kind: Kind, name: str, factory: Factory) -> str:
+        """Offer an object; return the name for the configuration.  Raises ConfigError for a second one."""
+        known = self.offers.setdefault(kind, {})
+        if name in known:
+            raise ConfigError(f"two objects are called {name!r}; give them as {{name: object}}")
+        known[name] = factory
+        return f"{PROGRAM}:{name}"
+
+
+def configuration(config: Any) -> Mapping[str, Any]:
+    """Return the table of a file, or the one that was given.  Raises ConfigError."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, str | os.PathLike):
+        return read_toml(Path(config))
+    raise ConfigError(f"config is {type(config).__name__}; expected the path of a TOML file, or a dict")
+
+
+def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
+    """Return the configuration of keywords.
+
+    Args:
+        env, data: see ``train``.
+        settings: sections, and values that are in no section.
+
+    Raises ConfigError for what is none of the kinds that ``train`` describes.
+    """
+    found, environments = Given(), _environments(env)
+    if data is not None and len(environments) != 1:
+        raise ConfigError("data is for one environment, given as env; name sources in tasks.NAME.source")
+    tasks = {name: _task(found, name, each, data) for name, each in environments.items()}
+    if tasks:
+        found.table["tasks"] = tasks
+    for name, value in settings.items():
+        found.table[name] = _section(found, name, value)
+    if data is not None and not _splits(data).get("validation"):
+        found.table = merge({"validation": {"every": 0}}, found.table)
+    return found
+
+
+def _environments(env: Any) -> dict[str, Any]:
+    """Return the environments by task."""
+    if env is None:
+        return {}
+    if isinstance(env, Mapping):
+        return dict(env)
+    several = list(env) if isinstance(env, list | tuple) else [env]
+    named: dict[str, Any] = {}
+    for each in several:
+        name = task_name(_name_of(each))
+        if name in named:
+            raise ConfigError(f"env: two tasks would be called {name!r}; give them as {{name: environment}}")
+        named[name] = each
+    return named
+
+
+def _name_of(env: Any) -> str:
+    if isinstance(env, str):
+        return env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py")
+    inner = env.func if isinstance(env, functools.partial) else env
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return "task" if name == "<lambda>" else str(name)
+
+
+def _task(found: Given, name: str, env: Any, data: Any) -> dict[str, Any]:
+    """Return the table of a task; its environment is a name or an object."""
+    splits = _splits(data)
+    if isinstance(env, str):
+        return {"env": env, **_source(splits)}
+    if isinstance(env, type) or (isinstance(env, functools.partial) and isinstance(env.func, type)):
+        return {"env": found.offer("environment", name, env), **_source(splits)}
+    if hasattr(env, "evaluate") or hasattr(env, "run"):
+        return {"env": found.offer("environment", name, lambda: env), **_source(splits)}
+    if not callable(env):
+        raise ConfigError(
+            f"env is {type(env).__name__}; expected the name of an environment, an environment or its "
+            "class, or a function that returns the reward of a reply"
+        )
+    if data is None:
+        raise ConfigError(
+            f"env: {name} is a reward function, which has no prompts: give data, as in "
+            'data=[{"prompt": "2+2=", "answer": "4"}], or the path of a file'
+        )
+    rows = {split: given for split, given in splits.items() if not isinstance(given, str)}
+    environment = environment_of(env, name, rows)  # what is wrong with it is said here
+    paths = {split: given for split, given in splits.items() if isinstance(given, str)}
+    return {"env": found.offer("environment", name, lambda: environment), **_source(paths)}
+
+
+def _splits(data: Any) -> dict[str, Any]:
+    """Return the data by split: rows, or the path of a file as a string."""
+    by_split = data if isinstance(data, Mapping) else {"train": data} if data is not None else {}
+    if unknown := [split for split in by_split if split not in SPLITS]:
+        raise ConfigError(f"data has {unknown[0]!r}; expected the keys 'train' and 'validation'")
+    return {
+        split: os.fspath(given) if isinstance(given, str | os.PathLike) else list(given)
+        for split, given in by_split.items()
+    }
+
+
+def _source(splits: Mapping[str, Any]) -> dict[str, Any]:
+    if not splits:
+        return {}
+    if rows := [split for split, given in splits.items() if not isinstance(given, str)]:
+        raise ConfigError(
+            f"data[{rows[0]!r}] is a list, which a reward function takes; an environment offers its own "
+            "prompts, or takes those of a file: give its path"
+        )
+    keys = {"train": "path", "validation": "validation_path"}
+    return {"source": {keys[split]: path for split, path in splits.items()}}
+
+
+# ---------------------------------------------------------------------------------- sections
+
+
+def _section(found: Given, name: str, value: Any) -> Any:
+    """Return the value of a section: a table, or the table that selects a name or an object."""
+    if isinstance(value, str) and name in _SELECTING:
+        return {_SELECTING[name]: value}
+    if isinstance(value, str | int | float | Mapping | Sequence):
+        return value
+    kind = _OBJECTS.get(name)
+    if kind is None:
+        return value  # the configuration says what it expects
+    called = _name_of(value)
+    if name in ELSEWHERE:
+        return {"name": _in_its_file(name, value)}
+    if kind in FUNCTIONS.values():
+        return {"name": found.offer(kind, called, value)}
+    return {"name": found.offer(kind, called, _factory(kind, value))}
+
+
+_SELECTING = {"model": "path", "teacher": "path"} | dict.fromkeys(
+    ("sampler", "engine", "validation", "placement", "trainer", *FUNCTIONS), "name"
+)
+"""Sections that a text selects, and the key that it is the value of."""
+_OBJECTS: Mapping[str, Kind] = {"sampler": "sampler", "validation": "validation_strategy", **FUNCTIONS}
+
+
+def _factory(kind: Kind, value: Any) -> Factory:
+    """Return the factory of a sampler or strategy that is given as a class, an object or a function."""
+    if isinstance(value, type):
+        return value
+    method, wrapper = ("sample", _SamplerFunction) if kind == "sampler" else ("validate", _StrategyFunction)
+    if hasattr(value, method):
+        return lambda: value
+    if callable(value):
+        return lambda: wrapper(value)
+    raise ConfigError(f"{kind}: {type(value).__name__} has no method {method!r}, and is no function")
+
+
+class _SamplerFunction(Sampler):
+    """A sampler without a state."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def sample(self, loaders: Any, request: Any) -> Any:
+        return self._function(loaders, request)
+
+
+class _StrategyFunction(ValidationStrategy):
+    """A validation strategy without a state."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    async def validate(self, context: Any) -> Any:
+        return await self._function(context)
+
+
+def _in_its_file(section: str, function: Any) -> str:
+    """Return the name under which the trainer's process finds a function.  Raises ConfigError."""
+    try:
+        file = inspect.getsourcefile(function)
+    except TypeError:
+        file = None
+    name = getattr(function, "__qualname__", "")
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    if file is None or not Path(file).is_file() or getattr(module, name, None) is not function:
+        raise ConfigError(
+            f"{section}: {_name_of(function)} is computed in the trainer's process, which cannot find it; "
+            f'define it at the top of a file and give its name, as in {section}="./file.py:NAME"'
+        )
+    return f"{os.path.abspath(file)}:{name}"
+
+
+# ---------------------------------------------------------------------------------- listeners
+
+
+class _Listener(Tracker):
+    """Calls a function with every event."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def event(self, event: Any) -> None:
+        self._function(event)
+
+
+def trackers(listeners: Sequence[Any]) -> dict[str, Tracker]:
+    """Return the trackers of listeners, by name.  Raises ConfigError for what is neither kind."""
+    made: dict[str, Tracker] = {}
+    for number, each in enumerate(listeners):
+        if not isinstance(each, Tracker) and not callable(each):
+            raise ConfigError(
+                f"listeners[{number}] is {type(each).__name__}; expected a function of an event, or a "
+                "grpo_core.Tracker"
+            )
+        tracker = each if isinstance(each, Tracker) else _Listener(each)
+        made[f"listener {number}: {_name_of(each)}"] = tracker
+    return made

@@ -1,0 +1,131 @@
+"""An environment around a plain function that returns the reward of a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_core.config import SourceConfig
+from grpo_core.data.files import Rows
+from grpo_core.data.sources import Source
+from grpo_core.errors import ConfigError, PluginError
+from grpo_core.protocols import Environment
+from grpo_core.records import Episode, Feedback, Prompt
+
+Reward = float | Feedback | None
+AT_ONCE = 64
+"""Number of calls of an async function that run at once."""
+KNOWN: Mapping[str, Callable[[Episode], Any]] = {
+    "reply": lambda episode: episode.reply,
+    "answer": lambda episode: episode.prompt.answer,
+    "prompt": lambda episode: episode.prompt,
+    "messages": lambda episode: episode.messages,
+    "info": lambda episode: episode.prompt.info,
+    "episode": lambda episode: episode,
+}
+"""Values that a function can ask for by the name of a parameter."""
+
+
+class RewardFunction(Environment):
+    """Judges replies with a function, one at a time.
+
+    Args:
+        function: see ``grpo_core.train``.
+        name: name of its task, for messages.
+        data: prompts by split; see ``prompts_of``.
+
+    Raises ConfigError for a function that takes what cannot be given.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]) -> None:
+        self._function = function
+        self._arguments = _arguments(function, name)
+        self._prompts = {split: prompts_of(rows, name) for split, rows in data.items()}
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return self._prompts.get(split, [])
+
+    def evaluate(self, episodes: Sequence[Episode]) -> Sequence[Reward]:
+        return [self._function(**self._arguments(episode)) for episode in episodes]
+
+
+class AsyncRewardFunction(RewardFunction):
+    """Judges replies with an async function, several at a time."""
+
+    concurrency = AT_ONCE
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> Sequence[Reward]:  # type: ignore[override]
+        calls = (self._function(**self._arguments(episode)) for episode in episodes)
+        return list(await asyncio.gather(*calls))
+
+
+def environment_of(
+    function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]
+) -> RewardFunction:
+    """Return the environment of a function, which may be async."""
+    kind = AsyncRewardFunction if inspect.iscoroutinefunction(function) else RewardFunction
+    return kind(function, name, data)
+
+
+def prompts_of(rows: Sequence[Any], name: str) -> Sequence[Prompt]:
+    """Return the prompts of rows: each is a ``Prompt``, a text, or a mapping as a line of a source's file.
+
+    Raises ConfigError for anything else.
+    """
+    if all(isinstance(row, Prompt) for row in rows):
+        return rows
+    return _Rows(rows, name)[:]
+
+
+class _Rows(Source):
+    """Rows in memory, which become prompts as those of a file do."""
+
+    def __init__(self, rows: Sequence[Any], name: str) -> None:
+        super().__init__(name, "data", SourceConfig())
+        self._given: list[Mapping[str, Any]] = []
+        for place, row in enumerate(rows):
+            if not isinstance(row, str | Mapping):
+                raise ConfigError(
+                    f"task {name!r}: data[{place}] is {type(row).__name__}; expected a text, a dict with "
+                    "'prompt' and 'answer', or, for all of them, grpo_core.Prompt"
+                )
+            self._given.append({"prompt": row} if isinstance(row, str) else row)
+
+    def _read(self) -> Rows:
+        return self._given
+
+
+def _arguments(function: Callable[..., Any], name: str) -> Callable[[Episode], dict[str, Any]]:
+    """Return what makes the arguments of a call from an episode."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        raise ConfigError(
+            f"env: {name} has no signature; wrap it into a function of reply and answer"
+        ) from None
+    if rest := [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
+        raise ConfigError(
+            f"env: {name} takes {rest[0]}, which has no name; a reward function takes parameters by name: "
+            f"{', '.join(KNOWN)}, or fields of its data"
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p.default is p.empty for p in parameters if p.kind is not p.VAR_KEYWORD}
+
+    def arguments(episode: Episode) -> dict[str, Any]:
+        info = episode.prompt.info
+        given = dict(info) if takes_all else {}
+        for key, needed in named.items():
+            if key in KNOWN:
+                given[key] = KNOWN[key](episode)
+            elif key in info:
+                given[key] = info[key]
+            elif needed:
+                raise PluginError(
+                    f"env: {name} takes {key!r}, and prompt {episode.prompt.id!r} has no such field; it has "
+                    f"{', '.join([*KNOWN, *info])}"
+                )
+        return given
+
+    return arguments

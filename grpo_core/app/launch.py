@@ -1,0 +1,141 @@
+"""What comes before a run: its configuration is built and checked, and its directory made or opened."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from grpo_core.app import memory, preflight
+from grpo_core.app import resume as continuing
+from grpo_core.app.paths import with_absolute_paths
+from grpo_core.config import Config, build, merge, replace_parts
+from grpo_core.errors import ConfigError, wrong_input
+from grpo_core.loop import checkpoint
+from grpo_core.model_sources import model_source
+from grpo_core.models import directory_here
+from grpo_core.plugins.host import NO_OFFERS, Offers, PluginHost
+from grpo_core.run_directory import RunDirectory
+
+RUNS = Path("runs")
+"""The directory in which runs are made unless another one is named."""
+
+
+@frozen(kw_only=True)
+class Launch:
+    """A run that may start: nothing is wrong with what is known so far, and its directory is locked."""
+
+    config: Config
+    host: PluginHost
+    directory: RunDirectory
+    found: checkpoint.Found | None = None
+    """The checkpoint from which it continues."""
+    notes: tuple[str, ...] = ()
+    """Messages to the user."""
+
+    def again(self, block: Sequence[str]) -> str:
+        """Return the command that continues the run."""
+        command = shlex.join(["grpo-core", "train", "--resume", str(self.directory.path)])
+        return command + "".join(f" --no-plugin {shlex.quote(name)}" for name in block)
+
+
+def new_run(
+    layers: Sequence[Mapping[str, Any]],
+    changes: Mapping[str, Any],
+    block: Sequence[str] = (),
+    *,
+    output: Path | None,
+    offers: Offers = NO_OFFERS,
+) -> Launch:
+    """Prepare a new run.  The arguments are those of ``configure``.  Raises GrpoError for wrong input."""
+    config, host = configure(layers, changes, block, offers)
+    check(config, host)
+    check_memory(config, host)
+    config = with_absolute_paths(config, host)
+    return Launch(
+        config=config, host=host, directory=RunDirectory.create(output or _new_name(config), config)
+    )
+
+
+def continued(
+    path: Path, changes: Mapping[str, Any], block: Sequence[str] = (), *, offers: Offers = NO_OFFERS
+) -> Launch:
+    """Prepare to continue a run with some changes.  Raises GrpoError for wrong input."""
+    with wrong_input():
+        resumed, host = continuing.find(path, changes, block, offers)
+    check(resumed.config, host)
+    check_memory(resumed.config, host)
+    continuing.begin(resumed)
+    return Launch(
+        config=resumed.config,
+        host=host,
+        directory=resumed.directory,
+        found=resumed.found,
+        notes=resumed.notes,
+    )
+
+
+def configure(
+    layers: Sequence[Mapping[str, Any]],
+    changes: Mapping[str, Any],
+    block: Sequence[str] = (),
+    offers: Offers = NO_OFFERS,
+) -> tuple[Config, PluginHost]:
+    """Build the configuration from the preset, the tables and the changes; return it and the plugins.
+
+    Args:
+        layers: tables, as of a configuration's file.
+        changes: a table that lies above them.
+        block: plugins that are not loaded.
+        offers: objects of the program that calls this.
+    """
+    given: dict[str, Any] = {}
+    for layer in (*layers, changes):
+        given = merge(given, layer)
+    config = build([given])
+    host = PluginHost.discover(config.plugins, block)
+    host.add(offers)
+    preset = model_source(config.model, host).preset
+    return (build([replace_parts(preset, given), given]) if preset else config), host
+
+
+def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
+    """Check what the configuration names; whatever is wrong with it is wrong input."""
+    with wrong_input():
+        preflight.check(config, host, trains=trains)
+
+
+def check_memory(config: Config, host: PluginHost) -> None:
+    """Refuse a run that cannot fit, if its model is on this machine."""
+    if not host.offers("model", config.model.path) and (directory := directory_here(config.model.path)):
+        memory.checked(config, host, directory)
+
+
+def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
+    """Return the table of a task for each environment, named after the last part of its name."""
+    tasks: dict[str, Any] = {}
+    for env in envs:
+        name = task_name(env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py"))
+        if name in tasks:
+            raise ConfigError(
+                f"--env {env}: a task {name!r} is there already; name your tasks in a CONFIG.toml"
+            )
+        tasks[name] = {"env": env}
+    return tasks
+
+
+def task_name(name: str) -> str:
+    """Return the name of a task for an environment's name."""
+    return re.sub(r"[^a-z0-9_.-]", "_", name.lower())[:64]
+
+
+def _new_name(config: Config) -> Path:
+    """Return runs/TASKS-DATE, with a number if it exists."""
+    name = "+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")
+    candidates = [RUNS / name, *(RUNS / f"{name}-{i}" for i in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())

@@ -1,0 +1,365 @@
+"""From Python: ``grpo_core.train``, ``grpo_core.validate`` and ``grpo_core.Run``."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import functools
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+from documents import ROOT, blocks
+
+import grpo_core
+from grpo_core import ConfigError, Feedback, GrpoError, PluginError, Prompt, Tracker, cli
+from grpo_core.config import EnvironmentConfig, merge
+from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.incidents import reported_to
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import Episode
+
+SMALL = {
+    "trainer": {"steps": 2, "prompts_per_step": 4},
+    "rollout": {"group_size": 4, "max_tokens": 8},
+    "model": {"path": "tiny", "options": {"warm_start_steps": 5}},
+    "tracking": {"trackers": ["files"]},
+    "checkpoint": {"every": 1},
+}
+"""Settings of runs that take seconds."""
+
+
+def rows(split, n=40):
+    drawn = random.Random(split)
+    words = dict.fromkeys("".join(drawn.sample("abcdef", 3)) for _ in range(n))
+    return [{"prompt": f"{word}>", "answer": "".join(sorted(word)), "level": "easy"} for word in words]
+
+
+DATA = {"train": rows("train"), "validation": rows("validation", 5)}
+
+
+def ordered(reply, answer):
+    return float(reply.strip() == answer) + 0.5 * (len(reply.strip()) == 3)
+
+
+class Sorting(grpo_core.Environment):
+    """Remembers in this process what it was asked."""
+
+    def __init__(self, bonus: float = 0.0):
+        self.bonus, self.seen = bonus, []
+
+    def prompts(self, split):
+        return [Prompt(messages=row["prompt"], answer=row["answer"]) for row in rows(split)]
+
+    def evaluate(self, episodes):
+        self.seen += [episode.reply for episode in episodes]
+        return [ordered(episode.reply, episode.prompt.answer) + self.bonus for episode in episodes]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run with a reward function, and the events that a listener got."""
+    heard = []
+    path = tmp_path_factory.mktemp("api") / "run"
+    run = grpo_core.train(env=ordered, data=DATA, listeners=[heard.append], output=path, **SMALL)
+    return run, heard
+
+
+# ---------------------------------------------------------------------------------- training
+
+
+@pytest.mark.long
+def test_a_function_is_trained_on_and_the_run_shows_what_happened(made):
+    run, heard = made
+    assert [event.step for event in heard if isinstance(event, grpo_core.events.StepEnded)] == [1, 2]
+    assert run.steps() == [1, 2]
+    assert [row["step"] for row in run.metrics() if "reward/ordered" in row] == [1, 2]
+    (group, *_), last = run.rollouts(1), run.validations()[-1]
+    assert {rollout.reward for rollout in group.rollouts} <= {0.0, 0.5, 1.0, 1.5}
+    assert group.prompt.answer in {row["answer"] for row in DATA["train"]}
+    assert (last["step"], last["task"]) == (2, "ordered")
+    assert run.config["tasks"]["ordered"]["env"] == "program:ordered"
+    assert run.verify() == []
+    assert run.report().name == "report.html"
+    assert "ordered" in run._repr_html_()
+
+
+@pytest.mark.long
+def test_the_model_of_a_checkpoint_is_loaded_with_its_tokenizer(made):
+    run, _ = made
+    assert list(run.checkpoints) == [1, 2]
+    first, last = run.model(step=1), run.model()
+    token_ids = run.tokenizer()("cab>", return_tensors="pt").input_ids
+    assert not np.array_equal(first(token_ids).logits.detach(), last(token_ids).logits.detach())
+
+
+@pytest.mark.long
+def test_a_run_is_continued_with_the_same_objects_and_cannot_be_without(made, tmp_path, capsys, monkeypatch):
+    run, _ = made
+    more = {"trainer": {"steps": 3}}
+    with pytest.raises(GrpoError, match="'program:ordered' here: a Python program gave it"):
+        grpo_core.train(resume=run, **more)
+    command = ["grpo-core", "train", "--resume", str(run.path), "--set", "trainer.steps=3"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "a Python program gave it" in capsys.readouterr().err
+    again = grpo_core.train(resume=run, env=ordered, data=DATA, **more)
+    assert again.steps() == [1, 2, 3]
+    measured = grpo_core.validate(run, env=ordered, data=DATA, validation={"prompts": 3})
+    assert measured["ordered"]["prompts"] == 3
+
+
+@pytest.mark.long
+def test_objects_of_all_kinds_are_used_in_a_running_event_loop(tmp_path):
+    """The environment is an instance, whose state this process sees."""
+    environment, used = Sorting(bonus=0.25), set()
+
+    def first_come(loaders, request):
+        used.add("sampler")
+        return next(iter(loaders.values())).take(request.expected_prompts)
+
+    async def share(context):
+        used.add("validation")
+        (task,) = context.prompts
+        rollouts = await context.rollout(context.prompts[task][:2])
+        return {task: {"share": sum(rollout.reward > 1 for rollout in rollouts) / 2}}
+
+    def centred(groups):
+        used.add("advantage")
+        return [[r.reward - np.mean([r.reward for r in g.rollouts]) for r in g.rollouts] for g in groups]
+
+    class Steps(Tracker):
+        def metrics(self, step, values):
+            used.add(("metrics", step))
+
+    async def inside():
+        return grpo_core.train(
+            env={"abc": environment},
+            sampler=first_come,
+            validation=share,
+            advantage=centred,
+            listeners=[Steps()],
+            output=tmp_path / "run",
+            **SMALL,
+        )
+
+    run = asyncio.run(inside())
+    assert used >= {"sampler", "validation", "advantage", ("metrics", 2)}
+    assert len(environment.seen) >= 2 * 4 * 4
+    assert set(run.validations()[-1]) == {"step", "task", "share", "errors"}
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_is_raised(tmp_path):
+    def interrupt(event):
+        if isinstance(event, grpo_core.events.StepEnded) and event.step == 1:
+            _thread.interrupt_main()
+
+    async def inside():
+        settings = {**SMALL, "trainer": {"steps": 500, "prompts_per_step": 4}}
+        grpo_core.train(env=Sorting, listeners=[interrupt], output=tmp_path / "run", **settings)
+
+    with pytest.raises(KeyboardInterrupt, match=r"train\(resume=.*\) continues it"):
+        asyncio.run(inside())
+    run = grpo_core.Run(tmp_path / "run")
+    assert 0 < max(run.checkpoints) < 500
+
+
+@pytest.mark.long
+def test_a_notebook_trains_and_shows_the_run(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    cells = [
+        f"import grpo_core\nSMALL = {SMALL!r}\nrows = {DATA!r}",
+        "def ordered(reply, answer):\n    return float(reply.strip() == answer)",
+        "run = grpo_core.train(env=ordered, data=rows, output='run', **SMALL)\nrun",
+        "print(run.steps(), len(run.validations()))",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, timeout=120).execute()
+    *_, shown, printed = notebook.cells
+    assert "<table>" in shown.outputs[-1]["data"]["text/html"]
+    assert printed.outputs[0]["text"] == "[1, 2] 2\n"
+
+
+@pytest.mark.long
+def test_the_blocks_of_the_document_run_in_their_order(tmp_path, monkeypatch):
+    """Their runs are as small as those of the other tests; the first block is the example."""
+    first, *others = [block.text for block in blocks(ROOT / "docs" / "python.md", "python")]
+    example = (ROOT / "examples" / "train.py").read_text()
+    assert example.endswith(first)
+    real = grpo_core.train
+
+    def small(**given):
+        settings = {key: merge({"trainer": given.get("trainer", {})}, SMALL).get(key) for key in SMALL}
+        return real(**{**given, **settings})
+
+    monkeypatch.setattr(grpo_core, "train", small)
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for block in (first, *others):
+        exec(block, names)
+
+
+# ---------------------------------------------------------------------------------- wrong input
+
+
+def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
+    def unnamed(*replies):
+        return 0.0
+
+    train = functools.partial(grpo_core.train, output=tmp_path / "run")
+    for told, arguments in {
+        "env is int; expected the name of an environment": {"env": 3},
+        "ordered is a reward function, which has no prompts: give data": {"env": ordered},
+        "unnamed takes \\*replies, which has no name": {"env": unnamed, "data": DATA},
+        "data\\[1\\] is int; expected a text, a dict": {"env": ordered, "data": ["a", 1]},
+        "data has 'test'; expected the keys 'train' and 'validation'": {"env": ordered, "data": {"test": []}},
+        "data\\['train'\\] is a list, which a reward function takes": {"env": Sorting, "data": ["a"]},
+        "two tasks would be called 'sorting'": {"env": [Sorting, Sorting()]},
+        "data is for one environment": {"env": [ordered, Sorting], "data": DATA},
+        "listeners\\[0\\] is int; expected a function": {"env": Sorting, "listeners": [1]},
+        "loss: task is computed in the trainer's process": {"env": Sorting, "loss": lambda inputs: 0},
+        "sampler: object has no method 'sample'": {"env": Sorting, "sampler": object()},
+        "config is int; expected the path": {"config": 3},
+        "resume continues a run as it was configured": {"config": {}, "resume": tmp_path},
+        "'trainer.step'": {"env": Sorting, "trainer": {"step": 3}},
+        "which the interpreter .* does not have": {"env": Sorting, "environment": {"python": sys.executable}},
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            train(**arguments)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="holds no run"):
+        grpo_core.Run(tmp_path)
+
+
+def test_a_loss_is_named_by_its_file():
+    from grpo_core.api.given import given
+    from grpo_core.losses import grpo
+
+    named = given(None, None, {"loss": grpo}).table["loss"]["name"]
+    assert named.endswith(".py:grpo")
+
+
+@pytest.mark.long
+def test_a_script_that_trains_when_it_is_imported_says_what_to_do(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import grpo_core
+
+            def mine(inputs):
+                return inputs
+
+            SMALL = {SMALL!r}
+            grpo_core.train(env="math:sort", loss=mine, output="run", **SMALL)
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 1
+    assert 'put the call under if __name__ == "__main__":' in done.stderr
+
+
+# ---------------------------------------------------------------------------------- the thread
+
+
+def episodes(*replies):
+    prompt = Prompt(messages="cab>", answer="abc", id="0", environment="t", info={"level": "easy", "more": 1})
+    return [
+        Episode(prompt=prompt, messages=[*prompt.messages, {"role": "assistant", "content": reply}])
+        for reply in replies
+    ]
+
+
+def played(environment, story, **config):
+    """Play a story with the environment on a thread; return its result and what was reported."""
+    incidents = []
+
+    async def main():
+        host = PluginHost.discover(allow=[])
+        host.add({"environment": {"t": lambda: environment}})
+        client = EnvironmentProcess("t", "program:t", config=EnvironmentConfig(**config), host=host)
+        try:
+            return await story(client)
+        finally:
+            await client.aclose()
+
+    with reported_to(incidents.append):
+        return asyncio.run(main()), [incident.kind for incident in incidents]
+
+
+def test_an_async_function_judges_several_replies_at_once_and_gets_what_it_names():
+    from grpo_core.api.reward import environment_of
+
+    together, running = asyncio.Event(), []
+
+    async def judge(reply, level, answer="", missing="default", **others):
+        running.append((reply, level, answer, missing, sorted(others)))
+        if len(running) == 2:
+            together.set()
+        await together.wait()
+        return Feedback(reward=len(reply)) if reply else None
+
+    async def story(client):
+        return await client.evaluate(episodes("abc", ""))
+
+    (first, second), _ = played(environment_of(judge, "judge", {}), story)
+    assert (first.reward, second.reward) == (3.0, None)
+    assert running[0] == ("abc", "easy", "abc", "default", ["more"])
+
+
+def test_a_function_that_asks_for_a_field_that_is_not_there_ends_the_run():
+    from grpo_core.api.reward import environment_of
+
+    def judge(reply, colour):
+        return 1.0
+
+    async def story(client):
+        await client.evaluate(episodes("abc"))
+
+    with pytest.raises(PluginError, match="judge takes 'colour', and prompt '0' has no such field"):
+        played(environment_of(judge, "judge", {}), story)
+
+
+def test_code_that_hangs_is_left_behind_and_the_next_call_is_answered():
+    free = threading.Event()
+
+    class Hangs(Sorting):
+        def evaluate(self, episodes):
+            if episodes[0].reply == "hang":
+                free.wait()
+            return [1.0] * len(episodes)
+
+    async def story(client):
+        (lost,) = await client.evaluate(episodes("hang"))
+        (kept,) = await client.evaluate(episodes("abc"))
+        return lost, kept
+
+    (lost, kept), told = played(Hangs(), story, deadline=0.3)
+    free.set()
+    assert "no answer to 'evaluate' within 0.3 s" in lost.error
+    assert kept.reward == 1.0
+    assert told[0] == "deadline"
+
+
+def test_code_that_leaves_the_interpreter_ends_its_thread_only():
+    class Leaves(Sorting):
+        def evaluate(self, episodes):
+            if episodes[0].reply == "leave":
+                sys.exit("enough")
+            return [1.0] * len(episodes)
+
+    async def story(client):
+        (lost,) = await client.evaluate(episodes("leave"))
+        (kept,) = await client.evaluate(episodes("abc"))
+        return lost, kept
+
+    (lost, kept), _ = played(Leaves(), story)
+    assert lost.error
+    assert kept.reward == 1.0
