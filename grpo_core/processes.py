@@ -81,7 +81,7 @@ def _frame(message: Call | Answer) -> bytes:
 
 
 class Running(Protocol):
-    """What a ``Child`` has started: a ``subprocess.Popen``, or something that ends as one does."""
+    """A ``subprocess.Popen`` that a ``Child`` has started, or something that ends as one does."""
 
     @property
     def pid(self) -> int: ...

@@ -20,7 +20,7 @@ from grpo_core.processes import Child, Connection, Running
 
 
 class Target(Protocol):
-    """What answers the calls."""
+    """The object that answers the calls."""
 
     def description(self) -> object: ...
     def serve(self, connection: Connection) -> None: ...

@@ -1,1 +1,1 @@
-"""What people call from Python: ``train``, ``validate``, and what a run has written."""
+"""The functions that people call from Python: ``train``, ``validate``, and a run as an object."""

@@ -1,4 +1,4 @@
-"""What a run has written, for Python."""
+"""A run as an object: it reads what the run has written."""
 
 from __future__ import annotations
 

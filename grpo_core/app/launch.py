@@ -1,4 +1,4 @@
-"""What comes before a run: its configuration is built and checked, and its directory made or opened."""
+"""Prepares a run: its configuration is built and checked, and its directory made or opened."""
 
 from __future__ import annotations
 
