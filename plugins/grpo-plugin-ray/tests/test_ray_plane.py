@@ -164,6 +164,10 @@ def test_two_ranks_train_the_same_weights_in_order_with_either_plane(tmp_path):
         assert path.read_bytes() == other.read_bytes(), path.name
 
 
+PATIENCE = 240.0
+"""Seconds for a run to start its cluster and to train some steps, on a machine that others use, too."""
+
+
 class PlaneRun(Run):
     """A run whose tokens are in Ray's object store."""
 
@@ -189,7 +193,7 @@ class PlaneRun(Run):
 def test_nothing_is_lost_and_nothing_left_when_the_plane_dies_and_when_the_run_is_killed(tmp_path):
     run = PlaneRun(tmp_path, settings=SETTINGS | {"trainer.steps": 20})
     try:
-        run.wait(lambda: run.steps >= 2, 120)
+        run.wait(lambda: run.steps >= 2, PATIENCE)
         (store,) = run.store()
         everybody = run.everything()
         os.kill(store, signal.SIGKILL)
@@ -199,14 +203,14 @@ def test_nothing_is_lost_and_nothing_left_when_the_plane_dies_and_when_the_run_i
         assert left_after(everybody, 20.0) == []
         run.resume()
         at = run.steps
-        run.wait(lambda: run.steps >= at + 2, 120)
+        run.wait(lambda: run.steps >= at + 2, PATIENCE)
         everybody = [pid for pid in run.everything() if not is_of_ray_alone(pid)]
         assert run.store()
         os.kill(run.process.pid, signal.SIGKILL)
         run.end()
         assert left_after(everybody, 20.0) == []
         run.resume()
-        said = run.end(180)
+        said = run.end(PATIENCE)
         assert run.finished, said
     finally:
         if run.running:
