@@ -55,6 +55,7 @@ class RemotePlane(ABC):
         self._keys = itertools.count()
         self._released: deque[str] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
 
     @abstractmethod
     async def started(self) -> None:
@@ -72,8 +73,12 @@ class RemotePlane(ABC):
         """Forget these keys, also one whose ``keep`` was cancelled.  Returns at once and raises nothing."""
 
     @abstractmethod
+    async def forget(self) -> None:
+        """Forget everything, and end the plane; nothing is called after this."""
+
     async def aclose(self) -> None:
-        """Forget everything, and end the plane."""
+        self._closed = True
+        await self.forget()
 
     async def put(self, group: Group) -> Group:
         self._loop = asyncio.get_running_loop()
@@ -103,13 +108,13 @@ class RemotePlane(ABC):
     def _release(self, key: str) -> None:
         """The last handle has gone, on any thread."""
         self._released.append(key)
-        if self._loop is not None:
+        if self._loop is not None and not self._closed:
             with suppress(RuntimeError):  # the loop is closed: so is the plane
                 self._loop.call_soon_threadsafe(self._discard_released)
 
     def _discard_released(self) -> None:
         keys = [self._released.popleft() for _ in range(len(self._released))]
-        if keys:
+        if keys and not self._closed:
             self.discard(keys)
 
 

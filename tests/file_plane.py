@@ -56,7 +56,7 @@ class FilePlane(RemotePlane):
             for path in self.reader.directory.glob(f"{key}-*"):
                 path.unlink()
 
-    async def aclose(self) -> None:
+    async def forget(self) -> None:
         pass
 
     @property

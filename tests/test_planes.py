@@ -286,3 +286,18 @@ def test_a_handle_that_is_gone_takes_the_whole_groups_tokens_only_when_it_was_th
         assert plane.held == (0, 0)
 
     asyncio.run(story())
+
+
+def test_a_plane_that_is_closed_is_asked_for_nothing_any_more(plane):
+    """Its process may be gone: a call could wait for it, or find another one."""
+
+    async def story() -> None:
+        await plane.started()
+        early, late = await plane.put(group(10)), await plane.put(group(10))
+        del early
+        await plane.aclose()
+        del late
+        await asyncio.sleep(0)
+        assert plane.held[0] == 16
+
+    asyncio.run(story())

@@ -107,7 +107,7 @@ class Plan:
     in_turns: bool = False
     """Engine and trainer share a GPU."""
     change: str = ""
-    """What differs from the first plan of as many GPUs."""
+    """Change from the first plan of as many GPUs."""
 
 
 _64 = Plan(gpus=64, model=LARGE, engines=26, trainers=38, groups=256, link=50e9)
