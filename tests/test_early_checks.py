@@ -94,7 +94,12 @@ CHOICES = [
     (option("validation.engine.name", "locl"), "there is no engine 'locl'. Did you mean 'local'?"),
     (option("validation.engine.options.max_row"), "has no option 'max_row'"),
     ([*option("trainer.ranks", "2"), *option("optimizer.name", "muon")], "'muon' computes with whole"),
-    ([*option("trainer.ranks", "2"), *option("model.lora.rank", "4")], "[model.lora] is trained by one rank"),
+    (
+        [*option("trainer.ranks", "2"), *option("model.lora.rank", "4"),
+         *option("trainer.reference_every", "2"),
+         *option("loss.options.kl_coefficient", "0.1")],
+        "with [model.lora] the reference stays where the run began",
+    ),
     (["--engine", "./file.py:Unreadable"], "no_such_module is not installed: pip install no-such"),
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ import transformers
 from test_cli import grpo, steps_done
 from test_trainer import batch, ragged, setup, with_tokens
 
-from grpo_core.config import OptimizerConfig
+from grpo_core.config import LoraConfig, OptimizerConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, DeadlineExceeded, TrainerError
 from grpo_core.records import Batch
@@ -89,16 +89,28 @@ FULL: dict[str, Any] = {
 """A loss that needs a reference that moves, entropies, and all entropies of an update."""
 
 
-LEAN: dict[str, Any] = {"activations": "recompute", "packing": True}
+LEAN: dict[str, Any] = {"activations": "recompute", "packing": True, "aggregation": "constant"}
+ADAPTERS: dict[str, Any] = {
+    "lora": LoraConfig(rank=4, alpha=8),
+    "loss": {"kl_coefficient": 0.1},
+    "aggregation": "sequence",
+}
+"""The rows of an adapter are not a multiple of three, and its reference is the model without adapters."""
 NARROW: dict[str, Any] = {"moments": "bfloat16"}
 """Moments are rounded, so that a difference in the last bit of a gradient becomes a larger one."""
 
 
 def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
     chosen = {**kind, **options}
-    moments = chosen.pop("moments", "float32")
+    moments, aggregation = chosen.pop("moments", "float32"), chosen.pop("aggregation", "token")
+    lora = chosen.pop("lora", None)
     given = attrs.evolve(setup(model, updates_per_step=2, **chosen), max_non_finite=0.5)
-    given = attrs.evolve(given, optimizer=OptimizerConfig(options={"moments": moments}))
+    given = attrs.evolve(
+        given,
+        optimizer=OptimizerConfig(options={"moments": moments}),
+        model=attrs.evolve(given.model, lora=lora),
+        loss=attrs.evolve(given.loss, aggregation=aggregation),
+    )
     if kind is not FULL:
         return given
     loss = attrs.evolve(given.loss, aggregation="prompt", max_sequence_error=1e4)
@@ -108,7 +120,15 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "kind", "tied"),
-    [(2, PLAIN, True), (4, PLAIN, True), (3, FULL, False), (2, LEAN, True), (2, NARROW, True)],
+    [
+        (2, PLAIN, True),
+        (4, PLAIN, True),
+        (3, FULL, False),
+        (2, LEAN, True),
+        (2, NARROW, True),
+        (3, ADAPTERS, True),
+        (2, ADAPTERS, False),
+    ],
 )
 def test_several_ranks_train_the_weights_that_one_trains(
     model: str, untied: str, ranks: int, kind: dict[str, Any], tied: bool
@@ -154,6 +174,24 @@ def test_what_four_ranks_have_saved_one_and_two_and_three_continue_bit_for_bit(
             assert torch.equal(state[name], tensor), name
     same(ends[0], ends[1])
     same(ends[0], ends[2])
+
+
+@pytest.mark.long
+def test_adapters_that_three_ranks_have_saved_one_and_two_continue_bit_for_bit(
+    model: str, tmp_path: Path
+) -> None:
+    first, last = batches()[:2], batches()[2:4]
+    saved = tmp_path / "of three"
+    run(trained(configured(model, ADAPTERS, ranks=3), first, save=saved))
+    assert len(list((saved / "trainer").glob("adapter_model*"))) == 1
+    ends = []
+    for ranks in (1, 2):
+        again = tmp_path / f"of {ranks}"
+        run(trained(configured(model, ADAPTERS, ranks=ranks, resume_from=saved), [], save=again))
+        for name, tensor in read_state(saved / "optimizer"):
+            assert torch.equal(dict(read_state(again / "optimizer"))[name], tensor), name
+        ends.append(run(trained(configured(model, ADAPTERS, ranks=ranks, resume_from=saved), last))[0])
+    same(*ends)
 
 
 @pytest.mark.long

@@ -213,8 +213,11 @@ def _check_ranks(config: Config, host: PluginHost) -> None:
     if config.trainer.ranks == 1:
         return
     ranks = f"trainer.ranks = {config.trainer.ranks}"
-    if config.model.lora is not None:
-        raise ConfigError(f"{ranks}: [model.lora] is trained by one rank; leave one of them out")
+    if config.model.lora is not None and config.trainer.reference_every:
+        raise ConfigError(
+            f"{ranks}: with [model.lora] the reference stays where the run began; leave out "
+            f"trainer.reference_every = {config.trainer.reference_every}"
+        )
     if config.trainer.compile:
         raise ConfigError(f"{ranks}: trainer.compile = true is for one rank; leave one of them out")
     name = config.optimizer.name

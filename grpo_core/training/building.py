@@ -14,15 +14,15 @@ from grpo_core.weights.layout import LowRankSum, load_tensors
 
 def build_model(source: ModelSource) -> Model:
     """Load a model as its configuration says.  Raises ModelError."""
+    if source.config.lora is not None:
+        from grpo_core.training.lora import LoraModel  # it imports peft, which takes a second
+
+        return LoraModel.build(source)
     if source.ranks.size > 1:
         from grpo_core.training.sharded import ShardedModel  # torch's distributed tensors take long to import
 
         return ShardedModel.build(source)
-    if source.config.lora is None:
-        return FullModel.build(source)
-    from grpo_core.training.lora import LoraModel  # it imports peft, which takes a second
-
-    return LoraModel.build(source)
+    return FullModel.build(source)
 
 
 def saved_tensors(

@@ -32,8 +32,10 @@ from grpo_core.training.model import (
     load_for,
     scorer_for,
 )
+from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.weights.adapters import factors, shapes_in_files
 from grpo_core.weights.layout import LowRankSum
+from grpo_core.weights.layout import whole as gathered
 from grpo_core.weights.names import checkpoint_tensors
 
 ADAPTER = "default"
@@ -50,11 +52,11 @@ class LoraModel:
     Args:
         policy: the model with its adapters.
         whole: the tensors of the model without adapters, as its checkpoint has them.
+        layers: layers with an adapter by the checkpoint's name of their weight.
         config: peft's, which is saved with the adapters.
         tokenizer: is saved with the adapters.
         base_directory: directory of the model to which engines add adapters; empty: they get the sums.
-
-    Raises ModelError if a layer with an adapter is not a whole tensor of the checkpoint.
+        ranks: the processes that hold the model together.
     """
 
     def __init__(
@@ -62,14 +64,14 @@ class LoraModel:
         policy: Scorer,
         *,
         whole: Mapping[str, Tensor],
+        layers: Mapping[str, Any],
         config: PeftConfig,
         tokenizer: SavedTokenizer,
         base_directory: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
-        self.policy, self.base = policy, base_directory
-        self._whole, self._config, self._tokenizer = whole, config, tokenizer
-        self._layers = _adapted(policy.module, whole)
-        """Layers with an adapter by the checkpoint's name of their weight."""
+        self.policy, self.base, self._ranks = policy, base_directory, ranks or Alone()
+        self._whole, self._layers, self._config, self._tokenizer = whole, layers, config, tokenizer
         self._named = [
             (f"{PREFIX}{name}".replace(f".{ADAPTER}.", "."), parameter)
             for name, parameter in policy.module.named_parameters()
@@ -87,26 +89,43 @@ class LoraModel:
     def build(cls, source: ModelSource) -> LoraModel:
         """Load the weights that the run started from, and adapters that were saved.  Raises ModelError."""
         assert source.config.lora is not None, "there is no LoRA in the configuration"
+        made = source.ranks.in_turn(lambda: cls._loaded(source))
+        if made.base:
+            _check_files(made.base, made.sums())
+        if source.saved:
+            made.load(source.saved)
+        return made
+
+    @classmethod
+    def _loaded(cls, source: ModelSource) -> LoraModel:
+        lora = source.config.lora
+        assert lora is not None
         module = load_for(source, source.start)
         whole = checkpoint_tensors(module)  # its names are those of a model without adapters
         config = PeftConfig(
             task_type="CAUSAL_LM",
             base_model_name_or_path=source.start,
-            r=source.config.lora.rank,
-            lora_alpha=source.config.lora.alpha,
-            lora_dropout=source.config.lora.dropout,
-            target_modules=source.config.lora.targets or "all-linear",
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.targets or "all-linear",
         )
         _inject(config, module, source)
-        scorer = scorer_for(source, module)
-        sent = str(Path(source.start).absolute()) if source.config.lora.publish == "adapters" else ""
-        tokenizer = SavedTokenizer(source)
-        made = cls(scorer, whole=whole, config=config, tokenizer=tokenizer, base_directory=sent)
-        if sent:
-            _check_files(sent, made.sums())
-        if source.saved:
-            made.load(source.saved)
-        return made
+        layers = _adapted(module, whole)
+        policy: Scorer = scorer_for(source, module)
+        if source.ranks.size > 1:
+            from grpo_core.training.sharded import shared  # torch's distributed tensors take long to import
+
+            policy, whole = shared(source, module, policy, whole)
+        return cls(
+            policy,
+            whole=whole,
+            layers=layers,
+            config=config,
+            tokenizer=SavedTokenizer(source),
+            base_directory=str(Path(source.start).absolute()) if lora.publish == "adapters" else "",
+            ranks=source.ranks,
+        )
 
     def trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
         return self._named
@@ -172,9 +191,12 @@ class LoraModel:
         self._tokenizer.save(directory)
 
     def saved(self) -> Mapping[str, Tensor]:
-        return dict(self._named)
+        """The whole adapters, which rank 0 writes: they are small."""
+        return {name: gathered(parameter) for name, parameter in self._named}
 
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        if self._ranks.rank:
+            return
         directory.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.detach() for name, tensor in tensors.items()}, directory / FILE)
         self._config.save_pretrained(str(directory))
@@ -197,20 +219,26 @@ class LoraModel:
                 f"{found.get(wrong[0], 'missing')}, expected {expected.get(wrong[0], 'no such tensor')}"
             )
         for name, parameter in self._named:
-            parameter.copy_(tensors[name])
+            parameter.copy_(self._ranks.part(tensors[name], parameter))
+
+    def _enable(self, adapters: bool) -> None:
+        """Turn the adapters on or off.
+
+        peft's ``enable_adapters`` would also change which parameters have gradients, and ranks remember that
+        from the first pass.
+        """
+        for layer in self._layers.values():
+            layer._disable_adapters = not adapters
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
         """Compute as the reference: without adapters, or with those of a reference that has moved."""
-        layers = self._layers.values()
         if not self._moved:
-            for layer in layers:
-                layer.enable_adapters(False)
+            self._enable(False)
             try:
                 yield
             finally:
-                for layer in layers:
-                    layer.enable_adapters(True)
+                self._enable(True)
             return
         trained = {name: parameter.data for name, parameter in self._named}
         for name, parameter in self._named:

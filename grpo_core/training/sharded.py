@@ -39,7 +39,8 @@ class ShardedModel(FullModel):
 
         def sharded(path: str | Path, *, trains: bool) -> _Sharded:
             module = load_for(source, path).requires_grad_(trains)
-            return _Sharded(module, scorer_for(source, module), group)
+            names = _names(module, checkpoint_tensors(module))
+            return _Sharded(module, scorer_for(source, module), group, names)
 
         policy = group.in_turn(lambda: sharded(source.saved or source.start, trains=True))
         reference = group.in_turn(lambda: sharded(source.start, trains=False)) if source.reference else None
@@ -77,11 +78,18 @@ class ShardedModel(FullModel):
 
 
 class _Sharded(nn.Module):
-    """A ``Scorer`` whose module's weights are gathered, layer by layer, while it computes."""
+    """A ``Scorer`` whose module's weights are gathered, layer by layer, while it computes.
 
-    def __init__(self, module: nn.Module, scorer: Scorer, group: Group) -> None:
+    Args:
+        module: becomes one of which this rank holds a part.
+        scorer: computes with it.
+        group: the ranks that share it.
+        names: see ``_names``; of the module before it is divided.
+    """
+
+    def __init__(self, module: nn.Module, scorer: Scorer, group: Group, names: Mapping[str, str]) -> None:
         super().__init__()
-        self.module, self.names = module, _names(module)
+        self.module, self.names = module, names
         self._scorer = scorer
         self.vocabulary = self._scorer.vocabulary
         options: dict[str, Any] = {"mesh": group.mesh, "reshard_after_forward": True}
@@ -103,8 +111,27 @@ class _Sharded(nn.Module):
         return self._scorer.next_tokens(prompts)
 
 
-def _names(module: nn.Module) -> dict[str, str]:
-    """Map the names of the tensors that engines load to those of the module.
+def shared(
+    source: ModelSource, module: nn.Module, scorer: Scorer, tensors: Mapping[str, Tensor]
+) -> tuple[Scorer, dict[str, Tensor]]:
+    """Divide a module among the ranks; return what scores with it, and the tensors that are parts now.
+
+    Args:
+        source: has the ranks.
+        module: is divided.
+        scorer: computes with it.
+        tensors: whole tensors of the module, by the names that engines know.
+    """
+    group = source.ranks
+    assert isinstance(group, Group), "one process has nobody to share the weights with"
+    names = _names(module, tensors)
+    policy: Any = _Sharded(module, scorer, group, names)
+    own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    return policy, {name: own[known] for name, known in names.items()}
+
+
+def _names(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map the names of the tensors that engines load to those of the module's own tensors.
 
     Raises ModelError if one of them is not a whole tensor of the module.
     """
@@ -113,7 +140,7 @@ def _names(module: nn.Module) -> dict[str, str]:
         for name, tensor in [*module.named_buffers(), *module.named_parameters()]
     }
     names = {}
-    for name, tensor in checkpoint_tensors(module).items():
+    for name, tensor in tensors.items():
         known = places.get((tensor.data_ptr(), tensor.shape))
         if known is None:
             raise ModelError(
