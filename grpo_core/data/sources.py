@@ -94,7 +94,7 @@ class Source(Sequence[Prompt]):
         """Return the fingerprint.  Raises ConfigError for a row that is not a prompt or repeats an id."""
         if not len(rows):
             raise ConfigError(f"task {self._task!r}: source {self._path!r} is empty; expected a prompt a row")
-        found = fingerprint(self._unique(self._kept_of(rows)))
+        found = fingerprint(self._unique(rows, self._kept_of(rows)))
         answer = self._config.answer
         if len(self._kept) == len(rows):
             self._kept = array("q")
@@ -132,15 +132,24 @@ class Source(Sequence[Prompt]):
             self.without_answer += self._answer is None and self._config.answer not in row
             yield place, prompt
 
-    def _unique(self, prompts: Iterator[tuple[int, Prompt]]) -> Iterator[Prompt]:
+    def _unique(self, rows: Rows, prompts: Iterator[tuple[int, Prompt]]) -> Iterator[Prompt]:
+        """Yield the prompts.  Raises ConfigError at the end if two have the same id.
+
+        Eight bytes of each id are kept: a dictionary of five million ids would take more than half a GB.
+        """
+        hashes = array("q")
+        for _, prompt in prompts:
+            hashes.append(hash(prompt.id))
+            yield prompt
         seen: dict[str, int] = {}
-        for place, prompt in prompts:
-            if (other := seen.setdefault(prompt.id, place)) != place:
+        for nth in _repeated(hashes):
+            place = self._kept[nth]
+            id = self._prompt(rows[place], place).id
+            if (other := seen.setdefault(id, place)) != place:
                 raise ConfigError(
-                    f"{self._place(place)}: has the id {prompt.id!r}, as row {other + 1}; ids are unique in "
+                    f"{self._place(place)}: has the id {id!r}, as row {other + 1}; ids are unique in "
                     "a task (source.id names their field)"
                 )
-            yield prompt
 
     def _prompt(self, row: Mapping[str, Any], place: int) -> Prompt:
         config, given = self._config, dict(row)
@@ -183,6 +192,18 @@ class Source(Sequence[Prompt]):
 
     def _place(self, place: int) -> str:
         return f"task {self._task!r}: source {self._path!r}, row {place + 1}"
+
+
+def _repeated(hashes: array[int]) -> list[int]:
+    """Return the places of numbers that occur more than once, in order."""
+    import numpy as np
+
+    if not hashes:
+        return []
+    found = np.frombuffer(hashes, dtype=np.int64)
+    ordered = np.sort(found)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    return [int(nth) for nth in np.flatnonzero(np.isin(found, twice))] if len(twice) else []
 
 
 def _is_prompt(given: Any) -> bool:
