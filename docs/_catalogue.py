@@ -44,9 +44,9 @@ any Python; an adapter asks one on another machine only if its option `remote` a
 
     grpo-core train examples/five_formats.toml
 
-The tiny model of 90,000 parameters trains on five tasks at once, on a CPU, with the sampler `curriculum`: 150
-steps of 20 prompts, 8 replies each. Validation before the first step and after the last, with 95% intervals, for
-seeds 0 and 1 (`--set seed=1`):
+The tiny model of 90,000 parameters trains on five tasks at once, on a CPU, with the sampler `curriculum`:
+150 steps of 20 prompts, 8 replies each. Validation before the first step and after the last, with 95%
+intervals, for seeds 0 and 1 (`--set seed=1`):
 
 | task | `env` | measured | seed | before | after |
 |---|---|---|---|---|---|
@@ -61,11 +61,11 @@ seeds 0 and 1 (`--set seed=1`):
 | sums | `reasoning_gym:chain_sum` | accuracy | 0 | 0% (20 prompts) | 5% (0 to 15) |
 | | | | 1 | 5% (0 to 15) | 5% (0 to 15) |
 
-Two tasks are learnt: *sort*, and *blackjack*, in which the model learns to answer with an action, and then almost
-always stands. *Maximum* is solved by the warm start. *Repeated*, which has no demonstrations, and *sums* do not
-move beyond their intervals. The run with seed 0 took 97 seconds in all, on two cores that other programs used, too.
-It warns that held-out prompts of *blackjack* are trained on: other seeds deal other cards, but most begin with the
-same words.
+Two tasks are learnt: *sort*, and *blackjack*, in which the model learns to answer with an action, and then
+almost always stands. *Maximum* is solved by the warm start. *Repeated*, which has no demonstrations, and
+*sums* do not move beyond their intervals. The run with seed 0 took 97 seconds in all, on two cores that
+other programs used, too. It warns that held-out prompts of *blackjack* are trained on: other seeds deal
+other cards, but most begin with the same words.
 
 (Written by `python docs/_catalogue.py` from the `pyproject.toml` of each distribution.)
 """
