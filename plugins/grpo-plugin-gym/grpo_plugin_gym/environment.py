@@ -14,10 +14,9 @@ import grpo_core as grpo
 
 @define(eq=False)
 class Game:
-    """An environment of gymnasium that a rollout plays, and what it last drew."""
+    """An environment of gymnasium that a rollout plays."""
 
     _environment: Any
-    _over: bool = False
 
 
 class Gym(grpo.Environment):
@@ -118,10 +117,20 @@ class Gym(grpo.Environment):
     def _stepped(self, episode: grpo.Episode) -> grpo.Feedback:
         environment = episode.session._environment
         try:
-            action = self._actions.of(episode.reply)
+            action = self._actions.of(_without_thinking(episode.reply))
         except ValueError as error:
             said = f"error: {error}. {self._actions.instruction()}".strip()
             return grpo.Feedback(done=False, reward=self._wrong, messages=said, metrics={"wrong_action": 1.0})
+        try:
+            return self._step(environment, action)
+        except Exception as error:  # raised further, it would let the other games of the batch step twice
+            return grpo.Feedback(
+                error=f"gym: {self._name}: step({action!r:.100}) failed: {type(error).__name__}: {error}"[
+                    :1000
+                ]
+            )
+
+    def _step(self, environment: Any, action: Any) -> grpo.Feedback:
         observation, reward, terminated, truncated, _ = environment.step(action)
         metrics = {"wrong_action": 0.0}
         if terminated or truncated:
@@ -188,6 +197,11 @@ class Gym(grpo.Environment):
             return False
         modes = getattr(found, "metadata", {})
         return isinstance(modes, Mapping) and "ansi" in modes.get("render_modes", ())
+
+
+def _without_thinking(reply: str) -> str:
+    _, ends, said = reply.rpartition("</think>")
+    return said.strip() if ends else reply
 
 
 _COLOUR = re.compile(r"\x1b\[(?P<codes>[0-9;]*)m(?P<text>[^\x1b]*)\x1b\[0m")

@@ -36,6 +36,13 @@ class Fickle(Echo):
         return str(Fickle.count), {}
 
 
+class Fragile(Echo):
+    def step(self, action):
+        if action == "break":
+            raise RuntimeError("the board is broken")
+        return super().step(action)
+
+
 class Arm(Echo):
     def __init__(self):
         super().__init__()
@@ -127,6 +134,36 @@ def test_an_array_is_a_list_and_an_observation_is_json(file):
     assert (feedback[-1].reward, feedback[-1].done) == (0.75, True)
 
 
+def test_a_step_that_raises_is_unscored_and_no_other_game_steps_twice(file):
+    environment = offered(f"{file}:Fragile")
+    prompt = environment.prompts("train")[0]
+    host = HostedEnvironment(environment).host
+    host.open([(name, prompt) for name in "abc"])
+
+    def turn(**replies):
+        return host.evaluate([
+            grpo.Episode(
+                prompt=prompt, messages=[*prompt.messages, {"role": "assistant", "content": said}], session=name
+            )
+            for name, said in replies.items()
+        ])  # fmt: skip
+
+    first, broken, last = turn(a="hello", b="break", c="you")
+    assert broken.reward is None
+    assert broken.error.endswith(":Fragile: step('break') failed: RuntimeError: the board is broken")
+    later = [*turn(a="hello", c="you"), *turn(a="hello", c="you")]
+    host.end()
+    assert [each.reward for each in (first, last, *later)] == [5.0, 3.0] * 3
+    assert [each.done for each in (first, last, *later)] == [False] * 4 + [True] * 2, "three steps each"
+
+
+def test_thinking_is_no_part_of_the_action(file):
+    _, answers, _ = played(offered(f"{file}:Echo"), "<think>hm, a < b</think>\n\nhello", "you")
+    assert answers == ["hello", "you"]
+    _, (answer,), _ = played(offered("FrozenLake-v1", **LAKE), "<think>left or down?</think>I do not know.")
+    assert answer.startswith("error: 'I do not know.' names no action")
+
+
 def test_a_pattern_finds_the_action():
     lake = {**LAKE, "pattern": r"<move>(.*?)</move>"}
     _, answers, _ = played(offered("FrozenLake-v1", **lake), "up <move>down</move>", "down")
@@ -152,7 +189,7 @@ def test_the_contract_of_environments_holds():
         ("FrozenLake-v1", {"actions": ["left"]}, "has 4 actions, and options.actions names 1"),
         ("FrozenLake-v1", {"arguments": {"size": 4}}, "cannot be made with"),
         ("FrozenLake-v1", {"pattern": "("}, "is no regular expression"),
-        ("FrozenLake-v1", {"show": "html"}, "expected 'auto', 'ansi' or 'observation'"),
+        ("FrozenLake-v1", {"show": "html"}, "option 'show' is 'html'; expected 'auto'"),
         ("FrozenLake-v1", {"prompts": 0}, "prompts = 0"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -91,7 +93,14 @@ class InspectTask(grpo.Environment):
         return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
 
     async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
-        sample = self._samples[episode.prompt.info["sample"]]
+        number = episode.prompt.info["sample"]
+        sample = self._samples[number] if number < len(self._samples) else None
+        if sample is None or _digest(sample) != episode.prompt.info.get("digest"):
+            return grpo.Feedback(
+                error=f"inspect: {self._name} has another sample in place {number} than when the prompt was "
+                "made: each process and each start loads the data set anew, so what shuffles it, or its "
+                "choices, needs a seed"
+            )
         played = await self._player.play(sample, _replies(episode))
         if played.waits and episode.turn + 1 < self.max_turns and episode.finish_reason == "stop":
             return self._asks(episode, played)
@@ -141,7 +150,7 @@ class InspectTask(grpo.Environment):
             messages=begun.messages,
             answer=target,
             id=f"{number}" if sample.id is None else f"{sample.id}-{number}",
-            info={"sample": number},
+            info={"sample": number, "digest": _digest(sample)},
         )
 
     def _checked(self, weights: Mapping[str, float]) -> Mapping[str, float]:
@@ -161,6 +170,15 @@ class InspectTask(grpo.Environment):
     def _template(self) -> str | None:
         names = self._player.scorers
         return SOLVED_BY.get(names[0]) if len(names) == 1 else None
+
+
+def _digest(sample: Any) -> str:
+    """Return a digest of what decides how a reply to a sample is scored."""
+    said = sample.input
+    if not isinstance(said, str):  # the ids of messages are others in each process
+        said = [(message.role, message.text) for message in said]
+    plain = json.dumps([said, sample.choices, sample.target])
+    return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
 
 def _replies(episode: grpo.Episode) -> list[Reply]:

@@ -144,6 +144,21 @@ def shuffled():
 
 
 @task
+def reordered(order: int = 1, letters: int = 1):
+    """The seeds stand for what a shuffle without a seed does in another process."""
+    names = list(CAPITALS.values())
+    data = MemoryDataset(
+        [
+            Sample(input=[ChatMessageUser(content=f"Capital of {k}?")], choices=names, target=letter)
+            for (k, v), letter in zip(CAPITALS.items(), "ABCDE", strict=True)
+        ]
+    )
+    data.shuffle(seed=order)
+    data.shuffle_choices(seed=letters)
+    return Task(data, solver=multiple_choice(), scorer=choice())
+
+
+@task
 def sandboxed():
     return Task(sums(), scorer=match(), sandbox="docker")
 

@@ -248,6 +248,23 @@ def test_solvers_that_ask_again_take_further_turns():
 
 @with_inspect
 @pytest.mark.long
+@pytest.mark.parametrize("other", [{"order": 2}, {"letters": 2}])
+def test_a_data_set_that_another_process_shuffles_otherwise_never_scores_a_right_reply_0(other):
+    right = [episode(prompt, f"ANSWER: {prompt.answer}") for prompt in run("reordered", everything)]
+
+    async def judged(process):
+        return await process.evaluate(right)
+
+    assert {each.reward for each in run("reordered", judged)} == {1.0}
+    feedback = run("reordered", judged, arguments=other)
+    assert {each.reward for each in feedback} <= {None, 1.0}, "a sample that kept its place is scored"
+    told = [each.error for each in feedback if each.reward is None]
+    assert told
+    assert all("has another sample in place" in error for error in told)
+
+
+@with_inspect
+@pytest.mark.long
 def test_solvers_that_rewrite_the_conversation_are_told_so():
     async def story(process):
         return await process.evaluate([episode((await process.prompts("train"))[0], "4")])

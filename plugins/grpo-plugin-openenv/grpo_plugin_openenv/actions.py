@@ -8,6 +8,8 @@ from typing import Any
 
 import grpo_core as grpo
 
+THOUGHT_ENDS = "</think>"
+
 COMMON = ("metadata",)
 """Fields of all actions, which say nothing about what is done."""
 
@@ -46,7 +48,9 @@ class Actions:
         return "" if self._field else f"Reply with an action as a JSON object with the fields {self.told()}."
 
     def of(self, reply: str) -> dict[str, Any]:
-        """Return the action of a reply.  Raises ValueError if it is none."""
+        """Return the action of a reply, without its thinking.  Raises ValueError if it is none."""
+        _, ends, said = reply.rpartition(THOUGHT_ENDS)
+        reply = said.strip() if ends else reply
         if self._field:
             return {self._field: self._typed(self._field, reply)}
         start, end = reply.find("{"), reply.rfind("}")

@@ -19,8 +19,11 @@ LARGEST = 1 << 24
 FULL = "CAPACITY_REACHED"
 """Code of the server's error if it has no room for another session."""
 
-WRONG_ACTION = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
-"""Codes of errors that an action may cause."""
+WRONG_ACTION = "VALIDATION_ERROR"
+"""Code of the server's error for an action that is none."""
+
+RAISED = "EXECUTION_ERROR"
+"""Code of the server's error for anything that its environment raises, be it a wrong move or an outage."""
 
 
 class Rejected(Exception):  # noqa: N818 - it says what happened

@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 import attrs
 import stamina
-from attrs import frozen
+from attrs import define
 
 import grpo_core as grpo
 from grpo_plugin_openenv.actions import Actions
-from grpo_plugin_openenv.connection import FULL, LARGEST, WRONG_ACTION, Connection, Rejected
+from grpo_plugin_openenv.connection import FULL, LARGEST, RAISED, WRONG_ACTION, Connection, Rejected
 
 SPARE = 10.0
 """Seconds of a call beyond those of its messages."""
@@ -30,11 +30,16 @@ class _Unsent(Exception):  # noqa: N818 - internal: there is no session yet
     """There is no connection, or no room for a session: trying again is always safe."""
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Session:
-    """The session of a rollout; it has no public methods, since these would be tools."""
+    """The session of a rollout; it has no public methods, since these would be tools.
+
+    Attributes:
+        rewarded: whether the server has rewarded a step.
+    """
 
     connection: Connection
+    rewarded: bool = False
 
 
 class OpenEnv(grpo.Environment):
@@ -55,6 +60,8 @@ class OpenEnv(grpo.Environment):
         prompts: number of seeds for training; validation has a fourth as many others.
         seed: the first seed.
         wrong_action: reward of a reply that the server refuses as an action; the model sees why, and goes on.
+        raises_are_wrong: take whatever the environment raises in a step for a wrong action.  The server says
+            the same of a wrong move and of an outage, so a rollout is unscored then if this is False.
         remote: allow a server on another machine.
         key_variable: environment variable with a key, which is sent as a bearer token.
         timeout: seconds for each answer.
@@ -74,6 +81,7 @@ class OpenEnv(grpo.Environment):
         prompts: int = 200,
         seed: int = 0,
         wrong_action: float = 0.0,
+        raises_are_wrong: bool = False,
         remote: bool = False,
         key_variable: str = "OPENENV_KEY",
         timeout: float = 60.0,
@@ -94,6 +102,7 @@ class OpenEnv(grpo.Environment):
         self._actions = Actions(self._schema(), action)
         self._instruction = "\n".join(filter(None, [instruction, self._actions.instruction()]))
         self._observation, self._reset, self._wrong = observation, dict(reset or {}), wrong_action
+        self._blamed = {WRONG_ACTION, RAISED} if raises_are_wrong else {WRONG_ACTION}
         self._prompts, self._seed = prompts, seed
         self._http: aiohttp.ClientSession | None = None
         self.max_turns = max_turns
@@ -146,26 +155,35 @@ class OpenEnv(grpo.Environment):
     # ------------------------------------------------------------------------------ steps
 
     async def _stepped(self, episode: grpo.Episode) -> grpo.Feedback:
-        connection: Connection = episode.session.connection
+        session: Session = episode.session
         try:
-            told = await connection.ask("step", self._actions.of(episode.reply))
+            told = await session.connection.ask("step", self._actions.of(episode.reply))
         except grpo.Unavailable as error:
             return grpo.Feedback(error=str(error))
         except (Rejected, ValueError) as error:
-            if isinstance(error, Rejected) and error.code not in WRONG_ACTION:
+            if isinstance(error, Rejected) and error.code not in self._blamed:
                 return grpo.Feedback(error=f"openenv: step: {error}")
             return grpo.Feedback(
                 done=False, reward=self._wrong, messages=f"error: {error}", metrics={"wrong_action": 1.0}
             )
+        return self._judged(session, told)
+
+    def _judged(self, session: Session, told: Mapping[str, Any]) -> grpo.Feedback:
         reward = told.get("reward")
-        if reward is not None and not isinstance(reward, int | float):
+        if isinstance(reward, bool) or not isinstance(reward, int | float | None):
             return grpo.Feedback(error=f"openenv: step gave the reward {reward!r:.100}")
+        session.rewarded |= reward is not None
+        given = None if reward is None else float(reward)
         metrics = {"wrong_action": 0.0}
-        if told.get("done"):
-            return grpo.Feedback(reward=float(reward or 0.0), metrics=metrics)
-        return grpo.Feedback(
-            done=False, reward=float(reward or 0.0), messages=self._shown(told) or "ok", metrics=metrics
-        )
+        if not told.get("done"):
+            return grpo.Feedback(
+                done=False, reward=given, messages=self._shown(told) or "ok", metrics=metrics
+            )
+        if not session.rewarded:
+            return grpo.Feedback(
+                error="openenv: the episode ended, and no step gave a reward", metrics=metrics
+            )
+        return grpo.Feedback(reward=given or 0.0, metrics=metrics)  # a last step without one adds nothing
 
     def _shown(self, told: Mapping[str, Any]) -> str:
         """Return an observation as text for the model."""
@@ -243,7 +261,17 @@ class OpenEnv(grpo.Environment):
             raise
 
     def _client(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        watch = aiohttp.TraceConfig()
+        watch.on_request_redirect.append(self._redirected)  # a WebSocket has no option against them
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trace_configs=[watch])
+
+    async def _redirected(self, _: Any, __: Any, told: aiohttp.TraceRequestRedirectParams) -> None:
+        """Follow no redirect: it could name another machine, which would see and reward the replies."""
+        told.response.close()
+        raise grpo.PluginError(
+            f"openenv: {self._url} answers with a redirect (status {told.response.status}), and redirects are "
+            "not followed: write the server's own address"
+        )
 
     def _schema(self) -> Mapping[str, Any]:
         """Return the JSON schema of actions.  Raises ConfigError if no server of OpenEnv answers."""

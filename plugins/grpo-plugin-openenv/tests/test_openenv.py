@@ -81,6 +81,10 @@ class Server:
                 return {"type": "observation"}
             case "boom":
                 return error("boom", "EXECUTION_ERROR")
+            case "unpaid" | "unpaid done":
+                return observation(said, None, done=said.endswith("done"))
+            case "true":
+                return observation(said, True)
             case "session":
                 return error("lost", "SESSION_ERROR")
             case None:
@@ -234,15 +238,46 @@ def test_a_reply_that_is_no_action_says_what_one_is(reply):
 
 def test_the_model_reads_why_its_action_was_refused_and_goes_on():
     with serving(Server(schema={**ECHO, "required": []}).app) as url:
-        with hosted(url, action="message", wrong_action=-0.5) as host:
+        with hosted(url, action="message", wrong_action=-0.5, raises_are_wrong=True) as host:
             answers, feedback = played(host, "boom", "hi")
         assert answers == ["error: boom (EXECUTION_ERROR)", "hi"]
         assert [each.reward for each in feedback] == [-0.5, 0.2]
         assert [each.metrics["wrong_action"] for each in feedback] == [1.0, 0.0]
-        with hosted(url) as host:
-            answers, _ = played(host, "nonsense", '{"other": 1}')
+        with hosted(url, wrong_action=-0.5) as host:
+            answers, feedback = played(host, "nonsense", '{"other": 1}')
     assert answers[0].startswith("error: no action: expected a JSON object")
     assert answers[1] == "error: Invalid message: message: Field required (VALIDATION_ERROR)"
+    assert [each.reward for each in feedback] == [-0.5, -0.5]
+
+
+def test_thinking_is_no_part_of_the_action():
+    with serving(Server().app) as url, hosted(url) as host:
+        answers, _ = played(host, "<think>hm, a < b</think>\n\nhello", " as it is ")
+    assert answers == ["hello", " as it is "]
+    assert Actions(MOVE).of('<think>{"x": 1}</think>{"x": 2}') == {"x": 2}
+
+
+# ---------------------------------------------------------------------------------- rewards
+
+
+def test_an_episode_that_ends_without_any_reward_is_unscored():
+    with serving(Server().app) as url, hosted(url) as host:
+        _, feedback = played(host, "unpaid", "unpaid done")
+    assert [each.reward for each in feedback] == [None, None]
+    assert feedback[-1].error == "openenv: the episode ended, and no step gave a reward"
+
+
+def test_a_last_step_without_a_reward_adds_nothing_to_the_earlier_ones():
+    with serving(Server().app) as url, hosted(url) as host:
+        _, feedback = played(host, "unpaid", "hi", "unpaid done")
+    assert [each.reward for each in feedback] == [None, 0.2, 0.0]
+    assert (feedback[-1].done, feedback[-1].error) == (True, None)
+
+
+def test_a_truth_value_is_no_reward():
+    with serving(Server().app) as url, hosted(url) as host:
+        _, (feedback,) = played(host, "true")
+    assert (feedback.reward, feedback.error) == (None, "openenv: step gave the reward True")
 
 
 def test_an_observation_of_several_fields_is_shown_as_json():
@@ -260,6 +295,7 @@ def test_an_observation_of_several_fields_is_shown_as_json():
         ("deaf", "no answer to 'step' within 0.2 s"),
         ("gone", "the server ended the session (close) instead of answering 'step'"),
         ("broken", "the answer to 'step' is"),
+        ("boom", "step: boom (EXECUTION_ERROR)"),
         ("session", "step: lost (SESSION_ERROR)"),
     ],
 )
@@ -291,6 +327,21 @@ def test_a_server_that_has_gone_is_unscored():
     (start,) = host.open([("s", prompt)])
     host.end()
     assert "no connection: ClientConnectorError" in start.error
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_session_follows_no_redirect_to_another_server(status):
+    async def elsewhere(request):
+        return web.Response(status=status, headers={"Location": f"{other_url}/ws"})
+
+    other, app = Server(), web.Application()
+    app.router.add_get("/schema", other.describe)
+    app.router.add_get("/ws", elsewhere)
+    with serving(other.app) as other_url, serving(app) as url:
+        environment = OpenEnv(url, retries=0, prompts=1, observation="echoed_message")
+        with pytest.raises(grpo.PluginError, match=rf"a redirect \(status {status}\).*not followed"):
+            environment.prompts("train")
+    assert other.sessions == 0
 
 
 # ---------------------------------------------------------------------------------- mistakes

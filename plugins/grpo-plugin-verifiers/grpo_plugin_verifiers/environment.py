@@ -67,7 +67,15 @@ class VerifiersTaskset(grpo.Environment):
         return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
 
     async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
-        trace = await self._tasks.score(self._tasks.tasks[episode.prompt.info["task"]], episode.reply)
+        number, tasks = episode.prompt.info["task"], self._tasks.tasks
+        task = tasks[number] if number < len(tasks) else None
+        if task is None or self._tasks.digest(task) != episode.prompt.info.get("digest"):
+            return grpo.Feedback(
+                error=f"verifiers: {self._tasks.name} has another task in place {number} than when the prompt "
+                "was made: each process and each start loads the tasks anew, so what shuffles or draws them "
+                "needs a seed"
+            )
+        trace = await self._tasks.score(task, episode.reply)
         missing = sorted(name for name, reward in trace.rewards.items() if reward is None)
         if missing or not trace.rewards:
             return grpo.Feedback(
@@ -94,5 +102,5 @@ class VerifiersTaskset(grpo.Environment):
             messages=self._tasks.messages(task),
             answer=answer if isinstance(answer, str) else None,
             id=str(number),
-            info={"task": number},
+            info={"task": number, "digest": self._tasks.digest(task)},
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import itertools
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,6 +61,12 @@ class Tasks:
         if not all(isinstance(each["content"], str) for each in given):
             self._refuse("a prompt has more than text")
         return [*told, *given]
+
+    def digest(self, task: Any) -> str:
+        """Return a digest that is the same for the same task in every process."""
+        # a task may define its key, to leave out what is another in each process, and that may be all of it
+        plain = json.dumps([task.key, self.messages(task), str(getattr(task.data, "answer", ""))])
+        return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
     async def score(self, task: Any, reply: str) -> Any:
         """Return verifiers' trace of a reply, after the task has scored it."""

@@ -99,6 +99,25 @@ def test_rewards_and_metrics_are_those_of_the_taskset():
 
 @with_verifiers
 @pytest.mark.long
+def test_a_taskset_that_another_process_loads_in_another_order_is_unscored():
+    async def prompts(process):
+        return await process.prompts("train")
+
+    made = run("words_of_verifiers", prompts)
+    right = [episode(prompt, prompt.answer) for prompt in made]
+
+    async def judged(process):
+        return await process.evaluate(right)
+
+    assert {each.reward for each in run("words_of_verifiers", judged)} == {3.0}
+    for config in ({"first": 1}, {"number": 2, "first": 1}):
+        feedback = run("words_of_verifiers", judged, config=config)
+        assert {each.reward for each in feedback} == {None}
+        assert all("words_of_verifiers has another task in place" in each.error for each in feedback)
+
+
+@with_verifiers
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("taskset", "options", "why"),
     [

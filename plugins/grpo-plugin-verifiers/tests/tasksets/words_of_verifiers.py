@@ -25,11 +25,13 @@ class Echo(vf.Task[Data]):
 
 class Config(vf.TasksetConfig):
     number: int = 12
+    first: int = 0
 
 
 class Words(vf.Taskset[Echo, Config]):
     def load(self):
-        for n in range(self.config.number):
+        for place in range(self.config.number):
+            n = (place + self.config.first) % self.config.number
             yield Echo(Data(prompt=f"Say w{n}.", system_prompt="Echo.", answer=f"w{n}"), self.config.task)
 
 
