@@ -143,7 +143,9 @@ def test_a_step_that_raises_is_unscored_and_no_other_game_steps_twice(file):
     def turn(**replies):
         return host.evaluate([
             grpo.Episode(
-                prompt=prompt, messages=[*prompt.messages, {"role": "assistant", "content": said}], session=name
+                prompt=prompt,
+                messages=[*prompt.messages, {"role": "assistant", "content": said}],
+                session=name,
             )
             for name, said in replies.items()
         ])  # fmt: skip

@@ -269,8 +269,8 @@ class OpenEnv(grpo.Environment):
         """Follow no redirect: it could name another machine, which would see and reward the replies."""
         told.response.close()
         raise grpo.PluginError(
-            f"openenv: {self._url} answers with a redirect (status {told.response.status}), and redirects are "
-            "not followed: write the server's own address"
+            f"openenv: {self._url} answers with a redirect (status {told.response.status}), and redirects "
+            "are not followed: write the server's own address"
         )
 
     def _schema(self) -> Mapping[str, Any]:

@@ -71,9 +71,9 @@ class VerifiersTaskset(grpo.Environment):
         task = tasks[number] if number < len(tasks) else None
         if task is None or self._tasks.digest(task) != episode.prompt.info.get("digest"):
             return grpo.Feedback(
-                error=f"verifiers: {self._tasks.name} has another task in place {number} than when the prompt "
-                "was made: each process and each start loads the tasks anew, so what shuffles or draws them "
-                "needs a seed"
+                error=f"verifiers: {self._tasks.name} has another task in place {number} than when the "
+                "prompt was made: each process and each start loads the tasks anew, so what shuffles or "
+                "draws them needs a seed"
             )
         trace = await self._tasks.score(task, episode.reply)
         missing = sorted(name for name, reward in trace.rewards.items() if reward is None)
