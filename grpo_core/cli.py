@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -232,6 +232,45 @@ def check(
     from grpo_core.app import check
 
     return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
+
+
+@app.command
+def new(
+    kind: Literal[
+        "environment",
+        "agent",
+        "sampler",
+        "validation",
+        "engine",
+        "loss",
+        "advantage",
+        "filter",
+        "tracker",
+    ],
+    name: str,
+    *,
+    multi_turn: Annotated[bool, Parameter(negative="")] = False,
+    tools: Annotated[bool, Parameter(negative="")] = False,
+    judge: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Write a new plugin into the directory grpo-plugin-NAME: code, a test, and what a package needs.
+
+    Parameters
+    ----------
+    kind
+        What the plugin offers.
+    name
+        Name of the plugin and of what it offers, as in "caesar" or "word_count".
+    multi_turn
+        Make an environment of several turns.
+    tools
+        Make an environment with a tool.
+    judge
+        Make an environment whose replies another model judges.
+    """
+    from grpo_core.app import scaffold
+
+    return scaffold.main(kind, name, {"multi_turn": multi_turn, "tools": tools, "judge": judge})
 
 
 @app.command

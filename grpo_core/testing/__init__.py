@@ -1,6 +1,8 @@
 """The test kit of plugin authors: contracts as checks, fakes that keep them, and a virtual clock.
 
     check_environment, check_sampler, check_validation_strategy   each is a whole test
+    check_loss, check_advantage, check_filter, check_tracker, check_agent   likewise
+    check_decoding                           the same for an engine
     check_engine, ENGINE_LAWS                what an engine does, and what it computes
     FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
     HostedEnvironment                        an environment as a run uses it, in this process
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run
     from grpo_core.testing.contracts import MemoryLoader as MemoryLoader
+    from grpo_core.testing.contracts import check_agent as check_agent
     from grpo_core.testing.contracts import check_environment as check_environment
     from grpo_core.testing.contracts import check_sampler as check_sampler
     from grpo_core.testing.decoding import ENGINE_LAWS as ENGINE_LAWS
     from grpo_core.testing.decoding import EngineUnderTest as EngineUnderTest
+    from grpo_core.testing.decoding import check_decoding as check_decoding
     from grpo_core.testing.decoding import make_test_model as make_test_model
     from grpo_core.testing.decoding import start_engine as start_engine
     from grpo_core.testing.engines import check_engine as check_engine
@@ -36,10 +40,14 @@ if TYPE_CHECKING:
     from grpo_core.testing.fakes import FakeRenderer as FakeRenderer
     from grpo_core.testing.fakes import FakeTrainer as FakeTrainer
     from grpo_core.testing.fakes import prompts as prompts
+    from grpo_core.testing.filters import check_filter as check_filter
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
+    from grpo_core.testing.objectives import check_advantage as check_advantage
+    from grpo_core.testing.objectives import check_loss as check_loss
     from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer
     from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
+    from grpo_core.testing.trackers import check_tracker as check_tracker
     from grpo_core.weights.collective import CollectiveWriter as CollectiveWriter
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 
@@ -53,12 +61,14 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "grpo_core.testing.contracts": [
             "MemoryLoader",
+            "check_agent",
             "check_environment",
             "check_sampler",
         ],
         "grpo_core.testing.decoding": [
             "ENGINE_LAWS",
             "EngineUnderTest",
+            "check_decoding",
             "make_test_model",
             "start_engine",
         ],
@@ -70,12 +80,18 @@ __getattr__, __dir__, __all__ = attach(
             "FakeTrainer",
             "prompts",
         ],
+        "grpo_core.testing.filters": ["check_filter"],
         "grpo_core.testing.hosted": ["HostedEnvironment"],
+        "grpo_core.testing.objectives": [
+            "check_advantage",
+            "check_loss",
+        ],
         "grpo_core.testing.offers": [
             "find_offer",
             "make_offer",
         ],
         "grpo_core.testing.strategies": ["check_validation_strategy"],
+        "grpo_core.testing.trackers": ["check_tracker"],
         "grpo_core.weights.collective": ["CollectiveWriter"],
         "grpo_core.weights.shm": ["SharedMemoryWriter"],
     },

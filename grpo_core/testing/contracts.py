@@ -11,7 +11,10 @@ of calls that was found.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import functools
+import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +49,27 @@ def check_environment(make: Callable[[], Any]) -> None:
         if finding.outcome == "failed"
     ]
     assert not failed, "\n".join(failed)
+
+
+def check_agent(agent: type, **options: Any) -> None:
+    """Check an environment with ``async def run``, a class of a module, in a process of its own.
+
+    The test fails with all that is broken.
+    """
+    from grpo_core.environments.process import EnvironmentProcess
+
+    spec = f"{inspect.getfile(agent)}:{agent.__qualname__}"
+    incidents: list[Incident] = []
+    with reported_to(incidents.append), asyncio.Runner() as runner:
+        make = functools.partial(EnvironmentProcess, "check", spec, options)
+        conformance = Conformance(make, runner.run, incidents=incidents)
+        conformance.start()
+        try:
+            found = list(conformance.run())
+        finally:
+            conformance.end()
+    broken = [f"{each.check}: {each.told}" for each in found if each.outcome == "failed"]
+    assert not broken, "\n".join(broken)
 
 
 def environment_findings(make: Callable[[], Any]) -> list[Finding]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
-from grpo_core.testing.engines import ids_of
+from grpo_core.testing.engines import check_engine, ids_of
 from grpo_core.training import model as models
 from grpo_core.weights.layout import Writer
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
@@ -402,3 +403,21 @@ ENGINE_LAWS: Mapping[str, Law] = {
     )
 }
 """Each law by its name, in the order in which they are to be tried."""
+
+
+def check_decoding(factory: Callable[..., Engine], **options: Any) -> None:
+    """Check an engine with a small random model: ``check_engine``, and then each of ``ENGINE_LAWS``.
+
+    Raises AssertionError with what is violated first.
+    """
+    with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
+        model = make_test_model(Path(directory))
+        tried = EngineUnderTest(engine=runner.run(start_engine(factory, model, **options)), model=model)
+        runner.run(check_engine(tried.engine, tried.publish, prompt_ids=(5, 8, 2)))
+        tried.engine = runner.run(start_engine(factory, model, **options))
+        try:
+            runner.run(tried.engine.update_weights(tried.publish(0)))
+            for law in ENGINE_LAWS.values():
+                runner.run(law(tried))
+        finally:
+            runner.run(tried.engine.aclose())

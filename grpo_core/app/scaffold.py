@@ -1,0 +1,199 @@
+"""``grpo-core new``: writes a plugin that works, as a distribution of its own.
+
+The files come from ``grpo_core/scaffold``.  They are templates of ``string.Template``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import keyword
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+
+from attrs import frozen
+
+import grpo_core
+from grpo_core.errors import ConfigError
+from grpo_core.inert import inert
+from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.offers import HOOKS, Kind
+
+TEMPLATES = Path(grpo_core.__file__).parent / "scaffold"
+LONGEST_NAME = 32
+"""Number of characters of a name; longer ones would make the lines of the files too long."""
+
+
+@frozen(kw_only=True)
+class Sort:
+    """Something that a plugin offers.
+
+    Attributes:
+        kind: the kind of the offer.
+        contract: function of ``grpo_core.testing`` that tests it.
+        trains: options of ``grpo-core train`` that use the plugin NAME.
+        a_class: whether it is a class; otherwise it is a function.
+        needs: distributions that it imports.
+    """
+
+    kind: Kind
+    contract: str
+    trains: str
+    a_class: bool = True
+    needs: tuple[str, ...] = ()
+
+
+SORTS: Mapping[str, Sort] = {
+    "environment": Sort(kind="environment", contract="check_environment", trains="--env NAME"),
+    "agent": Sort(kind="environment", contract="check_agent", trains="--env NAME", needs=("openai>=1.60",)),
+    "sampler": Sort(kind="sampler", contract="check_sampler", trains="--env math:sort --sampler NAME"),
+    "validation": Sort(
+        kind="validation_strategy",
+        contract="check_validation_strategy",
+        trains="--env math:sort --validation NAME",
+    ),
+    "engine": Sort(kind="engine", contract="check_decoding", trains="--env math:sort --engine NAME"),
+    "loss": Sort(
+        kind="loss", contract="check_loss", trains="--env math:sort --set loss.name=NAME", a_class=False
+    ),
+    "advantage": Sort(
+        kind="advantage",
+        contract="check_advantage",
+        trains="--env math:sort --set advantage.name=NAME",
+        a_class=False,
+    ),
+    "filter": Sort(
+        kind="filter", contract="check_filter", trains="--env math:sort --set filters.NAME={}", a_class=False
+    ),
+    "tracker": Sort(
+        kind="tracker",
+        contract="check_tracker",
+        trains="""--env math:sort --set 'tracking.trackers=["files", "terminal", "report", "NAME"]'""",
+    ),
+}
+VARIANTS: Mapping[str, tuple[str, ...]] = {"multi_turn": (), "tools": (), "judge": ("aiohttp>=3.10",)}
+"""Variants of an environment, with the distributions that they import."""
+
+
+def main(sort: str, name: str, variants: Mapping[str, bool]) -> int:
+    """Write the plugin into the working directory, and print what to do next."""
+    chosen = [variant for variant, wanted in variants.items() if wanted]
+    directory = write(sort, name, chosen, Path())
+    train = SORTS[sort].trains.replace("NAME", name)
+    print(inert(f"{directory}: a plugin with the {sort} {name!r}. Install it, and train at once:\n"))
+    print(inert(f"    pip install -e './{directory}[dev]'"))
+    print(inert(f"    grpo-core train {train}\n"))
+    print(inert(f"Its code is {directory}/{_package(name)}/{sort}.py; {directory}/README.md says more."))
+    return 0
+
+
+def write(sort: str, name: str, variants: list[str], where: Path) -> Path:
+    """Write ``grpo-plugin-NAME``, whole or not at all; return it.
+
+    Raises ConfigError for a name that cannot be used, and if the directory exists.
+    """
+    if variants and (sort != "environment" or len(variants) > 1):
+        given = ", ".join(f"--{variant.replace('_', '-')}" for variant in variants)
+        raise ConfigError(f"{given}: only an environment has variants, and at most one of them")
+    _check_name(name, SORTS[sort].kind)
+    files = _files(sort, name, variants[0] if variants else "")
+    target = where / _distribution(name)
+    if target.exists():
+        raise ConfigError(f"{target}: exists already; remove it, or give another name")
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=where))
+    try:
+        made = scratch / target.name
+        for path, text in files.items():
+            (made / path).parent.mkdir(parents=True, exist_ok=True)
+            (made / path).write_text(text, encoding="utf-8")
+        made.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _check_name(name: str, kind: Kind) -> None:
+    rule = "a name has lower-case letters, digits and underscores, and begins with a letter"
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name.endswith("_") or "__" in name:
+        near = re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", name.lower())).strip("_0123456789")
+        hint = f"; for example {near}" if re.fullmatch(r"[a-z][a-z0-9_]*", near) else ""
+        raise ConfigError(f"{name!r} cannot be the name of a plugin: {rule}{hint}")
+    if len(name) > LONGEST_NAME:
+        raise ConfigError(f"{name!r} has {len(name)} characters; a name has at most {LONGEST_NAME}")
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        raise ConfigError(f"{name!r} is a word of Python's; give another name")
+    host = PluginHost.discover()
+    taken = {plugin.name.rpartition("/")[2]: plugin for plugin in host.plugins}
+    if name in taken or name in host.left_out:
+        whose = f": {taken[name]}" if name in taken else ""
+        raise ConfigError(f"a plugin {name!r} is installed already{whose}; give another name")
+    for plugin in host.plugins:
+        if name in plugin.offers.get(kind, {}):
+            raise ConfigError(f"{plugin} offers the {kind.replace('_', ' ')} {name!r}; give another name")
+    if importlib.util.find_spec(_package(name)) is not None:
+        raise ConfigError(f"a module {_package(name)} is there already; give another name")
+
+
+def _files(sort: str, name: str, variant: str) -> dict[str, str]:
+    """Return the text of each file by its path in the distribution."""
+    chosen, package = SORTS[sort], _package(name)
+    symbol = "".join(part.capitalize() for part in name.split("_")) if chosen.a_class else name
+    source = _read(f"{sort}_{variant}.py" if variant else f"{sort}.py")
+    if symbol in _names(Template(source).substitute(name="name", symbol="PLACEHOLDER")):
+        raise ConfigError(f"{name!r} is a name that the files of a new {sort} use; give another name")
+    needs = ("grpo-core>=0.1,<1", *chosen.needs, *VARIANTS.get(variant, ()))
+    about = source.split('"""')[1].partition(": ")[2].partition(".")[0]
+    values = {
+        "name": name,
+        "symbol": symbol,
+        "package": package,
+        "distribution": _distribution(name),
+        "file": sort,
+        "title": sort if sort != "validation" else "validation strategy",
+        "summary": f"{about[0].upper()}{about[1:]}.",
+        "hook": HOOKS[chosen.kind],
+        "contract": chosen.contract,
+        "dependencies": ", ".join(f'"{each}"' for each in needs),
+        "train": f"grpo-core train {chosen.trains.replace('NAME', name)}",
+        "check": f"grpo-core check {name}",
+    }
+    sources = {
+        "pyproject.toml": "pyproject.toml",
+        "README.md": "README.md",
+        ".gitignore": "gitignore",
+        ".github/workflows/test.yml": "test.yml",
+        f"{package}/__init__.py": "init.py",
+        f"tests/test_{name}.py": "test.py",
+    }
+    files = {path: Template(_read(template)).substitute(values) for path, template in sources.items()}
+    return {**files, f"{package}/{sort}.py": Template(source).substitute(values)}
+
+
+def _names(source: str) -> set[str]:
+    """Return every name that a module uses or defines, but for attributes."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.arg(arg=name):
+                found.add(name)
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.alias(name=name, asname=other):
+                found.add(other or name)
+    return found
+
+
+def _read(template: str) -> str:
+    return (TEMPLATES / f"{template}.tmpl").read_text(encoding="utf-8")
+
+
+def _package(name: str) -> str:
+    return f"grpo_plugin_{name}"
+
+
+def _distribution(name: str) -> str:
+    return f"grpo-plugin-{name.replace('_', '-')}"
