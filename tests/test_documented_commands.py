@@ -38,7 +38,7 @@ NOT_RUN = {
     r"--profile": "it needs more steps than commands have here; tests/test_profile.py runs it",
     r"--output runs/sort$": "it has been run when the workspace was made",
     r"check local": "tests/test_decoding.py tries the same laws",
-    r"check (reverse|shout)$|--env (reverse|shout|caesar)$": "needs it installed; docs/tutorial.md installs one",
+    r"check (reverse|shout)$|--env (reverse|shout|caesar)$": "needs it installed; docs/tutorial.md does that",
     r"pass_at_k": "tests/test_validation_cli.py measures by it",
 }
 """Commands of ours that are parsed but not run, and why."""
