@@ -258,7 +258,7 @@ def new(
     Parameters
     ----------
     kind
-        What the plugin offers.
+        Kind of the offer that the plugin makes.
     name
         Name of the plugin and of what it offers, as in "caesar" or "word_count".
     multi_turn
