@@ -10,6 +10,7 @@ import base64
 import functools
 import io
 import json
+import signal
 import tarfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,10 @@ from pathlib import Path
 from attrs import field, frozen
 
 import grpo_core as grpo
-from grpo_plugin_code.sandbox import Job, Limits, Sandboxes, value_of
+from grpo_plugin_code.sandbox import MIB, Job, Limits, Sandboxes, value_of
 
+PAGE = 4096
+"""Bytes in which memory is given to files."""
 GRACE = 15.0
 """Seconds that unpacking and packing the files may take."""
 
@@ -37,6 +40,20 @@ class Ran:
     """The files outside of its directory that were asked for, as far as there are any."""
     lost: str = ""
     """Why the sandbox ended without telling anything."""
+    full: bool = False
+    """Whether its files were too large to be kept."""
+
+    @property
+    def cut(self) -> str:
+        """Return "time" or "killed" if the command did not end by itself, else an empty text.
+
+        A command that prints too much has "time", too: it is ended in the same way.
+        """
+        if self.lost:
+            return "killed"
+        if self.status is None:
+            return "time"
+        return "killed" if self.status < 0 or 128 < self.status <= 128 + signal.SIGRTMAX else ""
 
 
 class Commands:
@@ -86,6 +103,7 @@ class Commands:
             keeps: whether the files after it are wanted.
             seconds: its time limit, if that is shorter than the limit of all.
         """
+        limit = min(seconds or self._limits.seconds, self._limits.seconds)
         job = {
             "command": command,
             "place": self._place,
@@ -93,17 +111,22 @@ class Commands:
             "others": {place: (others or {}).get(place, "") for place in self._others},
             "reads": list(reads),
             "keeps": keeps,
-            "seconds": min(seconds or self._limits.seconds, self._limits.seconds),
+            "seconds": limit,
+            "space": self._limits.files * MIB,
             "output": self._limits.output * 1024,
         }
-        outcome = await self._sandboxes.run(Job(code=_program(), stdin=json.dumps(job), calls=["found"]))
+        outcome = await self._sandboxes.run(
+            Job(code=_program(), stdin=json.dumps(job), calls=["found"], seconds=limit + GRACE)
+        )
         try:
             found = value_of(outcome.values[0])
+            full = keeps and found["tree"] is None
             return Ran(
-                status=found["status"],
+                status=None if found["status"] is None else int(found["status"]),
                 output=str(found["output"]),
-                tree=str(found["tree"]) if keeps else tree,
-                files=dict(found["files"]),
+                tree=str(found["tree"]) if keeps and not full else tree,
+                files={str(path): str(text) for path, text in dict(found["files"]).items()},
+                full=full,
             )
         except (IndexError, ValueError, TypeError, KeyError):  # it may also tell what is no result
             return Ran(status=None, output="", tree=tree, lost=outcome.told or "it told nothing")
@@ -133,6 +156,14 @@ def packed_directory(directory: Path) -> str:
         if directory.is_dir():
             tar.add(directory, arcname=".")
     return _text(whole)
+
+
+def room_of(tree: str) -> int:
+    """Return the bytes that packed files take in a sandbox."""
+    if not tree:
+        return 0
+    with tarfile.open(fileobj=io.BytesIO(zlib.decompress(base64.b64decode(tree)))) as tar:
+        return sum(-(-entry.size // PAGE) * PAGE for entry in tar)
 
 
 def _text(whole: io.BytesIO) -> str:

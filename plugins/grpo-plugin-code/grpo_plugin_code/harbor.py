@@ -17,8 +17,8 @@ from typing import Any, Literal
 from attrs import frozen
 
 import grpo_core as grpo
-from grpo_plugin_code.commands import Commands, Ran, packed_directory
-from grpo_plugin_code.sandbox import Limits
+from grpo_plugin_code.commands import Commands, Ran, packed_directory, room_of
+from grpo_plugin_code.sandbox import MIB, Limits
 from grpo_plugin_code.shell import Shell
 
 PLACE, TESTS, LOGS, SOLUTION = "/app", "/tests", "/logs", "/solution"
@@ -51,12 +51,15 @@ class Harbor(grpo.Environment):
 
     The model has the tool ``run``.  At the end ``tests/test.sh`` runs in a new sandbox with the files that
     the model left in ``/app``; the reward is what it writes to ``/logs/verifier/reward.txt``, which is empty
-    before, or the mean of ``rewards.json``.  A test that writes no reward leaves the rollout unscored.
+    before, or the mean of ``rewards.json``.  A test that ends without a reward leaves the rollout unscored;
+    one that takes too long or is killed gives 0, because a program of the model can bring that about.
 
     Args:
         directory: a task, or a directory of tasks.
         oracle: whether each task is tried at the start: its solution has to earn 1, and untouched it has to
             earn less.
+        oracle_seconds: limit of wall time for trying all tasks; ``environment.start_deadline`` has to be
+            longer.
         refused: what becomes of tasks that cannot be played, or fail this: "stop" the run, or "skip" them.
         validation_size: number of tasks that are held out, at most half of them; 0 is a tenth.
         seed: seed of that choice.
@@ -80,6 +83,7 @@ class Harbor(grpo.Environment):
         directory: str,
         *,
         oracle: bool = True,
+        oracle_seconds: float = 100.0,
         refused: Literal["stop", "skip"] = "stop",
         validation_size: int = 0,
         seed: int = 0,
@@ -95,7 +99,11 @@ class Harbor(grpo.Environment):
         found = tasks_in(Path(directory).expanduser())
         self._tasks = {name: task for name, task in found.items() if isinstance(task, HarborTask)}
         self._reasons = {name: why for name, why in found.items() if isinstance(why, str)}
-        self._stop, self._oracle = refused == "stop", oracle
+        for name, task in list(self._tasks.items()):
+            if why := _too_large(task, space):
+                self._reasons[name] = why
+                del self._tasks[name]
+        self._stop, self._oracle, self._oracle_seconds = refused == "stop", oracle, oracle_seconds
         self._refuse()
         longest = max(seconds, *(task.seconds for task in self._tasks.values()))
         self._limits = Limits(
@@ -135,6 +143,9 @@ class Harbor(grpo.Environment):
         ran = await self._verified(self._commands, self._tasks[episode.prompt.id], shell._tree)
         rewards = rewards_of(ran)
         if isinstance(rewards, str):
+            if ran.cut:  # a rollout that is played again instead would let the model avoid a failure
+                metrics = {f"failed_{ran.cut}": 1.0, "commands": float(shell._number)}
+                return grpo.Feedback(reward=0.0, metrics=metrics)
             return grpo.Feedback(error=f"code: harbor task {episode.prompt.id}: {rewards}")
         metrics = {**rewards, "commands": float(shell._number)}
         return grpo.Feedback(reward=_mean(rewards), metrics=metrics)
@@ -172,7 +183,14 @@ class Harbor(grpo.Environment):
     async def _try_all(self) -> None:
         commands = self._made()  # of this event loop
         try:
-            tried = await asyncio.gather(*(self._fault(commands, task) for task in self._tasks.values()))
+            async with asyncio.timeout(self._oracle_seconds):
+                tried = await asyncio.gather(*(self._fault(commands, task) for task in self._tasks.values()))
+        except TimeoutError as error:
+            raise grpo.ConfigError(
+                f"code: trying {len(self._tasks)} tasks of Harbor took longer than oracle_seconds = "
+                f"{self._oracle_seconds:g}; raise it, and environment.start_deadline above it, or set "
+                "oracle = false to leave this out"
+            ) from error
         finally:
             await commands.aclose()
         self._reasons |= {name: why for name, why in zip(self._tasks, tried, strict=True) if why}
@@ -241,6 +259,15 @@ def rewards_of(ran: Ran) -> dict[str, float] | str:
     if not rewards or not all(map(math.isfinite, rewards.values())):
         return f"the tests wrote {told!r:.100} as rewards"
     return rewards
+
+
+def _too_large(task: HarborTask, space: int) -> str:
+    """Return which files of a task have no room in the sandbox, or an empty text."""
+    parts = {"environment": task.tree, "tests": task.tests, "solution": task.solution}
+    for name, tree in parts.items():
+        if (room := room_of(tree)) > space * MIB:
+            return f"its files in {name} take {room / MIB:.1f} MiB, and the option space allows {space}"
+    return ""
 
 
 def _mean(rewards: Mapping[str, float]) -> float:

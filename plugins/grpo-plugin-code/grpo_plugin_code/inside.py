@@ -13,6 +13,10 @@ def main() -> None:
     """Read a job from descriptor 0, give up all rights, and run it."""
     os.write(3, b"ready\n")
     job = marshal.loads(exactly(int.from_bytes(exactly(8), "little")))
+    given = os.memfd_create("stdin")
+    rest = memoryview(job["stdin"].encode())
+    while rest:  # before the limits, of which one would end the text at the size of a file
+        rest = rest[os.write(given, rest) :]
     limits = job["limits"]
     for name, value in limits["resources"].items():
         most = value + 1 if name == "RLIMIT_CPU" else value  # SIGXCPU tells why; SIGKILL follows
@@ -21,8 +25,6 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(limits["uid"], limits["uid"], limits["uid"])
         os.setresuid(limits["uid"], limits["uid"], limits["uid"])
-    given = os.memfd_create("stdin")
-    os.write(given, job["stdin"].encode())
     os.lseek(given, 0, 0)
     os.dup2(given, 0)
     os.close(given)
@@ -43,9 +45,9 @@ def main() -> None:
             line = line[os.write(3, line) :]
 
 
-def exactly(size: int) -> bytes:
+def exactly(size: int) -> bytearray:
     """Read a number of bytes from descriptor 0."""
-    parts = b""
+    parts = bytearray()
     while len(parts) < size:
         part = os.read(0, size - len(parts))
         if not part:

@@ -19,6 +19,9 @@ import time
 import zlib
 from typing import Any
 
+PAGE = 4096
+"""Bytes in which memory is given to files."""
+
 
 def unpack(place: str, packed: str) -> None:
     """Write a tree of files; names that lead out of the directory are refused."""
@@ -26,11 +29,25 @@ def unpack(place: str, packed: str) -> None:
         tar.extractall(place, filter="tar")
 
 
-def pack(place: str) -> str:
-    """Return the files of a directory as text."""
-    whole = io.BytesIO()
-    with tarfile.open(fileobj=whole, mode="w") as tar:
-        tar.add(place, arcname=".")
+def pack(place: str, most: int) -> str | None:
+    """Return the files of a directory as text; None if the next sandbox has no room for them.
+
+    A file with holes takes no room here, and takes its whole size there.
+    """
+    whole, room = io.BytesIO(), most
+
+    def measured(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        nonlocal room
+        room -= -(-entry.size // PAGE) * PAGE
+        if room < 0:
+            raise OverflowError
+        return entry
+
+    try:
+        with tarfile.open(fileobj=whole, mode="w") as tar:
+            tar.add(place, arcname=".", filter=measured)
+    except OverflowError:
+        return None
     return base64.b64encode(zlib.compress(whole.getvalue(), 1)).decode()
 
 
@@ -85,7 +102,7 @@ def play(job: dict[str, Any]) -> dict[str, Any]:
         if os.path.isfile(path) and not os.path.islink(path):
             with open(path, "rb") as file:
                 files[path] = file.read(int(job["output"])).decode(errors="replace")
-    tree = pack(place) if job["keeps"] else ""
+    tree = pack(place, int(job["space"])) if job["keeps"] else ""
     return {"status": status, "output": out.decode(errors="replace"), "files": files, "tree": tree}
 
 

@@ -88,11 +88,13 @@ class Job:
         code: Python source.
         stdin: text of its standard input.
         calls: expressions to evaluate after the code.
+        seconds: its limit of wall time, if that is shorter than the limit of all.
     """
 
     code: str
     stdin: str = ""
     calls: Sequence[str] = ()
+    seconds: float = 0.0
 
 
 @frozen(kw_only=True)
@@ -200,9 +202,9 @@ class _Sandbox:
         assert process.stdin is not None
         process.stdin.write(self._framed(job))
         self._read(most)
-        late = False
+        late, seconds = False, min(job.seconds or self._limits.seconds, self._limits.seconds)
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(seconds):
                 with contextlib.suppress(ConnectionError):
                     await process.stdin.drain()
                 await process.wait()
@@ -214,7 +216,7 @@ class _Sandbox:
         reason = "time" if late else _reason(code, (out, err, values), most)
         return Outcome(
             reason=reason,
-            told=self._told(reason, code, err),
+            told=f"it took longer than {seconds:g} s" if late else self._told(reason, code, err),
             output=out.decode(errors="replace"),
             values=values.decode(errors="replace").splitlines(),
             seconds=time.monotonic() - begin,
@@ -274,8 +276,6 @@ class _Sandbox:
         match reason:
             case "":
                 return ""
-            case "time":
-                return f"it took longer than {limits.seconds:g} s"
             case "cpu":
                 return f"a process computed for longer than {limits.cpu_seconds} s"
             case "output":
@@ -288,9 +288,15 @@ class _Sandbox:
 
 def command(limits: Limits, places: Sequence[str] = ()) -> list[str]:
     """Return bubblewrap's command.  Raises ConfigError if it is missing, or cannot make a sandbox here."""
-    words = _bubblewrap(limits, places)
-    _probe(tuple(words))
     python = os.path.realpath(sys.executable)
+    for place in ("/tmp", *places):
+        if any(Path(os.path.realpath(part)).is_relative_to(place) for part in (python, sys.base_prefix)):
+            raise grpo.ConfigError(
+                f"code: this Python is {python}, and the sandbox has a directory of its own at {place}, "
+                "which hides it; use a Python that is installed elsewhere"
+            )
+    words = _bubblewrap(limits, places)
+    _probe(tuple(words), python)
     return [*words, "--", python, "-I", "-S", "-X", "utf8", "-c", _inside()]
 
 
@@ -332,10 +338,10 @@ def _bubblewrap(limits: Limits, places: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def _probe(words: tuple[str, ...]) -> None:
-    true = shutil.which("true") or "/usr/bin/true"
+def _probe(words: tuple[str, ...], python: str) -> None:
+    tries = [*words, "--", python, "-I", "-S", "-c", ""]
     try:
-        tried = subprocess.run([*words, "--", true], capture_output=True, text=True, timeout=30, env={})
+        tried = subprocess.run(tries, capture_output=True, text=True, timeout=30, env={})
     except (OSError, subprocess.TimeoutExpired) as error:
         raise grpo.ConfigError(f"code: bubblewrap does not run: {error}") from error
     if tried.returncode != 0:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import grpo_core as grpo
-from grpo_plugin_code.commands import Commands, Ran, packed
-from grpo_plugin_code.sandbox import Limits
+from grpo_plugin_code.commands import Commands, Ran, packed, room_of
+from grpo_plugin_code.sandbox import MIB, Limits
 
 PLACE = "/work"
 """The directory that commands work in."""
@@ -86,7 +86,7 @@ class ShellTask(grpo.Environment):
         )
         cores = at_once or len(os.sched_getaffinity(0))
         self._commands = Commands(limits, place=PLACE, at_once=cores, ready=ready)
-        self._tests, self._files, self._share = tests, files, reward == "share"
+        self._tests, self._files, self._share, self._space = tests, files, reward == "share", space
         self.max_turns = max_turns
         self.concurrency, self.deadline = 2 * cores, 120.0 + 20 * seconds
 
@@ -146,7 +146,11 @@ class ShellTask(grpo.Environment):
                 f"code: prompt {prompt.id!r}: {self._files} is {files!r:.100}; expected an object of paths "
                 "and texts"
             )
-        packed(files)
+        if (room := room_of(packed(files))) > self._space * MIB:
+            raise grpo.PluginError(
+                f"code: prompt {prompt.id!r}: {self._files} take {room / MIB:.1f} MiB, and the option space "
+                f"allows {self._space}; raise space"
+            )
         return tests, files
 
 
@@ -154,6 +158,8 @@ def told(ran: Ran) -> str:
     """Return what the model reads of a command."""
     if ran.lost:
         return f"error: the command ended the sandbox ({ran.lost}); the files are as they were before it"
+    if ran.full:
+        return f"{ran.output}\nerror: the files have become too large; they are as they were before".strip()
     if ran.status is None:
         return f"{ran.output}\nerror: the command was ended: it took too long, or printed too much".strip()
     return f"{ran.output}\nexit status {ran.status}".strip() if ran.status else ran.output

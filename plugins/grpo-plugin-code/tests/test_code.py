@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -230,6 +231,12 @@ def test_without_bubblewrap_nothing_is_run(monkeypatch, tmp_path):
     with pytest.raises(grpo.PluginError, match=r"never run without one. Install bubblewrap") as raised:
         make_offer("environment", "code:python", plugins=["code"])
     assert raised.value.exit_status == 2
+
+
+@in_a_sandbox
+def test_a_directory_of_the_sandbox_that_would_hide_this_python_is_refused_at_the_start():
+    with pytest.raises(grpo.ConfigError, match=r"a directory of its own at .* which hides it"):
+        sandbox.command(sandbox.Limits(), [os.path.realpath(sys.base_prefix)])
 
 
 def test_a_bubblewrap_that_cannot_make_a_sandbox_is_refused(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core.testing import make_offer
+from grpo_plugin_code import commands
 from grpo_plugin_code.commands import Ran, packed
 from grpo_plugin_code.harbor import Harbor, rewards_of, tasks_in
 from grpo_plugin_code.shell import ShellTask
@@ -71,6 +72,23 @@ def test_a_command_tells_its_output_and_how_it_ended():
     assert told[2].endswith("printed too much")
     assert len(told[2]) < 5000
     assert "the files are as they were before it" in told[3]
+
+
+@pytest.mark.long
+def test_files_up_to_the_limit_last_and_larger_ones_leave_them_as_they_were():
+    full = "head -c 6000000 /dev/urandom > a; echo left > note.txt; echo made"
+    holes = "truncate -s 5M b; truncate -s 5M c; echo wide"  # take no room until they are packed
+    told, _ = worked(full, holes, "ls; wc -c < a; cat note.txt", seconds=10.0)
+    assert told[0] == "made\n"
+    assert "wide\n\nerror: the files have become too large" in told[1]
+    assert told[2] == "a\nnote.txt\n6000000\nleft\n"
+
+
+def test_files_of_a_row_that_have_no_room_are_refused():
+    environment = ShellTask(**{**SMALL, "space": 1})
+    info = {"tests": TESTS, "files": {"a": "x" * 1_100_000}}
+    with pytest.raises(grpo.PluginError, match=r"files take 1.1 MiB, and the option space allows 1"):
+        environment.from_source(grpo.Prompt(messages="?", id="7", info=info))
 
 
 HOSTILE = {
@@ -209,6 +227,49 @@ def test_a_verifier_without_a_reward_is_unscored_and_not_0(tmp_path):
     feedback = rewarded(harbor(tmp_path, oracle=False))
     assert feedback.reward is None
     assert "wrote no reward (exit status 1): lost" in feedback.error
+
+
+PLAYS = "bash play.sh; echo 1 > /logs/verifier/reward.txt\n"
+QUICK = "[verifier]\ntimeout_sec = 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("play", "how"),
+    [("while :; do :; done", "time"), ("kill -9 -1", "killed"), ("kill -9 $PPID", "killed")],
+)
+def test_a_program_that_hangs_or_kills_the_verifier_has_failed(tmp_path, play, how):
+    task(tmp_path, "hello", **{"tests__test.sh": PLAYS, "task.toml": QUICK})
+    feedback = rewarded(harbor(tmp_path, oracle=False), f"echo '{play}' > play.sh")
+    assert (feedback.reward, feedback.error) == (0.0, None)
+    assert feedback.metrics[f"failed_{how}"] == 1.0
+
+
+@pytest.mark.long
+def test_a_command_that_stops_the_sandbox_holds_its_place_no_longer_than_its_own_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "GRACE", 1.0)
+    task(tmp_path, "hello", **{"task.toml": "[verifier]\ntimeout_sec = 600.0\n"})
+
+    async def story():
+        environment = harbor(tmp_path, oracle=False, seconds=1.0)
+        session = environment.open(environment.prompts("train")[0])
+        try:
+            return await asyncio.wait_for(session.run("kill -STOP $PPID"), 30)
+        finally:
+            await environment.aclose()
+
+    assert "it took longer than 2 s" in asyncio.run(story())
+
+
+def test_trying_the_tasks_has_a_limit_that_names_what_to_change(tmp_path):
+    task(tmp_path, "hello", **{"tests__test.sh": "sleep 20"})
+    with pytest.raises(grpo.ConfigError, match=r"oracle_seconds = 0.5; .*start_deadline.*oracle = false"):
+        harbor(tmp_path, oracle_seconds=0.5).prompts("train")
+
+
+def test_a_task_whose_files_have_no_room_is_refused(tmp_path):
+    task(tmp_path, "hello", **{"environment__data.txt": "x" * 1_100_000})
+    with pytest.raises(grpo.ConfigError, match=r"its files in environment take 1.1 MiB"):
+        harbor(tmp_path, space=1)
 
 
 @pytest.mark.parametrize(

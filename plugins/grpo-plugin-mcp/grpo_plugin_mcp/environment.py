@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import shlex
@@ -73,6 +74,7 @@ class ToolsOfServer(grpo.Environment):
         self._allowed, self._shares, self._timeout = tuple(tools), server == "worker", timeout
         self._shared: Server | None = None
         self._starting = asyncio.Lock()
+        self._checked = not tools
         self._environment = grpo.make_environment(env, **(options or {}))
         self._check()
         inner = self._environment
@@ -81,16 +83,19 @@ class ToolsOfServer(grpo.Environment):
         self.tools = getattr(inner, "tools", ())
         self.max_turns = max(max_turns, getattr(inner, "max_turns", 1))
         own = getattr(inner, "concurrency", None)
+        self._judging = asyncio.Semaphore(own) if own else contextlib.nullcontext()
         self.concurrency = max(calls_at_once, own or 0)
         self.deadline = max(timeout + SPARE, getattr(inner, "deadline", None) or 0.0)
         if inspect.iscoroutinefunction(inner.evaluate):
             self.evaluate = self._judged_later  # type: ignore[method-assign]
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
+        self._check_tools()
         prompts: Sequence[grpo.Prompt] = self._environment.prompts(split)
         return prompts
 
     def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+        self._check_tools()
         from_source = getattr(self._environment, "from_source", None)
         return from_source(prompt) if from_source else prompt
 
@@ -102,7 +107,8 @@ class ToolsOfServer(grpo.Environment):
         return self._environment.evaluate(_inner(episodes))
 
     async def _judged_later(self, episodes: Sequence[grpo.Episode]) -> Any:
-        return await self._environment.evaluate(_inner(episodes))
+        async with self._judging:  # the calls of tools have another limit
+            return await self._environment.evaluate(_inner(episodes))
 
     async def open(self, prompt: grpo.Prompt) -> Session:
         session = Session(await self._server())
@@ -151,6 +157,21 @@ class ToolsOfServer(grpo.Environment):
                     f"mcp: the server has no tool {name!r}.{near} It has {', '.join(sorted(names)) or 'none'}"
                 )
         return [tool for tool in server.listed if not self._allowed or tool.name in self._allowed]
+
+    def _check_tools(self) -> None:
+        """Start a server once to see whether it has the tools that are named.  Raises PluginError."""
+        if self._checked:
+            return
+
+        async def looked() -> None:
+            server = await self._started()
+            try:
+                self._chosen(server)
+            finally:
+                await server.close()
+
+        asyncio.run(looked())
+        self._checked = True
 
     def _tool(self, server: Server, listed: Any) -> grpo.Tool:
         async def call(arguments: Mapping[str, Any]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import grpo_core as grpo
+
+PAGES = 100
+"""Pages of a list of tools at most: a server that always names a next one would never be ready."""
 
 
 class Server:
@@ -27,17 +29,20 @@ class Server:
         self._client: Any = None
         self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
         self.listed: list[Any] = []
 
     async def start(self) -> None:
         """Start the server and list its tools.  Raises Unavailable."""
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ready = self._ready = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(ready))
         try:
             async with asyncio.timeout(self._timeout):
                 await asyncio.shield(ready)
         except BaseException as error:
             await self.close()
+            if not isinstance(error, Exception):  # who cancels this learns that it is cancelled
+                raise
             raise self._unavailable("did not start", error) from error
 
     @property
@@ -68,9 +73,13 @@ class Server:
     async def close(self) -> None:
         """End the server; waits until its process has ended."""
         self._end.set()
-        if self._task is not None:
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await self._task
+        if self._task is None:
+            return
+        if self._ready is not None and not self._ready.done():
+            self._task.cancel()  # a server that hangs while it starts would never look at the end
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.exception()  # it is known, or does not matter after the end
 
     async def _run(self, ready: asyncio.Future[None]) -> None:
         from mcp import Client, StdioServerParameters
@@ -86,19 +95,26 @@ class Server:
         except BaseException as error:
             if ready.done():
                 raise
-            ready.set_exception(_first(error))
+            first = _first(error)
+            ready.set_exception(first if isinstance(first, Exception) else ConnectionError("it was ended"))
+            ready.exception()  # nobody may wait for it any more
 
     async def _all_tools(self) -> list[Any]:
         tools, cursor = [], None
-        while True:
+        for _ in range(PAGES):
             page = await self._client.list_tools(cursor=cursor)
             tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
                 return tools
+        raise ValueError(f"it lists its tools on more than {PAGES} pages")
 
-    def _gone(self, error: Exception) -> bool:
-        return "closed" in str(error).lower() or self.ended
+    def _gone(self, error: Any) -> bool:
+        from mcp.types import CONNECTION_CLOSED
+
+        # servers use this number for errors of their own, too
+        lost = error.code == CONNECTION_CLOSED and error.message == "Connection closed"
+        return lost or self.ended
 
     def _unavailable(self, what: str, error: BaseException | None) -> grpo.Unavailable:
         if isinstance(error, TimeoutError):

@@ -4,7 +4,9 @@ import os
 import sys
 import time
 
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
+from mcp.types import CONNECTION_CLOSED
 
 if "--broken" in sys.argv:
     sys.exit("no database")
@@ -30,6 +32,12 @@ def secret() -> str:
 def fail() -> str:
     """Fails."""
     raise ValueError("no such number")
+
+
+@server.tool()
+def market() -> str:
+    """Tells that the market is closed."""
+    raise MCPError(CONNECTION_CLOSED, "the market is closed")
 
 
 @server.tool()

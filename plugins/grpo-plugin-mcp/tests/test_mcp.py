@@ -1,5 +1,6 @@
 """Tools of MCP servers: the real library on both sides, a server in a process of its own."""
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -9,10 +10,12 @@ import pytest
 
 import grpo_core as grpo
 from grpo_core.testing import HostedEnvironment, make_offer
+from grpo_plugin_mcp.server import Server
 
 SERVER = Path(__file__).with_name("server_for_mcp.py")
 COMMAND = f"{sys.executable} {SERVER}"
 JUDGE = """
+import asyncio
 import grpo_core as grpo
 
 class Counted(grpo.Environment):
@@ -26,6 +29,17 @@ class Counted(grpo.Environment):
 
 class Awaited(Counted):
     async def evaluate(self, episodes):
+        return super().evaluate(episodes)
+
+class Few(Counted):
+    concurrency = 2
+    at_once = 0
+
+    async def evaluate(self, episodes):
+        self.at_once += 1
+        assert self.at_once <= self.concurrency
+        await asyncio.sleep(0)
+        self.at_once -= 1
         return super().evaluate(episodes)
 
 class Sessions(Counted):
@@ -106,6 +120,7 @@ def test_errors_of_tools_are_read_by_the_model_and_an_outage_is_unscored(judge):
         host.open([("a", PROMPT)])
         assert "Error executing tool fail" in answered(host, "a", "fail")
         assert answered(host, "a", "add", number="x").startswith("error: add: argument 'number' is 'x'")
+        assert "the market is closed" in answered(host, "a", "market")
         lost = called(host, "a", "die")
         assert (lost.reward, lost.done) == (None, True)
         assert "mcp: the server" in lost.error
@@ -148,8 +163,77 @@ def test_a_server_that_does_not_start_says_so(judge):
     assert "--broken' did not start" in start.error
 
 
+MUTE = "import time; time.sleep(60)"
+ENDLESS = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "endless", "version": "1"}}
+    version = asked.get("params", {}).get("protocolVersion")
+    told = {
+        "initialize": {"result": {"protocolVersion": version, **about}},
+        "tools/list": {"result": {"tools": [], "nextCursor": "more"}},
+    }.get(asked.get("method"), {"error": {"code": -32601, "message": "unknown"}})
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **told}), flush=True)
+"""
+
+
 @pytest.mark.long
-def test_a_tool_that_the_server_lacks_says_what_there_is(judge):
+def test_a_server_that_hangs_while_it_starts_is_ended_and_says_so():
+    async def story():
+        server = Server([sys.executable, "-c", MUTE], {}, 0.5)
+        with pytest.raises(grpo.Unavailable, match=r"did not start within 0.5 s"):
+            async with asyncio.timeout(20):
+                await server.start()
+        assert server.ended
+
+    asyncio.run(story())
+
+
+@pytest.mark.long
+def test_a_start_that_is_cancelled_is_cancelled_and_ends_its_server():
+    async def story():
+        server = Server([sys.executable, "-c", MUTE], {}, 60.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await server.start()
+        assert server._task.done()
+
+    asyncio.run(story())
+
+
+@pytest.mark.long
+def test_a_list_of_tools_without_an_end_is_refused():
+    async def story():
+        server = Server([sys.executable, "-c", ENDLESS], {}, 30.0)
+        with pytest.raises(grpo.Unavailable, match="more than 100 pages"):
+            await server.start()
+
+    asyncio.run(story())
+
+
+@pytest.mark.long
+def test_a_tool_that_the_server_lacks_is_found_at_the_start(judge):
+    with pytest.raises(grpo.PluginError, match="the server has no tool 'ad'"):
+        offered(judge, tools=["ad"]).prompts("train")
+    assert offered(judge, tools=["add"]).prompts("train")
+
+
+def test_the_other_environment_judges_no_more_at_once_than_it_allows(judge):
+    async def story():
+        environment = offered(judge, name="Few")
+        said = [*PROMPT.messages, {"role": "assistant", "content": "5"}]
+        episode = grpo.Episode(prompt=PROMPT, messages=said, session=None)
+        assert environment.concurrency == 32
+        found = await asyncio.gather(*(environment.evaluate([episode]) for _ in range(6)))
+        assert found == [[1.0]] * 6
+
+    asyncio.run(story())
+
+
+@pytest.mark.long
+def test_a_tool_that_the_server_lacks_says_says_what_there_is(judge):
     with hosting(judge, tools=["ad"]) as host:
         (start,) = host.open([("a", PROMPT)])
     assert "the server has no tool 'ad'. Did you mean 'add'?" in start.error

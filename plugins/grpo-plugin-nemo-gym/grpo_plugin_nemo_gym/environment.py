@@ -21,6 +21,8 @@ SPARE = 10.0
 """Seconds of a call beyond those of its requests."""
 LONGEST_WAIT = 8.0
 """Seconds before a retry at most."""
+ABSENT = frozenset({502, 504})
+"""Statuses with which something before the server says that it is not there."""
 RISK = "It sees all prompts and replies, and decides all rewards."
 
 Row = Mapping[str, Any]
@@ -192,8 +194,11 @@ class NeMoGym(grpo.Environment):
 
     def _route(self, tool: Mapping[str, Any], rollout: Rollout) -> grpo.Tool:
         async def call(arguments: Mapping[str, Any]) -> str:
-            # any status is an answer: the model may have called the tool wrongly
-            _, text = await self._client.answer(f"/{tool['name']}", dict(arguments), rollout.session)
+            # another status is an answer: the model may have called the tool wrongly
+            path = f"/{tool['name']}"
+            status, text = await self._client.answer(path, dict(arguments), rollout.session)
+            if status in ABSENT:
+                raise grpo.Unavailable(f"nemo_gym: POST {self._url}{path}: status {status}: {text[:500]}")
             return text
 
         return _tool(tool["name"], tool.get("description"), tool.get("parameters"), call)

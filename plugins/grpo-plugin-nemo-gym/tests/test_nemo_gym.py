@@ -377,6 +377,14 @@ def test_a_refusal_of_a_tool_is_an_answer_that_the_model_reads():
     assert (answers, feedback.reward) == (["broken, said None"], 1.0)
 
 
+@pytest.mark.parametrize("status", [502, 504])
+def test_a_tool_behind_a_server_that_is_gone_is_no_answer_and_unscored(status):
+    with serving(Server(failing={"/increment_counter": [status]}).app) as url, hosted(url) as host:
+        _, answers, feedback = played(host, row(expected_count=2), call("increment_counter", count=1), "2")
+    assert (answers, feedback.reward) == ([], None)
+    assert f"/increment_counter: status {status}" in feedback.error
+
+
 def test_a_verdict_without_a_reward_is_unscored():
     with serving(Server().app) as url, hosted(url) as host:
         feedback = played(host, row(judge="silent"), "2")[2]
