@@ -400,3 +400,18 @@ def test_a_hook_that_makes_no_prompt_is_an_error_that_names_it(file, hooks, name
     with pytest.raises(PluginError) as raised:
         with_environment(hooks + name, file(ROWS), prompts_alone)
     assert message in str(raised.value)
+
+
+def test_an_id_that_comes_twice_is_found_among_the_rows_that_are_kept(file):
+    rows = [{"prompt": f"{i}+1=", "id": i // 2, "use": i % 3} for i in range(6)]
+    with pytest.raises(ConfigError, match=r"row 6: has the id '2', as row 5; ids are unique"):
+        source(file(rows), where="use != 0").open()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_all_rows_are_those_that_are_asked_for_one_by_one(tmp_path, suffix):
+    texts = [f"{i}+1=" for i in range(2500)]  # several parts
+    lines = texts if suffix == "csv" else [json.dumps({"prompt": text}) for text in texts]
+    (tmp_path / f"rows.{suffix}").write_text("\n".join((["prompt"] if suffix == "csv" else []) + lines))
+    rows = read(str(tmp_path / f"rows.{suffix}"), "", "train", who="test")
+    assert list(rows) == [rows[i] for i in range(len(rows))] == [{"prompt": text} for text in texts]

@@ -115,8 +115,7 @@ class Source(Sequence[Prompt]):
         self.without_answer = self.left_out = self.repeated = 0
         self.digests, self._kept = array("Q"), array("q")
         seen: set[int] = set()
-        for place in range(len(rows)):
-            row = rows[place]
+        for place, row in enumerate(rows):
             if self._where is not None and not self._where.holds(row, place):
                 self.left_out += 1
                 continue

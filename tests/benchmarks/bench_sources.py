@@ -5,7 +5,8 @@
 Writes a file of each format into a temporary directory and opens it in a process of its own, as a run does:
 each row is read once and made a prompt.  Then it draws 1,000 rows by chance, and looks for near duplicates of
 500 held-out prompts.  Prints the process's peak of private memory over what it took before, which does not
-count the mapped file: the system takes that memory back when it likes.
+count the mapped file: the system takes that memory back when it likes.  The peak of all resident memory, with
+the libraries, counts it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -93,11 +95,12 @@ def open_one(path: str) -> None:
         import pyarrow.csv
         import pyarrow.parquet  # noqa: F401  libraries are no memory of the rows
 
-    begin = time.perf_counter()
+    begin, computing = time.perf_counter(), time.process_time()
     with Peak() as peak:
         source = Source("sums", path, SourceConfig())
         source.open()
-        opened = time.perf_counter() - begin
+        opened, computed = time.perf_counter() - begin, time.process_time() - computing
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     chance, begin = random.Random(0), time.perf_counter()
     for _ in range(DRAWN):
         source[chance.randrange(len(source))]
@@ -111,10 +114,18 @@ def open_one(path: str) -> None:
     compared = time.perf_counter() - begin
     print(
         json.dumps(
-            {"rows": len(source), "opened_s": opened, "mib": peak.most - peak.before, "drawn_us": drawn * 1e6,
-             "compared_s": compared, "warnings": len(found)}
+            {
+                "rows": len(source),
+                "opened_s": opened,
+                "computed_s": computed,
+                "resident": resident,
+                "mib": peak.most - peak.before,
+                "drawn_us": drawn * 1e6,
+                "compared_s": compared,
+                "warnings": len(found),
+            }
         )
-    )  # fmt: skip
+    )
 
 
 def measured(folder: Path, suffix: str, rows: int) -> Iterator[str]:
@@ -125,7 +136,8 @@ def measured(folder: Path, suffix: str, rows: int) -> Iterator[str]:
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     yield (
         f"{suffix:8} {told['rows']:>10,} rows  {path.stat().st_size / 2**20:6.0f} MiB on disk  opened in "
-        f"{told['opened_s']:6.1f} s  private memory {told['mib']:5.0f} MiB (limit {LIMIT_MIB})  a row "
+        f"{told['opened_s']:6.1f} s, {told['computed_s']:6.1f} s of computing  private memory "
+        f"{told['mib']:5.0f} MiB (limit {LIMIT_MIB}), resident {told['resident']:5.0f} MiB  a row "
         f"drawn in {told['drawn_us']:4.0f} us  duplicates looked for in {told['compared_s']:4.1f} s"
     )
     path.unlink()
