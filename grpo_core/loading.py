@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_core.errors import ConfigError, did_you_mean
+from grpo_core.errors import ConfigError, describe, did_you_mean
+from grpo_core.plugins.installed import import_file
 
 
 def load_object(name: str, *, who: str) -> Any:
@@ -27,14 +28,14 @@ def load_object(name: str, *, who: str) -> Any:
         raise ConfigError(f"{who}: {name!r} is no name; write {who}:MODULE:NAME or {who}:./file.py:NAME")
     try:
         module = _file(Path(home).expanduser().resolve()) if home.endswith(".py") else _module(home)
-        found = module
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        known = {each for each in vars(module) if not each.startswith("_")}
-        raise ConfigError(f"{who}: {home} has no {attribute!r}.{did_you_mean(attribute, known)}") from None
     except Exception as error:
-        raise ConfigError(f"{who}: {home} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{who}: {home} cannot be imported: {describe(error)}") from error
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = {each for each in vars(module) if not each.startswith("_")}
+            raise ConfigError(f"{who}: {home} has no {attribute!r}.{did_you_mean(attribute, known)}")
+        found = getattr(found, part)
     return found
 
 
@@ -44,21 +45,6 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
+@functools.cache
 def _file(path: Path) -> Any:
-    name = "grpo_file_" + "".join(c if c.isalnum() else "_" for c in str(path))
-    if name in sys.modules:
-        return sys.modules[name]
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no such file: {path}")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return import_file(path)

@@ -29,6 +29,8 @@ from grpo_core.tokens import PlacedTokens, TokenReader, contents_of
 class MemoryPlane:
     """Keeps tokens in the process of the run: the groups hold them."""
 
+    remote = False
+
     def __init__(self, placement: Any) -> None:
         """Every placement will do."""
 
@@ -47,6 +49,8 @@ class RemotePlane(ABC):
 
     A subclass sets ``reader``, at the latest in ``started``, and keeps bytes under a key.
     """
+
+    remote = True
 
     reader: TokenReader
     """Reads the plane in any process; it is pickled."""

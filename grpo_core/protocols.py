@@ -343,6 +343,9 @@ class DataPlane(Protocol):
     ``grpo_core.engine_kit.RemotePlane`` does all but the keeping.
     """
 
+    remote: bool
+    """Whether tokens are kept outside of the run's process, so that its files have to fetch them."""
+
     async def started(self) -> None:
         """Return when it can keep tokens; awaited once, when the placement is connected."""
         ...

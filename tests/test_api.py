@@ -6,6 +6,7 @@ import _thread
 import asyncio
 import functools
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -225,6 +226,12 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
         "two tasks would be called 'sorting'": {"env": [Sorting, Sorting()]},
         "data is for one environment": {"env": [ordered, Sorting], "data": DATA},
         "listeners\\[0\\] is int; expected a function": {"env": Sorting, "listeners": [1]},
+        "listeners\\[0\\] is a class; expected a function": {"env": Sorting, "listeners": [Tracker]},
+        "one object is given for two tasks": {"env": dict.fromkeys("ab", Sorting())},
+        "'program:sorting' is one object; give its class": {
+            "env": Sorting(),
+            "environment": {"workers": 2},
+        },
         "loss: task is computed in the trainer's process": {"env": Sorting, "loss": lambda inputs: 0},
         "sampler: object has no method 'sample'": {"env": Sorting, "sampler": object()},
         "config is int; expected the path": {"config": 3},
@@ -237,6 +244,41 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="holds no run"):
         grpo_core.Run(tmp_path)
+
+
+def test_without_held_out_prompts_nothing_is_validated_unless_that_is_asked_for():
+    from grpo_core.api.given import given
+
+    plain = given(ordered, iter(["a"]), {})
+    assert plain.defaults({}) == {"validation": {"every": 0}}
+    assert plain.defaults({"validation": {"sets": {"a": {"env": "math:sort"}}}}) == {}
+    assert plain.defaults({"tasks": {"sort": {"env": "math:sort"}}}) == {}
+    both = given(ordered, {"train": iter(["a"]), "validation": iter(["b"])}, {})
+    assert both.defaults({}) == {}
+
+
+@pytest.mark.long
+def test_the_handlers_of_the_program_come_back_and_ctrl_c_ends_a_validation(made, tmp_path):
+    run, _ = made
+    before = signal.signal(signal.SIGTERM, lambda *signals: None)
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(GrpoError, match="finished all of its"):
+            grpo_core.train(resume=run, env=ordered, data=DATA, trainer={"steps": 1})
+        grpo_core.train(resume=run, env=ordered, data=DATA, trainer={"steps": 4})
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    async def interrupt(reply):
+        _thread.interrupt_main()
+        await asyncio.Event().wait()
+
+    async def inside():
+        grpo_core.validate(run, env=interrupt, data=["a>"] * 5)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(inside())
 
 
 def test_a_loss_is_named_by_its_file():

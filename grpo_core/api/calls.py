@@ -124,6 +124,8 @@ def validate(
     Returns the metrics by task.  Raises GrpoError as ``train`` does.
     """
     _not_in_an_import()
+    if data is not None and not isinstance(data, str | os.PathLike | Mapping):
+        data = list(data)
     by_split = data if isinstance(data, Mapping) or data is None else {"train": data, "validation": data}
     asked = given(env, by_split, settings)
     measurement = measuring.prepare(
@@ -135,7 +137,8 @@ def validate(
         block=no_plugins,
         offers=asked.offers,
     )
-    report = _finished(measurement.play(lambda text: None))
+    stop = run.Stop()
+    report = _finished(_until(measurement.play(lambda text: None), stop), stop)
     return {task: dict(metrics) for task, metrics in report["results"].items()}
 
 
@@ -143,7 +146,8 @@ def _launch(
     config: Any, asked: Given, output: PathLike | None, resume: PathLike | None, block: Sequence[str]
 ) -> Launch:
     if resume is None:
-        layers = [configuration(config)]
+        table = configuration(config)
+        layers = [asked.defaults(table), table]
         target = None if output is None else Path(output)
         return new_run(layers, asked.table, block, output=target, offers=asked.offers)
     if config is not None or output is not None:
@@ -159,7 +163,15 @@ def _not_in_an_import() -> None:
         )
 
 
-def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None] = lambda: None) -> T:
+async def _until(main: Coroutine[Any, Any, T], stop: run.Stop) -> T:
+    """Await a coroutine, and cancel it if that is asked for."""
+    task = asyncio.current_task()
+    assert task is not None
+    with stop.heard(task.cancel):
+        return await main
+
+
+def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
     """Run a coroutine to its end, on a thread of its own if an event loop is running on this one.
 
     Args:

@@ -14,7 +14,7 @@ from attrs import define, field
 
 from grpo_core.api.reward import environment_of
 from grpo_core.app.launch import task_name
-from grpo_core.config import merge, read_toml
+from grpo_core.config import read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PROGRAM
 from grpo_core.plugins.offers import Factory, Kind
@@ -33,6 +33,15 @@ class Given:
 
     table: dict[str, Any] = field(factory=dict)
     offers: dict[Kind, dict[str, Factory]] = field(factory=dict)
+    holds_out: bool = True
+    """Whether there may be held-out prompts."""
+
+    def defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what lies below a configuration: without held-out prompts there is nothing to validate."""
+        validations = [table.get("validation", {}) for table in (config, self.table)]
+        sets = any(isinstance(each, Mapping) and each.get("sets") for each in validations)
+        several = {**config.get("tasks", {}), **self.table.get("tasks", {})}
+        return {} if self.holds_out or sets or len(several) > 1 else {"validation": {"every": 0}}
 
     def offer(self, kind: Kind, name: str, factory: Factory) -> str:
         """Offer an object; return the name for the configuration.  Raises ConfigError for a second one."""
@@ -66,13 +75,16 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
     found, environments = Given(), _environments(env)
     if data is not None and len(environments) != 1:
         raise ConfigError("data is for one environment, given as env; name sources in tasks.NAME.source")
-    tasks = {name: _task(found, name, each, data) for name, each in environments.items()}
+    splits = _splits(data)
+    twice = [each for each in environments.values() if not isinstance(each, str | type)]
+    if len({id(each) for each in twice}) < len(twice):
+        raise ConfigError("env: one object is given for two tasks; each needs an object of its own")
+    tasks = {name: _task(found, name, each, splits) for name, each in environments.items()}
     if tasks:
         found.table["tasks"] = tasks
     for name, value in settings.items():
         found.table[name] = _section(found, name, value)
-    if data is not None and not _splits(data).get("validation"):
-        found.table = merge({"validation": {"every": 0}}, found.table)
+    found.holds_out = data is None or bool(splits.get("validation"))
     return found
 
 
@@ -100,29 +112,41 @@ def _name_of(env: Any) -> str:
     return "task" if name == "<lambda>" else str(name)
 
 
-def _task(found: Given, name: str, env: Any, data: Any) -> dict[str, Any]:
+def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table of a task; its environment is a name or an object."""
-    splits = _splits(data)
     if isinstance(env, str):
         return {"env": env, **_source(splits)}
     if isinstance(env, type) or (isinstance(env, functools.partial) and isinstance(env.func, type)):
         return {"env": found.offer("environment", name, env), **_source(splits)}
     if hasattr(env, "evaluate") or hasattr(env, "run"):
-        return {"env": found.offer("environment", name, lambda: env), **_source(splits)}
+        return {"env": found.offer("environment", name, _Itself(env)), **_source(splits)}
     if not callable(env):
         raise ConfigError(
             f"env is {type(env).__name__}; expected the name of an environment, an environment or its "
             "class, or a function that returns the reward of a reply"
         )
-    if data is None:
+    if not splits:
         raise ConfigError(
             f"env: {name} is a reward function, which has no prompts: give data, as in "
             'data=[{"prompt": "2+2=", "answer": "4"}], or the path of a file'
         )
     rows = {split: given for split, given in splits.items() if not isinstance(given, str)}
-    environment = environment_of(env, name, rows)  # what is wrong with it is said here
+    environment_of(env, name, rows)  # what is wrong with it is said here
     paths = {split: given for split, given in splits.items() if isinstance(given, str)}
-    return {"env": found.offer("environment", name, lambda: environment), **_source(paths)}
+    made = functools.partial(environment_of, env, name, rows)
+    return {"env": found.offer("environment", name, lambda: made()), **_source(paths)}
+
+
+class _Itself:
+    """A factory that returns an object that is there already, which cannot be made a second time."""
+
+    once = True
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def __call__(self) -> Any:
+        return self._made
 
 
 def _splits(data: Any) -> dict[str, Any]:
@@ -240,10 +264,10 @@ def trackers(listeners: Sequence[Any]) -> dict[str, Tracker]:
     """Return the trackers of listeners, by name.  Raises ConfigError for what is neither kind."""
     made: dict[str, Tracker] = {}
     for number, each in enumerate(listeners):
-        if not isinstance(each, Tracker) and not callable(each):
+        if isinstance(each, type) or not (isinstance(each, Tracker) or callable(each)):
             raise ConfigError(
-                f"listeners[{number}] is {type(each).__name__}; expected a function of an event, or a "
-                "grpo_core.Tracker"
+                f"listeners[{number}] is {'a class' if isinstance(each, type) else type(each).__name__}; "
+                "expected a function of an event, or a grpo_core.Tracker"
             )
         tracker = each if isinstance(each, Tracker) else _Listener(each)
         made[f"listener {number}: {_name_of(each)}"] = tracker

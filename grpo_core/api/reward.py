@@ -65,7 +65,8 @@ def environment_of(
     function: Callable[..., Any], name: str, data: Mapping[str, Sequence[Any]]
 ) -> RewardFunction:
     """Return the environment of a function, which may be async."""
-    kind = AsyncRewardFunction if inspect.iscoroutinefunction(function) else RewardFunction
+    called = function if inspect.isroutine(function) else type(function).__call__
+    kind = AsyncRewardFunction if inspect.iscoroutinefunction(called) else RewardFunction
     return kind(function, name, data)
 
 

@@ -256,13 +256,14 @@ class Assembly:
         run = self.run
         plane = make_data_plane(self.config.data_plane, run.plugins, run.placement)
 
-        async def close() -> None:
+        async def close(kind: object, error: BaseException | None, traceback: object) -> None:
             try:
-                await run.trackers.flush()  # what the run's files lack still, they fetch from the plane
+                if plane.remote and error is None:
+                    await run.trackers.flush()  # what the run's files lack still, they fetch from the plane
             finally:
                 await plane.aclose()
 
-        run.stack.push_async_callback(close)
+        run.stack.push_async_exit(close)
         await plane.started()
         return plane
 

@@ -68,9 +68,13 @@ def continued(
     """Prepare to continue a run with some changes.  Raises GrpoError for wrong input."""
     with wrong_input():
         resumed, host = continuing.find(path, changes, block, offers)
-    check(resumed.config, host)
-    check_memory(resumed.config, host)
-    continuing.begin(resumed)
+    try:
+        check(resumed.config, host)
+        check_memory(resumed.config, host)
+        continuing.begin(resumed)
+    except BaseException:
+        resumed.directory.unlock()
+        raise
     return Launch(
         config=resumed.config,
         host=host,

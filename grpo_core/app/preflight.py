@@ -16,7 +16,7 @@ from grpo_core.loop.endings import Goal
 from grpo_core.loss import LossSetting, needs_of, problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, check_path
-from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.host import Offer, PluginHost
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.response_formats import check_response_format
 from grpo_core.training.setup import steps_of_profile
@@ -273,6 +273,20 @@ def _check_filters(config: Config, host: PluginHost) -> None:
         host.check_values("filter", name, options, group_size=config.rollout.group_size)
 
 
+def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, offer: Offer) -> None:
+    """Raise ConfigError for settings that make no sense for an object on a thread of the program."""
+    if task.env_vars:
+        raise ConfigError(
+            f"{key}.env_vars: {offer.name!r} is an object of this program, which has its own environment "
+            "variables; set them there"
+        )
+    if config.workers > 1 and getattr(offer.given, "once", False):
+        raise ConfigError(
+            f"environment.workers = {config.workers}: {offer.name!r} is one object; give its class, of which "
+            "each worker makes an object of its own"
+        )
+
+
 def _check_environment(
     key: str, task: TaskConfig, config: EnvironmentConfig, host: PluginHost, *, remote: bool
 ) -> None:
@@ -287,6 +301,8 @@ def _check_environment(
             f"{key}: {task.env!r} is an object of this program, which {where} does not have; write it into a "
             "file, and give its name, as in env='./file.py:NAME'"
         )
+    if host.of_program(task.env):
+        _check_of_program(key, task, own, host.find("environment", task.env))
     from_here(own.env_vars, f"{key}.env_vars" if task.env_vars else "environment.env_vars")
     if own.python:
         if not remote:

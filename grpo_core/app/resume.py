@@ -57,6 +57,21 @@ def find(
     """
     directory, before = RunDirectory.open(path)
     directory.lock()
+    try:
+        return _found(path, directory, before, changes, block, offers)
+    except BaseException:
+        directory.unlock()  # the error may be kept, and with it the lock
+        raise
+
+
+def _found(
+    path: Path,
+    directory: RunDirectory,
+    before: Config,
+    changes: Mapping[str, Any],
+    block: Sequence[str],
+    offers: Offers,
+) -> tuple[Resumed, PluginHost]:
     config = build([replace_parts(as_table(before), changes), changes])
     found = checkpoint.newest(directory.checkpoints)
     if found is not None and found.step >= config.trainer.steps and not config.trainer.epochs:

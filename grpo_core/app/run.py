@@ -74,21 +74,32 @@ class Stop:
     """Ends a run on request, from any thread: after its step with a checkpoint, the second time at once."""
 
     def __init__(self) -> None:
-        self._ask: Callable[[], object] = lambda: None
+        self._ask: Callable[[], object] | None = None
+        self._asked = 0
+        """Number of requests that nobody has heard yet."""
+        self._lock = threading.RLock()  # a signal's handler may interrupt itself
 
     def __call__(self) -> None:
         """Ask for the end."""
-        self._ask()
+        with self._lock:
+            if self._ask is not None:
+                self._ask()
+            else:
+                self._asked += 1
 
     @contextlib.contextmanager
     def heard(self, ask: Callable[[], object]) -> Iterator[None]:
-        """Call ``ask`` in the running event loop for each request, until the block ends."""
+        """Call ``ask`` in the running event loop for each request, earlier ones included."""
         loop = asyncio.get_running_loop()
-        self._ask = lambda: loop.call_soon_threadsafe(ask)
+        with self._lock:
+            self._ask = partial(loop.call_soon_threadsafe, ask)
+            for _ in range(self._asked):
+                self._ask()
+            self._asked = 0
         try:
             yield
         finally:
-            self._ask = lambda: None
+            self._ask = None
 
 
 async def train(
@@ -385,11 +396,13 @@ def _interrupts(status: Callable[[str], None], stop: Stop) -> Iterator[Callable[
     # Python delivers signals to the main thread alone
     here = threading.current_thread() is threading.main_thread()
     received = (signal.SIGINT, signal.SIGTERM) if here else ()
+    before = {each: signal.getsignal(each) for each in received}
     for each in received:
         loop.add_signal_handler(each, end, each.name)
     try:
         with stop.heard(partial(end, "interrupted")):
             yield running.append
     finally:
-        for each in received:
+        for each, handler in before.items():
             loop.remove_signal_handler(each)
+            signal.signal(each, handler)  # those of the program that called

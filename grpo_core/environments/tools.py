@@ -104,13 +104,14 @@ def message(call: Mapping[str, Any], result: Any) -> Message:
 
 
 def tools_of(session: Any) -> list[Callable[..., Any] | Tool]:
-    """Return the tools of a session: its public Python methods, and the ``Tool`` records in ``tools``."""
+    """Return the tools of a session: its public Python methods, and ``tools`` if a ``Tool`` is in it."""
     kind = type(session)
     public = [name for name in dir(kind) if not name.startswith("_")]
     names = [name for name in public if inspect.isfunction(inspect.getattr_static(kind, name))]
     given = getattr(session, "tools", ())
-    records = given if isinstance(given, Sequence) and all(isinstance(each, Tool) for each in given) else ()
-    return [*(getattr(session, name) for name in names), *records]
+    listed = list(given) if isinstance(given, Sequence) else []
+    own = listed if any(isinstance(each, Tool) for each in listed) else []
+    return [*(getattr(session, name) for name in names), *own]
 
 
 @functools.lru_cache(maxsize=1024)

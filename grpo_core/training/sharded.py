@@ -126,7 +126,8 @@ def shared(
     assert isinstance(group, Group), "one process has nobody to share the weights with"
     names = _names(module, tensors)
     policy: Any = _Sharded(module, scorer, group, names)
-    own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    buffers = {name: nn.Buffer(value) for name, value in module.named_buffers()}
+    own = {**buffers, **dict(module.named_parameters())}
     return policy, {name: own[known] for name, known in names.items()}
 
 

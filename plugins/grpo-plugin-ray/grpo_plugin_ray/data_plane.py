@@ -126,7 +126,10 @@ class RayPlane(RemotePlane):
         await self._answer(self._store.held.remote())
 
     async def keep(self, key: str, step: int, parts: Sequence[bytes]) -> None:
-        kept = await asyncio.to_thread(_put, parts)
+        try:
+            kept = await asyncio.to_thread(_put, parts)
+        except load().exceptions.RayError as error:  # the object store or its disk is full
+            raise lost(error) from error
         await self._answer(self._store.keep.remote(key, kept))
 
     def discard(self, keys: Sequence[str]) -> None:
