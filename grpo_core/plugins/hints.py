@@ -24,6 +24,9 @@ INSTALL: Mapping[tuple[Kind, str], str] = {
     ("environment", "verifiers"): "pip install grpo-plugin-verifiers",
     ("placement", "ray"): "pip install 'grpo-core[ray]'",
     ("sampler", "learnable"): "pip install grpo-plugin-curriculum",
+    ("tracker", "openmetrics"): "pip install 'grpo-plugin-trackers[openmetrics]'",
+    ("tracker", "tensorboard"): "pip install 'grpo-plugin-trackers[tensorboard]'",
+    ("tracker", "wandb"): "pip install 'grpo-plugin-trackers[wandb]'",
 }
 """By kind, and by an offer's name or its plugin's."""
 

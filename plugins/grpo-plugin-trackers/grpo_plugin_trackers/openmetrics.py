@@ -1,0 +1,67 @@
+"""The tracker ``openmetrics``: an address that Prometheus and others read the newest numbers from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import grpo_core as grpo
+
+LOOPBACK = "127.0.0.1"
+
+
+class OpenMetrics(grpo.Tracker):
+    """Serves the newest value of each metric as ``grpo_core_NAME{run="...", of="..."}``.
+
+    A name's second part is the label ``of``: ``reward/sort`` is ``grpo_core_reward{of="sort"}``, and
+    ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.
+
+    Args:
+        port: port of the address; 0 takes a free one.
+        host: the address; whoever reaches it reads the numbers.
+    """
+
+    requires = {"prometheus_client": "pip install 'grpo-plugin-trackers[openmetrics]'"}  # noqa: RUF012
+
+    def __init__(self, run: grpo.RunInfo, port: int = 9464, host: str = LOOPBACK) -> None:
+        self._run, self._port, self._host = run.name, port, host
+        self._registry: Any = None
+        self._server: Any = None
+        self._gauges: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        """The address, once it serves."""
+        host, port = self._server.server_address[:2]
+        return f"http://{host}:{port}/metrics"
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        if self._server is None:
+            from prometheus_client import CollectorRegistry, start_http_server
+
+            self._registry = CollectorRegistry()
+            self._server, _ = start_http_server(self._port, self._host, self._registry)
+        validated = any(name.startswith("validation/") for name in values)
+        for name, value in {**values, "validation_step" if validated else "step": float(step)}.items():
+            gauge, of = named(name)
+            self._gauge(gauge).labels(run=self._run, of=of).set(value)
+
+    def _gauge(self, name: str) -> Any:
+        if name not in self._gauges:
+            from prometheus_client import Gauge
+
+            self._gauges[name] = Gauge(name, name, ["run", "of"], registry=self._registry)
+        return self._gauges[name]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+def named(metric: str) -> tuple[str, str]:
+    """Return the gauge's name for a metric, and its label."""
+    first, *rest = metric.split("/")
+    of, *inner = rest or [""]
+    return re.sub(r"\W", "_", "_".join(["grpo_core", first, *inner])), of

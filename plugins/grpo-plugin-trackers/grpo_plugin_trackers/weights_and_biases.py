@@ -1,0 +1,103 @@
+"""The tracker ``wandb``: Weights & Biases, online or offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import grpo_core as grpo
+from grpo_plugin_trackers.examples import COLUMNS, rows
+
+ID = "wandb-id"
+"""File of the run's directory with the id that a resumed run continues."""
+
+
+class WeightsAndBiases(grpo.Tracker):
+    """Logs to Weights & Biases; the key is that of ``wandb login`` or of ``WANDB_API_KEY``.
+
+    Args:
+        project: name of the project.
+        entity: user or team; by default that of the key.
+        mode: "offline" writes files in the run's directory, which ``wandb sync`` sends.
+        completions: number of rollouts in a table that is logged each time.
+        every: number of steps between two times.
+        group, tags: as W&B shows them.
+    """
+
+    requires = {"wandb": "pip install 'grpo-plugin-trackers[wandb]'"}  # noqa: RUF012
+
+    def __init__(
+        self,
+        run: grpo.RunInfo,
+        project: str = "grpo-core",
+        entity: str = "",
+        mode: Literal["online", "offline"] = "online",
+        completions: int = 8,
+        every: int = 20,
+        group: str = "",
+        tags: Sequence[str] = (),
+    ) -> None:
+        self._run = run
+        self._options = {
+            "project": project,
+            "entity": entity or None,
+            "mode": mode,
+            "group": group or None,
+            "tags": list(tags),
+        }
+        self._completions, self._every = completions, max(1, every)
+        self._made: Any = None
+
+    @property
+    def _writer(self) -> Any:
+        """The run of W&B, which is made on the tracker's thread: it may wait for a network."""
+        if self._made is None:
+            import wandb
+
+            self._made = wandb.init(
+                **self._options,
+                name=self._run.name,
+                id=_id(self._run.directory / ID),
+                resume="allow",
+                dir=str(self._run.directory),
+                config=dict(self._run.config),
+                # the run's own terminal and log are not copied
+                settings=wandb.Settings(console="off", silent=True),
+            )
+            # validations are about earlier versions, so W&B's own step is not used
+            self._made.define_metric("step")
+            self._made.define_metric("*", step_metric="step")
+        return self._made
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._writer.log({"step": step, **values})
+
+    def rollouts(self, step: int, groups: Sequence[grpo.Group]) -> None:
+        if not self._completions or step % self._every:
+            return
+        import wandb
+
+        found = rows(step, groups, self._completions)
+        table = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in found])
+        self._writer.log({"step": step, "rollouts": table})
+
+    def event(self, event: grpo.events.Event) -> None:
+        if isinstance(event, grpo.events.RunEnded) and self._made is not None:
+            self._made.finish(exit_code=1 if event.reason == "failed" else 0)
+            self._made = None
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.finish()
+
+
+def _id(file: Path) -> str:
+    """Return the id in a file, or a new one, which is written there."""
+    import secrets
+
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    made = secrets.token_hex(8)
+    file.write_text(made + "\n", encoding="utf-8")
+    return made

@@ -1,0 +1,215 @@
+"""What the trackers write is what the run measured: each is read back by its own library."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+
+import pytest
+
+import grpo_core as grpo
+from grpo_core.plugins.host import PluginHost
+from grpo_core.testing.trackers import a_run, check_tracker
+
+STEP = {"loss": 0.5, "reward/sort": 0.25, "time/step": 1.5}
+VALIDATION = {"validation/sort/accuracy": 0.75}
+
+
+def host():
+    return PluginHost.discover(["trackers"])
+
+
+def made(name, path, *, resumed_from=None, **options):
+    run = grpo.RunInfo(name="a run", directory=path, config={"seed": 1}, resumed_from=resumed_from)
+    return host().make("tracker", name, run, **options)
+
+
+def groups():
+    """The groups of a small run of the real pipeline."""
+    (first, *_) = (event.groups for event in a_run() if isinstance(event, grpo.events.GroupsReady))
+    return first
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
+
+
+# ---------------------------------------------------------------------------------- TensorBoard
+
+
+def scalars(path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(path))
+    read.Reload()
+    found = {
+        name: [(event.step, event.value) for event in read.Scalars(name)] for name in read.Tags()["scalars"]
+    }
+    texts = [
+        tensor.tensor_proto.string_val[0].decode()
+        for name in read.Tags()["tensors"]
+        for tensor in read.Tensors(name)
+    ]
+    return found, texts
+
+
+@pytest.mark.long
+def test_tensorboard_shows_the_metrics_and_rollouts_of_a_run(tmp_path):
+    pytest.importorskip("tensorboard")
+    tracker = made("tensorboard", tmp_path, every=2, completions=3)
+    for step in (1, 2, 3):
+        tracker.rollouts(step, groups())
+        tracker.metrics(step, {**STEP, "loss": 1 / step})
+    tracker.metrics(2, VALIDATION)
+    tracker.close()
+    again = made("tensorboard", tmp_path, resumed_from=2)
+    again.metrics(3, {"loss": 7.0})
+    again.close()
+    found, texts = scalars(tmp_path / "tensorboard")
+    assert found["loss"] == [(1, 1.0), (2, 0.5), (3, 7.0)], "what came after the checkpoint is hidden"
+    assert found["validation/sort/accuracy"] == [(2, 0.75)]
+    (text,) = texts
+    assert text.count("<tr>") == 4
+    check_tracker(host().find("tracker", "tensorboard").load())
+
+
+# ---------------------------------------------------------------------------------- Weights & Biases
+
+
+def logged(path):
+    """The rows, the configuration and the ids of the runs that W&B keeps in a directory.
+
+    A file is a log of records in blocks of 32 KiB, as of LevelDB; each record is a message of W&B.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows, settings, ids = [], {}, []
+    for file in sorted(path.glob("wandb/offline-run-*/*.wandb")):
+        for data in records(file.read_bytes()):
+            record = Record.FromString(data)
+            match record.WhichOneof("record_type"):
+                case "history":
+                    items = record.history.item
+                    rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+                case "run":
+                    ids.append(record.run.run_id)
+                    settings |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
+    return rows, settings, ids
+
+
+def records(data, block=32768, header=7):
+    at, parts = header, []  # the file's own header has that length, too
+    while at + header <= len(data):
+        if block - at % block < header:
+            at += block - at % block
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts.append(data[at + header : at + header + size])
+        at += header + size
+        if kind in (1, 4):  # a whole record, or the end of one
+            yield b"".join(parts)
+            parts = []
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("offline")
+def test_wandb_has_the_metrics_and_a_resumed_run_is_the_same_one(tmp_path):
+    tracker = made("wandb", tmp_path, mode="offline", every=2, completions=3)
+    tracker.metrics(1, STEP)
+    tracker.rollouts(2, groups())
+    tracker.metrics(0, VALIDATION)  # of an earlier version
+    tracker.event(grpo.events.RunEnded(step=2, reason="finished"))
+    tracker.close()
+    again = made("wandb", tmp_path, resumed_from=2, mode="offline")
+    again.metrics(3, {**STEP, "loss": math.inf})
+    again.close()
+    rows, settings, ids = logged(tmp_path)
+    assert rows[0].items() >= {"step": 1, **STEP}.items()
+    assert rows[1]["rollouts/nrows"] == 3
+    assert rows[2].items() >= {"step": 0, **VALIDATION}.items()
+    assert rows[3].items() >= {"step": 3, "reward/sort": 0.25}.items()
+    assert settings["seed"] == 1
+    assert set(ids) == {(tmp_path / "wandb-id").read_text().strip()}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("offline")
+def test_wandb_keeps_the_contract():
+    check_tracker(host().find("tracker", "wandb").load(), mode="offline")
+
+
+# ---------------------------------------------------------------------------------- OpenMetrics
+
+
+def served(tracker):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(tracker.address, timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {(s.name, s.labels["of"]): s.value for family in families for s in family.samples}
+
+
+def test_the_newest_numbers_are_served_on_loopback(tmp_path):
+    pytest.importorskip("prometheus_client")
+    tracker = made("openmetrics", tmp_path, port=0)
+    tracker.metrics(1, STEP)
+    tracker.metrics(2, {**STEP, "loss": 0.25})
+    tracker.metrics(2, VALIDATION)
+    assert tracker.address.startswith("http://127.0.0.1:")
+    assert served(tracker) == {
+        ("grpo_core_loss", ""): 0.25,
+        ("grpo_core_reward", "sort"): 0.25,
+        ("grpo_core_time", "step"): 1.5,
+        ("grpo_core_step", ""): 2.0,
+        ("grpo_core_validation_accuracy", "sort"): 0.75,
+        ("grpo_core_validation_step", ""): 2.0,
+    }
+    address = tracker.address
+    tracker.close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address, timeout=10)
+
+
+def test_openmetrics_keeps_the_contract():
+    pytest.importorskip("prometheus_client")
+    check_tracker(host().find("tracker", "openmetrics").load(), port=0)
+
+
+# ---------------------------------------------------------------------------------- together
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("offline")
+def test_all_of_them_have_what_metrics_jsonl_has(tmp_path):
+    """One run with all trackers: the same names and values everywhere."""
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("prometheus_client")
+    run = grpo.train(
+        env="math:sort",
+        trainer={"steps": 2, "prompts_per_step": 4},
+        rollout={"group_size": 4},
+        model={"path": "tiny", "options": {"warm_start_steps": 2}},
+        validation={"prompts": 4},
+        tracking={
+            "trackers": ["files", "tensorboard", "wandb", "openmetrics"],
+            "wandb": {"mode": "offline"},
+            "openmetrics": {"port": 0},
+        },
+        output=tmp_path / "run",
+    )
+    written = [
+        ({name: value for name, value in row.items() if name not in ("step", "time")}, row["step"])
+        for row in run.metrics()
+    ]
+    assert len(written) >= 4
+    found, _ = scalars(run.path / "tensorboard")
+    rows, _, _ = logged(run.path)
+    for values, step in written:
+        for name, value in values.items():
+            near = [seen for at, seen in found[name] if at == step]
+            assert pytest.approx(value, rel=1e-6) in near, name
+        assert any(row["step"] == step and row.items() >= values.items() for row in rows), step
