@@ -37,12 +37,12 @@ class TensorBoard(grpo.Tracker):
             from torch.utils.tensorboard import SummaryWriter
 
             # what a killed run wrote after its checkpoint is hidden
-            self._made = SummaryWriter(self._directory, purge_step=self._purge)  # type: ignore[no-untyped-call]
+            self._made = SummaryWriter(self._directory, purge_step=self._purge)
         return self._made
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def rollouts(self, step: int, groups: Sequence[grpo.Group]) -> None:
         if not self._completions or step % self._every:
@@ -51,12 +51,12 @@ class TensorBoard(grpo.Tracker):
         cells = [list(COLUMNS), *([str(cell) for cell in row] for row in found)]
         lines = ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in cells]
         text = f"<table>{''.join(lines)}</table>".replace("\n", "<br>")
-        self._writer.add_text("rollouts", text, step)  # type: ignore[no-untyped-call]
+        self._writer.add_text("rollouts", text, step)
 
     def event(self, event: grpo.events.Event) -> None:
         if isinstance(event, grpo.events.StepEnded | grpo.events.Validated) and self._made is not None:
-            self._made.flush()  # type: ignore[no-untyped-call]
+            self._made.flush()
 
     def close(self) -> None:
         if self._made is not None:
-            self._made.close()  # type: ignore[no-untyped-call]
+            self._made.close()

@@ -39,7 +39,7 @@ class WeightsAndBiases(grpo.Tracker):
         tags: Sequence[str] = (),
     ) -> None:
         self._run = run
-        self._options = {
+        self._options: dict[str, Any] = {
             "project": project,
             "entity": entity or None,
             "mode": mode,
