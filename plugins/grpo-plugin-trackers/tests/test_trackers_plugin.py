@@ -1,4 +1,4 @@
-"""What the trackers write is what the run measured: each is read back by its own library."""
+"""Trackers write what the run has measured: each is read back by its own library."""
 
 from __future__ import annotations
 
