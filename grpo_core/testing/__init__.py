@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer
     from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
+    from grpo_core.testing.trackers import a_run as a_run
     from grpo_core.testing.trackers import check_tracker as check_tracker
     from grpo_core.weights.collective import CollectiveWriter as CollectiveWriter
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
@@ -91,7 +92,7 @@ __getattr__, __dir__, __all__ = attach(
             "make_offer",
         ],
         "grpo_core.testing.strategies": ["check_validation_strategy"],
-        "grpo_core.testing.trackers": ["check_tracker"],
+        "grpo_core.testing.trackers": ["a_run", "check_tracker"],
         "grpo_core.weights.collective": ["CollectiveWriter"],
         "grpo_core.weights.shm": ["SharedMemoryWriter"],
     },

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import netrc
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import grpo_core as grpo
 from grpo_plugin_trackers.examples import COLUMNS, rows
@@ -23,6 +26,8 @@ class WeightsAndBiases(grpo.Tracker):
         completions: number of rollouts in a table that is logged each time.
         every: number of steps between two times.
         group, tags: as W&B shows them.
+
+    Raises ConfigError if it is online and there is no key: W&B would ask for it on the terminal.
     """
 
     requires = {"wandb": "pip install 'grpo-plugin-trackers[wandb]'"}  # noqa: RUF012
@@ -38,6 +43,11 @@ class WeightsAndBiases(grpo.Tracker):
         group: str = "",
         tags: Sequence[str] = (),
     ) -> None:
+        if mode == "online" and not _has_key():
+            raise grpo.ConfigError(
+                "tracker wandb: there is no key; set WANDB_API_KEY, run `wandb login`, or set "
+                'tracking.wandb.mode = "offline"'
+            )
         self._run = run
         self._options: dict[str, Any] = {
             "project": project,
@@ -90,6 +100,17 @@ class WeightsAndBiases(grpo.Tracker):
     def close(self) -> None:
         if self._made is not None:
             self._made.finish()
+
+
+def _has_key() -> bool:
+    """Whether W&B finds a key: in the environment, or where ``wandb login`` keeps it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _id(file: Path) -> str:

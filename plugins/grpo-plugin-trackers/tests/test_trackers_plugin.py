@@ -9,20 +9,15 @@ import urllib.request
 import pytest
 
 import grpo_core as grpo
-from grpo_core.plugins.host import PluginHost
-from grpo_core.testing.trackers import a_run, check_tracker
+from grpo_core.testing import a_run, check_tracker, make_offer
 
 STEP = {"loss": 0.5, "reward/sort": 0.25, "time/step": 1.5}
 VALIDATION = {"validation/sort/accuracy": 0.75}
 
 
-def host():
-    return PluginHost.discover(["trackers"])
-
-
 def made(name, path, *, resumed_from=None, **options):
     run = grpo.RunInfo(name="a run", directory=path, config={"seed": 1}, resumed_from=resumed_from)
-    return host().make("tracker", name, run, **options)
+    return make_offer("tracker", name, run, **options)
 
 
 def groups():
@@ -134,6 +129,17 @@ def test_wandb_has_the_metrics_and_a_resumed_run_is_the_same_one(tmp_path):
     assert rows[3].items() >= {"step": 3, "reward/sort": 0.25}.items()
     assert settings["seed"] == 1
     assert set(ids) == {(tmp_path / "wandb-id").read_text().strip()}
+
+
+def test_wandb_without_a_key_is_refused_before_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (tmp_path / "netrc").touch(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(grpo.GrpoError, match="there is no key; set WANDB_API_KEY"):
+        made("wandb", tmp_path)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password hidden\n")
+    assert made("wandb", tmp_path) is not None
 
 
 @pytest.mark.long
