@@ -69,7 +69,7 @@ def test_tensorboard_shows_the_metrics_and_rollouts_of_a_run(tmp_path):
     assert found["validation/sort/accuracy"] == [(2, 0.75)]
     (text,) = texts
     assert text.count("<tr>") == 4
-    check_tracker(host().find("tracker", "tensorboard").load())
+    check_tracker(find_offer("tracker", "tensorboard"))
 
 
 # ---------------------------------------------------------------------------------- Weights & Biases
@@ -145,7 +145,7 @@ def test_wandb_without_a_key_is_refused_before_the_run(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.usefixtures("offline")
 def test_wandb_keeps_the_contract():
-    check_tracker(host().find("tracker", "wandb").load(), mode="offline")
+    check_tracker(find_offer("tracker", "wandb"), mode="offline")
 
 
 # ---------------------------------------------------------------------------------- OpenMetrics
@@ -182,7 +182,7 @@ def test_the_newest_numbers_are_served_on_loopback(tmp_path):
 
 def test_openmetrics_keeps_the_contract():
     pytest.importorskip("prometheus_client")
-    check_tracker(host().find("tracker", "openmetrics").load(), port=0)
+    check_tracker(find_offer("tracker", "openmetrics"), port=0)
 
 
 # ---------------------------------------------------------------------------------- together
