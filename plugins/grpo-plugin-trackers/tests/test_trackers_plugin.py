@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import a_run, check_tracker, make_offer
+from grpo_core.testing import a_run, check_tracker, find_offer, make_offer
 
 STEP = {"loss": 0.5, "reward/sort": 0.25, "time/step": 1.5}
 VALIDATION = {"validation/sort/accuracy": 0.75}
