@@ -187,7 +187,7 @@ def test_the_contract_of_environments_holds():
     [
         ("FrozenLake-v2", {}, "has no environment 'FrozenLake-v2'. Did you mean 'FrozenLake"),
         ("no_such_module:Maze", {}, "no_such_module cannot be imported"),
-        ("./no_such_file.py:Maze", {}, "there is no such file"),
+        ("./no_such_file.py:Maze", {}, "there is no file"),
         ("FrozenLake-v1", {"actions": ["left"]}, "has 4 actions, and options.actions names 1"),
         ("FrozenLake-v1", {"arguments": {"size": 4}}, "cannot be made with"),
         ("FrozenLake-v1", {"pattern": "("}, "is no regular expression"),
