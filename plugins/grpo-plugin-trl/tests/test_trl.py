@@ -173,7 +173,7 @@ def test_functions_that_compare_get_whole_groups():
         (f"{OURS}:lenght", {}, "has no 'lenght'. Did you mean 'length'?"),
         ("no_such_module:f", {}, "no_such_module cannot be imported: ModuleNotFoundError"),
         ("nothing", {}, "write trl:MODULE:NAME"),
-        ("./missing.py:f", {}, "there is no such file"),
+        ("./missing.py:f", {}, "there is no file"),
         (f"{OURS}:length", {"more": [{"weight": 2}]}, "names no function"),
         (f"{OURS}:length", {"more": [{"function": f"{OURS}:length", "wieght": 2}]}, "has no 'wieght'"),
         (f"{OURS}:length", {"weight": float("nan")}, "expected a finite number"),
