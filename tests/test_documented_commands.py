@@ -30,6 +30,9 @@ CONFIGURATIONS = [b for page in PAGES for b in blocks(page, "toml") if "[project
 RUN_HERE = [page for page in PAGES if page.name != "tutorial.md"]
 """The tutorial is about a project, which test_tutorial.py makes: its files and commands are run there."""
 
+WITH_BLOCKS = [page for page in RUN_HERE if page.name != "python.md" and next(blocks(page, "python"), None)]
+"""Pages whose Python blocks are run here: those of docs/python.md train, and test_api.py makes them small."""
+
 NOT_RUN = {
     r"--engine vllm|check vllm": "vLLM is large; the tests of grpo-plugin-vllm run it",
     r"--ray": "needs a cluster; plugins/grpo-plugin-ray/tests/test_ray.py starts one",
@@ -166,7 +169,7 @@ def test_every_reason_not_to_run_a_command_is_needed():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", [p for p in RUN_HERE if next(blocks(p, "python"), None)], ids=name_of)
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
 def test_every_python_block_runs(page, tmp_path, monkeypatch):
     """In one namespace for a page; functions whose names begin with ``test_`` are called."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

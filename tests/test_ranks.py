@@ -109,7 +109,9 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
         given,
         optimizer=OptimizerConfig(options={"moments": moments}),
         model=attrs.evolve(given.model, lora=lora),
-        loss=attrs.evolve(given.loss, aggregation=aggregation),
+        loss=attrs.evolve(
+            given.loss, aggregation=aggregation, aggregation_constant=8 if aggregation == "constant" else 0
+        ),
     )
     if kind is not FULL:
         return given

@@ -18,7 +18,6 @@ from grpo_core.config import SourceConfig
 from grpo_core.data.files import Rows, read
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import fingerprint
-from grpo_core.data.templates import Condition, Template
 from grpo_core.errors import ConfigError
 from grpo_core.records import Prompt
 from grpo_core.unicode import lone_surrogate, unreadable
@@ -54,6 +53,8 @@ class Source(Sequence[Prompt]):
         self._kept = array("q")
         """Places of the rows that are prompts, if some are not."""
         who = f"task {task!r}: source"
+        from grpo_core.data.templates import Condition, Template  # Jinja is not loaded with the package
+
         self._where = Condition(config.where, f"{who}.where") if config.where else None
         self._template = Template(config.template, f"{who}.template") if config.template else None
         given = config.answer_template
