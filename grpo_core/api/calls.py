@@ -180,9 +180,9 @@ def _finished(main: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _run(main)
+        return run.to_the_end(main)
     with ThreadPoolExecutor(1, "grpo-core") as thread, _on_ctrl_c(stop):
-        running = thread.submit(_run, main)
+        running = thread.submit(run.to_the_end, main)
         while not running.done():  # handlers of signals run between two waits, whichever thread got them
             wait([running], timeout=LISTENING)
         return running.result()
@@ -199,10 +199,3 @@ def _on_ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _run(main: Coroutine[Any, Any, T]) -> T:
-    try:
-        return asyncio.run(main)
-    except asyncio.CancelledError:  # a second ctrl-C
-        raise KeyboardInterrupt from None

@@ -106,7 +106,7 @@ def _environments(env: Any) -> dict[str, Any]:
 
 def _name_of(env: Any) -> str:
     if isinstance(env, str):
-        return env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py")
+        return env
     inner = env.func if isinstance(env, functools.partial) else env
     name = getattr(inner, "__name__", type(inner).__name__)
     return "task" if name == "<lambda>" else str(name)
@@ -131,10 +131,9 @@ def _task(found: Given, name: str, env: Any, splits: Mapping[str, Any]) -> dict[
             'data=[{"prompt": "2+2=", "answer": "4"}], or the path of a file'
         )
     rows = {split: given for split, given in splits.items() if not isinstance(given, str)}
-    environment_of(env, name, rows)  # what is wrong with it is said here
+    environment = environment_of(env, name, rows)  # without a state, so that workers can share it
     paths = {split: given for split, given in splits.items() if isinstance(given, str)}
-    made = functools.partial(environment_of, env, name, rows)
-    return {"env": found.offer("environment", name, lambda: made()), **_source(paths)}
+    return {"env": found.offer("environment", name, lambda: environment), **_source(paths)}
 
 
 class _Itself:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, time, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -22,8 +21,6 @@ from grpo_core.reporting.audit import audit
 from grpo_core.reporting.report import write as write_report
 from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import shown, table
-
-T = TypeVar("T")
 
 INTERRUPTED = 130
 """Exit status after ctrl-C or SIGTERM."""
@@ -62,7 +59,7 @@ def train(
         _say(note)
     directory, again = start.directory, start.again(block)
     try:
-        outcome = _run(run.train(start.config, directory, host=start.host, resume=start.found))
+        outcome = run.to_the_end(run.train(start.config, directory, host=start.host, resume=start.found))
     except KeyboardInterrupt:
         _say(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
@@ -117,7 +114,7 @@ def validate(
 
     for note in measurement.target.notes:
         tell(note, "")
-    report = _run(measurement.play(tell))
+    report = run.to_the_end(measurement.play(tell))
     tell(f"results and rollouts: {measurement.directory}", "")
     if as_json:
         print(json.dumps(report, indent=2))
@@ -168,13 +165,6 @@ def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[
 
 def _say(text: str) -> None:
     print(inert(text), flush=True)
-
-
-def _run(main: Coroutine[Any, Any, T]) -> T:
-    try:
-        return asyncio.run(main)
-    except asyncio.CancelledError:  # a second ctrl-C
-        raise KeyboardInterrupt from None
 
 
 def _summary(outcome: run.Outcome, again: str) -> str:

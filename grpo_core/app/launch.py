@@ -124,7 +124,7 @@ def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
     """Return the table of a task for each environment, named after the last part of its name."""
     tasks: dict[str, Any] = {}
     for env in envs:
-        name = task_name(env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py"))
+        name = task_name(env)
         if name in tasks:
             raise ConfigError(
                 f"--env {env}: a task {name!r} is there already; name your tasks in a CONFIG.toml"
@@ -133,13 +133,18 @@ def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
     return tasks
 
 
-def task_name(name: str) -> str:
-    """Return the name of a task for an environment's name."""
+def task_name(env: str) -> str:
+    """Return the name of a task for an environment's name: its last part, as tasks may be called."""
+    name = env.rsplit(":", 1)[-1].rsplit("/", 1)[-1].removesuffix(".py")
     return re.sub(r"[^a-z0-9_.-]", "_", name.lower())[:64]
 
 
 def _new_name(config: Config) -> Path:
     """Return runs/TASKS-DATE, with a number if it exists."""
-    name = "+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")
-    candidates = [RUNS / name, *(RUNS / f"{name}-{i}" for i in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
+    return unused(RUNS / ("+".join(config.tasks) + datetime.now().strftime("-%Y%m%d-%H%M%S")))
+
+
+def unused(path: Path) -> Path:
+    """Return the path, with a number if it exists."""
+    candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 1000))]
+    return next(candidate for candidate in candidates if not candidate.exists())

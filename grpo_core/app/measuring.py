@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core.app import run
-from grpo_core.app.launch import RUNS, check, configure
+from grpo_core.app.launch import RUNS, check, configure, unused
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.events import ValidationPlayed
@@ -126,8 +126,7 @@ def _name(target: Path, config: Config) -> Path:
         if a_run
         else RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
     )
-    candidates = [first, *(first.with_name(f"{first.name}-{i}") for i in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
+    return unused(first)
 
 
 def _new_directory(path: Path) -> Path:

@@ -10,10 +10,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from attrs import asdict, evolve, frozen
 
@@ -50,6 +51,8 @@ from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
 from grpo_core.training.process import thread_count
 from grpo_core.validation.sets import HeldOut
+
+T = TypeVar("T")
 
 
 @frozen(kw_only=True)
@@ -100,6 +103,14 @@ class Stop:
             yield
         finally:
             self._ask = None
+
+
+def to_the_end(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in an event loop of its own.  Raises KeyboardInterrupt if it ended itself at once."""
+    try:
+        return asyncio.run(main)
+    except asyncio.CancelledError:  # a second ctrl-C
+        raise KeyboardInterrupt from None
 
 
 async def train(

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from grpo_core.testing.fakes import prompts as prompts
     from grpo_core.testing.filters import check_filter as check_filter
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
+    from grpo_core.testing.hosted import finished as finished
     from grpo_core.testing.objectives import check_advantage as check_advantage
     from grpo_core.testing.objectives import check_loss as check_loss
     from grpo_core.testing.offers import find_offer as find_offer
@@ -82,7 +83,7 @@ __getattr__, __dir__, __all__ = attach(
             "prompts",
         ],
         "grpo_core.testing.filters": ["check_filter"],
-        "grpo_core.testing.hosted": ["HostedEnvironment"],
+        "grpo_core.testing.hosted": ["HostedEnvironment", "finished"],
         "grpo_core.testing.objectives": [
             "check_advantage",
             "check_loss",

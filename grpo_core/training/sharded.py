@@ -47,9 +47,7 @@ class ShardedModel(FullModel):
         return cls(group, policy, reference, tokenizer=SavedTokenizer(source))
 
     def published(self) -> list[tuple[str, Tensor]]:
-        buffers = {name: nn.Buffer(value) for name, value in self.policy.module.named_buffers()}
-        tensors = {**dict(self._named), **buffers}
-        return [(name, tensors[known]) for name, known in self._names.items()]
+        return list(_renamed(self.policy.module, self._names).items())
 
     def saved(self) -> Mapping[str, Tensor]:
         """The whole tensors that this rank writes."""
@@ -126,9 +124,14 @@ def shared(
     assert isinstance(group, Group), "one process has nobody to share the weights with"
     names = _names(module, tensors)
     policy: Any = _Sharded(module, scorer, group, names)
+    return policy, _renamed(module, names)
+
+
+def _renamed(module: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors of a module by the names that engines know; see ``_names``."""
     buffers = {name: nn.Buffer(value) for name, value in module.named_buffers()}
-    own = {**buffers, **dict(module.named_parameters())}
-    return policy, {name: own[known] for name, known in names.items()}
+    own = {**dict(module.named_parameters()), **buffers}
+    return {name: own[known] for name, known in names.items()}
 
 
 def _names(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:

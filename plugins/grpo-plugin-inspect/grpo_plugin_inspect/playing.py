@@ -30,7 +30,7 @@ class Reply:
 
 @frozen(kw_only=True)
 class Played:
-    """How far a sample came with the replies that there are."""
+    """A sample, as far as it came with the replies that there are."""
 
     state: Any
     """Inspect's ``TaskState``."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import HostedEnvironment, check_environment, make_offer
+from grpo_core.testing import HostedEnvironment, check_environment, finished, make_offer
 
 HERE = Path(__file__).parent
 TASKS = HERE / "tasks_of_inspect.py"
@@ -38,15 +38,6 @@ REPLIES = [
     "no idea",
 ]
 """Replies that a model might give; the braces stand for a sample's target."""
-
-
-def finished(coroutine):
-    """Return the result of a coroutine that never waits, as those of HostedEnvironment."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it waits")
 
 
 def run(task, story, **options):

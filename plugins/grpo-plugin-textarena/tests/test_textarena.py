@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import HostedEnvironment, check_environment, make_offer
+from grpo_core.testing import HostedEnvironment, check_environment, finished, make_offer
 
 textarena = pytest.importorskip("textarena", reason="needs TextArena: pip install textarena")
 
@@ -21,15 +21,6 @@ OTHER = os.environ.get("GRPO_TEXTARENA_PYTHON", "")
 
 def offered(game, **options):
     return make_offer("environment", f"textarena:{game}", plugins=["textarena"], **options)
-
-
-def finished(coroutine):
-    """Return the result of a coroutine that never waits, as those of HostedEnvironment."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it waits")
 
 
 class Player:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import urllib.request
 
 import pytest
@@ -84,8 +85,7 @@ def logged(path):
 
     rows, settings, ids = [], {}, []
     for file in sorted(path.glob("wandb/offline-run-*/*.wandb")):
-        for data in records(file.read_bytes()):
-            record = Record.FromString(data)
+        for record in closed(file, Record):
             match record.WhichOneof("record_type"):
                 case "history":
                     items = record.history.item
@@ -96,6 +96,17 @@ def logged(path):
     return rows, settings, ids
 
 
+def closed(file, kind, seconds=30):
+    """The records of a run that has ended; W&B's service may write the last ones after ``finish``."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = [kind.FromString(data) for data in records(file.read_bytes())]
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{file} has no last record after {seconds} s")
+
+
 def records(data, block=32768, header=7):
     at, parts = header, []  # the file's own header has that length, too
     while at + header <= len(data):
@@ -103,6 +114,8 @@ def records(data, block=32768, header=7):
             at += block - at % block
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + header + size > len(data):  # it is being written
+            return
         parts.append(data[at + header : at + header + size])
         at += header + size
         if kind in (1, 4):  # a whole record, or the end of one

@@ -13,22 +13,13 @@ from pathlib import Path
 import pytest
 
 import grpo_core as grpo
-from grpo_core.testing import HostedEnvironment, make_offer
+from grpo_core.testing import HostedEnvironment, finished, make_offer
 
 HERE = Path(__file__).parent
 OTHER = os.environ.get("GRPO_VERIFIERS_PYTHON", "")
 INSTALLED = importlib.util.find_spec("verifiers") is not None
 with_verifiers = pytest.mark.skipif(not INSTALLED, reason="needs verifiers: pip install verifiers")
 PATH = os.pathsep.join(filter(None, [str(HERE / "tasksets"), os.environ.get("PYTHONPATH")]))
-
-
-def finished(coroutine):
-    """Return the result of a coroutine that never waits, as those of HostedEnvironment."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it waits")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +48,7 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
 class Said:
-    """What verifiers' own rewards ask of a trace."""
+    """Answers what verifiers' own rewards ask of a trace."""
     def __init__(self, reply):
         self.last_reply = reply
 
