@@ -11,12 +11,13 @@ from simulation.disk import Dead, FaultyDisk
 
 from grpo_core.errors import CheckpointError
 from grpo_core.loop import checkpoint
+from grpo_core.loop.retention import Retention
 
 STEPS = (1, 2, 3, 3, 4)
 """A run that is stopped twice within a step saves it twice."""
 
 
-async def save(disk, parent, step, keep):
+async def save(disk, parent, step, keep, spared=lambda steps: ()):
     async def save_trainer(directory):
         async def written():
             disk.write(directory / "trainer" / "model.safetensors", b"weights of step %d" % step)
@@ -30,6 +31,7 @@ async def save(disk, parent, step, keep):
         loaders={"task": {"position": step}},
         save_trainer=save_trainer,
         keep=keep,
+        spared=spared,
         disk=disk,
     )
     await finish()
@@ -152,6 +154,80 @@ def test_without_syncs_the_model_loses_checkpoints(tmp_path):
         except CheckpointError:
             lost += 1
     assert lost == 20
+
+
+# ---------------------------------------------------------------------------------- the best one
+
+BEST = "validation/sort/accuracy"
+VALUES = {1: 0.5, 2: 0.9, 3: 0.2, 4: 0.9, 5: 0.95, 6: 0.3}
+"""Accuracy by step; validation lags behind the checkpoints by one step."""
+
+
+def live_with_the_best(root, before=None, **faults):
+    """Save and validate each step after the newest checkpoint.
+
+    Returns the disk, and the steps that were saved and whose values were on it before its death.
+    """
+    disk, parent = Direct(root, before=before, **faults), root / "checkpoints"
+    found = checkpoint.newest(parent)
+    step = found.step if found else 0
+    retention, saved = Retention(parent, best=BEST, step=step, disk=disk), []
+    try:
+        for at in range(step + 1, max(VALUES) + 1):
+            asyncio.run(save(disk, parent, at, 1, retention.spared))
+            saved.append(at)
+            if at > 1:
+                retention.metrics(at - 1, {BEST: VALUES[at - 1]})
+    except Dead:
+        pass
+    return disk, [at for at in saved if at in retention.scores]
+
+
+def check_the_best(root, saved):
+    """The best checkpoint that the run names is whole, and is no worse than any that it had."""
+    check(root, saved)
+    parent = root / "checkpoints"
+    there = dict(checkpoint.complete_names(parent))
+    best = Retention(parent, best=BEST, step=max(there, default=0)).best(there)
+    assert best is not None or not saved
+    if best is not None:
+        assert checkpoint.fault(there[best]) is None
+        assert VALUES[best] >= max((VALUES[at] for at in saved), default=0)
+    return {} if best is None else {best}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_best_checkpoint_survives_a_kill_and_a_power_cut_at_any_operation(tmp_path, cut):
+    for at in range(1, live_with_the_best(tmp_path / "counted")[0].operations + 1):
+        root = tmp_path / str(at)
+        disk, saved = live_with_the_best(root, dies_at=at)
+        assert disk.dead
+        if cut:
+            disk.cut_power(random.Random(at))
+        known = check_the_best(root, saved)
+        if at % 4 == 0:  # another life goes on from there, and dies as well
+            disk, saved = live_with_the_best(root, before=disk, dies_at=at % 60)
+            if disk.dead and cut:
+                disk.cut_power(random.Random(at))
+            check_the_best(root, {*saved, *known})
+
+
+def test_the_best_one_stays_until_the_value_of_a_better_one_is_on_disk(tmp_path):
+    """A thread that tidies may run while another writes the value."""
+    spared = []
+
+    class Watched(Direct):
+        def sync(self, path):
+            spared.append(retention.spared({1, 2, 3}))
+            super().sync(path)
+
+    retention = Retention(tmp_path, best=BEST, disk=Watched(tmp_path))
+    retention.metrics(1, {BEST: 0.5})
+    spared.clear()
+    retention.metrics(2, {BEST: 0.9})
+    assert all(1 in each for each in spared)
+    assert retention.spared({1, 2, 3}) == {2, 3}
 
 
 def test_the_real_disk_keeps_the_same_contract(tmp_path):

@@ -25,14 +25,17 @@ class Retention(Tracker):
         best: name of a metric of validations, as in "validation/TASK/accuracy"; the checkpoint with its
             largest value stays, or with "-" before the name, its smallest.  Empty is none.
         step: step that the run continues from; values of later steps are forgotten.
+        disk: holds the values.
     """
 
     required = True
 
-    def __init__(self, directory: Path, *, every: int = 0, best: str = "", step: int = 0) -> None:
+    def __init__(
+        self, directory: Path, *, every: int = 0, best: str = "", step: int = 0, disk: Disk | None = None
+    ) -> None:
         self._path, self._every = directory / SCORES, every
         self._sign, self._metric = (-1.0, best[1:]) if best.startswith("-") else (1.0, best)
-        self._disk = Disk()
+        self._disk = disk or Disk()
         self.scores: dict[int, float] = {at: value for at, value in self._read().items() if at <= step}
         """Value of the metric by step."""
 
@@ -45,10 +48,11 @@ class Retention(Tracker):
             raise GrpoError(
                 f"checkpoint.best is {self._metric!r}, which validation does not measure; it measures {known}"
             )
-        self.scores = {**self.scores, step: values[self._metric]}
-        data = {"metric": self._metric, "scores": {str(at): value for at, value in self.scores.items()}}
+        scores = {**self.scores, step: values[self._metric]}
+        data = {"metric": self._metric, "scores": {str(at): value for at, value in scores.items()}}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._disk, self._path, json.dumps(data).encode())
+        self.scores = scores  # not before: a thread that tidies would remove the best one that is on disk
 
     def spared(self, steps: Collection[int]) -> set[int]:
         """Return those of the checkpoints at ``steps`` that stay even if they are old.
