@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.engines.local.batch import Model
-from grpo_core.engines.local.decoder import Decoder
+from grpo_core.engines.local.decoder import Decoder, SeparateCalls
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.local.hf import TransformersModel
 from grpo_core.engines.local.llama import Llama, Shape
@@ -223,6 +223,47 @@ def test_running_requests_continue_on_new_weights(kind: str, references: Any, tm
     before = run(decoder_of(kind, hf, tmp_path), [GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=10)])[0]
     assert completion.token_ids[:4].tolist() == before.token_ids[:4].tolist()
     assert completion.logprobs[4] != before.logprobs[4]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_call_that_is_decoded_alone_is_the_same_to_the_last_bit_whatever_runs_beside_it(
+    kind: str, references: Any, tmp_path: Path
+) -> None:
+    model = engine_model(kind, references(kind), tmp_path)
+    calls = [list(enumerate(mixed_requests(21)))[7 * i : 7 * i + 7] for i in range(3)]
+
+    def decoded(*order: int, steps_between: int) -> dict[Any, Completion]:
+        decoder = SeparateCalls(model, max_rows=9)
+        decoder.load([tensors(references(kind))], 0)
+        results: dict[Any, Any] = {}
+        for number in order:
+            decoder.add(calls[number])
+            for _ in range(steps_between):
+                results.update(decoder.step())
+        while decoder.busy:
+            results.update(decoder.step())
+        return results
+
+    together = decoded(0, 1, 2, steps_between=3)
+    assert together.keys() == set(range(21))
+    for number, call in enumerate(calls):
+        alone = decoded(number, steps_between=0)
+        for key, _ in call:
+            assert alone[key].token_ids.tolist() == together[key].token_ids.tolist()
+            assert alone[key].logprobs.tobytes() == together[key].logprobs.tobytes()
+
+
+def test_a_call_that_waits_to_be_decoded_alone_can_be_cancelled(references: Any, tmp_path: Path) -> None:
+    decoder = SeparateCalls(engine_model("llama", references("llama"), tmp_path), max_rows=2)
+    decoder.load([tensors(references("llama"))], 0)
+    entries = [(key, attrs.evolve(each, max_tokens=9)) for key, each in enumerate(mixed_requests(6))]
+    decoder.add(entries[:2])
+    decoder.add(entries[2:])
+    found = dict(decoder.step())
+    decoder.cancel({3, 4, 5})
+    while decoder.busy:
+        found.update(decoder.step())
+    assert sorted(found) == [0, 1, 2]
 
 
 def test_fused_kernels_of_torch_give_the_same(references: Any, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from grpo_core.app.parts import (
     make_schedule,
     make_shaping,
     make_validation,
+    reproducible,
     rollout_places,
     sampling_params,
 )
@@ -337,7 +338,15 @@ class Assembly:
         config = self.config
         made = workers.make_engine(
             engine,
-            engine_setup(model, config.model, engine, seed=config.seed, logs=logs, colocated=colocated),
+            engine_setup(
+                model,
+                config.model,
+                engine,
+                seed=config.seed,
+                logs=logs,
+                colocated=colocated,
+                reproducible=reproducible(config.pipeline),
+            ),
             self.run.placement,
             workers=workers.workers_of(engine, self.run.plugins),
             tolerance=canary_tolerance(config.health, engine),

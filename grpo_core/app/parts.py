@@ -113,13 +113,21 @@ def make_buffer(
 
 
 def engine_setup(
-    path: str, model: ModelConfig, engine: EngineConfig, *, seed: int, logs: Path | None, colocated: bool
+    path: str,
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    seed: int,
+    logs: Path | None,
+    colocated: bool,
+    reproducible: bool = False,
 ) -> EngineSetup:
     """Make the setup of an engine.
 
     Args:
         path: directory of the model; it is made absolute, since a worker may have another working directory.
         colocated: whether training runs on this machine at the same time.
+        reproducible: see ``EngineSetup``.
     """
     return EngineSetup(
         model=str(Path(path).absolute()),
@@ -128,7 +136,16 @@ def engine_setup(
         seed=seed,
         log_directory=str(logs.absolute()) if logs else None,
         deadline=engine.deadline,
+        reproducible=reproducible,
     )
+
+
+def reproducible(pipeline: PipelineConfig) -> bool:
+    """Whether a run is configured so that equal seeds can give equal weights, which needs the engine's help.
+
+    The order of training is fixed then, and no completion has tokens of two versions by chance of time.
+    """
+    return pipeline.policy == "in_order" and not (pipeline.max_staleness and pipeline.in_flight_updates)
 
 
 def engines_of(config: Config, *, trains: bool) -> dict[str, EngineConfig]:

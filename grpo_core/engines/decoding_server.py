@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from attrs import define, field, frozen
@@ -88,6 +88,11 @@ class DecodingServer(ABC):
     def add(self, key: int, request: GenerationRequest) -> None:
         """Take a request, which asks for at least one token; ``key`` names it from now on."""
 
+    def add_call(self, entries: Sequence[tuple[int, GenerationRequest]]) -> None:
+        """Take all requests of one call; a server overrides it if it must know what came together."""
+        for key, request in entries:
+            self.add(key, request)
+
     @abstractmethod
     def step(self) -> Iterable[tuple[int, Completion | EngineError]]:
         """Decode at least one more token; return the keys of the requests that ended, and their results.
@@ -97,7 +102,10 @@ class DecodingServer(ABC):
 
     @abstractmethod
     def forget(self, keys: set[int]) -> None:
-        """Stop decoding these requests; they are running, and nobody waits for them any more."""
+        """Stop decoding these requests: nobody waits for them any more.
+
+        They are running, or ``add`` has raised before it came to them.
+        """
 
     def idle(self) -> None:  # noqa: B027 - optional
         """Called once when there was nothing to do for ``idle_seconds``, for example to free memory."""
@@ -158,12 +166,15 @@ class DecodingServer(ABC):
         for request in requests:
             self.check(request)
         call = self._calls[ticket] = _OpenCall(id, [None if r.max_tokens else EMPTY for r in requests])
-        for place, request in enumerate(requests):
-            if request.max_tokens:
-                key = next(self._keys)
-                self.add(key, request)
-                call.running[key] = place
-                self._tickets[key] = ticket
+        entries = [
+            (place, next(self._keys), request)
+            for place, request in enumerate(requests)
+            if request.max_tokens
+        ]
+        for place, key, _ in entries:
+            call.running[key] = place
+            self._tickets[key] = ticket
+        self.add_call([(key, request) for _, key, request in entries])
         self._answer_if_complete(ticket)
 
     def _step(self) -> None:

@@ -1,12 +1,16 @@
 """Decoding many requests together: rows join and leave between tokens, weights change between tokens.
 
 waiting (FIFO)  --admit-->  rows of a Batch  --each step one token-->  finished Completions
+
+The last bits of a logprob depend on the rows that are decoded beside its own: kernels are chosen by the
+number of rows, and angles count from the first column of a batch.  ``Decoder`` lets rows join at any time,
+which is fast.  ``SeparateCalls`` decodes each call alone, so that equal calls have equal completions.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +31,7 @@ class Decoder:
         self._stops = stops or StopStrings(None)
         self._waiting: deque[Entry] = deque()
         self._batches: list[Batch] = []
+        self._rows_join = model.rows_join
         self.version = -1
 
     def check(self, shapes: Shapes) -> None:
@@ -69,7 +74,7 @@ class Decoder:
         """Decode one more token for every row; return the finished completions."""
         finished: list[Finished] = []
         entries = self._admitted()
-        if entries and not (self._model.rows_join and self._batches):
+        if entries and not (self._rows_join and self._batches):
             self._batches.append(Batch(self._model, self._stops))
         for batch in self._batches:
             joining = entries if batch is self._batches[-1] else []
@@ -79,7 +84,7 @@ class Decoder:
         return finished
 
     def _drop_empty(self) -> None:
-        if not self._model.rows_join:
+        if not self._rows_join:
             self._batches = [batch for batch in self._batches if batch.alive]
         for batch in self._batches:
             if not batch.alive:  # it stays for the rows to come
@@ -87,15 +92,63 @@ class Decoder:
 
     def _admitted(self) -> list[Entry]:
         """The longest-waiting requests that there is room for now."""
-        room = self._max_rows - sum(batch.alive for batch in self._batches)
-        entries: list[Entry] = []
-        prompts: set[bytes] = set()
-        longest = 0
-        while self._waiting and len(entries) < room:
-            prompt = self._waiting[0][1].prompt_ids
-            prompts.add(prompt.tobytes())
-            longest = max(longest, len(prompt))
-            if entries and longest * len(prompts) > PREFILL_TOKENS:
-                break
-            entries.append(self._waiting.popleft())
-        return entries
+        return _taken(self._waiting, self._room())
+
+    def _room(self) -> int:
+        return self._max_rows - sum(batch.alive for batch in self._batches)
+
+
+class SeparateCalls(Decoder):
+    """Decodes each call alone: a completion depends on its call and on the weights, and on nothing else.
+
+    It is slower, since the rows of several calls share no products.
+    """
+
+    def __init__(self, model: Model, *, max_rows: int = 512, stops: StopStrings | None = None) -> None:
+        super().__init__(model, max_rows=max_rows, stops=stops)
+        self._rows_join = False
+        self._parts: deque[Sequence[Entry]] = deque()
+        """Calls that wait, divided by their own requests alone."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._parts) or super().busy
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Take the requests of one call."""
+        call = deque(entries)
+        while call:
+            part = _taken(call, self._max_rows)
+            if all(request.max_tokens == 1 for _, request in part):  # as above
+                self._parts.appendleft(part)
+            else:
+                self._parts.append(part)
+
+    def cancel(self, keys: set[int]) -> None:
+        left = ([entry for entry in part if entry[0] not in keys] for part in self._parts)
+        self._parts = deque(part for part in left if part)
+        super().cancel(keys)
+
+    def clear(self) -> None:
+        self._parts.clear()
+        super().clear()
+
+    def _admitted(self) -> list[Entry]:
+        """The part that has waited longest, if there is room for all of it."""
+        fits = self._parts and len(self._parts[0]) <= self._room()
+        return list(self._parts.popleft()) if fits else []
+
+
+def _taken(waiting: deque[Entry], room: int) -> list[Entry]:
+    """Take the first of the entries that wait: at most ``room``, and as many as one step prefills."""
+    entries: list[Entry] = []
+    prompts: set[bytes] = set()
+    longest = 0
+    while waiting and len(entries) < room:
+        prompt = waiting[0][1].prompt_ids
+        prompts.add(prompt.tobytes())
+        longest = max(longest, len(prompt))
+        if entries and longest * len(prompts) > PREFILL_TOKENS:
+            break
+        entries.append(waiting.popleft())
+    return entries

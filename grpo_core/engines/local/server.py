@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from grpo_core import cpu
 from grpo_core.engines.decoding_server import DecodingServer, check_request
 from grpo_core.engines.local.batch import Model
-from grpo_core.engines.local.decoder import Decoder
+from grpo_core.engines.local.decoder import Decoder, SeparateCalls
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.engines.local.stopping import StopStrings
 from grpo_core.errors import EngineError, ModelError, WeightSyncError
@@ -45,9 +45,11 @@ class Server(DecodingServer):
         model, decoder = self._model, self._decoder
         if model is None or decoder is None:
             model = self._make_model(weights)
-            decoder = Decoder(model, max_rows=self._max_rows, stops=StopStrings(self._setup.model))
+            kind = SeparateCalls if self._setup.reproducible else Decoder
+            decoder = kind(model, max_rows=self._max_rows, stops=StopStrings(self._setup.model))
             threads = torch.get_num_threads()
-            print(f"engine local: {model.description}, {model.device}, {threads} threads", flush=True)
+            alone = ", each call alone" if self._setup.reproducible else ""
+            print(f"engine local: {model.description}, {model.device}, {threads} threads{alone}", flush=True)
         decoder.check(whole_shapes(weights))
         try:
             decoder.load(read_buckets(weights, verify=False, device=self._device), weights.version)
@@ -63,8 +65,11 @@ class Server(DecodingServer):
         )
 
     def add(self, key: int, request: GenerationRequest) -> None:
+        self.add_call([(key, request)])
+
+    def add_call(self, entries: Sequence[tuple[int, GenerationRequest]]) -> None:
         assert self._decoder is not None
-        self._decoder.add([(key, request)])
+        self._decoder.add(entries)
 
     def step(self) -> Iterable[tuple[int, Completion | EngineError]]:
         assert self._decoder is not None
