@@ -167,9 +167,7 @@ class DecodingServer(ABC):
             self.check(request)
         call = self._calls[ticket] = _OpenCall(id, [None if r.max_tokens else EMPTY for r in requests])
         entries = [
-            (place, next(self._keys), request)
-            for place, request in enumerate(requests)
-            if request.max_tokens
+            (place, next(self._keys), request) for place, request in enumerate(requests) if request.max_tokens
         ]
         for place, key, _ in entries:
             call.running[key] = place
