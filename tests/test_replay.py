@@ -1,4 +1,4 @@
-"""Time travel: equal runs are equal, and each step of a run can be computed again from what the run stored."""
+"""Time travel: equal runs are equal, and each step of a run can be computed again from its files."""
 
 from __future__ import annotations
 
