@@ -402,6 +402,24 @@ def test_a_death_is_the_cause_of_a_weight_sync_that_fails_at_the_same_time(dies,
         run_()
 
 
+def test_a_process_that_dies_while_the_first_weights_are_validated_ends_the_run_at_once():
+    async def validate(version):
+        await asyncio.sleep(1000)
+
+    async def died():
+        await asyncio.sleep(3)
+        raise TrainerError("trainer died (killed by SIGKILL)")
+
+    run_ = Run(watch=[died], validate=validate, schedule={"validations": [Interval(5, at_start=True)]})
+
+    async def story():
+        with pytest.raises(TrainerError, match="killed by SIGKILL"):
+            await run_.pipeline.run()
+        return asyncio.get_running_loop().time()
+
+    assert run(story()) < 10
+
+
 def test_masked_rollouts_are_counted_by_task_and_not_trained():
     run_ = Run(steps=3)
     run_.pipeline.advantages = lambda groups: [[None, 1.0, None, -1.0] for _ in groups]

@@ -40,13 +40,13 @@ def test_whatever_fails_and_dies_every_prompt_is_trained_once_or_recorded_as_ski
 @pytest.mark.long
 def test_what_an_engine_samples_before_its_canary_is_confirmed_is_not_trained_until_then():
     """In this story an engine with old weights samples the end of a rollout while its canary is asked."""
-    holds(1035, "deadline", 2)
+    holds(1035, "deadline", 2, ranks=1)
 
 
 @pytest.mark.long
 def test_what_an_engine_samples_is_not_trained_if_it_dies_before_its_canary_is_asked():
     """In this story an engine of a pool with old weights samples the end of a rollout and dies."""
-    holds(1058, "deadline", 4)
+    holds(1058, "deadline", 4, ranks=1)
 
 
 @pytest.mark.long
@@ -82,12 +82,41 @@ def test_the_model_says_of_each_fault_what_becomes_of_it():
 @pytest.mark.long
 @pytest.mark.parametrize(("fault", "error"), ENDS.items())
 def test_a_fatal_fault_ends_a_run_with_its_name_and_the_next_life_continues(fault, error):
-    faults = evolve(NONE, **{fault: 0.5})
-    outcomes = [holds(seed, "deadline", 2, faults=faults, members=0) for seed in (1, 2, 3)]
+    faults, ranks = evolve(NONE, **{fault: 0.5}), 3 if fault.startswith("rank_") else None
+    outcomes = [holds(seed, "deadline", 2, faults=faults, members=0, ranks=ranks) for seed in (1, 2, 3)]
     found = [failure for outcome in outcomes for failure in failures(outcome)]
     assert found
     assert set(found) == {error}
     assert {outcome.lives[-1] for outcome in outcomes} == {"finished"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_whatever_fails_and_dies_several_ranks_train_every_prompt_once(ranks):
+    ends = {
+        life.split(":")[0] for seed in range(30, 35) for life in holds(seed, "deadline", 2, ranks=ranks).lives
+    }
+    assert {"finished", "killed", "failed"} <= ends
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_at_any_moment_ends_the_run_at_once_with_its_name():
+    """Also when nobody waits for it, and before the first step; see the laws of ``simulation.ranks``."""
+    faults = evolve(NONE, rank_death=0.1)
+    outcomes = [holds(seed, "deadline", 2, faults=faults, members=0, ranks=3) for seed in range(8)]
+    told = [line for outcome in outcomes for line in outcome.story]
+    for moment in ("is killed in a call", "is killed between calls"):
+        assert any(moment in line for line in told)
+    named = {life.split(": ")[2][:14] for outcome in outcomes for life in outcome.lives if "died" in life}
+    assert named == {"trainer rank 0", "trainer rank 1", "trainer rank 2"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ranks_train_the_weights_that_one_process_trains(seed):
+    """In this order, nothing that the number of ranks decides has a part in what is trained."""
+    outcomes = [holds(seed, "in_order", 2, faults=NONE, ranks=ranks) for ranks in (1, 2, 3)]
+    assert len({outcome.weights for outcome in outcomes}) == 1
 
 
 @pytest.mark.long

@@ -190,18 +190,19 @@ class Pipeline:
         """
         self._trained = self.buffer.step
         self._carried = frozenset(slot.id for slot, _ in self.buffer.state_dict()["ready"])
-        await self._update_engine(await self.trainer.publish(self.canary))
-        if self._trained == 0:
-            await self._validate(0)
-        self._meter.begin()
         with raising_root_cause():
             async with asyncio.TaskGroup() as tasks:
+                watches = [tasks.create_task(died(), name="watch") for died in self.watch]
+                await self._update_engine(await self.trainer.publish(self.canary))
+                if self._trained == 0:
+                    await self._validate(0)
+                self._meter.begin()
                 background = [
                     tasks.create_task(self._collect(), name="collect"),
                     tasks.create_task(self._sync(), name="sync"),
                     tasks.create_task(self._write(), name="write"),
                     tasks.create_task(self._stop_in_time(), name="time limit"),
-                    *(tasks.create_task(died(), name="watch") for died in self.watch),
+                    *watches,
                 ]
                 await self._train()
                 for task in background:

@@ -58,15 +58,16 @@ class ProcessTrainer(Trainer):
         self._meeting = tempfile.TemporaryDirectory(prefix="grpo-core-ranks-") if ranks > 1 else None
         where = f"{self._meeting.name}/rendezvous" if self._meeting is not None else ""
         self.children = [
-            Child(
-                self.target,
-                {"setup": evolve(setup, rank=rank, ranks=ranks, rendezvous=where)},
-                name="trainer" if ranks == 1 else f"trainer rank {rank}",
-                environ=setup.env_vars,
-                log=self._log,
+            self._start(
+                evolve(setup, rank=rank, ranks=ranks, rendezvous=where),
+                "trainer" if ranks == 1 else f"trainer rank {rank}",
             )
             for rank in range(ranks)
         ]
+
+    def _start(self, setup: TrainerSetup, name: str) -> Child:
+        """Start the process of a rank."""
+        return Child(self.target, {"setup": setup}, name=name, environ=setup.env_vars, log=self._log)
 
     async def started(self) -> None:
         with self._explaining("cannot be made"):

@@ -61,6 +61,10 @@ class Faults:
     trainer_error: float = 0.003
     trainer_hang: float = 0.002
     publish_error: float = 0.002
+    rank_death: float = 0.002
+    """Each call of each rank of a trainer that has several: SIGKILL in it or soon after."""
+    rank_hang: float = 0.001
+    """The same: the rank never answers, and the others wait for it."""
     nan_weights: float = 0.002
     """From this step on the trainer's weights are no numbers."""
     nan_metrics: float = 0.002
@@ -112,6 +116,8 @@ ENDS = {
     "trainer_error": "TrainerError",
     "trainer_hang": "DeadlineExceeded",
     "publish_error": "WeightSyncError",
+    "rank_death": "TrainerError",
+    "rank_hang": "DeadlineExceeded",
     "nan_weights": "PluginError",
     "nan_metrics": "TrainerError",
     "disk_full": "CheckpointError",

@@ -69,6 +69,7 @@ from grpo_core.validation.sets import Measured, Validation
 from grpo_core.versions import Interval
 from simulation.agents import SimulatedEndpoint
 from simulation.faults import NONE, Dice, Faults
+from simulation.ranks import SimulatedRanks
 from simulation.world import (
     DIFFERENCE,
     ENGINE_DEADLINE,
@@ -112,6 +113,8 @@ class Outcome:
     story: tuple[str, ...]
     seconds: float
     """Seconds of virtual time."""
+    weights: str
+    """Digest of the last weights."""
 
 
 class Killed(BaseException):
@@ -186,6 +189,8 @@ class Simulation:
     """Number of engines in a pool, 0 for an engine without one; None: as the seed decides."""
     agents: Sequence[str] | None = None
     """Tasks that agents play; None: as the seed decides."""
+    ranks: int | None = None
+    """Number of the trainer's ranks; None: as the seed decides, perhaps others in each life."""
     laws: Laws = field(factory=Laws)
     truth: Truth = field(init=False)
     story: list[str] = field(factory=list)
@@ -201,6 +206,9 @@ class Simulation:
     _engines: list[SimulatedEngine] = field(init=False)
     """All engines of this life."""
     _pool: EnginePool | None = None
+    _trainer: SimulatedTrainer | SimulatedRanks = field(init=False)
+    _chosen_ranks: Callable[[], int] = field(init=False)
+    """Chooses the number of ranks of a life."""
     _environments: dict[str, SimulatedEnvironment] = field(init=False)
     _options: dict[str, Any] = field(init=False)
     _endpoint: SimulatedEndpoint = field(init=False)
@@ -246,6 +254,9 @@ class Simulation:
             for task in TASKS
         }
         self._draw_rules(random.Random(f"rules/{self.seed}"))
+        ranks = random.Random(f"ranks/{self.seed}")
+        several = ranks.random() < 0.3
+        self._chosen_ranks = lambda: self.ranks or (ranks.choice([1, 2, 3]) if several else 1)
         self._poisoned = {str(i) for i in range(60) if rng.random() < self.faults.poisoned}
 
     def _draw_rules(self, rng: random.Random) -> None:
@@ -313,7 +324,13 @@ class Simulation:
             trace=self._hash.hexdigest()[:16],
             story=tuple(self.story),
             seconds=self.seconds,
+            weights=self._weights,
         )
+
+    @property
+    def _weights(self) -> str:
+        trainer = self._trainer
+        return (trainer.together if isinstance(trainer, SimulatedRanks) else trainer).digest.hex()
 
     def _live(self, number: int) -> str:
         """From the start, or from the newest checkpoint, to whatever end."""
@@ -362,6 +379,8 @@ class Simulation:
                 raise Broken
 
         ended = self._until_its_end(self._story(pipeline, stop_at, again_at), f"{self.seed}/{number}", watch)
+        if isinstance(self._trainer, SimulatedRanks):
+            self._trainer.forget()
         if not self._dead:
             self._settle(pipeline, ended)
         return ended
@@ -411,6 +430,7 @@ class Simulation:
         left = sum(engine.running(canaries=self._pool is None) for engine in self._engines)
         await pipeline.engine.aclose()
         left += sum(engine.running(canaries=True) for engine in self._engines)
+        await pipeline.trainer.aclose()
         if left and not self._dead:
             self._broken(f"the pipeline has ended, and {left} calls of engines go on")
         for environment in pipeline.environments.values():
@@ -496,7 +516,9 @@ class Simulation:
         self._memory, self._engines = Memory(), []
         self._disk = disk = SimulatedDisk(self.root, self._disk, self._dice, self._tell, self._die)
         resume_from = found.directory if found else None
-        trainer = SimulatedTrainer(self._dice, self._memory, self.truth, disk, resume_from)
+        alone = SimulatedTrainer(self._dice, self._memory, self.truth, disk, resume_from)
+        ranks = self._chosen_ranks()
+        self._trainer = trainer = alone if ranks == 1 else SimulatedRanks(ranks, alone, self._tell)
         loaders = {task: Loader(task, self._prompts[task], seed=self.seed) for task in TASKS}
         sampler = self._sampler()
         stream = PromptStream(sampler=sampler, loaders=loaders, name=sampler.name)
@@ -562,6 +584,7 @@ class Simulation:
             save=save,
             canary=[renderer.prompt_ids(prompts[0].messages) for prompts in self._prompts.values()][:2],
             limits=self._limits,
+            watch=[trainer.watch] if ranks > 1 else [],
         )
         return pipeline, sampler, found
 
@@ -752,11 +775,13 @@ def simulate(
     lives: int = LIVES,
     members: int | None = None,
     agents: Sequence[str] | None = None,
+    ranks: int | None = None,
 ) -> Outcome:
     """Simulate a run of ``steps * prompts_per_step`` prompts, in groups of ``group_size``, to its end.
 
     It has so many ``lives`` at most, the last of them without faults, and ``members`` engines in a pool: 0 is
-    one engine without a pool, None lets the seed decide.  ``agents`` names the tasks that agents play.
+    one engine without a pool, None lets the seed decide.  ``agents`` names the tasks that agents play.  The
+    trainer has ``ranks`` processes in every life.
     """
     memory = Path("/dev/shm")
     scratch = tempfile.mkdtemp(prefix="grpo-core-", dir=memory if memory.is_dir() else None)
@@ -773,6 +798,7 @@ def simulate(
             lives,
             members,
             agents,
+            ranks,
         ).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -786,6 +812,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", choices=["deadline", "in_order"], help="default: both in turn")
     parser.add_argument("--max-staleness", type=int, help="default: 0 to 4 in turn")
     parser.add_argument("--agents", nargs="*", choices=TASKS, help="tasks of agents; default: by the seed")
+    parser.add_argument("--ranks", type=int, help="processes of the trainer; default: by the seed")
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="only the feedback")
     given = parser.parse_args(arguments)
@@ -798,6 +825,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_staleness=max_staleness,
             faults=NONE if given.no_faults else Faults(),
             agents=given.agents,
+            ranks=given.ranks,
         )
         if not given.quiet:
             print("\n".join(outcome.story))

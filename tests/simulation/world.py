@@ -777,36 +777,46 @@ class SimulatedTrainer(Trainer):
     def __init__(
         self, dice: Dice, memory: Memory, truth: Truth, disk: SimulatedDisk, resume_from: Path | None
     ) -> None:
-        self._dice, self._memory, self._truth, self._disk = dice, memory, truth, disk
+        self.dice, self._memory, self.truth, self._disk = dice, memory, truth, disk
         self.version, self.digest = 0, b"\0" * 16
         self._broken = False
         """Whether its weights are no numbers."""
         self._far: deque[bool | None] = deque(maxlen=5)
         """Whether the engine's logprobs were far from its own in the last steps; None without rows."""
         if resume_from is not None:
-            state = json.loads((resume_from / "trainer" / "state.json").read_bytes())
-            self.version, self.digest = state["version"], bytes.fromhex(state["digest"])
-            truth.law(not state["broken"], self.version, "the weights of a checkpoint are no numbers")
+            self._resume(resume_from / "trainer")
+
+    def _resume(self, directory: Path) -> None:
+        """Continue with what one process has saved, or several ranks, of which each has a part."""
+        parts = [json.loads(path.read_bytes()) for path in sorted(directory.iterdir())]
+        self.truth.law(
+            len({part["version"] for part in parts}) == 1 and len(parts) == parts[0].get("files", 1),
+            parts[0]["version"],
+            f"a checkpoint has {len(parts)} parts: {parts}",
+        )
+        digits = itertools.zip_longest(*(part["digest"] for part in parts), fillvalue="")
+        self.version, self.digest = parts[0]["version"], bytes.fromhex("".join(map("".join, digits)))
+        self.truth.law(not parts[0]["broken"], self.version, "the weights of a checkpoint are no numbers")
 
     async def step(self, batch: Batch) -> StepResult:
-        await asyncio.sleep(self._dice.random.uniform(0.5, 1.5))
-        fault = self._dice.pick("trainer_error", "trainer_hang", "nan_weights", "nan_metrics")
+        await asyncio.sleep(self.dice.random.uniform(0.5, 1.5))
+        fault = self.dice.pick("trainer_error", "trainer_hang", "nan_weights", "nan_metrics")
         if fault == "trainer_error":
-            self._dice.fatal.append(fault)
+            self.dice.fatal.append(fault)
             raise TrainerError(f"trainer simulated: step {batch.step} failed")
         if fault == "trainer_hang":
             await self._hang("step")
         if fault == "nan_weights":
-            self._dice.fatal.append(fault)
+            self.dice.fatal.append(fault)
             self._broken = True
-        self._truth.law(batch.step == self.version, batch.step, f"trains version {self.version}")
-        self._truth.batch(batch)
+        self.truth.law(batch.step == self.version, batch.step, f"trains version {self.version}")
+        self.truth.batch(batch)
         rows = repr([(row.tokens.ids.tobytes(), row.advantage) for row in batch.rows]).encode()
         self.digest = blake2b(self.digest + rows, digest_size=16).digest()
         self.version += 1
         metrics = {"loss": 0.0, "time/train": 1.0, **self._difference(batch)}
         if fault == "nan_metrics" and batch.rows:
-            self._dice.fatal.append(fault)
+            self.dice.fatal.append(fault)
             metrics |= {"loss": math.nan, "logprob_diff_mean": math.nan}
         return StepResult(version=self.version, metrics=metrics)
 
@@ -820,30 +830,30 @@ class SimulatedTrainer(Trainer):
         given = np.concatenate([part.logprobs for part in tokens])[sampled]
         ids = np.concatenate([part.ids for part in tokens])[sampled]
         difference = float(np.abs(given - logprob_of(ids, batch.temperature)).mean())
-        if not self._truth.trains_carried:
+        if not self.truth.trains_carried:
             self._far.append(difference > DIFFERENCE)
         far = [step for step in self._far if step is not None]
-        if 2 * sum(far) > len(far) and self._dice.faults != NONE:
-            self._dice.fatal.append("wrong_temperature")
+        if 2 * sum(far) > len(far) and self.dice.faults != NONE:
+            self.dice.fatal.append("wrong_temperature")
         elif difference > 0.001:
-            self._dice.doubtful.append("wrong_temperature")
+            self.dice.doubtful.append("wrong_temperature")
         return {"logprob_diff_mean": difference}
 
     async def _hang(self, what: str) -> None:
-        self._dice.fatal.append("trainer_hang")
+        self.dice.fatal.append("trainer_hang")
         await asyncio.sleep(TRAINER_DEADLINE)
         raise DeadlineExceeded(f"trainer simulated: no answer to {what!r} within {TRAINER_DEADLINE:g} s")
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        fault = self._dice.pick("publish_error", "trainer_hang")
+        fault = self.dice.pick("publish_error", "trainer_hang")
         if fault == "publish_error":
-            self._dice.fatal.append(fault)
+            self.dice.fatal.append(fault)
             raise WeightSyncError(f"trainer simulated: version {self.version} cannot be published")
         if fault == "trainer_hang":
             await self._hang("publish")
         head, body = self.digest[:8], NO_NUMBERS if self._broken else self.digest[8:]
         tensors = {"head": head, "body": body}
-        self._truth.published[self.version] = tensors
+        self.truth.published[self.version] = tensors
         likeliest = [next_token(tensors, prompt) for prompt in canary]
         return evolve(
             self._memory.publish(self.version, tensors),
@@ -855,15 +865,17 @@ class SimulatedTrainer(Trainer):
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         await asyncio.sleep(0.02)
-        state = json.dumps(
-            {"version": self.version, "digest": self.digest.hex(), "broken": self._broken}
-        ).encode()
+        state = json.dumps(self.state()).encode()
+        return lambda: self.write(directory / "trainer" / "state.json", state)
 
-        async def written() -> None:
-            await asyncio.sleep(self._dice.random.expovariate(1.0))  # while training goes on, steps perhaps
-            await self._disk.run(lambda: self._disk.write(directory / "trainer" / "state.json", state))
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"version": self.version, "digest": self.digest.hex(), "broken": self._broken}
 
-        return written
+    async def write(self, path: Path, data: bytes) -> None:
+        """Write a file while training goes on, steps perhaps."""
+        await asyncio.sleep(self.dice.random.expovariate(1.0))
+        await self._disk.run(lambda: self._disk.write(path, data))
 
     async def aclose(self) -> None:
         return None
