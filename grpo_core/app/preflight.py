@@ -65,6 +65,11 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     check_response_format(config.model.response_format)
 
 
+def check_task(name: str, task: TaskConfig, config: Config, host: PluginHost) -> None:
+    """Raise ConfigError or PluginError if the environment of a task cannot be made on this machine."""
+    _check_environment(f"tasks.{name}", task, config.environment, host, remote=False)
+
+
 def _check_loss(config: Config, host: PluginHost) -> None:
     """Raise ConfigError for options of the loss that cannot be, or that make no sense with other sections."""
     host.check_options("loss", config.loss.name, config.loss.options)

@@ -220,7 +220,7 @@ async def validate(
     ((key, engine_config),) = engines.items()
     placement = make_placement(config.placement, host)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(reported_to(_said(status)))
+        stack.enter_context(reported_to(lines_of_incidents(status)))
         status("starting the environments")
         sets = [name for name in config.validation.sets if name in only or not only]
         if only and model is not None:  # otherwise the model may be made from the prompts of all tasks
@@ -278,7 +278,7 @@ async def _held_out(
 # ---------------------------------------------------------------------------------- around it
 
 
-def _said(status: Callable[[str], None]) -> Callable[[Incident], None]:
+def lines_of_incidents(status: Callable[[str], None]) -> Callable[[Incident], None]:
     """Return a receiver of incidents that says them in lines, not too many."""
     lines = Lines()
 

@@ -71,6 +71,10 @@ class Tasks:
         found = await gather(self._prompts(*named, split) for named in self.environments.items())
         return dict(zip(self.environments, found, strict=True))
 
+    async def prompts_of(self, task: str, split: str) -> Sequence[Prompt]:
+        """Return the prompts of one task.  Raises PluginError, ConfigError."""
+        return await self._prompts(task, self.environments[task], split)
+
     async def held_out(
         self, validation: ValidationConfig, names: Collection[str], *, tasks: bool
     ) -> list[HeldOut]:

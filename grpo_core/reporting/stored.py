@@ -18,6 +18,7 @@ is line r of the texts:
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError, shortened
 from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.run_directory import ROLLOUTS, VALIDATION
+from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,18 +91,60 @@ def stored_rollouts(run: Path | str, step: int, *, validation: bool = False) -> 
     found = next((path for end in TEXTS if (path := Path(f"{name}{end}")).is_file()), None)
     if found is None:
         raise ConfigError(f"{name}{TEXTS[1]}: does not exist; the run has stored no rollouts of this step")
-    try:
-        data = found.read_bytes()
-        lines = [
-            json.loads(line)
-            for line in (gzip.decompress(data) if found.suffix == ".gz" else data).splitlines()
-        ]
-        segments = _segments(Path(f"{name}{TOKENS}"), len(lines))
+    return groups_in(found)
+
+
+def groups_in(file: Path) -> list[Group]:
+    """Read a file of texts, and the file of tokens beside it if there is one.
+
+    Raises ConfigError if they are not there, or are damaged.
+    """
+    with _readable(file):
+        lines = _lines(file)
+        segments = _segments(Path(f"{str(file).removesuffix(_ending(file))}{TOKENS}"), len(lines))
         return [
             _group([*some]) for _, some in groupby(zip(lines, segments, strict=True), lambda e: e[0]["group"])
         ]
+
+
+def prompts_in(file: Path) -> list[Prompt]:
+    """Read the prompts of a file of texts, without ``info``, one for each group.
+
+    Raises ConfigError if it is not there, or is damaged.
+    """
+    with _readable(file):
+        return [_prompt(next(some)) for _, some in groupby(_lines(file), lambda line: line["group"])]
+
+
+def files_of_texts(folder: Path) -> dict[int, Path]:
+    """Return the files of texts in a folder by their steps, in order."""
+    found = {
+        step: path
+        for path in folder.glob("step-*")
+        if path.name.endswith(TEXTS) and (step := rollouts_step(path.name)) is not None
+    }
+    return dict(sorted(found.items()))
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raise ConfigError for what is wrong with a file that is read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: does not exist") from None
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{found}: cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{file}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    data = file.read_bytes()
+    lines = (gzip.decompress(data) if file.suffix == ".gz" else data).splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _ending(file: Path) -> str:
+    return next((end for end in TEXTS if file.name.endswith(end)), "")
 
 
 # ---------------------------------------------------------------------------------- writing
@@ -231,16 +274,20 @@ def _each_segment(arrays: Arrays) -> Iterator[Segment]:
 def _group(found: Sequence[tuple[Mapping[str, Any], list[Segment]]]) -> Group:
     first = found[0][0]
     return Group(
-        prompt=Prompt(
-            messages=first["messages"][: first["prompt_messages"]],
-            answer=first["answer"],
-            id=first["prompt"],
-            environment=first["task"],
-        ),
+        prompt=_prompt(first),
         rollouts=tuple(_rollout(line, segments) for line, segments in found),
         generation_version=first["generation_version"],
         target_version=first["target_version"],
         slot=first["slot"],
+    )
+
+
+def _prompt(line: Mapping[str, Any]) -> Prompt:
+    return Prompt(
+        messages=line["messages"][: line["prompt_messages"]],
+        answer=line["answer"],
+        id=line["prompt"],
+        environment=line["task"],
     )
 
 

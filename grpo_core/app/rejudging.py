@@ -1,0 +1,296 @@
+"""Judges stored rollouts again: their environment evaluates each turn once more, in its own process.
+
+What the model said stays as it is.  Each turn is evaluated as in the run, in its order and with a new session
+where the environment has sessions; tools run again, since their answers may change a session.  Where the
+environment answers something else than what is stored, the rest of the conversation is judged nevertheless,
+and that is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import define, evolve, field, frozen
+
+from grpo_core.aio import gather
+from grpo_core.app.tasks import Tasks
+from grpo_core.environments.host import calls_of
+from grpo_core.errors import ConfigError, GrpoError, PluginError
+from grpo_core.protocols import EnvironmentClient
+from grpo_core.records import EndReason, Episode, Feedback, Group, Message, Prompt, Rollout
+
+AT_ONCE = 256
+"""Number of rollouts that are judged at once; a group is not split."""
+ROWS = 1000
+"""Number of prompts of a task that are looked at in one go."""
+
+_SESSIONS = itertools.count()
+
+
+@frozen(kw_only=True)
+class Judged:
+    """A stored rollout, and the judgement of today."""
+
+    prompt: Prompt
+    group: int
+    """Place of its group in its file."""
+    stored: Rollout
+    reward: float | None = None
+    success: bool | None = None
+    metrics: Mapping[str, float] = field(factory=dict)
+    error: str | None = None
+    """Why it has no reward now."""
+    answers_differ: bool = False
+    """Whether the environment said something else than what is stored."""
+    unfinished: bool = False
+    """Whether the environment would go on where the stored conversation ends."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the reward or the success is another one."""
+        old, new = self.stored.reward, self.reward
+        if old is None or new is None:
+            return old is not new
+        return abs(new - old) > 1e-9 * max(1.0, abs(old)) or self.stored.success is not self.success
+
+
+@define(eq=False)
+class _Replay:
+    """A stored rollout while its turns are judged again."""
+
+    group: int
+    prompt: Prompt
+    stored: Rollout
+    ends: list[int] = field(init=False)
+    """Number of messages up to each completion."""
+    tokens: list[int] = field(init=False)
+    """Number of tokens of all completions up to each."""
+    session: str = field(init=False, factory=lambda: f"again {next(_SESSIONS)}")
+    turn: int = 0
+    reward: float = 0.0
+    metrics: dict[str, float] = field(factory=dict)
+    error: str | None = None
+    differs: bool = False
+    unfinished: bool = False
+    done: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        said = self.stored.messages
+        first = len(self.prompt.messages)
+        self.ends = [i + 1 for i in range(first, len(said)) if said[i]["role"] == "assistant"]
+        self.tokens = _tokens_of_turns(self.stored, len(self.ends))
+        if not self.ends or len(self.ends) != self.stored.turns:
+            self.fail(f"its {self.stored.turns} turns cannot be found in its {len(said)} messages")
+
+    def episode(self) -> Episode:
+        return Episode(
+            prompt=self.prompt,
+            messages=self.stored.messages[: self.ends[self.turn]],
+            turn=self.turn,
+            session=self.session,
+            group=str(self.group),
+            finish_reason=self._finish_reason(),
+            completion_tokens=self.tokens[self.turn],
+        )
+
+    def _finish_reason(self) -> EndReason:
+        """Return how the completion of this turn ended, as far as that is stored."""
+        last = self.turn == len(self.ends) - 1
+        ended: Any = self.stored.finish_reason if last else "stop"
+        if ended in ("turns", "tool_calls") and not self.stored.messages[self.ends[self.turn] - 1].get(
+            "tool_calls"
+        ):
+            return "stop"  # the limit came after what the environment said
+        reason: EndReason = ended
+        return reason
+
+    def take(self, feedback: Feedback) -> None:
+        """Take what the environment says about this turn."""
+        if self.done:  # it was shown once more for the sake of its group
+            return
+        if feedback.error is not None or (feedback.done and feedback.reward is None):
+            self.fail(feedback.error or "the environment returned no feedback")
+            return
+        self.reward += feedback.reward or 0.0
+        self.metrics |= feedback.metrics
+        last = self.turn == len(self.ends) - 1
+        if not last:
+            answer = self.stored.messages[self.ends[self.turn] : self.ends[self.turn + 1] - 1]
+            said = () if feedback.done else feedback.messages
+            self.differs = self.differs or _said(answer) != _said(said)
+        self.unfinished = last and not feedback.done and self.stored.finish_reason == "stop"
+        self.done = last or feedback.done
+        self.turn += not self.done
+
+    def fail(self, error: str) -> None:
+        self.done, self.error = True, error
+
+    def judged(self, threshold: float | None) -> Judged:
+        reward = None if self.error is not None else self.reward
+        return Judged(
+            prompt=self.prompt,
+            group=self.group,
+            stored=self.stored,
+            reward=reward,
+            success=None if threshold is None or reward is None else reward >= threshold,
+            metrics=self.metrics,
+            error=self.error,
+            answers_differ=self.differs,
+            unfinished=self.unfinished,
+        )
+
+
+async def judge(
+    groups: Sequence[tuple[int, Group]], environments: Mapping[str, EnvironmentClient]
+) -> list[Judged]:
+    """Judge the rollouts of groups again, in order.
+
+    Args:
+        groups: groups with the prompts of today, each with its place in its file.
+        environments: the environments of their tasks, which are started.
+    """
+    found: dict[int, list[Judged]] = {}
+
+    async def one(task: str, part: Sequence[tuple[int, Group]]) -> None:
+        for some in _parts(part):
+            replays = [
+                _Replay(group=place, prompt=group.prompt, stored=rollout)
+                for place, group in some
+                for rollout in group.rollouts
+            ]
+            await _replay(replays, environments[task])
+            for replay in replays:
+                found.setdefault(replay.group, []).append(replay.judged(environments[task].success))
+
+    by_task: dict[str, list[tuple[int, Group]]] = defaultdict(list)
+    for place, group in groups:
+        by_task[group.prompt.environment].append((place, group))
+    await gather(one(*task) for task in by_task.items())
+    return [each for place, _ in groups for each in found.get(place, ())]
+
+
+def _parts(groups: Sequence[tuple[int, Group]]) -> Iterator[list[tuple[int, Group]]]:
+    part: list[tuple[int, Group]] = []
+    for each in groups:
+        if part and sum(len(group.rollouts) for _, group in [*part, each]) > AT_ONCE:
+            yield part
+            part = []
+        part.append(each)
+    yield part
+
+
+async def _replay(replays: Sequence[_Replay], environment: EnvironmentClient) -> None:
+    """Evaluate the turns of rollouts once more; all have the same environment."""
+    waiting = [each for each in replays if not each.done]
+    try:
+        started = await environment.open({each.session: each.prompt for each in waiting})
+        for each, start in zip(waiting, started, strict=True):
+            if start.error is not None:
+                each.fail(start.error)
+        while shown := _to_show(replays, environment.needs_group):
+            feedback = await environment.evaluate([each.episode() for each in shown])
+            for each, said in zip(shown, feedback, strict=True):
+                each.take(said)
+    finally:
+        await environment.close([each.session for each in waiting])
+
+
+def _to_show(replays: Sequence[_Replay], whole_groups: bool) -> list[_Replay]:
+    """Return what is evaluated next; groups that are compared wait until none of theirs calls a tool."""
+    live = [each for each in replays if not each.done]
+    if not whole_groups:
+        return live
+    if calling := [each for each in live if calls_of(each.episode())]:
+        return calling
+    groups = {each.group for each in live}
+    return [each for each in replays if each.group in groups and each.error is None]
+
+
+def _said(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    return [(message["role"], str(message.get("content") or "")) for message in messages]
+
+
+def _tokens_of_turns(rollout: Rollout, turns: int) -> list[int]:
+    """Return the number of sampled tokens up to each turn, or of the whole rollout where that is unknown.
+
+    A completion is an unbroken run of sampled tokens.
+    """
+    runs = [
+        sum(1 for _ in run)
+        for segment in rollout.segments
+        for sampled, run in itertools.groupby(segment.tokens.sampled.tolist())
+        if sampled
+    ]
+    return list(itertools.accumulate(runs)) if len(runs) == turns else [rollout.n_sampled] * turns
+
+
+# ---------------------------------------------------------------------------------- prompts
+
+
+@define
+class KnownPrompts:
+    """The prompts of stored rollouts as the tasks have them today, with their ``info``.
+
+    A prompt that has the id but another text is another prompt.
+    """
+
+    found: dict[tuple[str, str], Prompt] = field(factory=dict)
+    missing: dict[str, list[str]] = field(factory=dict)
+    """Ids of the prompts that no longer exist, by task."""
+    others: dict[str, list[str]] = field(factory=dict)
+    """Ids of the prompts whose text is another one now, by task."""
+
+    def of(self, group: Group) -> Group | None:
+        """Return the group with the prompt of today, or None."""
+        prompt = self.found.get((group.prompt.environment, group.prompt.id))
+        return None if prompt is None else evolve(group, prompt=prompt)
+
+
+async def look_up(
+    tasks: Tasks, wanted: Mapping[str, Mapping[str, Prompt]], *, held_out: bool
+) -> KnownPrompts:
+    """Look for stored prompts by task and id, first among the held-out ones or among those for training."""
+    known = KnownPrompts()
+    left = {task: dict(prompts) for task, prompts in wanted.items()}
+    others: dict[str, set[str]] = defaultdict(set)
+    refused: dict[str, GrpoError] = {}
+    for split in ("validation", "train") if held_out else ("train", "validation"):
+        for task in [task for task, prompts in left.items() if prompts]:
+            try:
+                prompts = await tasks.prompts_of(task, split)
+            except (PluginError, ConfigError) as error:
+                if task in refused:
+                    raise refused[task] from error
+                refused[task] = error  # an environment need not have both splits
+            else:
+                await asyncio.to_thread(_match, prompts, left[task], others[task], task, known)
+    for task, ids in left.items():
+        if ids:
+            known.others[task] = [id for id in ids if id in others[task]]
+            known.missing[task] = [id for id in ids if id not in others[task]]
+    return known
+
+
+def _match(
+    prompts: Sequence[Prompt], left: dict[str, Prompt], others: set[str], task: str, known: KnownPrompts
+) -> None:
+    """Move the prompts that are found out of ``left``."""
+    for begin in range(0, len(prompts), ROWS):
+        for prompt in prompts[begin : begin + ROWS]:
+            if (stored := left.get(prompt.id)) is None:
+                continue
+            if _plain(prompt.messages) == _plain(stored.messages):
+                known.found[task, prompt.id] = evolve(prompt, environment=task)
+                del left[prompt.id]
+            else:
+                others.add(prompt.id)
+        if not left:
+            return
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [dict(message) for message in messages]

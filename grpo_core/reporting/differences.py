@@ -1,0 +1,275 @@
+"""What changes where rollouts are judged a second time: counts, means, and the largest changes."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from attrs import define, field, frozen
+
+from grpo_core.errors import cut
+from grpo_core.records import Prompt, Rollout
+
+LARGEST = 10
+"""Number of changes of a task that are shown."""
+ERRORS = 100
+"""Largest number of different errors that are counted."""
+IDS = 5
+"""Number of prompts that are named."""
+
+
+class Judgement(Protocol):
+    """A stored rollout, and another judgement of it."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+    @property
+    def stored(self) -> Rollout: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def success(self) -> bool | None: ...
+    @property
+    def error(self) -> str | None: ...
+    @property
+    def answers_differ(self) -> bool: ...
+    @property
+    def unfinished(self) -> bool: ...
+    @property
+    def changed(self) -> bool: ...
+
+
+@frozen(kw_only=True, order=False)
+class Change:
+    """A rollout whose reward changed."""
+
+    step: int
+    prompt: str
+    before: float | None
+    after: float | None
+    seed: int
+    reply: str
+    error: str | None
+
+    @property
+    def size(self) -> float:
+        """Size of the change; a reward that is lost or new counts as the largest."""
+        return float("inf") if self.before is None or self.after is None else abs(self.after - self.before)
+
+
+@define(eq=False)
+class TaskDifference:
+    """The difference between two judgements of a task's rollouts."""
+
+    env: str
+    """Name of the environment that judged the second time."""
+    judged: int = 0
+    """Number of rollouts that were judged again."""
+    scored: int = 0
+    """Number of rollouts that have a reward both times; means are over these."""
+    higher: int = 0
+    lower: int = 0
+    success_only: int = 0
+    """Number of rollouts with the same reward and another success."""
+    now_unscored: int = 0
+    now_scored: int = 0
+    failed: int = 0
+    """Number of rollouts that had a reward, and now have an error."""
+    answers_differ: int = 0
+    unfinished: int = 0
+    rewards: list[float] = field(factory=lambda: [0.0, 0.0])
+    """Sums of the rewards before and after."""
+    with_success: int = 0
+    successes: list[int] = field(factory=lambda: [0, 0])
+    groups: int = 0
+    teaching: list[int] = field(factory=lambda: [0, 0])
+    """Number of groups whose rewards differ, before and after: only these teach something."""
+    errors: Counter[str] = field(factory=Counter)
+    """Numbers of the rollouts without a reward now, by error."""
+    largest: list[tuple[float, int, Change]] = field(factory=list)
+
+    @property
+    def changed(self) -> int:
+        """Number of rollouts with another judgement."""
+        return self.higher + self.lower + self.success_only + self.now_unscored + self.now_scored
+
+    def add(self, step: int, group: Sequence[Judgement]) -> None:
+        """Count the rollouts of a group."""
+        for each in group:
+            self._count(each)
+        if changes := [_change(step, each) for each in group if each.changed]:
+            self._remember(max(changes, key=lambda change: change.size))
+        self.groups += 1
+        for place, rewards in enumerate(([e.stored.reward for e in group], [e.reward for e in group])):
+            self.teaching[place] += len({reward for reward in rewards if reward is not None}) > 1
+
+    def _count(self, each: Judgement) -> None:
+        before, after = each.stored.reward, each.reward
+        self.judged += 1
+        self.answers_differ += each.answers_differ
+        self.unfinished += each.unfinished
+        self.now_unscored += before is not None and after is None
+        self.now_scored += before is None and after is not None
+        self.failed += before is not None and each.error is not None
+        if each.error and (len(self.errors) < ERRORS or each.error in self.errors):
+            self.errors[each.error] += 1
+        if before is None or after is None:
+            return
+        self.scored += 1
+        self.rewards = [self.rewards[0] + before, self.rewards[1] + after]
+        if each.changed:
+            moved = abs(after - before) > 1e-9 * max(1.0, abs(before))
+            self.higher += moved and after > before
+            self.lower += moved and after < before
+            self.success_only += not moved
+        if each.stored.success is not None and each.success is not None:
+            self.with_success += 1
+            self.successes = [self.successes[0] + each.stored.success, self.successes[1] + each.success]
+
+    def _remember(self, change: Change) -> None:
+        item = (change.size, -self.groups, change)  # of equal changes the first
+        if len(self.largest) < LARGEST:
+            heapq.heappush(self.largest, item)
+        else:
+            heapq.heappushpop(self.largest, item)
+
+    def changes(self) -> list[Change]:
+        """Return the largest changes, in falling order, one for each group."""
+        return [change for _, _, change in sorted(self.largest, key=lambda item: item[:2], reverse=True)]
+
+    def mean(self, place: int) -> float | None:
+        """Return the mean reward before (0) or after (1)."""
+        return self.rewards[place] / self.scored if self.scored else None
+
+    def accuracy(self, place: int) -> float | None:
+        """Return the share of successes before (0) or after (1); None if no success is declared."""
+        return self.successes[place] / self.with_success if self.with_success else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        counts = ("judged", "scored", "changed", "higher", "lower", "success_only", "now_unscored")
+        more = ("now_scored", "failed", "answers_differ", "unfinished", "groups")
+        return {
+            "env": self.env,
+            **{name: getattr(self, name) for name in (*counts, *more)},
+            "reward": {"before": self.mean(0), "after": self.mean(1)},
+            "accuracy": {"before": self.accuracy(0), "after": self.accuracy(1)},
+            "groups_with_different_rewards": {"before": self.teaching[0], "after": self.teaching[1]},
+            "errors": dict(self.errors.most_common()),
+            "largest_changes": [
+                {
+                    "step": change.step,
+                    "prompt": change.prompt,
+                    "seed": change.seed,
+                    "before": change.before,
+                    "after": change.after,
+                    "reply": change.reply,
+                    "error": change.error,
+                }
+                for change in self.changes()
+            ],
+        }
+
+
+def _change(step: int, each: Judgement) -> Change:
+    last = (each.stored.messages or ({},))[-1]
+    return Change(
+        step=step,
+        prompt=each.prompt.id,
+        before=each.stored.reward,
+        after=each.reward,
+        seed=each.stored.seed,
+        reply=cut(" ".join(str(last.get("content") or "").split()), 300),
+        error=each.error,
+    )
+
+
+# ---------------------------------------------------------------------------------- text
+
+
+def shown(
+    differences: Mapping[str, TaskDifference],
+    missing: Mapping[str, Sequence[str]],
+    others: Mapping[str, Sequence[str]],
+    width: int,
+) -> str:
+    """Return the differences of all tasks as text for a terminal of this width."""
+    blocks = []
+    for task, difference in differences.items():
+        lines = [f"{task}, judged by {difference.env}"]
+        if difference.judged:
+            lines += _table(difference)
+            lines += _changes(difference, width)
+        lines += _notes(difference, missing.get(task, ()), others.get(task, ()))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _table(difference: TaskDifference) -> Iterator[str]:
+    def row(name: str, before: str, after: str, change: str = "") -> str:
+        return f"  {name:<22}{before:>10}{after:>10}{change:>10}".rstrip()
+
+    yield row("", "before", "after", "change")
+    if (was := difference.mean(0)) is not None and (now := difference.mean(1)) is not None:
+        yield row("mean reward", f"{was:.4g}", f"{now:.4g}", f"{now - was:+.4g}")
+    if (was := difference.accuracy(0)) is not None and (now := difference.accuracy(1)) is not None:
+        yield row("accuracy", f"{was:.1%}", f"{now:.1%}", f"{100 * (now - was):+.1f}")
+    was, now = difference.teaching
+    yield row("groups that teach", f"{was:,}", f"{now:,}", f"{now - was:+,}")
+    told = ", ".join(
+        f"{number:,} {what}"
+        for number, what in (
+            (difference.higher, "higher"),
+            (difference.lower, "lower"),
+            (difference.success_only, "another success"),
+            (difference.now_scored, "newly scored"),
+            (difference.now_unscored, "no longer scored"),
+        )
+        if number
+    )
+    yield f"  {difference.changed:,} of {difference.judged:,} rollouts change{f': {told}' if told else ''}"
+
+
+def _changes(difference: TaskDifference, width: int) -> Iterator[str]:
+    changes = difference.changes()
+    if not changes:
+        return
+    yield f"\n  the largest changes of {len(changes)} groups:" if len(changes) > 1 else ""
+    for change in changes:
+        told = f"  step {change.step}, prompt {cut(change.prompt, 40)}: {_value(change.before)} -> "
+        told += _value(change.after)
+        why = change.error or change.reply
+        if len(told) + 30 <= width:
+            yield cut(f"{told}  {why}", width)
+        else:
+            yield from (told, cut(f"      {why}", max(30, width)))
+
+
+def _value(reward: float | None) -> str:
+    return "unscored" if reward is None else f"{reward:.4g}"
+
+
+def _notes(difference: TaskDifference, missing: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+    if missing:
+        yield f"  not judged: {_prompts(missing)} no longer in the task"
+    if others:
+        yield f"  not judged: {_prompts(others)} with another text now"
+    if difference.answers_differ:
+        yield (
+            f"  {difference.answers_differ:,} rollouts: the environment now says something else between two "
+            "turns"
+        )
+    if difference.unfinished:
+        yield f"  {difference.unfinished:,} rollouts: the environment would now go on after the last turn"
+    if difference.failed:
+        yield f"  {difference.failed:,} rollouts had a reward, and could not be judged:"
+        for error, number in difference.errors.most_common(3):
+            yield f"    {number:,} times: {cut(' '.join(error.split()), 300)}"
+
+
+def _prompts(ids: Sequence[str]) -> str:
+    named = ", ".join(cut(id, 40) for id in ids[:IDS])
+    more = f", and {len(ids) - IDS:,} more" if len(ids) > IDS else ""
+    return f"{len(ids):,} {'prompt' if len(ids) == 1 else 'prompts'} ({named}{more})"
