@@ -1,4 +1,4 @@
-"""What changes where rollouts are judged a second time: counts, means, and the largest changes."""
+"""Counts what changes where rollouts are judged a second time: means, successes, and the largest changes."""
 
 from __future__ import annotations
 
