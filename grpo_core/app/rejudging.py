@@ -21,7 +21,7 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.environments.host import calls_of
 from grpo_core.errors import ConfigError, GrpoError, PluginError
 from grpo_core.protocols import EnvironmentClient
-from grpo_core.records import EndReason, Episode, Feedback, Group, Message, Prompt, Rollout
+from grpo_core.records import TRUNCATED, EndReason, Episode, Feedback, Group, Message, Prompt, Rollout
 
 AT_ONCE = 256
 """Number of rollouts that are judged at once; a group is not split."""
@@ -101,10 +101,9 @@ class _Replay:
         """Return how the completion of this turn ended, as far as that is stored."""
         last = self.turn == len(self.ends) - 1
         ended: Any = self.stored.finish_reason if last else "stop"
-        if ended in ("turns", "tool_calls") and not self.stored.messages[self.ends[self.turn] - 1].get(
-            "tool_calls"
-        ):
-            return "stop"  # the limit came after what the environment said
+        calls = self.stored.messages[self.ends[self.turn] - 1].get("tool_calls")
+        if ended not in TRUNCATED and not calls:
+            return "stop"  # another limit came after what the environment said
         reason: EndReason = ended
         return reason
 
