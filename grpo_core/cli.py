@@ -15,9 +15,6 @@ from cyclopts import App, CycloptsError, Parameter
 
 ALONE = {"--resume": "latest", "--ray": ""}
 """Values of options that are given without one."""
-LONGEST_ERROR = 20_000
-"""Number of characters of an error that are printed."""
-
 app = App(
     name="grpo-core",
     help="Asynchronous GRPO for language models: domains are plugins, async RL is the core.",
@@ -284,6 +281,66 @@ def check(
     return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
 
 
+@app.command(name="try")
+def try_(
+    name: str,
+    *,
+    model: str | None = None,
+    run: Path | None = None,
+    prompt: str | None = None,
+    prompts: int = 1,
+    split: Literal["train", "validation"] = "train",
+    seed: int = 0,
+    temperature: float | None = None,
+    engine: str | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Play against an environment in the terminal, or let a model play and show all that happens.
+
+    Replies are typed, or are the lines of standard input.
+
+    Parameters
+    ----------
+    name
+        Name of the environment, as "math:sort" or "./file.py:Class"; with --run also a task of the run.
+    model
+        Directory, hub id or name of a model that plays, as in "tiny".
+    run
+        Directory of a run whose newest checkpoint plays.
+    prompt
+        Id of the prompt.  Default: the first one.
+    prompts
+        Number of prompts that are played one after another.
+    split
+        Prompts to play: those for training, or those for validation.
+    seed
+        Seed of a model that plays.
+    temperature
+        Sampling temperature of a model that plays.  Default: as in training.
+    engine
+        Engine of a model that plays.
+    set_
+        Set an option of the environment, as in "length=3"; may be repeated.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.app import trying
+    from grpo_core.errors import ConfigError
+
+    if model is not None and run is not None:
+        raise ConfigError("--model and --run: one of them plays; leave the other one out")
+    choice = trying.Choice(split=split, prompt=prompt, prompts=prompts, seed=seed, temperature=temperature)
+    return trying.main(
+        name,
+        target=model if run is None else str(run),
+        engine=engine,
+        choice=choice,
+        settings=set_ or [],
+        block=no_plugin or [],
+    )
+
+
 @app.command
 def new(
     kind: Literal[
@@ -385,6 +442,19 @@ def plugins(*, json: bool = False) -> int:
     return 0
 
 
+@app.command
+def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
+    """Print the completion of commands and options for a shell.
+
+    Parameters
+    ----------
+    shell
+        The shell that reads it.
+    """
+    print(app.generate_completion(prog_name="grpo-core", shell=shell))
+    return 0
+
+
 def _describe(row: dict[str, Any]) -> str:
     lines = [f"{row['name']}  ({row['distribution']} {row['version']})"]
     if row.get("error"):
@@ -399,71 +469,28 @@ def _describe(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
+    from grpo_core.complaints import complain, make_log_inert, unexpected
     from grpo_core.errors import ConfigError, GrpoError
 
-    _make_log_inert()
+    make_log_inert()
     try:
         arguments = _with_values(sys.argv[1:])
         status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
     except CycloptsError:  # it is printed already
         status = ConfigError.exit_status
     except GrpoError as error:
-        _complain(f"grpo-core: {error}")
+        complain(f"grpo-core: {error}")
         status = error.exit_status
     except OSError as error:  # a full disk or a directory without permission
-        _complain(f"grpo-core: {error}")
+        complain(f"grpo-core: {error}")
         status = 1
     except KeyboardInterrupt:
         print("grpo-core: interrupted", file=sys.stderr)
         status = 130
     except Exception as error:
-        _complain(_unexpected(error))
+        complain(unexpected(error))
         status = 1
     sys.exit(status)
-
-
-def _unexpected(error: Exception) -> str:
-    """Return one line if memory is missing, wherever a library noticed it, and else the traceback."""
-    import traceback
-
-    from grpo_core.errors import one_line, out_of_memory
-
-    if (cause := out_of_memory(error)) is None:
-        return "".join(traceback.format_exception(error))
-    told = f" ({one_line(cause)})" if str(cause) else ""
-    return f"grpo-core: out of memory{told}: {_memory_limit()}"
-
-
-def _memory_limit() -> str:
-    """Return what limits the memory of this process, and what helps."""
-    import resource
-
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most == resource.RLIM_INFINITY:
-        return "this machine or container has none left; end other programs, or give it more"
-    return f"this process may use {most // 2**20:,} MiB of address space (ulimit -v); raise the limit"
-
-
-def _complain(text: str) -> None:
-    """Print an error; it may quote what a model said, and all of it."""
-    from grpo_core.errors import shortened
-    from grpo_core.inert import inert
-
-    print(inert(shortened(text, LONGEST_ERROR)), file=sys.stderr)
-
-
-def _make_log_inert() -> None:
-    """Let warnings that no handler was configured for quote hostile text without doing what it says."""
-    import logging
-
-    from grpo_core.inert import inert
-
-    class Inert(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return inert(super().format(record))
-
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(Inert())
 
 
 def _with_values(arguments: list[str]) -> list[str]:

@@ -40,11 +40,12 @@ from grpo_core.incidents import Incident, Lines, report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.pipeline import Pipeline
+from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.plugins.host import PluginHost
 from grpo_core.processes import spare_the_collector
-from grpo_core.protocols import Tracker
+from grpo_core.protocols import Engine, Tracker
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
@@ -213,11 +214,6 @@ async def validate(
         only: names of the tasks and sets that are measured; without names all are.
         emit: receives the rollouts, as an event, also if the strategy fails.
     """
-    from grpo_core.training.building import saved_tensors
-    from grpo_core.weights.shm import SharedMemoryWriter
-
-    engines = engines_of(config, trains=False)
-    ((key, engine_config),) = engines.items()
     placement = make_placement(config.placement, host)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(reported_to(lines_of_incidents(status)))
@@ -226,26 +222,19 @@ async def validate(
         if only and model is not None:  # otherwise the model may be made from the prompts of all tasks
             needed = {*only, *(config.validation.sets[name].task for name in sets)}
             config = evolve(config, tasks={name: one for name, one in config.tasks.items() if name in needed})
-        tasks = await stack.enter_async_context(_tasks(config, placement, sets=sets, logs=None))
+        tasks = await stack.enter_async_context(started_tasks(config, placement, sets=sets, logs=None))
         held_out = await _held_out(config, tasks, sets, only)
-        path = model or await _start_model(config, host, tasks, stack, status)
-        devices = await asyncio.to_thread(placement.devices, None, engines)
-        engine = workers.make_engine(
-            engine_config,
-            engine_setup(
-                str(path), config.model, engine_config, seed=config.seed, logs=None, colocated=False
-            ),
-            placement,
-            workers=workers.workers_of(engine_config, host),
-            tolerance=canary_tolerance(config.health, engine_config),
-            env_vars=devices.engines.get(key, ()),
+        engine, renderer = await start_engine(
+            config,
+            model,
+            adapters=adapters,
+            version=version,
+            host=host,
+            tasks=tasks,
+            placement=placement,
+            stack=stack,
+            status=status,
         )
-        stack.push_async_callback(engine.aclose)
-        status("loading the model")
-        renderer = await asyncio.to_thread(load_renderer, str(path), config.model, [engine_config])
-        writer = SharedMemoryWriter()
-        tensors = await asyncio.to_thread(saved_tensors, path, adapters, config.model)
-        await engine.update_weights(writer.write(version, tensors))
         status("validating")
         validation = make_validation(
             held_out,
@@ -258,6 +247,50 @@ async def validate(
             emit=emit,
         )
         return await validation.measure(version, validation.parts)
+
+
+async def start_engine(
+    config: Config,
+    model: Path | None,
+    *,
+    adapters: Path | None,
+    version: int,
+    host: PluginHost,
+    tasks: Tasks,
+    placement: Placement,
+    stack: contextlib.AsyncExitStack,
+    status: Callable[[str], None],
+) -> tuple[Engine, Renderer]:
+    """Start the engine of a validation with the weights of a model; it ends with the stack.
+
+    The arguments are those of ``validate``, and the started tasks and the connected placement.
+    """
+    from grpo_core.training.building import saved_tensors
+    from grpo_core.weights.shm import SharedMemoryWriter
+
+    engines = engines_of(config, trains=False)
+    ((key, engine_config),) = engines.items()
+    path = model or await _start_model(config, host, tasks, stack, status)
+    devices = await asyncio.to_thread(placement.devices, None, engines)
+    setup = engine_setup(str(path), config.model, engine_config, seed=config.seed, logs=None, colocated=False)
+    engine = workers.make_engine(
+        engine_config,
+        setup,
+        placement,
+        workers=workers.workers_of(engine_config, host),
+        tolerance=canary_tolerance(config.health, engine_config),
+        env_vars=devices.engines.get(key, ()),
+    )
+    stack.push_async_callback(engine.aclose)
+    status("loading the model")
+    renderer = await asyncio.to_thread(load_renderer, str(path), config.model, [engine_config])
+    writer = SharedMemoryWriter()
+    stack.callback(
+        lambda: writer
+    )  # what it wrote is there as long as it is, also for an engine that restarts
+    tensors = await asyncio.to_thread(saved_tensors, path, adapters, config.model)
+    await engine.update_weights(writer.write(version, tensors))
+    return engine, renderer
 
 
 async def _held_out(
@@ -324,7 +357,7 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     """Start every part of a run, and tell the trackers that the run has started."""
     run.trackers.status("starting the environments")
     sets = config.validation.due_sets
-    around = _tasks(config, run.placement, sets=sets, logs=run.directory.logs)
+    around = started_tasks(config, run.placement, sets=sets, logs=run.directory.logs)
     run.tasks = await run.stack.enter_async_context(around)
     config = with_steps(config, await run.tasks.prompts("train"))
     pipeline = await assemble(config, run)
@@ -337,7 +370,7 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
 
 
 @contextlib.asynccontextmanager
-async def _tasks(
+async def started_tasks(
     config: Config, placement: Placement, *, sets: Sequence[str], logs: Path | None
 ) -> AsyncIterator[Tasks]:
     """Start the environments of a run, and of some validation sets, while its placement is connected."""

@@ -1,0 +1,168 @@
+"""A person as an engine: the replies are typed, or are the lines of standard input."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+from grpo_core.protocols import Engine
+from grpo_core.records import Completion, GenerationRequest, Message, Weights
+from grpo_core.testing.fakes import FakeRenderer
+
+HELP = """\
+  a reply is a line; a line that ends with \\ goes on in the next one
+  /call add {"a": 1}   calls a tool; /call add a=1 does the same
+  /solve               says what solve() of the environment returns
+  /quit                ends; a reply that begins with / begins with //"""
+
+
+class InputEnded(Exception):  # noqa: N818 - nothing is wrong
+    """Nobody says anything more."""
+
+
+class TextRenderer(FakeRenderer):
+    """A token is a character; any chat is its texts one after another."""
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
+        text = "".join(str(message.get("content") or "") for message in messages)
+        return tuple(map(ord, text or " "))
+
+
+class Person(Engine):
+    """An ``Engine`` that asks for each completion.
+
+    Args:
+        ask: returns the next reply, or None if it shall be the solution; raises InputEnded when there is
+            none.
+        solve: returns the reply that the environment knows, or None.
+        say: prints a line to the person.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], str | None],
+        solve: Callable[[], Awaitable[str | None]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._ask, self._solve, self._say = ask, solve, say
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return [await self._completion() for _ in requests]
+
+    async def _completion(self) -> Completion:
+        while (reply := self._ask()) is None:
+            if (solution := await self._solve()) is not None:
+                reply = solution
+                break
+            self._say("  the environment knows no solution here")
+        ids = tuple(map(ord, reply))
+        return Completion(
+            token_ids=ids, logprobs=(0.0,) * len(ids), versions=(0,) * len(ids), finish_reason="stop"
+        )
+
+    async def update_weights(self, weights: Weights) -> None:
+        return None
+
+    async def aclose(self) -> None:
+        return None
+
+
+class Replies:
+    """Reads replies from a terminal or from any stream of lines.
+
+    Args:
+        source: standard input.
+        say: prints a line to the person.
+        tools: whether there are tools now.
+    """
+
+    def __init__(
+        self, source: TextIO, say: Callable[[str], None], tools: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._source, self._say, self._tools = source, say, tools
+        self.typed = source.isatty()
+        """Whether somebody types, who sees what is typed."""
+        if self.typed:
+            import readline  # noqa: F401 - gives input() a line that can be edited
+
+    def __call__(self) -> str | None:
+        """Return the next reply, or None if the person wants the solution.  Raises InputEnded."""
+        while True:
+            line = self._lines()
+            command, _, rest = line.partition(" ")
+            match command:
+                case "/quit":
+                    raise InputEnded("/quit")
+                case "/help":
+                    self._say(HELP)
+                case "/solve":
+                    return None
+                case "/call" if not self._tools():
+                    self._say("  this environment has no tools")
+                case "/call":
+                    if (call := _call(rest)) is not None:
+                        return call
+                    self._say('  expected /call NAME {"key": value} or /call NAME key=value')
+                case _ if command.startswith("/") and not command.startswith("//"):
+                    self._say(f"  there is no command {command}; /help lists them")
+                case _:
+                    return line[1:] if line.startswith("//") else line
+
+    def _lines(self) -> str:
+        said: list[str] = []
+        while (line := self._line("you> " if not said else "...> ")).endswith("\\"):
+            said.append(line[:-1])
+        return "\n".join([*said, line])
+
+    def _line(self, prompt: str) -> str:
+        if not self.typed:
+            line = self._source.readline()
+            if not line:
+                raise InputEnded("the input has ended")
+            return line.rstrip("\r\n")
+        with _ctrl_c():
+            try:
+                return input(prompt)
+            except EOFError:
+                raise InputEnded("the input has ended") from None
+
+
+class _ctrl_c:  # noqa: N801 - reads as what it allows
+    """Let ctrl-C end the waiting for a line: asyncio's handler would only ask the event loop, which waits."""
+
+    def __enter__(self) -> None:
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _call(text: str) -> str | None:
+    """Return a tool call as a model writes it, from a name and arguments; None if it cannot be read."""
+    name, _, rest = text.strip().partition(" ")
+    rest = rest.strip()
+    arguments: Mapping[str, Any] = {}
+    try:
+        if rest.startswith("{"):
+            arguments = json.loads(rest)
+        elif rest:
+            pairs = [word.partition("=") for word in rest.split()]
+            if not all(equals for _, equals, _ in pairs):
+                return None
+            arguments = {key: _value(value) for key, _, value in pairs}
+    except ValueError:
+        return None
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>" if name else None
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,161 @@
+"""Shows a rollout while it is played: each message, tool call and reward, as its environment sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from grpo_core.inert import inert
+from grpo_core.protocols import AgentEndpoint, EnvironmentClient
+from grpo_core.records import AgentClient, Episode, Feedback, Message, Prompt, Rollout, SessionStart
+
+STYLES = {"user": "cyan", "system": "magenta", "tool": "yellow", "assistant": "green"}
+
+
+class Transcript:
+    """Prints what happens in a rollout.
+
+    Args:
+        console: where it is printed.
+        echo: whether the replies of the model are printed; a person sees what is typed.
+    """
+
+    def __init__(self, console: Console, *, echo: bool) -> None:
+        self._console, self._echo = console, echo
+
+    def line(self, text: str, style: str = "") -> None:
+        """Print a line that is not part of the conversation."""
+        self._console.print(Text(inert(text), style=style))
+
+    def message(self, message: Message) -> None:
+        """Print a message with its tool calls."""
+        role = str(message.get("role"))
+        name = f" {message['name']}" if role == "tool" and message.get("name") else ""
+        self._console.print(Text(inert(f"{role}{name}"), style=f"bold {STYLES.get(role, '')}".strip()))
+        if content := message.get("content"):
+            self._block(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
+        for call in message.get("tool_calls") or ():
+            self._block(f"calls {_spelled(call)}", "yellow")
+
+    def reply(self, message: Message) -> None:
+        """Print a reply: all of it, or only how its tool calls were read if somebody has typed it."""
+        if self._echo:
+            self.message(message)
+        else:
+            for call in message.get("tool_calls") or ():
+                self._block(f"calls {_spelled(call)}", "yellow")
+
+    def tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Print the tools that the model may call."""
+        if tools:
+            self._console.print(Text("tools", style="bold yellow"))
+        for tool in tools:
+            function = tool.get("function", tool)
+            given = function.get("parameters", {}).get("properties", {})
+            named = ", ".join(f"{key}: {value.get('type', 'any')}" for key, value in given.items())
+            about = " ".join(str(function.get("description", "")).split())
+            self._block(f"{function.get('name')}({named})  {about}".rstrip())
+
+    def feedback(self, feedback: Feedback) -> None:
+        """Print what the environment says to a turn that does not end the rollout."""
+        if feedback.reward:
+            self.line(f"reward of this turn: {feedback.reward:.4g}{_parts(feedback.metrics)}", "dim")
+        for message in feedback.messages:
+            self.message(message)
+
+    def end(self, rollout: Rollout) -> None:
+        """Print the reward with its parts, and how the rollout ended."""
+        reward = "unscored" if rollout.reward is None else f"reward {rollout.reward:.4g}"
+        success = {True: ", a success", False: ", no success", None: ""}[rollout.success]
+        good = rollout.success if rollout.success is not None else bool(rollout.reward)
+        self.line(f"{reward}{success}", f"bold {'green' if good else 'red'}")
+        for name, value in rollout.metrics.items():
+            self.line(f"  {name}: {value:.4g}")
+        if len(rollout.turn_rewards) > 1 and any(rollout.turn_rewards):
+            self.line("  by turn: " + ", ".join(f"{reward:.4g}" for reward in rollout.turn_rewards))
+        if rollout.answer is not None:
+            self.line(f"  answer that was read: {rollout.answer}")
+        if rollout.error is not None:
+            self.line(f"  {rollout.error}", "red")
+        calls = f", {_counted(rollout.tool_calls, 'tool call')}" if rollout.tool_calls else ""
+        ended = _ENDS.get(rollout.finish_reason, rollout.finish_reason)
+        self.line(f"  {_counted(rollout.turns, 'turn')}{calls}, {ended}", "dim")
+
+    def _block(self, text: str, style: str = "") -> None:
+        self._console.print(Padding(Text(inert(text), style=style), (0, 0, 0, 2), expand=False))
+
+
+_ENDS = {
+    "stop": "ended by the environment",
+    "length": "cut off at max_tokens",
+    "tokens": "cut off at the largest number of tokens",
+    "turns": "ended at the largest number of turns",
+    "tool_calls": "ended at the largest number of tool calls",
+    "deadline": "ended at its deadline",
+    "": "not played",
+}
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _parts(metrics: Mapping[str, float]) -> str:
+    return "".join(f", {name} {value:.4g}" for name, value in metrics.items())
+
+
+def _spelled(call: Mapping[str, Any]) -> str:
+    function = call.get("function", {})
+    arguments = function.get("arguments")
+    if not function.get("name"):
+        return f"(this cannot be read as a call) {arguments}"
+    if isinstance(arguments, Mapping):
+        named = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
+        return f"{function['name']}({named})"
+    return f"{function['name']}({arguments})"
+
+
+class ShownEnvironment(EnvironmentClient):
+    """An environment whose rollout, one at a time, is printed while it is played."""
+
+    def __init__(self, environment: EnvironmentClient, transcript: Transcript) -> None:
+        self._environment, self._transcript = environment, transcript
+        self.max_turns, self.needs_group = environment.max_turns, environment.needs_group
+        self.success = environment.success
+        self.agents: AgentEndpoint | None = environment.agents
+        self.prompt: Prompt | None = None
+        self.conversation: tuple[Message, ...] = ()
+        """The messages so far."""
+        self.has_tools = False
+
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        opened = await self._environment.open(prompts)
+        for prompt, start in zip(prompts.values(), opened, strict=True):
+            self.prompt, self.conversation = prompt, prompt.messages
+            for message in prompt.messages:
+                self._transcript.message(message)
+            self._transcript.tools(start.tools)
+            self.has_tools = bool(start.tools)
+        return opened
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        for episode in episodes:
+            if self.agents is None:
+                self._transcript.reply(episode.messages[-1])
+        feedback = await self._environment.evaluate(episodes)
+        for episode, each in zip(episodes, feedback, strict=True):
+            self.conversation = (*episode.messages, *each.messages)
+            if not each.done:
+                self._transcript.feedback(each)
+        return feedback
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        return await self._environment.run(session, prompt, client)
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        await self._environment.close(sessions)

@@ -1,0 +1,35 @@
+"""``grpo-core completion``: a shell completes commands and options."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("sc", {"score"}), ("score --js", {"--json"}), ("new en", {"engine", "environment"})],
+)
+def test_bash_completes_commands_options_and_choices(words, found):
+    script = subprocess.run([GRPO, "completion", "bash"], capture_output=True, text=True, check=True).stdout
+    given = ["grpo-core", *words.split()]
+    asked = f"COMP_WORDS=({' '.join(given)}); COMP_CWORD={len(given) - 1}; _grpo_core"
+    ended = subprocess.run(
+        ["bash", "-c", f'{script}\n{asked}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
+        capture_output=True,
+        text=True,
+    )
+    assert set(ended.stdout.split()) == found, ended.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_with_all_commands(shell):
+    script = subprocess.run([GRPO, "completion", shell], capture_output=True, text=True, check=True).stdout
+    assert all(command in script for command in ("train", "score", "validate", "completion"))
