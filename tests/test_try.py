@@ -57,7 +57,7 @@ class Shop(grpo.Environment):
 
 
 def played(lines, *, choice=None, environment=None, width=80):
-    """What is shown of a rollout whose replies are these lines."""
+    """Return the text that a rollout with these replies shows."""
     hosted = HostedEnvironment(environment or Shop(), task="task")
     out = io.StringIO()
     transcript = Transcript(Console(file=out, width=width, highlight=False), echo=True)

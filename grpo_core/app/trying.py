@@ -35,7 +35,7 @@ NAMED = 5
 
 @frozen(kw_only=True)
 class Choice:
-    """What is played."""
+    """The prompts that are played, and how a model plays them."""
 
     split: str
     prompt: str | None = None
