@@ -478,12 +478,9 @@ def main() -> None:
         status = app(arguments, exit_on_error=False, print_error=True, result_action="return_value")
     except CycloptsError:  # it is printed already
         status = ConfigError.exit_status
-    except GrpoError as error:
-        complain(f"grpo-core: {error}")
-        status = error.exit_status
-    except OSError as error:  # a full disk or a directory without permission
-        complain(f"grpo-core: {error}")
-        status = 1
+    except (GrpoError, OSError) as error:  # OSError: a full disk or a directory without permission
+        complain("\n".join([f"grpo-core: {error}", *getattr(error, "__notes__", [])]))
+        status = error.exit_status if isinstance(error, GrpoError) else 1
     except KeyboardInterrupt:
         print("grpo-core: interrupted", file=sys.stderr)
         status = 130

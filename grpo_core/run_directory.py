@@ -122,7 +122,7 @@ class RunDirectory:
         found = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
         if not found - {LOCK}:
             return
-        if LOCK in found and CONFIG in found and not self._has_trained():
+        if LOCK in found and CONFIG in found and not self.has_trained():
             return
         what = "holds another run" if CONFIG in found else "is not empty"
         raise ConfigError(
@@ -130,7 +130,8 @@ class RunDirectory:
             f"--resume {self.path}"
         )
 
-    def _has_trained(self) -> bool:
+    def has_trained(self) -> bool:
+        """Whether there is a checkpoint or a trained rollout."""
         return any(self.checkpoints.glob("step-*")) or any((self.path / ROLLOUTS).glob("step-*"))
 
     def _remove_failed_start(self) -> None:

@@ -70,6 +70,12 @@ class WrongCount(Words):
     def evaluate(self, episodes):
         return [1.0] * (len(episodes) + 1)
 
+class BreaksLater(Digits):
+    seen = 0
+    def evaluate(self, episodes):
+        self.seen += len(episodes)
+        return super().evaluate(episodes) + [1.0] * (self.seen > 60)
+
 class Dies(Words):
     def judge(self, e):
         os._exit(11)
@@ -335,6 +341,14 @@ def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory
         AutoTokenizer.from_pretrained(directory),
     )
     assert model(**tokenizer("321=", return_tensors="pt")).logits.shape[-1] == len(tokenizer)
+
+
+@pytest.mark.long
+def test_a_run_that_fails_says_where_it_is_and_how_to_go_on(here):
+    said = refused(here, "train", "--env", "./envs.py:BreaksLater", *SMALL, "--set", "checkpoint.every=1",
+                   "--set", "trainer.steps=50", "--output", "run")  # fmt: skip
+    assert "evaluate returned" in said
+    assert said.endswith("run: run (continue with: grpo-core train --resume run)")
 
 
 @pytest.mark.long

@@ -32,6 +32,11 @@ def all_visible(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
+def test_a_trainer_on_a_gpu_needs_one():
+    with pytest.raises(ConfigError, match=r'trainer.device = "cuda:1": this process sees no GPU'):
+        choose(TrainerConfig(device="cuda:1"), {}, 0)
+
+
 @pytest.mark.parametrize(
     ("trainer", "engine", "count", "expected", "shared"),
     [

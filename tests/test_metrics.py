@@ -50,6 +50,10 @@ def names_of_a_run(strategy, path, **changes):
     return {name for row in rows for name in row} - {"step", "time"}
 
 
+def none_for_the_first(groups):
+    return [[None, *([1.0] * (len(group.rollouts) - 1))] for group in groups]
+
+
 @pytest.fixture(scope="module")
 def written(model, tmp_path_factory):  # noqa: F811
     """Names of all metrics that the pipeline, the trainer and the validation strategies write."""
@@ -58,6 +62,7 @@ def written(model, tmp_path_factory):  # noqa: F811
         max_extra_groups=10_000, filters={"short": lambda group: None if group.slot else "?"}
     )
     found = names_of_a_run(Greedy(), path / "greedy", dynamic=none_short, shaping=Shaping(token_price=0.1))
+    found |= names_of_a_run(Greedy(), path / "masked", advantages=none_for_the_first)
     found |= names_of_a_run(PassAtK(k=[1, 2], n=2), path / "pass_at_k")
     found |= names_of_a_run(Majority(n=3), path / "majority")
     found |= names_of_a_run(Paired(margin=2.0), path / "paired")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import recording
@@ -307,7 +309,22 @@ def test_a_report_that_cannot_be_made_does_not_end_a_run(tmp_path, monkeypatch, 
     assert recording.record(
         tmp_path / "run", [], Config(tracking=TrackingConfig(trackers=["files", "report"]))
     )
-    assert "no report could be made" in caplog.text
+    assert "no report could be written: OSError: no space left on device" in caplog.text
+    assert "Traceback" not in caplog.text, "the disk is full, and the log is on it"
+
+
+def test_a_full_disk_leaves_no_part_of_a_report(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    record(path, run_of("sort"))
+    (path / report.REPORT).unlink()
+
+    def fill(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fill)
+    with pytest.raises(OSError, match="No space"):
+        report.write(path)
+    assert not [each.name for each in path.iterdir() if report.REPORT in each.name]
 
 
 def test_the_command_makes_it_at_any_time(tmp_path, capsys):

@@ -14,7 +14,7 @@ from rich.text import Text
 from grpo_core.app import measuring, profile, run
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
 from grpo_core.config import Config, merge, parse_setting, read_toml
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.inert import inert
 from grpo_core.plugins.host import PluginHost
 from grpo_core.reporting.audit import audit
@@ -63,6 +63,10 @@ def train(
     except KeyboardInterrupt:
         _say(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
+    except (GrpoError, OSError) as error:
+        if directory.has_trained():
+            error.add_note(f"run: {directory.path} (continue with: {again})")
+        raise
     finally:
         directory.unlock()
     if start.config.trainer.profile:

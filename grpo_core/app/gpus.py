@@ -60,6 +60,11 @@ def choose(trainer: TrainerConfig | None, engines: Mapping[str, EngineConfig], c
 
     Raises ConfigError if the configured GPUs are not there, or are not the right number, or collide.
     """
+    if trainer is not None and trainer.device.startswith("cuda") and not count:
+        raise ConfigError(
+            f'trainer.device = "{trainer.device}": this process sees no GPU; set it to "auto" or "cpu", '
+            "or mend the driver (grpo-core doctor)"
+        )
     for key, gpus in _configured(trainer, engines):
         _check_list(key, gpus, count)
     given = {key: _given_groups(key, engine) for key, engine in engines.items()}

@@ -61,6 +61,7 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         tasks=tasks,
         tracking=tracking,
         environment=environment,
+        filters={_absolute_name(name): options for name, options in config.filters.items()},
         **choices,
     )
 
@@ -69,6 +70,7 @@ def plugin_files(config: Config) -> set[Path]:
     """Return the files of the plugins that are no installed ones."""
     names = [choice.name for _, choice in _choices(config)]
     names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
+    names += list(config.filters)
     names += [config.validation.engine.name] if config.validation.engine else []
     names += [name for one in config.validation.sets.values() for name in (one.env, one.name) if name]
     words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]

@@ -43,7 +43,6 @@ class Finding:
     metric: str
     value: float
     """Median of the metric over the last steps."""
-    limit: float
     fatal: bool
     message: str
 
@@ -108,7 +107,7 @@ def learns_nothing(recent: Sequence[Mapping[str, float]]) -> list[Finding]:
     )
     told = "; ".join(_why(task, steps) for task in tasks)
     message = f"the last {WINDOW} steps trained nothing: {told}"
-    return [Finding(metric="rows", value=0.0, limit=1.0, fatal=False, message=message)]
+    return [Finding(metric="rows", value=0.0, fatal=False, message=message)]
 
 
 def _why(task: str, steps: Sequence[Mapping[str, float]]) -> str:
@@ -138,4 +137,4 @@ def _finding(metric: str, value: float, bound: float, fatal: bool, cause: Cause)
     message = (
         f"{metric} is {value:.3g}, {side} its {kind} limit {bound:g}: {cause.means}. Likely: {cause.likely}"
     )
-    return Finding(metric=metric, value=value, limit=bound, fatal=fatal, message=message)
+    return Finding(metric=metric, value=value, fatal=fatal, message=message)

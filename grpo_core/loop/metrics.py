@@ -77,6 +77,10 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
             "Rollouts that a token limit cut off: `rollout.max_tokens`, `rollout.max_total_tokens` or the "
             "model's positions. A limit of turns or tool calls does not count.",
         ),
+        "masked/TASK": Metric(
+            "rollouts",
+            "Rollouts that the advantage function left out of training; absent if none.",
+        ),
         "unscored/TASK": Metric(
             "rollouts",
             "Rollouts of the step that have no reward because a token limit cut them off. Only with "

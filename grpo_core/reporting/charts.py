@@ -60,7 +60,6 @@ class Chart:
     """Place and label of each tick."""
     y_ticks: tuple[tuple[float, str], ...]
     x_range: Point
-    y_range: Point
     percent: bool = False
     left: int = LEFT
     width: int = WIDTH
@@ -138,7 +137,6 @@ def chart(
         x_ticks=tuple((place((x, 0))[0], label(x)) for x in x_ticks),
         y_ticks=tuple((place((0, y))[1], label(y, percent)) for y in y_ticks),
         x_range=x_range,
-        y_range=y_range,
         percent=percent,
     )
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from grpo_core.errors import describe
 from grpo_core.inert import inert
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
@@ -186,6 +187,8 @@ class ReportTracker(Tracker):
             return
         try:
             write(self._directory)
+        except OSError as error:
+            log.warning("%s: no report could be written: %s", self._directory, describe(error))
         except Exception:
             log.warning("%s: no report could be made", self._directory, exc_info=True)
 
@@ -194,8 +197,11 @@ def write(path: Path) -> Path:
     """Write the report of the run in the directory ``path``; returns the file."""
     html = render(Files.read(path))
     target, beside = path / REPORT, path / f".{REPORT}.{os.getpid()}"
-    beside.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")
-    beside.replace(target)
+    try:
+        beside.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
     return target
 
 
