@@ -12,8 +12,9 @@ child dies with its parent, leaves ctrl-C to the parent, and prints to its log.
 
 A method may return a ``concurrent.futures.Future``: it is answered when that is done, and other calls go on.
 
-The child leads a process group.  When it ends, for whatever reason, its parent kills the rest of the group:
-what the child has started, unless that has left the group.
+The child leads a process group, and has an environment variable that no other has.  When it ends, for
+whatever reason, its parent kills the rest of the group, and on Linux all processes that have inherited the
+variable: programs that the child has started may lead sessions of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import io
 import itertools
 import os
 import pickle
+import secrets
 import selectors
 import signal
 import socket
@@ -36,7 +38,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
+_MARK = "GRPO_CORE_CHILD"
+"""Environment variable that tells the descendants of a child from all other processes."""
 
 
 @frozen
@@ -133,6 +137,7 @@ class Child:
         self._heard = 0.0
         """Time of the last answer."""
         self._death: errors.GrpoError | None = None
+        self._mark = secrets.token_hex(16)
         self._socket, theirs = socket.socketpair()
         try:
             self._process = self._launch(theirs, environ or {}, interpreter)
@@ -156,7 +161,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**inherited, **environ},
+                env={**inherited, **environ, _MARK: self._mark},
                 # for killpg, and out of ctrl-C's reach; no session: where Linux shares the cores among
                 # sessions, those that compute may keep the one that wakes up waiting for a second
                 process_group=0,
@@ -229,6 +234,7 @@ class Child:
             self._kill_group()
             self._process.kill()  # if it has not made its group yet
             self._process.wait()
+            self._kill_marked()
         if self._writer is not None:
             self._writer.close()
         else:
@@ -249,11 +255,13 @@ class Child:
     def _has_ended(self) -> bool:
         if self._process.returncode is None and self._process.poll() is not None:
             self._kill_group()
+            self._kill_marked()
         return self._process.returncode is not None
 
     def _wait(self, seconds: float | None = None) -> int:
         code = self._process.wait(seconds)
         self._kill_group()
+        self._kill_marked()
         return code
 
     def _kill_group(self) -> None:
@@ -263,6 +271,17 @@ class Child:
         """
         with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none; macOS: only zombies
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _kill_marked(self) -> None:
+        """Kill what has left the group, or was never in it, once the child can start no more."""
+        mark = f"{_MARK}={self._mark}".encode()
+        for _ in range(10):  # they may start others meanwhile
+            found = [pid for pid, variables in _environments() if mark in variables]
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not found:
+                return
 
     async def _connect(self) -> None:
         async with self._connecting:
@@ -351,6 +370,13 @@ class Child:
 
 class RemoteTraceback(Exception):  # noqa: N818
     """The traceback of a child, shown as the cause of the error in the parent."""
+
+
+def _environments() -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the processes of this user with the environment variables that they began with (Linux only)."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            yield int(path.parent.name), path.read_bytes().split(b"\0")
 
 
 def _exit(code: int) -> str:

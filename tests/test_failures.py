@@ -27,6 +27,7 @@ from test_pipeline import Run, cut, resumed
 
 import grpo_core
 from grpo_core.app.parts import make_schedule
+from grpo_core.app.resume import FIXED
 from grpo_core.config import Config, ModelConfig, PipelineConfig, RolloutConfig, build
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.demo import tiny
@@ -394,8 +395,12 @@ def test_58_a_thousand_calls_at_once_are_all_answered_and_none_by_anothers_answe
 @pytest.mark.long
 def test_40_no_port_is_opened_but_free_ones_by_collective_transport():
     """Parent and child speak over a socket pair, which has neither a name nor a port."""
+    by_libraries = {"TCPSite": ["server.py"], "init_process_group": ["group.py"]}  # free ports, on loopback
+    for name, files in by_libraries.items():
+        assert [path.name for path in MODULES if name in names_used(path)] == files
     for path in MODULES:
         names = names_used(path)
+        assert not names & {"start_http_server", "make_server", "HTTPServer", "run_app"}, path
         if path.name == "collective.py":
             assert path.read_text().count("create_server") == 1
             continue
@@ -460,7 +465,17 @@ def rows_of_the_table():
 
 
 def test_the_table_has_every_class_once():
-    assert sorted(n for n, _ in rows_of_the_table()) == list(range(1, len(rows_of_the_table()) + 1))
+    numbers = sorted(n for n, _ in rows_of_the_table())
+    assert numbers == list(range(1, len(numbers) + 1))
+    for page in ("README.md", "CHANGELOG.md", "docs/reliability.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert f" {len(numbers)} ways in which" in text, page
+
+
+def test_the_page_names_every_key_that_a_resumed_run_keeps():
+    text = " ".join((ROOT / "docs/reliability.md").read_text().split())
+    _, said = text.split("These keys keep their values as long as there is a checkpoint: ")
+    assert re.findall(r"`([\w.]+)`", said.split(". ")[0]) == list(FIXED)
 
 
 @pytest.mark.long

@@ -57,8 +57,11 @@ class Target:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def start_another(self):
-        return subprocess.Popen(["sleep", "1234"]).pid
+    def start_another(self, how="in its group"):
+        if how == "as a daemon":  # whose parent ends at once
+            shell = ["sh", "-c", "setsid sleep 1234 >/dev/null & echo $!"]
+            return int(subprocess.run(shell, stdout=subprocess.PIPE).stdout)
+        return subprocess.Popen(["sleep", "1234"], start_new_session=how == "in its session").pid
 
     def later(self, name):
         """Answered when ``now`` is called."""
@@ -298,10 +301,19 @@ def test_no_child_outlives_its_parent(sent):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("end", ["closed", "leaves by itself", "killed", "at its deadline", "noticed late"])
-def test_what_a_child_has_started_never_outlives_it(end):
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        *((end, "in its group") for end in ("closed", "leaves by itself", "killed", "at its deadline")),
+        *(("noticed late", how) for how in ("in its group", "in its session", "as a daemon")),
+        ("closed", "in its session"),
+        ("killed", "as a daemon"),
+        ("at its deadline", "as a daemon"),
+    ],
+)
+def test_what_a_child_has_started_never_outlives_it(end, how):
     async def use(c):
-        pid = await c.call("start_another", seconds=20)
+        pid = await c.call("start_another", how, seconds=20)
         assert _running(pid)
         if end == "leaves by itself":
             with pytest.raises(ChildDied, match="exit status 1"):
