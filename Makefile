@@ -49,11 +49,11 @@ demo: $(READY)
 	@$(BIN)/grpo-core train --env math:sort
 
 test: $(READY) $(RAY) $(VLLM)
-	@$(BIN)/python -m pytest -n auto -m "not slow"
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -n auto -m "not slow and not nightly"
+	@$(BIN)/python -m pytest -m "slow and not nightly"
 
 test-fast: $(READY)
-	@$(BIN)/python -m pytest -n auto -m "not slow and not long"
+	@$(BIN)/python -m pytest -n auto -m "not slow and not long and not nightly"
 
 lint: $(READY) $(RAY)
 	@$(BIN)/ruff check .

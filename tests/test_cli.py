@@ -247,7 +247,7 @@ def test_a_run_trains_validates_saves_and_prints_a_summary(trained):
     ("name", "setting", "headline"),
     [
         ("Digits", "tasks.digits.weight=1", "reward"),
-        ("Declared", "tasks.declared.weight=1", "accuracy"),
+        pytest.param("Declared", "tasks.declared.weight=1", "accuracy", marks=pytest.mark.nightly),
         ("Digits", "tasks.digits.success=0.5", "accuracy"),
     ],
 )
@@ -581,10 +581,10 @@ def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(h
     ("env", "message"),
     [
         ("Raises", "KeyError: 'gold'"),
-        ("Nan", "nan"),
-        ("Huge", "1e+308"),
-        ("NoVerdict", "returned no feedback"),
-        ("WrongCount", "returned"),
+        pytest.param("Nan", "nan", marks=pytest.mark.nightly),
+        pytest.param("Huge", "1e+308", marks=pytest.mark.nightly),
+        pytest.param("NoVerdict", "returned no feedback", marks=pytest.mark.nightly),
+        pytest.param("WrongCount", "returned", marks=pytest.mark.nightly),
         ("Dies", "exit status 11"),
     ],
 )

@@ -126,7 +126,7 @@ def sampled(trainer: TorchTrainer, generator: torch.Generator) -> list[Row]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("teacher_in", ["advantage", "loss"])
+@pytest.mark.parametrize("teacher_in", [pytest.param("advantage", marks=pytest.mark.nightly), "loss"])
 def test_the_policy_comes_nearer_to_the_teacher_on_its_own_tokens(
     models: tuple[str, str], tmp_path: Path, teacher_in: str
 ) -> None:
@@ -292,7 +292,7 @@ def trained(directory: Path, settings: dict[str, Any]) -> list[dict[str, float]]
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_small_model_learns_from_a_larger_one_without_rewards(tmp_path: Path) -> None:
     """The teacher is a run, which stands for its newest checkpoint."""
     trained(tmp_path / "teacher", TEACHER)

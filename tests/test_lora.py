@@ -400,7 +400,7 @@ def test_a_run_with_lora_is_trained_resumed_and_validated_by_the_command(tmp_pat
     assert "it holds adapters" in refused(tmp_path, "validate", saved)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_demo_learns_with_lora(tmp_path: Path) -> None:
     """It begins with 8 to 9% of 200 held-out lists sorted; 40 steps are an eighth of the demo's."""
     settings = ["model.lora.rank=16", "trainer.lr=0.001", "trainer.lr_schedule=constant", "trainer.steps=40"]

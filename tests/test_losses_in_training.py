@@ -84,8 +84,20 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a["aggregation"])
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[name for name, _ in OPTIONS])
+@pytest.mark.parametrize(
+    ("name", "options", "aggregation"),
+    [
+        pytest.param(
+            name,
+            options,
+            aggregation,
+            marks=() if place == i % len(AGGREGATIONS) else pytest.mark.nightly,
+            id=f"{name}-{aggregation['aggregation']}",
+        )
+        for i, (name, options) in enumerate(OPTIONS)
+        for place, aggregation in enumerate(AGGREGATIONS)
+    ],
+)
 def test_the_gradient_does_not_depend_on_how_an_update_is_split_or_ordered(
     model: str, name: str, options: dict[str, Any], aggregation: dict[str, Any]
 ) -> None:

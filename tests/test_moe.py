@@ -84,6 +84,11 @@ def test_buffers_are_published_in_their_own_dtype(model: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=() if name == "mixtral" else pytest.mark.nightly) for name in FAMILIES],
+    indirect=True,
+)
 def test_the_local_engine_computes_the_trainers_logprobs_after_each_update(model: Path) -> None:
     async def story() -> None:
         trainer = TorchTrainer(setup(str(model), lr=1e-2))

@@ -118,7 +118,7 @@ def test_a_mutant_is_killed(mutant):
     assert mutants.killer(mutant, seeds=range(50))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_without_a_fault_nothing_is_found():
     """Or the mutants above would die of something else."""
     assert mutants.killer(mutants.NOTHING, seeds=range(50), tests=()) is None

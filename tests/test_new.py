@@ -16,6 +16,8 @@ from grpo_core.app import scaffold
 from grpo_core.errors import ConfigError
 
 MADE = [(sort, "") for sort in scaffold.SORTS] + [("environment", variant) for variant in scaffold.VARIANTS]
+IN_CI = ("environment", "agent", "loss", "sampler")
+"""Kinds whose contracts CI runs as well: one of each way in which the core calls a plugin."""
 NAMES = [f"{sort}_{variant}".rstrip("_") for sort, variant in MADE]
 SMALL = {
     "trainer.steps": 2,
@@ -78,7 +80,13 @@ def test_a_new_plugin_is_whole_and_clean(sort, variant, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sort", "variant"), MADE, ids=NAMES)
+@pytest.mark.parametrize(
+    ("sort", "variant"),
+    [
+        pytest.param(*one, marks=() if name in IN_CI else pytest.mark.nightly, id=name)
+        for one, name in zip(MADE, NAMES, strict=True)
+    ],
+)
 def test_a_new_plugin_keeps_its_contract_unedited(sort, variant, tmp_path):
     pytest.importorskip("openai" if sort == "agent" else "hypothesis")
     name, project = made(tmp_path, sort, variant)
@@ -91,7 +99,7 @@ def test_a_new_plugin_keeps_its_contract_unedited(sort, variant, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", ["", "tools"])
+@pytest.mark.parametrize("variant", [pytest.param("", marks=pytest.mark.nightly), "tools"])
 def test_a_new_environment_trains_at_once(variant, tmp_path):
     """Tests of each kind train with the others; this one is about the files around them."""
     _, project = made(tmp_path, "environment", variant)
