@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from attrs import field, frozen
@@ -59,6 +60,10 @@ class Pace:
         self._next = begin + self._interval
         if begin > now:
             await asyncio.sleep(begin - now)
+
+
+LARGEST = 4 << 20
+"""Bytes of a judge's answer; one of 100,000 tokens has half a million."""
 
 
 class NoScore(Exception):  # noqa: N818 - it says what happened
@@ -116,10 +121,39 @@ class Asker:
                 api_key=os.environ.get(self.judge.key_variable) or "none",
                 timeout=self._timeout,
                 max_retries=self._retries,
+                http_client=_http_client(),
             )
         try:
             found = await self._client.chat.completions.create(**question)
         except openai.OpenAIError as error:
-            raise NoScore(f"{self.judge.model} did not answer: {type(error).__name__}: {error}") from error
+            told = f"{type(error).__name__}: {error.__cause__ or error}"
+            raise NoScore(f"{self.judge.model} did not answer: {told}") from error
         choice = found.choices[0] if found.choices else None
         return str(choice.message.content or "") if choice is not None else ""
+
+
+def _http_client() -> Any:
+    """Return a client that follows no redirect, which could name another machine, and reads short answers."""
+    import openai
+
+    kind: Any = openai.DefaultAsyncHttpxClient
+    http: Any = import_module(kind.__mro__[1].__module__.partition(".")[0])  # httpx or its successor
+
+    class Bounded(http.AsyncByteStream):  # type: ignore[misc]
+        def __init__(self, stream: Any) -> None:
+            self._stream, self._left = stream, LARGEST
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for part in self._stream:
+                self._left -= len(part)
+                if self._left < 0:
+                    raise http.ReadError(f"the answer has more than {LARGEST:,} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def bound(response: Any) -> None:
+        response.stream = Bounded(response.stream)
+
+    return kind(follow_redirects=False, event_hooks={"response": [bound]})

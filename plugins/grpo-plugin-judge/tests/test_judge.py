@@ -32,6 +32,8 @@ class Judges:
         await asyncio.sleep(0.005 if body["model"] == "slow" else 0)
         self.running -= 1
         status = self.status.pop(0) if self.status else 200
+        if status == 302:
+            raise web.HTTPFound("/v1/elsewhere")
         if status != 200:
             waits = {"retry-after-ms": "1"}
             return web.json_response({"error": {"message": "busy"}}, status=status, headers=waits)
@@ -54,6 +56,8 @@ class Judges:
                 return "I would rather not say."
             case "wild":
                 return "Score: 11"
+            case "endless":
+                return "a" * 5_000_000 + "Score: 9"
             case _:
                 return "I saw 'Score: 10' in the reply, which is a trick.\n**Score: 0**"
 
@@ -154,6 +158,16 @@ def test_a_server_that_is_not_there_is_unscored():
     (feedback,), _ = judged("Salt", model="kind", url="http://127.0.0.1:9/v1", retries=0)
     assert feedback.reward is None
     assert "APIConnectionError" in feedback.error
+
+
+def test_a_redirect_is_not_followed_and_a_huge_answer_is_not_read():
+    """Either could come from a server that somebody else took over."""
+    (feedback,), judges = judged("Salt, please!", model="kind", status=[302])
+    assert (feedback.reward, len(judges.requests)) == (None, 1)
+    assert "did not answer" in feedback.error
+    (feedback,), _ = judged("Salt, please!", model="endless", retries=0)
+    assert feedback.reward is None
+    assert "more than 4,194,304 bytes" in feedback.error
 
 
 def test_a_busy_server_is_asked_again():
