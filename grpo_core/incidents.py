@@ -101,7 +101,7 @@ def reported_as(component: str) -> Iterator[None]:
 
 @define
 class _Repeated:
-    """The incidents of one kind and component since an event told of the last."""
+    """The incidents of one kind and component since the last event about them."""
 
     told: float
     """Time of that event."""
@@ -118,7 +118,7 @@ class IncidentCounts:
     """
 
     tell: Callable[[Incident, int], None]
-    """Receives an incident, the last of so many that are told together."""
+    """Receives an incident, and the number of incidents that it stands for."""
     clock: Callable[[], float]
     """Returns the time in seconds."""
     _counts: Counter[str] = field(init=False, factory=Counter)
@@ -126,7 +126,7 @@ class IncidentCounts:
     _repeated: dict[tuple[str, str], _Repeated] = field(init=False, factory=dict)
 
     def receive(self, incident: Incident) -> None:
-        """Count an incident, and tell of it now or later."""
+        """Count an incident, and report it now or later."""
         self._counts[incident.kind] += 1
         now, key = self.clock(), (incident.kind, incident.component)
         if (repeated := self._repeated.get(key)) is None:

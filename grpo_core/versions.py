@@ -11,7 +11,7 @@ from attrs import frozen
 
 @frozen
 class Interval:
-    """The versions that are validated: every so many, the last one, and, if so chosen, the first one."""
+    """The versions that are validated: every n-th, the last one, and, if chosen, the first one."""
 
     every: int = 0
     """0 is never."""

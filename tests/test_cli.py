@@ -62,7 +62,7 @@ class Huge(Words):
     def judge(self, e):
         return 1e308
 
-class NoVerdict(Words):
+class NoFeedback(Words):
     def judge(self, e):
         return None
 
@@ -583,7 +583,7 @@ def test_a_disk_that_fills_up_during_a_checkpoint_costs_nothing_that_was_saved(h
         ("Raises", "KeyError: 'gold'"),
         pytest.param("Nan", "nan", marks=pytest.mark.nightly),
         pytest.param("Huge", "1e+308", marks=pytest.mark.nightly),
-        pytest.param("NoVerdict", "returned no feedback", marks=pytest.mark.nightly),
+        pytest.param("NoFeedback", "returned no feedback", marks=pytest.mark.nightly),
         pytest.param("WrongCount", "returned", marks=pytest.mark.nightly),
         ("Dies", "exit status 11"),
     ],

@@ -19,13 +19,13 @@ from grpo_core.validation.paired import Paired
 
 
 def watched(differences, every=16, **options):
-    """Look after every few differences; return the first verdict and how many were needed."""
+    """Look after every few differences; return the first decision and how many were needed."""
     comparison = Comparison(**options)
     for begin in range(0, len(differences), every):
         comparison.add(differences[begin : begin + every])
-        if comparison.verdict:
+        if comparison.decision:
             break
-    return comparison.verdict, comparison.n
+    return comparison.decision, comparison.n
 
 
 def pairs(rng, n, *, effect=0.0, discordant=0.2):
@@ -46,14 +46,14 @@ def test_a_difference_of_five_points_is_found_with_half_the_prompts_of_two_indep
     """Two samples of 1568 find it with a power of 80% (two-sided, 5%)."""
     rng = np.random.default_rng(2)
     found = [watched(pairs(rng, 1568, effect=0.05)) for _ in range(60)]
-    assert sum(verdict == "better" for verdict, _ in found) / 60 >= 0.8
+    assert sum(decision == "better" for decision, _ in found) / 60 >= 0.8
     assert sum(n for _, n in found) / 60 <= 1568 / 2
-    assert {verdict for verdict, _ in found} <= {"better", None}
+    assert {decision for decision, _ in found} <= {"better", None}
 
 
 def test_versions_that_never_differ_are_equal_within_a_margin():
-    verdict, n = watched([0.0] * 2000, margin=0.02)
-    assert verdict == "equal"
+    decision, n = watched([0.0] * 2000, margin=0.02)
+    assert decision == "equal"
     assert n < 1000
     assert watched([0.0] * 2000)[0] is None
 

@@ -156,7 +156,7 @@ def test_only_sampled_tokens_are_marked_and_each_keeps_its_logprob_and_version()
         (Feedback(reward=1.0, error="half"), "half"),
     ],
 )
-def test_no_verdict_is_not_a_reward_of_zero(feedback, error):
+def test_no_feedback_is_not_a_reward_of_zero(feedback, error):
     (rollout,) = played(requests(1), {"task": FakeEnvironment(lambda episode: feedback)})
     assert (rollout.reward, rollout.error) == (None, error)
 

@@ -78,10 +78,10 @@ def run(finished, tmp_path):
 
 
 def test_nothing_is_found_in_what_the_run_wrote(finished):
-    verdict = audit(finished)
-    assert not verdict.findings
-    assert f"{len(LAWS)} laws hold over" in str(verdict)
-    assert "as the run wrote them:" in str(verdict)
+    found = audit(finished)
+    assert not found.findings
+    assert f"{len(LAWS)} laws hold over" in str(found)
+    assert "as the run wrote them:" in str(found)
 
 
 # ---------------------------------------------------------------------------------- changes

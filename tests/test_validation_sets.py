@@ -328,8 +328,8 @@ def test_each_set_is_measured_at_its_own_steps_and_the_laws_hold(a_run):
         if any(name.startswith("validation/") for name in row)
     }
     assert measured == {0: ["bench"], 2: ["sort", "sort4"], 3: ["bench"], 4: ["bench", "sort", "sort4"]}
-    verdict = audit(a_run)
-    assert not verdict.findings, verdict
+    found = audit(a_run)
+    assert not found.findings, found
 
 
 @pytest.mark.long

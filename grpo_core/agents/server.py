@@ -48,7 +48,7 @@ class AgentServer:
         return len(self._sessions)
 
     async def start(self) -> None:
-        """Open the port.  Raises ConfigError if the address is none of this machine."""
+        """Open the port.  Raises ConfigError if this machine does not have the address."""
         app = web.Application(client_max_size=MAX_BODY)
         for path, dialect in DIALECTS.items():
             app.router.add_post(path, self._handler(dialect))

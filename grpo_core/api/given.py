@@ -70,7 +70,7 @@ def given(env: Any, data: Any, settings: Mapping[str, Any]) -> Given:
         env, data: see ``train``.
         settings: sections, and values that are in no section.
 
-    Raises ConfigError for what is none of the kinds that ``train`` describes.
+    Raises ConfigError for a value of a kind that ``train`` does not describe.
     """
     found, environments = Given(), _environments(env)
     if data is not None and len(environments) != 1:

@@ -231,7 +231,7 @@ def _strategy(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterat
     contract = ValidationContract(lambda: host.make("validation_strategy", name, **options))
     for clause in (
         contract.full_marks_for_an_oracle_and_none_for_garbage,
-        contract.no_verdict_is_no_wrong_answer,
+        contract.an_unscored_rollout_is_no_wrong_answer,
         contract.the_same_whatever_is_batched_and_whoever_goes_first,
         contract.environments_are_called_in_batches,
         contract.it_can_be_cancelled_at_any_moment,

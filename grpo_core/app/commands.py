@@ -133,9 +133,9 @@ def validate(
 
 def verify(*, directory: Path) -> int:
     """Run ``grpo-core verify``; return the exit status."""
-    verdict = audit(directory)
-    _say(str(verdict))
-    return 1 if verdict.findings else 0
+    found = audit(directory)
+    _say(str(found))
+    return 1 if found.findings else 0
 
 
 def report(*, directory: Path) -> int:

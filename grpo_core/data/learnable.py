@@ -186,7 +186,7 @@ class LearnablePrompts(Mix):
         return prompts
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Add what the groups tell of their prompts."""
+        """Add what the groups show about their prompts."""
         for group in groups:
             task, id = group.prompt.environment, group.prompt.id
             entry = self._drawn_at.get(task, {}).get(id)

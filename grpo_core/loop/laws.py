@@ -45,7 +45,7 @@ LAWS = {
     "checkpoint": "a cut is taken when it is due, and is saved before the next one",
     "resume": "a run continues from a cut that was saved, and only what was unfinished comes again",
     "end": "a run that is finished has trained every step and has nothing left over; nothing follows its end",
-    "record": "the events tell of at least one step, and each has the fields of its kind",
+    "record": "the events have at least one step, and each has the fields of its kind",
 }
 """The laws by name."""
 
@@ -516,7 +516,7 @@ class Laws:
 
 
 def _metrics(groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
-    """Return the metrics of a step that follow from what GroupsReady tells of its groups."""
+    """Return the metrics of a step that follow from the groups of GroupsReady."""
     rewards: dict[str, list[float]] = defaultdict(list)
     counts: dict[str, float] = defaultdict(float)
     for group in groups:
@@ -531,7 +531,7 @@ def _metrics(groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]
 
 
 _UNKNOWN = 2**64 - 1
-"""A place of the stream that no event tells of, because another sampler drew there."""
+"""A place of the stream that no event mentions, because another sampler drew there."""
 _STAMPS = ("task", "prompt", "generation_version", "target_version", "attempt")
 _RESTORED = ("dispatched", "trained", "skipped", "filtered", "ready", "attempts")
 _COUNTED = ("in_flight", "retrying", "ready", "dispatched", "skipped", "filtered", "attempts")

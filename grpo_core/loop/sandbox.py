@@ -183,7 +183,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _weigh(self, value: Any, times: int = 1) -> None:
-        """Count all that is in a value so many times, and again where it is in it again."""
+        """Count all that is in a value, ``times`` times; what it holds twice counts twice."""
         if isinstance(value, str | bytes):
             self.spend(len(value) * times)
         elif isinstance(value, Mapping):

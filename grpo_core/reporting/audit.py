@@ -27,7 +27,7 @@ MOST = 50
 
 
 @frozen
-class Verdict:
+class Audited:
     """The result of an audit."""
 
     findings: tuple[str, ...]
@@ -40,7 +40,7 @@ class Verdict:
         return "\n".join([*self.findings[:MOST], *([f"... and {more:,} more"] if more > 0 else [])])
 
 
-def audit(path: Path) -> Verdict:
+def audit(path: Path) -> Audited:
     """Check everything that the run in a directory has written.  Raises ConfigError if it has no events."""
     events = path / EVENTS
     if not events.is_file():
@@ -66,12 +66,12 @@ def audit(path: Path) -> Verdict:
     else:
         found += files.compare()
         told = files.summary()
-    return Verdict(tuple(found), f"{summary(laws)}\n{told}")
+    return Audited(tuple(found), f"{summary(laws)}\n{told}")
 
 
 @define
 class _Expected:
-    """A file or a line that the events tell of."""
+    """A file or a line that the events mention."""
 
     step: int
     digest: str

@@ -50,7 +50,7 @@ SAMPLING = SamplingParams(temperature=1.0, max_tokens=32)
 def oracle(request: GenerationRequest, rng: random.Random) -> str:
     """Says the answer."""
     found = re.search(r"answer (\d+)", "".join(map(chr, request.prompt_ids)))
-    assert found is not None, "a prompt that is none of the context's"
+    assert found is not None, "a prompt that the context does not have"
     return found[1]
 
 
@@ -131,7 +131,7 @@ class ValidationContract:
     def check(self) -> None:
         """All clauses."""
         self.full_marks_for_an_oracle_and_none_for_garbage()
-        self.no_verdict_is_no_wrong_answer()
+        self.an_unscored_rollout_is_no_wrong_answer()
         self.the_same_whatever_is_batched_and_whoever_goes_first()
         self.environments_are_called_in_batches()
         self.it_can_be_cancelled_at_any_moment()
@@ -146,7 +146,7 @@ class ValidationContract:
                     f"task {task!r}: a policy of {policy.__name__} scores {score}, expected {expected}"
                 )
 
-    def no_verdict_is_no_wrong_answer(self) -> None:
+    def an_unscored_rollout_is_no_wrong_answer(self) -> None:
         results = self._results(World(silent=lambda episode: int(episode.prompt.id) % 4 == 0))
         for task, metrics in results.items():
             score = self._score(metrics)

@@ -24,7 +24,7 @@ GRID = 401
 STAKE = 0.5
 """Largest share of the money that one bet may lose, which keeps the money positive."""
 
-Verdict = Literal["better", "worse", "equal"]
+Decision = Literal["better", "worse", "equal"]
 
 
 class Comparison:
@@ -103,7 +103,7 @@ class Comparison:
         return self.bound * (2 * low - 1), self.bound * (2 * high - 1)
 
     @property
-    def verdict(self) -> Verdict | None:
+    def decision(self) -> Decision | None:
         """Whether the one version is better or worse than the other, or equal; None is undecided."""
         low, high = self.interval
         if self.margin and -self.margin < low and high < self.margin:

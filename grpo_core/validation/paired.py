@@ -93,9 +93,9 @@ class Paired(ScoringStrategy):
             played += rollouts
             scores |= found
             self._compare(comparison, task, found, standard)
-            if self._until == "decided" and comparison.verdict in ("worse", "equal"):
+            if self._until == "decided" and comparison.decision in ("worse", "equal"):
                 break
-        if not standard or comparison.verdict == "better":
+        if not standard or comparison.decision == "better":
             self._standards[task] = (context.version, scores)
         summary = self._summary(task, played)
         return summary if not standard else summary | _described(comparison, version)
@@ -127,9 +127,9 @@ class Paired(ScoringStrategy):
 def _described(comparison: Comparison, version: int) -> dict[str, Any]:
     low, high = comparison.interval
     told = {"difference": comparison.mean, "difference_low": low, "difference_high": high}
-    verdict = comparison.verdict
+    decision = comparison.decision
     return {
         **told,
-        **({} if verdict is None else {"outcome": OUTCOMES[verdict]}),
+        **({} if decision is None else {"outcome": OUTCOMES[decision]}),
         "standard": float(version),
     }

@@ -24,9 +24,9 @@ def played(rng: np.random.Generator, effect: float, discordant: float) -> tuple[
     comparison = Comparison()
     for begin in range(0, FIXED, EVERY):
         comparison.add(differences[begin : begin + EVERY])
-        if comparison.verdict:
+        if comparison.decision:
             break
-    return comparison.verdict, comparison.n
+    return comparison.decision, comparison.n
 
 
 def main(runs: int) -> None:
@@ -34,8 +34,8 @@ def main(runs: int) -> None:
         rng = np.random.default_rng(0)
         equal = [played(rng, 0.0, discordant)[0] for _ in range(runs // 5)]
         found = [played(rng, 0.05, discordant) for _ in range(max(1, runs // 50))]
-        wrong = sum(verdict is not None for verdict in equal) / len(equal)
-        power = sum(verdict == "better" for verdict, _ in found) / len(found)
+        wrong = sum(decision is not None for decision in equal) / len(equal)
+        power = sum(decision == "better" for decision, _ in found) / len(found)
         used = sum(n for _, n in found) / len(found) / FIXED
         print(
             f"prompts that differ {discordant:4.0%}: equal versions told apart {wrong:.2%} of {len(equal)} "

@@ -94,8 +94,8 @@ from grpo_core.records import RunInfo
 command, run, cut = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 began = time.perf_counter()
 if command == "verify":
-    verdict = audit(run)
-    assert not verdict.findings, verdict
+    found = audit(run)
+    assert not found.findings, found
 elif command == "report":
     write(run)
 else:  # as a resumed run opens its files; half of the newest interval between checkpoints is forgotten

@@ -22,7 +22,7 @@ LONGEST = 100_000
 
 
 @frozen(kw_only=True)
-class Verdict:
+class CaseResult:
     """The result of one test."""
 
     passed: bool
@@ -106,36 +106,38 @@ class PythonCode(grpo.Environment):
         called = [case for case in cases if isinstance(case, Called)]
         expected = [await self._value(case) for case in called]
         runs = [self._printed(code, case) for case in cases if isinstance(case, Printed)]
-        verdicts = list(await asyncio.gather(*runs))
+        results = list(await asyncio.gather(*runs))
         if called:
-            verdicts += await self._returned(code, called, expected)
-        share = sum(verdict.passed for verdict in verdicts) / len(verdicts)
-        reasons = Counter(verdict.reason for verdict in verdicts if not verdict.passed)
+            results += await self._returned(code, called, expected)
+        share = sum(result.passed for result in results) / len(results)
+        reasons = Counter(result.reason for result in results if not result.passed)
         return grpo.Feedback(
             reward=share if self._share else float(share == 1.0),
             metrics={
                 "passed": share,
                 "without_code": 0.0,
-                **{f"failed_{reason}": count / len(verdicts) for reason, count in reasons.items()},
+                **{f"failed_{reason}": count / len(results) for reason, count in reasons.items()},
             },
         )
 
-    async def _printed(self, code: str, case: Printed) -> Verdict:
+    async def _printed(self, code: str, case: Printed) -> CaseResult:
         found = await self._sandboxes.run(Job(code=code, stdin=case.input))
         if found.reason:
-            return Verdict(passed=False, reason=found.reason)
-        return Verdict(passed=case.passes(found.output), reason="wrong")
+            return CaseResult(passed=False, reason=found.reason)
+        return CaseResult(passed=case.passes(found.output), reason="wrong")
 
-    async def _returned(self, code: str, cases: Sequence[Called], expected: Sequence[Any]) -> list[Verdict]:
+    async def _returned(
+        self, code: str, cases: Sequence[Called], expected: Sequence[Any]
+    ) -> list[CaseResult]:
         """Evaluate all calls in one sandbox; what it does not answer has failed."""
         found = await self._sandboxes.run(Job(code=code, calls=[case.call for case in cases]))
-        verdicts = []
+        results = []
         for place, value in enumerate(expected):
             if place >= len(found.values):
-                verdicts.append(Verdict(passed=False, reason=found.reason or "missing"))
+                results.append(CaseResult(passed=False, reason=found.reason or "missing"))
                 continue
-            verdicts.append(Verdict(passed=_equal(found.values[place], value), reason="wrong"))
-        return verdicts
+            results.append(CaseResult(passed=_equal(found.values[place], value), reason="wrong"))
+        return results
 
     async def _value(self, case: Called) -> Any:
         """Return the value that a test expects.  Raises PluginError if its expression has none."""

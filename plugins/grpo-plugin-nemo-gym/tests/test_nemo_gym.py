@@ -213,7 +213,7 @@ def test_recorded_rollouts_get_these_rewards_from_the_servers_of_nemo_gym(server
 # ---------------------------------------------------------------------------------- sessions and rewards
 
 
-def test_rollouts_have_sessions_of_their_own_and_numbers_of_the_verdict_are_metrics():
+def test_rollouts_have_sessions_of_their_own_and_numbers_of_its_answer_are_metrics():
     server = Server()
     with serving(server.app) as url, hosted(url) as host:
         prompt = prompt_of(host, row())
@@ -385,7 +385,7 @@ def test_a_tool_behind_a_server_that_is_gone_is_no_answer_and_unscored(status):
     assert f"/increment_counter: status {status}" in feedback.error
 
 
-def test_a_verdict_without_a_reward_is_unscored():
+def test_an_answer_without_a_reward_is_unscored():
     with serving(Server().app) as url, hosted(url) as host:
         feedback = played(host, row(judge="silent"), "2")[2]
     assert "gave the reward None" in feedback.error

@@ -19,7 +19,7 @@ class OpenMetrics(grpo.Tracker):
 
     Args:
         port: port of the address; 0 takes a free one.
-        host: the address; whoever reaches it reads the numbers.
+        host: the address; anybody who reaches it can read the numbers.
     """
 
     requires = {"prometheus_client": "pip install 'grpo-plugin-trackers[openmetrics]'"}  # noqa: RUF012
