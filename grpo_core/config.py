@@ -242,6 +242,9 @@ class EngineConfig(PluginChoice):
     replaced, once for each update."""
     workers: int = field(default=1, validator=ge(1))
     """Number of engines that share the requests, on this machine or in workers of a cluster."""
+    max_requests: int = field(default=0, validator=ge(0))
+    """Largest number of requests that each engine is given at the same time; the others wait, the oldest
+    first.  0 leaves the number to the engine."""
     gpus: list[int] = field(factory=list)
     """GPUs of this machine for the engines, shared evenly among `workers`: with two workers, `[0, 1, 2, 3]`
     gives the first engine 0 and 1.  If the list is empty, they share all GPUs but the trainer's."""

@@ -368,6 +368,8 @@ class EngineSetup:
     """Environment variables of the engine's process, such as those that name its GPUs."""
     number: int = 0
     """Number of the engine among those that share the requests, from 0."""
+    max_requests: int = 0
+    """Largest number of requests that the engine is given at the same time; 0 is any number."""
     reproducible: bool = False
     """Whether completions have to depend, to the last bit, on nothing but their call and the weights: not on
     other calls, nor on the time.  It costs speed.  An engine that cannot do it ignores it."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from attrs import evolve
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from moe import FAMILIES, make_moe_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpo_core.app import machine, memory
 from grpo_core.app.commands import configured
@@ -152,7 +153,7 @@ WORK = Pass(rows=8, tokens=100, sampled=60, dtype="float32")
 
 def allocated(path: str, work: Pass) -> int:
     """The peak of real allocations in two passes, as torch's profiler records them."""
-    model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(path), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
     scorer = Scorer(for_training(model, work.passes), getattr(torch, work.dtype), plain_head=True)
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         for _ in range(1 + work.again):
@@ -221,13 +222,37 @@ def test_shapes_come_from_the_configuration_and_tied_weights_count_once(llama):
     assert shapes(llama()).vocabulary == v
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_activations_of_experts_are_what_torch_really_allocates(tmp_path, family, dtype):
+    """Whichever experts the tokens go to: their number is the same."""
+    path, work = str(make_moe_model(tmp_path / "moe", family, experts=8)), evolve(WORK, dtype=dtype)
+    assert activation_bytes(path, work) == pytest.approx(allocated(path, work), rel=0.1)
+
+
+class LooksConfig(LlamaConfig):
+    model_type = "looks_at_its_numbers"
+
+
+class Looks(LlamaForCausalLM):
+    config_class = LooksConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(
+            lambda module, given, made: made * given[0].max().item()
+        )
+
+
 def test_a_model_whose_code_looks_at_its_numbers_is_unknown_in_one_line(tmp_path, caplog, capfd):
-    MixtralConfig(
+    AutoConfig.register(LooksConfig.model_type, LooksConfig, exist_ok=True)
+    AutoModelForCausalLM.register(LooksConfig, Looks, exist_ok=True)
+    LooksConfig(
         vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=2,
-    ).save_pretrained(tmp_path / "moe")  # fmt: skip
+    ).save_pretrained(tmp_path / "looks")  # fmt: skip
     with pytest.raises(ModelError, match="the activations cannot be computed ahead") as caught:
-        activation_bytes(str(tmp_path / "moe"), WORK)
+        activation_bytes(str(tmp_path / "looks"), WORK)
     assert "\n" not in str(caught.value)
     assert "Traceback" not in capfd.readouterr().err + caplog.text
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 
 from grpo_core import cpu
@@ -31,7 +33,6 @@ class OnGpu(torch.Tensor):
     """
 
     wide: list[int] = []  # noqa: RUF012 - rows of each such product
-    pinned: list[bool] = []  # noqa: RUF012 - whether each new tensor of the host was asked to be pinned
 
     is_cuda = property(lambda self: True)
 
@@ -43,16 +44,37 @@ class OnGpu(torch.Tensor):
             assert {factor.dtype for factor in args} == {torch.bfloat16}
             cls.wide.append(len(args[0]))
             args = tuple(factor.to(dtype) for factor in args)
-        if function is torch.empty_like and given.get("device") == "cpu":
-            cls.pinned.append(given.pop("pin_memory"))
-            return super().__torch_function__(function, kinds, args, given).as_subclass(torch.Tensor)
         return super().__torch_function__(function, kinds, args, given)
 
 
 @pytest.fixture(autouse=True)
 def forgotten():
     OnGpu.wide.clear()
-    OnGpu.pinned.clear()
+
+
+class Runtime:
+    """CUDA's calls that pin memory."""
+
+    def __init__(self):
+        self.pinned = {}
+        self.ever = 0
+
+    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802 - CUDA's name
+        assert address % 4096 == 0
+        self.pinned[address] = nbytes
+        self.ever += 1
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802 - CUDA's name
+        del self.pinned[address]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    return runtime
 
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,9 +106,8 @@ def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks(monk
         assert torch.allclose(here, there, atol=tolerance), name
 
 
-def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on(monkeypatch):
-    tensor = on_gpu(torch.arange(4.0))
-    seen = []
+def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on(monkeypatch, runtime):
+    tensor, seen = on_gpu(torch.arange(4.0)), []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("synchronized"))
     snapshot = Snapshot()
     snapshot.save({"a": tensor}, lambda state: seen.append(state["a"].tolist()))
@@ -95,7 +116,37 @@ def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on(monk
     snapshot.save({"a": tensor + 1}, lambda state: seen.append(state["a"].tolist()))
     snapshot.written().result()
     assert seen[2:] == ["synchronized", [1.0, 2.0, 3.0, 4.0]]
-    assert OnGpu.pinned == [True], "once: the memory is kept"
+    assert runtime.ever == 1, "once: the memory is kept"
+    del snapshot
+    gc.collect()
+    assert not runtime.pinned, "the memory is given back"
+
+
+def test_a_snapshot_is_one_pinned_block_of_the_bytes_that_it_copies(monkeypatch, runtime, tmp_path):
+    """Pinned one by one, each tensor would take the next power of two."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tensors = {f"t{i}": on_gpu(torch.randn(33, 125)) for i in range(20)}
+    tensors |= {
+        "turned": on_gpu(torch.randn(33, 5)).t(),
+        "empty": on_gpu(torch.zeros(0)),
+        "tied": tensors["t0"],
+    }
+    snapshot = Snapshot()
+    path = tmp_path / "state.safetensors"
+
+    def write(state):
+        assert {name: t.stride() for name, t in state.items()} == {n: t.stride() for n, t in tensors.items()}
+        assert state["tied"] is state["t0"]
+        addresses = {t.untyped_storage().data_ptr() for name, t in state.items() if name != "empty"}
+        assert len(addresses) == 21, "of a shared storage transformers would write clones"
+        safetensors.torch.save_file({name: state[name] for name in ("t0", "t1", "empty")}, path)
+
+    snapshot.save(tensors, write)
+    snapshot.written().result()
+    copied = sum(t.nbytes for name, t in tensors.items() if name != "tied")
+    (pinned,) = runtime.pinned.values()
+    assert copied <= pinned < 1.01 * copied + 21 * 64
+    assert torch.equal(safetensors.torch.load_file(path)["t1"], tensors["t1"].as_subclass(torch.Tensor))
 
 
 def test_a_gpu_has_larger_microbatches_and_pays_more_for_each():

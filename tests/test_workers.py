@@ -17,7 +17,7 @@ from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool
 from grpo_core.errors import ConfigError, WeightSyncError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import EngineSetup, Episode, Feedback, SessionStart, Weights
+from grpo_core.records import EngineSetup, Episode, Feedback, GenerationRequest, SessionStart, Weights
 from grpo_core.testing import FakeEngine, FakeEnvironment, prompts, run
 from grpo_core.weights.copies import Copies, mapped
 
@@ -189,6 +189,57 @@ def test_one_worker_is_the_engine_itself_and_several_are_a_pool(tmp_path):
         assert [given.number for given in setups] == [0, 1]
         assert [member.engine.setup.threads for member in of(workers=2, threads=3)._members] == [3, 3]
         await pool.aclose()
+
+    run(story())
+
+
+COUNTING = """
+import asyncio
+from grpo_core.testing import FakeEngine
+
+class Counting(FakeEngine):
+    def __init__(self, setup):
+        super().__init__()
+        self.given, self.running, self.most = setup.max_requests, 0, 0
+
+    async def generate(self, requests):
+        self.running += len(requests)
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(1)
+            return await super().generate(requests)
+        finally:
+            self.running -= len(requests)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_is_given_as_many_requests_at_once_as_the_user_allows(tmp_path, workers):
+    (tmp_path / "counting.py").write_text(COUNTING)
+    requests = [GenerationRequest(prompt_ids=(i,), max_tokens=1, group=str(i // 4)) for i in range(40)]
+    weights = published(tmp_path / "memory", b"data")
+
+    async def story():
+        host, made = PluginHost.discover([]), []
+
+        class Recorded(LocalPlacement):
+            def engine(self, *args):
+                made.append(super().engine(*args))
+                return made[-1]
+
+        config = EngineConfig(name=f"{tmp_path}/counting.py:Counting", max_requests=3, workers=workers)
+        setup = engine_setup("m", ModelConfig(), config, seed=0, logs=None, colocated=True)
+        engine = make_engine(config, setup, Recorded(host), workers=workers, tolerance=0.0)
+        await engine.update_weights(weights)
+        answers = await engine.generate(requests)
+        cancelled = asyncio.create_task(engine.generate(requests))
+        await asyncio.sleep(0.5)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        assert len(await engine.generate(requests[:4])) == 4, "cancelled requests give their places back"
+        await engine.aclose()
+        assert len(answers) == 40
+        assert [(one.given, one.most, one.running) for one in made] == [(3, 3, 0)] * workers
 
     run(story())
 

@@ -275,11 +275,12 @@ def _load(
     gpus: Sequence[machine.Gpu],
 ) -> EngineLoad:
     first = gpus[0].memory if gpus and machine.build_of_torch() else None
+    requests = -(-outstanding(config) // engine.workers)
     return EngineLoad(
         parameters=parameters,
         config=_config_of(directory),
         dtype=dtype,
-        requests=-(-outstanding(config) // engine.workers),
+        requests=min(requests, engine.max_requests or requests),
         tokens=row_tokens(config, size_of(directory, "max_position_embeddings")),
         gpu_bytes=first.total if first else 0,
     )

@@ -136,6 +136,7 @@ def engine_setup(
         seed=seed,
         log_directory=str(logs.absolute()) if logs else None,
         deadline=engine.deadline,
+        max_requests=engine.max_requests,
         reproducible=reproducible,
     )
 

@@ -10,6 +10,7 @@ from attrs import evolve
 
 from grpo_core.app.placement import EnvironmentSpec, Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
+from grpo_core.engines.limited import LimitedEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.engines.transports import Transport, transports_of
 from grpo_core.environments.pool import EnvironmentPool
@@ -39,11 +40,17 @@ def make_engine(
         env_vars: environment variables of each engine's process, by number.
     """
     config = evolve(config, workers=workers)
+
+    def limited(engine: Engine) -> Engine:
+        return LimitedEngine(engine, config.max_requests) if config.max_requests else engine
+
     if workers == 1 and not placement.pooled:
-        return placement.engine(0, config, evolve(setup, env_vars=_of(env_vars, 0)))
+        return limited(placement.engine(0, config, evolve(setup, env_vars=_of(env_vars, 0))))
     return EnginePool(
-        lambda number: placement.engine(
-            number, config, _share(config, evolve(setup, env_vars=_of(env_vars, number)), number)
+        lambda number: limited(
+            placement.engine(
+                number, config, _share(config, evolve(setup, env_vars=_of(env_vars, number)), number)
+            )
         ),
         workers,
         tolerance=tolerance,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -112,6 +112,43 @@ def _moved() -> AbstractContextManager[Any]:
     )
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """The products of experts with their tokens, without numbers: who gets which token changes no size."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weights)
+        return tokens.new_empty(len(tokens), weights.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, weights = ctx.saved_tensors
+        return torch.empty_like(tokens), torch.empty_like(weights)
+
+
+@contextmanager
+def _fake_experts() -> Iterator[None]:
+    """Let transformers' mixtures of experts run on fake tensors, whose contents its kernels would look at.
+
+    Its function is private: without it, such a model is one whose code looks at numbers.
+    """
+    from transformers.integrations import moe
+
+    before = getattr(moe, "_grouped_mm", None)
+    if before is None:
+        yield
+        return
+
+    def product(tokens: Tensor, weights: Tensor, offs: Tensor) -> Any:
+        return _GroupedProduct.apply(tokens.to(weights.dtype), weights)  # type: ignore[no-untyped-call]
+
+    moe._grouped_mm = product
+    try:
+        yield
+    finally:
+        moe._grouped_mm = before
+
+
 def shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
     """Return the figures of the model in a directory or of a hub id, from its configuration.
 
@@ -130,15 +167,14 @@ def shapes(path: str, *, trust_remote_code: bool = False) -> Shapes:
 def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) -> int:
     """Return the peak of everything that a forward and backward pass adds to weights and gradients.
 
-    Raises ModelError if the model's code depends on the contents of tensors, as that of some mixtures of
-    experts does.
+    Raises ModelError if the model's code depends on the contents of tensors.
     """
     from torch._subclasses import fake_tensor
 
     log = logging.getLogger(fake_tensor.__name__)  # it prints errors that are raised as well
     before, log.disabled = log.disabled, True
     try:
-        with fake_tensor.FakeTensorMode():
+        with fake_tensor.FakeTensorMode(), _fake_experts():
             module = for_training(_make(path, trust_remote_code), evolve(work.passes, compiled=False))
             parameters = list(module.parameters())
             known = {tensor.untyped_storage()._cdata for tensor in (*parameters, *module.buffers())}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+
+from grpo_core.training.host_block import room_for
 
 SMALLEST = 1024
 """Bytes of a tensor below which it stays: its copy would cost more than it frees."""
@@ -15,7 +17,7 @@ class Resting:
     """Tensors that are on their device or, between two steps, in the machine's memory.
 
     Tensors stay the same objects, and so do views of them: the memory behind them is given back, and made
-    anew.  Copies are pinned, and kept from one step to the next: their memory is the price.
+    anew.  Copies are in one pinned block, and kept from one step to the next: their memory is the price.
     """
 
     def __init__(self) -> None:
@@ -27,15 +29,14 @@ class Resting:
     def leave(self, tensors: Iterable[Tensor]) -> int:
         """Copy tensors and give back their memory; return its bytes.  Their values cannot be read then."""
         storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
-        for key, storage in storages.items():
-            nbytes = storage.nbytes()
-            if nbytes < SMALLEST or not storage.resizable():  # such as a file that is mapped
-                continue
-            copy = self._copies.get(key)
-            if copy is None or copy.nbytes != nbytes:
-                copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=storage.is_cuda)
-                self._copies[key] = copy
-            copy.untyped_storage().copy_(storage, non_blocking=True)
+        moved = {  # a storage that cannot be made anew stays, such as a file that is mapped
+            key: storage
+            for key, storage in storages.items()
+            if storage.nbytes() >= SMALLEST and storage.resizable()
+        }
+        self._make_room(moved)
+        for key, storage in moved.items():
+            self._copies[key].copy_(_bytes(storage), non_blocking=True)
             self._away.append(storage)
         self._wait()
         given = sum(storage.nbytes() for storage in self._away)
@@ -49,7 +50,7 @@ class Resting:
         for storage in self._away:
             copy = self._copies[storage._cdata]
             storage.resize_(copy.nbytes)
-            storage.copy_(copy.untyped_storage(), non_blocking=True)
+            _bytes(storage).copy_(copy, non_blocking=True)
         self._wait()
         self._away.clear()
 
@@ -61,9 +62,23 @@ class Resting:
         whole = copy.view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
+    def _make_room(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        """Make one block for those that were never away, or have another size now."""
+        new = {
+            key: _bytes(storage)
+            for key, storage in storages.items()
+            if key not in self._copies or self._copies[key].nbytes != storage.nbytes()
+        }
+        on_gpu = any(tensor.is_cuda for tensor in new.values())
+        self._copies |= zip(new, room_for(list(new.values()), pinned=on_gpu), strict=True)
+
     def _wait(self) -> None:
         if any(storage.is_cuda for storage in self._away):
             torch.cuda.synchronize()
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _key(tensor: Tensor) -> int:

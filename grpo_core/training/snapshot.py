@@ -1,8 +1,8 @@
 """A copy of tensors that is written to disk while the originals change.
 
 Training waits for the copy alone.  Its memory is kept from one checkpoint to the next: touching new pages
-takes several times as long as copying into them.  So a snapshot costs the memory of what it copies, on the
-host.  Without it, the call to ``save`` waits for the disk.
+takes several times as long as copying into them.  It is one block, which is pinned as a whole for GPUs.  So a
+snapshot costs the memory of what it copies, on the host.  Without it, ``save`` waits for the disk.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+
+from grpo_core.training.host_block import room_for
 
 Write = Callable[[Mapping[str, Tensor]], None]
 
@@ -26,6 +28,7 @@ class Snapshot:
     def __init__(self, *, copies: bool = True) -> None:
         self._copies = copies
         self._memory: dict[str, Tensor] = {}
+        self._layout: list[tuple[object, ...]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._written: Future[None] | None = None
 
@@ -49,21 +52,25 @@ class Snapshot:
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         first: dict[tuple[int, torch.Size], str] = {}
-        copied, memory = {}, {}
+        names, once = {}, {}
         for name, tensor in tensors.items():
             twin = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
-            if twin == name:
-                memory[name] = self._room(name, tensor)
-                memory[name].copy_(tensor, non_blocking=True)
-            copied[name] = memory[twin]
-        self._memory = memory
-        if any(tensor.is_cuda for tensor in tensors.values()):
+            names[name] = twin
+            once[twin] = tensors[twin]
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        self._make_room(once, pinned=on_gpu)
+        for name, tensor in once.items():
+            self._memory[name].copy_(tensor, non_blocking=True)
+        if on_gpu:
             torch.cuda.synchronize()
-        return copied
+        return {name: self._memory[twin] for name, twin in names.items()}
 
-    def _room(self, name: str, tensor: Tensor) -> Tensor:
-        there = self._memory.get(name)
-        if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
-            # a strided tensor keeps its strides, so that the copy is one of bytes
-            there = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return there
+    def _make_room(self, tensors: Mapping[str, Tensor], *, pinned: bool) -> None:
+        """Keep the memory of the copy before, or make new memory if the tensors are others."""
+        layout: list[tuple[object, ...]] = [
+            (name, t.shape, t.dtype, t.stride()) for name, t in tensors.items()
+        ]
+        if layout != self._layout:
+            self._memory.clear()  # before there is more
+            self._memory = dict(zip(tensors, room_for(list(tensors.values()), pinned=pinned), strict=True))
+            self._layout = layout

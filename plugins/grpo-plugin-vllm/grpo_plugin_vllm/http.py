@@ -31,6 +31,7 @@ from grpo_core import (
 from grpo_core.engine_kit import check_request, read_weights, report
 from grpo_plugin_vllm.client import NAME, Client, ServerError, UnreachableError, checked_url
 from grpo_plugin_vllm.completing import EMPTY, checked, sampling
+from grpo_plugin_vllm.files import connections
 from grpo_plugin_vllm.transfer import as_table
 
 T = TypeVar("T")
@@ -39,6 +40,9 @@ URL = "http://127.0.0.1:8000"
 
 ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 1 << 10
 """Largest answer, and for each token that was asked for: several times what vLLM needs."""
+
+REQUESTS = 512
+"""Largest number of requests at a server at the same time, unless ``engine.max_requests`` says otherwise."""
 
 START_PAUSE, START_MARGIN = 1.0, 10.0
 """Seconds between two looks for a server that is starting, and before the deadline at which they end."""
@@ -60,11 +64,13 @@ class HttpEngine:
         attempts: how often a request is sent that the server has not begun.
         keep_cache, seeds: as for the engine ``vllm``.
         remote: allow a server on another machine.  Whoever reaches such a server can replace its model.
-        max_requests: largest number of requests at the server at the same time, each with a connection.
         api_key_variable: environment variable with the key that ``vllm serve --api-key`` asks for.
 
     The first weight update waits for a server that is starting, at most ``engine.deadline`` seconds.  A
     server that was started again is given the last weights before it is asked for anything.
+
+    At most ``engine.max_requests`` requests are at a server at the same time, 512 without that key, and fewer
+    where this process may not open as many files: each request has a connection.
     """
 
     def __init__(
@@ -79,11 +85,8 @@ class HttpEngine:
         keep_cache: bool = False,
         seeds: bool = True,
         remote: bool = False,
-        max_requests: int = 512,
         api_key_variable: str = "",
     ) -> None:
-        if max_requests < 1:
-            raise ConfigError(f"engine vllm:http: max_requests = {max_requests}; expected at least 1")
         urls = _addresses(url, remote=remote)
         self._client = Client(
             urls[setup.number % len(urls)],
@@ -93,7 +96,7 @@ class HttpEngine:
             remote=remote,
             api_key=_api_key(api_key_variable),
         )
-        self._places = asyncio.Semaphore(max_requests)
+        self._places = asyncio.Semaphore(connections(setup.max_requests or REQUESTS, servers=len(urls)))
         self._setup = setup
         self._directory = Path(directory) if directory is not None else None
         self._file = f"weights-{setup.number}" if len(urls) > 1 else "weights"

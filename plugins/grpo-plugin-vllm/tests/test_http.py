@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import os
 import re
+import resource
 import socket
 import sys
 import tracemalloc
@@ -24,6 +25,7 @@ from grpo_core.engine_kit import EngineConfig, PluginHost, read_weights, reporte
 from grpo_core.testing import SharedMemoryWriter
 from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
+from grpo_plugin_vllm.files import connections
 from grpo_plugin_vllm.http import HttpEngine
 
 REQUEST = GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=2)
@@ -93,6 +95,11 @@ class Server:
             self.most = max(self.most, self.running)
             self.changed.notify_all()
 
+    async def at_once(self, n):
+        """Wait until this many requests are here."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.running >= n)
+
     async def ok(self, body):
         return web.json_response({})
 
@@ -146,12 +153,13 @@ def _no_waiting():
     stamina.set_testing(False)
 
 
-def played(story, *, deadline=5.0, **options):
+def played(story, *, deadline=5.0, max_requests=0, **options):
     """The story with an engine that holds version 1 and its server."""
+    setup = EngineSetup(model="m", deadline=deadline, max_requests=max_requests)
 
     async def main():
         async with Server() as server:
-            engine = HttpEngine(EngineSetup(model="m", deadline=deadline), url=server.url, **options)
+            engine = HttpEngine(setup, url=server.url, **options)
             try:
                 await engine.update_weights(weights(1))
                 return await story(engine, server)
@@ -367,8 +375,59 @@ def test_no_more_requests_are_at_the_server_than_the_user_allows():
         assert server.most <= 7
 
     played(story, max_requests=7)
-    with pytest.raises(ConfigError, match="max_requests = 0; expected at least 1"):
-        HttpEngine(EngineSetup(model="m"), max_requests=0)
+
+
+ASKS = """
+import asyncio, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+import torch
+from grpo_core import EngineSetup, GenerationRequest
+from grpo_core.testing import SharedMemoryWriter
+from grpo_plugin_vllm.http import HttpEngine
+
+async def main():
+    engine = HttpEngine(EngineSetup(model="m"), url=sys.argv[1], attempts=1)
+    await engine.update_weights(SharedMemoryWriter().write(1, [("a", torch.ones(3))]))
+    request = GenerationRequest(prompt_ids=(1, 2, 3), max_tokens=1)
+    print(len(await engine.generate([request] * 400)))
+    await engine.aclose()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+def test_more_requests_than_a_process_may_open_files_are_all_answered():
+    async def story():
+        async with Server() as server:
+            server.gate = asyncio.Event()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", ASKS, server.url),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            told = asyncio.create_task(process.communicate())
+            many = asyncio.create_task(server.at_once(128))
+            await asyncio.wait({told, many}, return_when=asyncio.FIRST_COMPLETED)
+            many.cancel()
+            server.gate.set()
+            answered, said = await told
+            return answered, said.decode(), server.most
+
+    answered, said, seen = asyncio.run(story())
+    assert answered == b"400\n", said
+    assert seen <= 192
+    assert "requests are at a server at the same time, not 512: this process may open 256 files" in said
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert connections(300, servers=2) == 300
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 600
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_key_comes_from_the_environment_and_stands_in_no_message(monkeypatch):

@@ -1,0 +1,43 @@
+"""Open files: each connection to a server takes one, and a process may have only so many."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+RESERVED = 64
+"""Open files that the rest of the process may still need: logs, checkpoints, pipes to children."""
+
+log = logging.getLogger("grpo_core")
+
+
+def connections(wanted: int, *, servers: int) -> int:
+    """Return how many connections each of the servers may have: ``wanted``, or fewer if files are limited.
+
+    The process's own limit is raised towards the limit of the system first, as ``ulimit -n`` does.
+    """
+    try:
+        import resource
+    except ImportError:  # this system has no such limit
+        return wanted
+    used = len(os.listdir("/dev/fd")) + RESERVED
+    needed = used + wanted * servers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    more = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(OSError, ValueError):  # some systems have a limit below the hard one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+        soft = more
+    if soft >= needed:
+        return wanted
+    possible = max(1, (soft - used) // servers)
+    log.warning(
+        "engine vllm:http: at most %d requests are at a server at the same time, not %d: this process may "
+        "open %d files, and each request takes one; raise the limit with ulimit -Hn",
+        possible,
+        wanted,
+        soft,
+    )
+    return possible
