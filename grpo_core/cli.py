@@ -260,7 +260,7 @@ def check(
     task: Annotated[list[str] | None, Parameter(negative="")] = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
-    """Check that an environment, a sampler, an engine, a loss and so on keeps its contract.
+    """Check that an environment, or any other offer of a plugin, keeps its contract.
 
     Parameters
     ----------
@@ -268,7 +268,7 @@ def check(
         Name of the offer, as "math:sort" or "./file.py:Class".
     kind
         Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy, engine,
-        loss, advantage or filter.
+        loss, advantage, filter, tracker, trainer, optimizer, model, data_plane or placement.
     set_
         Set an option of the offer, as in "length=3"; may be repeated.
     task

@@ -35,7 +35,6 @@ from grpo_core._lazy import attach
 
 if TYPE_CHECKING:
     from grpo_core.app.gpus import Devices as Devices
-    from grpo_core.app.placement import EnvironmentSpec as EnvironmentSpec
     from grpo_core.app.placement import Placement as Placement
     from grpo_core.app.placement import Retain as Retain
     from grpo_core.config import EngineConfig as EngineConfig
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from grpo_core.engines.wire import unpack_requests as unpack_requests
     from grpo_core.environments.pool import EnvironmentWorker as EnvironmentWorker
     from grpo_core.environments.process import EnvironmentProcess as EnvironmentProcess
+    from grpo_core.environments.spec import EnvironmentSpec as EnvironmentSpec
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_to as reported_to
@@ -87,10 +87,11 @@ __getattr__, __dir__, __all__ = attach(
             "unpack_completions",
             "unpack_requests",
         ],
+        "grpo_core.environments.spec": ["EnvironmentSpec"],
         "grpo_core.environments.pool": ["EnvironmentWorker"],
         "grpo_core.environments.process": ["EnvironmentProcess"],
         "grpo_core.app.gpus": ["Devices"],
-        "grpo_core.app.placement": ["EnvironmentSpec", "Placement", "Retain"],
+        "grpo_core.app.placement": ["Placement", "Retain"],
         "grpo_core.incidents": ["Incident", "report", "reported_to"],
         "grpo_core.planes": ["RemotePlane"],
         "grpo_core.plugins.host": ["PluginHost"],

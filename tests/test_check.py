@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ import grpo_core as grpo
 from grpo_core.app import check
 from grpo_core.cli import app
 from grpo_core.errors import ConfigError, PluginError, SelectionError
-from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.testing import check_environment, decoding, run
 from grpo_core.testing.contracts import environment_findings
 
@@ -373,10 +374,16 @@ def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):
     )
     for name in (f"{file}:Mine", f"{file}:mine", "terminal"):
         assert check.find(host, name).kind == "tracker"
-    with pytest.raises(ConfigError, match="is a model, and there are no checks of models"):
-        check.find(host, "tiny")
-    with pytest.raises(ConfigError, match="--kind trainer: cannot be checked; one of environment, sampler"):
-        check.find(host, f"{file}:make", "trainer")
+    with pytest.raises(ConfigError, match="--kind train: there is no such kind; expected environment"):
+        check.find(host, f"{file}:make", "train")
+
+
+def test_every_kind_that_has_a_hook_can_be_checked():
+    assert set(check.CHECKED) == set(get_args(Kind))
+    host = PluginHost.discover(allow=[])
+    found = {name: check.find(host, name).kind for name in ("torch", "adamw", "tiny", "memory", "local")}
+    assert list(found.values()) == ["trainer", "optimizer", "model", "data_plane", "engine"]
+    assert check.find(host, "local", "placement").kind == "placement"
 
 
 LOSSES = """

@@ -10,12 +10,13 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
 
 from grpo_core.app.parts import make_sampler
+from grpo_core.app.placement import LocalPlacement
 from grpo_core.config import EnvironmentConfig, SamplerConfig, build, merge, parse_setting
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError, describe
@@ -36,6 +37,11 @@ CHECKED: Mapping[Kind, str] = {
     "advantage": "groups",
     "filter": "group",
     "tracker": "rollouts",
+    "trainer": "publish",
+    "optimizer": "parameter_groups",
+    "model": "start_model",
+    "data_plane": "put",
+    "placement": "connected",
 }
 """Kinds that can be checked, with the method or first parameter by which a class or function is
 recognised."""
@@ -77,8 +83,7 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
     Raises PluginError if there is no such offer, ConfigError if it could be of several kinds.
     """
     if kind is not None and kind not in CHECKED:
-        known = f"one of {', '.join(CHECKED)}" if kind in get_args(Kind) else f"expected {', '.join(CHECKED)}"
-        raise ConfigError(f"--kind {kind}: cannot be checked; {known}")
+        raise ConfigError(f"--kind {kind}: there is no such kind; expected {', '.join(CHECKED)}")
     found: dict[Kind, Offer] = {}
     missing: dict[Kind, PluginError] = {}
     for each in CHECKED:
@@ -89,26 +94,14 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
                 missing[each] = error
     if len(found) > 1:
         found = {each: offer for each, offer in found.items() if _is_a(each, offer)}
+    if len(found) > 1:  # a placement often has the name of the engines that it is for
+        found.pop("placement", None)
     if len(found) == 1:
         return next(iter(found.values()))
-    for each in get_args(Kind) if kind is None else ():
-        if each not in CHECKED and _offered(host, each, name):
-            raise ConfigError(
-                f"{name} is a {each}, and there are no checks of {each}s; a run tells what it raises"
-            )
     if found or len(missing) < len(CHECKED):
         raise ConfigError(f"{name}: tell what it is with --kind: {', '.join(found or CHECKED)}")
     near = (error for error in missing.values() if "Did you mean" in str(error))
     raise next(near, missing["environment"])
-
-
-def _offered(host: PluginHost, kind: Kind, name: str) -> bool:
-    """Return whether a hook offers this name, or the attribute of a file that it names, as this kind."""
-    try:
-        offer = host.find(kind, name)
-    except PluginError:
-        return False
-    return offer.given in offer.plugin.offers.get(kind, {}).values()
 
 
 def _elsewhere(name: str, python: str) -> Offer:
@@ -161,6 +154,8 @@ def findings(
             yield from _filter(host, offer.name, options)
         case "tracker":
             yield from _tracker(host, offer.name, options)
+        case "trainer" | "optimizer" | "model" | "data_plane" | "placement":
+            yield from _part(host, offer, options)
         case _:
             yield from _strategy(host, offer.name, options)
 
@@ -300,6 +295,53 @@ def _tracker(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterato
         yield found
         if clause.__name__ == "its_factory_makes_a_tracker" and found.outcome == "failed":
             return
+
+
+# ---------------------------------------------------------------------------------- parts of the machine
+
+
+def _part(host: PluginHost, offer: Offer, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check a part whose clauses go on with what was started before, and end with it."""
+    name = offer.name
+    try:
+        host.check_values(offer.kind, name, options)
+        with contextlib.ExitStack() as stack:
+            for clause in _contract(host, offer, options, stack):
+                with contextlib.redirect_stderr(io.StringIO()):
+                    found = _found(clause.__name__.replace("_", " "), clause)
+                yield found
+    except GrpoError as error:
+        yield Finding("it can be made", "failed", str(error))
+
+
+def _contract(
+    host: PluginHost, offer: Offer, options: Mapping[str, Any], stack: contextlib.ExitStack
+) -> Iterable[Callable[[], None]]:
+    """Return the contract of an offer's kind; what it starts ends with the stack."""
+    make: Callable[..., Any] = functools.partial(host.make, offer.kind, offer.name)
+    match offer.kind:
+        case "trainer":
+            from grpo_core.testing.trainers import TrainerContract
+
+            return stack.enter_context(TrainerContract(lambda setup: make(setup, **options)))
+        case "optimizer":
+            from grpo_core.testing.optimizers import OptimizerContract
+
+            return OptimizerContract(offer.load(), options)
+        case "model":
+            from grpo_core.testing.model_sources import ModelSourceContract
+
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-check-"))
+            return ModelSourceContract(lambda: make(**options), Path(directory))
+        case "data_plane":
+            from grpo_core.testing.planes import DataPlaneContract
+
+            runner = stack.enter_context(asyncio.Runner())
+            return DataPlaneContract(lambda: make(LocalPlacement(host), **options), runner.run)
+        case _:
+            from grpo_core.testing.placements import PlacementContract
+
+            return stack.enter_context(PlacementContract(lambda plugins: make(plugins, **options)))
 
 
 # ---------------------------------------------------------------------------------- engines

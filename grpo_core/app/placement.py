@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-from attrs import field, frozen
+from typing import Protocol
 
 from grpo_core.app import gpus
 from grpo_core.app.gpus import Devices
-from grpo_core.config import EngineConfig, EnvironmentConfig, TrainerConfig
+from grpo_core.config import EngineConfig, TrainerConfig
 from grpo_core.environments.pool import EnvironmentWorker
 from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.environments.spec import EnvironmentSpec
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
@@ -22,19 +21,6 @@ from grpo_core.weights.copies import Copies, WeightsLease
 
 Retain = Callable[[Weights], Awaitable[WeightsLease]]
 """Takes a lease of published weights, which outlives the trainer's next publication."""
-
-
-@frozen(kw_only=True)
-class EnvironmentSpec:
-    """The specification of one worker of a task's environment."""
-
-    task: str
-    env: str
-    """Name of the environment, as in ``math:sort``."""
-    options: Mapping[str, Any] = field(factory=dict)
-    config: EnvironmentConfig = field(factory=EnvironmentConfig)
-    log: Path | None = None
-    """File for the environment's output."""
 
 
 class Placement(Protocol):

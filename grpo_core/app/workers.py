@@ -8,12 +8,13 @@ from typing import Any
 
 from attrs import evolve
 
-from grpo_core.app.placement import EnvironmentSpec, Placement
+from grpo_core.app.placement import Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
 from grpo_core.engines.limited import LimitedEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.engines.transports import Transport, transports_of
 from grpo_core.environments.pool import EnvironmentPool
+from grpo_core.environments.spec import EnvironmentSpec
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine

@@ -2,6 +2,7 @@
 
     check_environment, check_sampler, check_validation_strategy   each is a whole test
     check_loss, check_advantage, check_filter, check_tracker, check_agent   likewise
+    check_trainer, check_optimizer, check_model_source, check_data_plane, check_placement   likewise
     check_decoding                           the same for an engine
     check_engine, ENGINE_LAWS                what an engine does, and what it computes
     FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
@@ -43,13 +44,18 @@ if TYPE_CHECKING:
     from grpo_core.testing.filters import check_filter as check_filter
     from grpo_core.testing.hosted import HostedEnvironment as HostedEnvironment
     from grpo_core.testing.hosted import finished as finished
+    from grpo_core.testing.model_sources import check_model_source as check_model_source
     from grpo_core.testing.objectives import check_advantage as check_advantage
     from grpo_core.testing.objectives import check_loss as check_loss
     from grpo_core.testing.offers import find_offer as find_offer
     from grpo_core.testing.offers import make_offer as make_offer
+    from grpo_core.testing.optimizers import check_optimizer as check_optimizer
+    from grpo_core.testing.placements import check_placement as check_placement
+    from grpo_core.testing.planes import check_data_plane as check_data_plane
     from grpo_core.testing.strategies import check_validation_strategy as check_validation_strategy
     from grpo_core.testing.trackers import a_run as a_run
     from grpo_core.testing.trackers import check_tracker as check_tracker
+    from grpo_core.testing.trainers import check_trainer as check_trainer
     from grpo_core.weights.collective import CollectiveWriter as CollectiveWriter
     from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 
@@ -92,6 +98,11 @@ __getattr__, __dir__, __all__ = attach(
             "find_offer",
             "make_offer",
         ],
+        "grpo_core.testing.model_sources": ["check_model_source"],
+        "grpo_core.testing.optimizers": ["check_optimizer"],
+        "grpo_core.testing.placements": ["check_placement"],
+        "grpo_core.testing.planes": ["check_data_plane"],
+        "grpo_core.testing.trainers": ["check_trainer"],
         "grpo_core.testing.strategies": ["check_validation_strategy"],
         "grpo_core.testing.trackers": ["a_run", "check_tracker"],
         "grpo_core.weights.collective": ["CollectiveWriter"],

@@ -25,9 +25,9 @@ from killing import GRPO, Run, left_after
 pytest.importorskip("grpo_plugin_ray")
 
 from grpo_core.agents.server import AgentServer
-from grpo_core.app.placement import EnvironmentSpec
 from grpo_core.config import EnvironmentConfig
 from grpo_core.demo.tiny import encode, make_tiny_model
+from grpo_core.engine_kit import EnvironmentSpec
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.engines.pool import EnginePool
 from grpo_core.environments.pool import EnvironmentPool

@@ -1,0 +1,197 @@
+"""The contract of sources of models, as checks that anybody may run on theirs.
+
+    def test_mine_keeps_the_contract():
+        check_model_source(MySource, size="small")
+
+Each check raises AssertionError.  The source makes its model for a small environment, and the model must be
+one that engines and trainers can load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from grpo_core.config import build
+from grpo_core.errors import GrpoError
+from grpo_core.model_sources import ModelRequest, StartModel
+from grpo_core.records import Prompt
+from grpo_core.testing.fakes import prompts
+from grpo_core.testing.hosted import HostedEnvironment
+
+SEED = 7
+TASK = "task"
+NEEDED = ("config.json",)
+"""Files that every model has."""
+
+
+def check_model_source(make: Callable[..., Any], **options: Any) -> None:
+    """Check all of the contract of a source of models.  Raises AssertionError."""
+    with tempfile.TemporaryDirectory(prefix="grpo-core-check-") as directory:
+        for clause in ModelSourceContract(lambda: make(**options), Path(directory)):
+            clause()
+
+
+class ModelSourceContract:
+    """The contract of a source of models, without which a run starts from something else.
+
+    It iterates over its clauses; the later ones ask about the model that the first one made.
+
+    Args:
+        make: the factory with its options filled in.
+        directory: an empty directory for models.
+    """
+
+    def __init__(self, make: Callable[[], Any], directory: Path) -> None:
+        self._make, self._directory = make, directory
+        self._made: StartModel | None = None
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        yield self.its_preset_is_a_part_of_a_configuration
+        yield self.it_is_checked_without_making_anything
+        yield self.it_makes_a_model_that_can_be_loaded
+        if self._made is None:
+            return
+        yield self.its_positions_are_those_of_the_model
+        yield self.its_configuration_is_that_of_the_model
+        yield self.a_start_that_finds_the_model_changes_nothing
+        yield self.the_same_seed_makes_the_same_model
+
+    def its_preset_is_a_part_of_a_configuration(self) -> None:
+        preset = self._make().preset
+        assert isinstance(preset, Mapping), f"preset is {type(preset).__name__}, expected tables"
+        try:
+            build([preset])
+        except GrpoError as error:
+            raise AssertionError(f"preset is no part of a configuration: {error}") from error
+
+    def it_is_checked_without_making_anything(self) -> None:
+        before = set(self._directory.rglob("*"))
+        told = self._make().check()
+        assert told is None, f"check() returned {told!r}; it raises ModelError, or returns nothing"
+        assert set(self._directory.rglob("*")) == before, "check() has written files"
+
+    def it_makes_a_model_that_can_be_loaded(self) -> None:
+        """``prepare`` is sent to the process of the trainer, so it is plain data."""
+        found = self._start("first")
+        path = Path(found.path)
+        for name in NEEDED:
+            assert (path / name).is_file(), f"{path} has no {name}"
+        from grpo_core.loop.rendering import Renderer
+        from grpo_core.models import chat_template
+
+        renderer = Renderer.load(str(path), trust_remote_code=False, chat_template=chat_template(""))
+        assert renderer.prompt_ids([{"role": "user", "content": "ab"}]), "its tokenizer gives no tokens"
+        self._made = found
+
+    def its_positions_are_those_of_the_model(self) -> None:
+        found = self._there()
+        known = _config(found).get("max_position_embeddings")
+        if isinstance(known, int):
+            assert found.positions <= known, (
+                f"StartModel.positions is {found.positions:,}, and the model has {known:,}: rollouts would "
+                "exceed it"
+            )
+
+    def its_configuration_is_that_of_the_model(self) -> None:
+        """``configuration`` is optional; the estimate of memory reads it."""
+        tell = getattr(self._make(), "configuration", None)
+        if tell is None:
+            return
+        config = _config(self._there())
+        for key, value in tell().items():
+            assert config.get(key, value) == value, (
+                f"configuration() says {key} = {value!r}, and config.json of the model {config[key]!r}"
+            )
+
+    def a_start_that_finds_the_model_changes_nothing(self) -> None:
+        path = Path(self._there().path)
+        before = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in _files(path)}
+        again = self._start("first")
+        assert Path(again.path) == path, f"a second start found {again.path}, the first one made {path}"
+        after = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in _files(path)}
+        changed = [file.name for file in before.keys() | after.keys() if before.get(file) != after.get(file)]
+        assert not changed, f"a start that found the model wrote {changed[0]} again"
+
+    def the_same_seed_makes_the_same_model(self) -> None:
+        first = Path(self._there().path)
+        other = Path(self._start("second").path)
+        for file in _files(first):
+            if file.suffix == ".safetensors":
+                there = other / file.relative_to(first)
+                assert there.is_file(), f"another start with the same seed made no {file.name}"
+                assert file.read_bytes() == there.read_bytes(), (
+                    f"{file.name} of two starts with the same seed differs (ModelRequest.seed)"
+                )
+
+    def _there(self) -> StartModel:
+        assert self._made is not None, "it has made no model"
+        return self._made
+
+    def _start(self, name: str) -> StartModel:
+        directory = self._directory / name / "model"
+        directory.parent.mkdir(exist_ok=True)
+
+        async def story() -> StartModel:
+            made = {TASK: [*prompts(20)]}
+
+            async def offered() -> Mapping[str, list[Prompt]]:
+                return made
+
+            request = ModelRequest(
+                directory=directory,
+                prompts=offered,
+                environments={TASK: HostedEnvironment(_Solved(), task=TASK)},
+                seed=SEED,
+            )
+            found = await self._make().start_model(request)
+            kind = type(found).__name__
+            assert isinstance(found, StartModel), f"start_model() returned {kind}, expected StartModel"
+            return found
+
+        found = asyncio.run(story())
+        if found.prepare is not None:
+            _prepare(found.prepare)
+        assert Path(found.path).is_dir(), f"there is no directory {found.path} after prepare()"
+        return found
+
+
+class _Solved:
+    """An environment that knows a reply to each prompt."""
+
+    max_turns = 1
+
+    def prompts(self, split: str) -> list[Prompt]:
+        return prompts(20)
+
+    def evaluate(self, episodes: Any) -> list[float]:
+        return [float(episode.reply == "ab") for episode in episodes]
+
+    def solve(self, prompt: Prompt) -> str:
+        return "ab"
+
+
+def _prepare(prepare: Callable[[], None]) -> None:
+    """Call it, if it can be sent to the trainer's process."""
+    try:
+        ForkingPickler.dumps(prepare)
+    except Exception as error:
+        raise AssertionError(
+            f"StartModel.prepare cannot be sent to the trainer's process ({type(error).__name__}: {error}); "
+            "use functools.partial of a function of a module"
+        ) from error
+    prepare()
+
+
+def _config(found: StartModel) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(found.path) / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()]

@@ -1,0 +1,189 @@
+"""The contract of data planes, as checks that anybody may run on theirs.
+
+    def test_mine_keeps_the_contract(tmp_path):
+        check_data_plane(MyPlane, directory=str(tmp_path))
+
+Each check raises AssertionError.  Groups of several rollouts and segments are put there, and read as the
+ranks of a trainer and the files of a run read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeVar
+
+import numpy as np
+
+from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.tokens import Tokens, fetched
+
+T = TypeVar("T")
+
+PATIENCE = 60.0
+"""Seconds that a call of a data plane may take."""
+
+
+def check_data_plane(make: Callable[..., Any], *, placement: Any = None, **options: Any) -> None:
+    """Check all of a data plane's contract; ``make`` is its factory.  Raises AssertionError.
+
+    Args:
+        make: the factory.
+        placement: its first argument.
+        options: its options.
+    """
+    with asyncio.Runner() as runner:
+        contract = DataPlaneContract(lambda: make(placement, **options), runner.run)
+        for clause in contract:
+            clause()
+
+
+class DataPlaneContract:
+    """The contract of a data plane, without which a step trains other tokens; iterates over its clauses.
+
+    Args:
+        make: the factory with its arguments filled in.
+        run: runs a coroutine in an event loop, always the same.
+    """
+
+    def __init__(self, make: Callable[[], Any], run: Callable[..., Any]) -> None:
+        self._make, self._run = make, run
+        self._plane: Any = None
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        yield self.it_starts_and_says_where_tokens_are
+        if self._plane is None:
+            return
+        yield self.what_is_put_there_is_what_is_read
+        yield self.groups_that_are_put_at_once_are_not_mixed_up
+        yield self.other_processes_read_it
+        yield self.groups_that_nobody_holds_make_room_for_others
+        yield self.it_can_be_closed
+
+    def it_starts_and_says_where_tokens_are(self) -> None:
+        async def story() -> Any:
+            plane = self._make()
+            assert isinstance(getattr(plane, "remote", None), bool), "it has no attribute remote (a bool)"
+            for method in ("started", "put", "aclose"):
+                assert callable(getattr(plane, method, None)), f"it has no method {method!r}"
+            await _within(plane.started(), "started()")
+            return plane
+
+        self._plane = self._run(story())
+
+    def what_is_put_there_is_what_is_read(self) -> None:
+        group = _group(1)
+        before = [_contents(each) for each in _tokens(group)]
+        there = self._run(_within(self._plane.put(group), "put()"))
+        assert isinstance(there, Group), f"put() returned {type(there).__name__}, expected the group"
+        assert there.prompt == group.prompt, "it changed the prompt of a group"
+        assert there.rewards == group.rewards, "it changed the rewards of a group"
+        assert [len(r.segments) for r in there.rollouts] == [len(r.segments) for r in group.rollouts]
+        for handle, tokens in zip(_tokens(there), _tokens(group), strict=True):
+            assert len(handle) == len(tokens), f"a handle knows {len(handle)} tokens, expected {len(tokens)}"
+            assert np.array_equal(handle.sampled, tokens.sampled), "a handle has another mask of samples"
+            assert np.array_equal(handle.versions, tokens.versions), "a handle has other versions"
+        _same(before, there)
+
+    def groups_that_are_put_at_once_are_not_mixed_up(self) -> None:
+        groups = [_group(seed) for seed in range(8)]
+
+        async def story() -> list[Group]:
+            puts = (_within(self._plane.put(group), "put()") for group in groups)
+            there: list[Group] = await asyncio.gather(*puts)
+            return there
+
+        for group, there in zip(groups, self._run(story()), strict=True):
+            _same([_contents(each) for each in _tokens(group)], there)
+
+    def other_processes_read_it(self) -> None:
+        """The ranks of a trainer get the handles, and fetch the tokens by themselves."""
+        group = _group(3)
+        there = self._run(_within(self._plane.put(group), "put()"))
+        try:
+            ForkingPickler.dumps(_tokens(there))
+        except Exception as error:
+            raise AssertionError(f"a handle cannot be sent: {type(error).__name__}: {error}") from error
+        if not self._plane.remote:
+            return
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = pool.apply_async(_read, (_tokens(there),)).get(PATIENCE)
+        expected = [_contents(each) for each in _tokens(group)]
+        assert found == expected, "another process reads other tokens than were put there"
+
+    def groups_that_nobody_holds_make_room_for_others(self) -> None:
+        """A group that is still held stays readable when others are gone."""
+
+        async def story() -> tuple[Group, Group]:
+            kept = _group(5)
+            there = await _within(self._plane.put(kept), "put()")
+            for seed in range(20):
+                await _within(self._plane.put(_group(seed)), "put()")
+            gc.collect()
+            await asyncio.sleep(0)  # what nobody holds is discarded here
+            return kept, there
+
+        kept, there = self._run(story())
+        _same([_contents(each) for each in _tokens(kept)], there)
+
+    def it_can_be_closed(self) -> None:
+        plane, self._plane = self._plane, None
+        self._run(_within(plane.aclose(), "aclose()"))
+
+
+def _group(seed: int) -> Group:
+    """Return a group of three rollouts: of one segment, of two, and without any token."""
+    chance = np.random.default_rng(seed)
+
+    def tokens(n: int) -> Tokens:
+        ids, logprobs = chance.integers(0, 50_000, n), -chance.random(n).astype(np.float32)
+        sampled = Tokens.generated(ids, logprobs, np.full(n, seed))
+        return Tokens.concatenate([sampled, Tokens.context(range(seed % 3)), sampled])
+
+    segments = [[tokens(5 + seed)], [tokens(3), tokens(1)], [tokens(0)]]
+    return Group(
+        prompt=Prompt(messages="a prompt", id=f"prompt {seed}", environment="task"),
+        rollouts=tuple(
+            Rollout(
+                segments=[Segment(prompt_ids=(1, 2), tokens=each) for each in some],
+                messages=({"role": "user", "content": "a prompt"}, {"role": "assistant", "content": "said"}),
+                reward=float(number),
+                turns=len(some),
+                finish_reason="stop",
+            )
+            for number, some in enumerate(segments)
+        ),
+        generation_version=seed,
+        target_version=seed + 1,
+        slot=seed,
+    )
+
+
+def _tokens(group: Group) -> list[Tokens]:
+    return [segment.tokens for rollout in group.rollouts for segment in rollout.segments]
+
+
+def _contents(tokens: Tokens) -> tuple[list[int], list[float]]:
+    return tokens.ids.tolist(), tokens.logprobs.tolist()
+
+
+def _same(expected: Sequence[tuple[list[int], list[float]]], there: Group) -> None:
+    found = [_contents(each) for each in fetched(_tokens(there))]
+    for (ids, logprobs), (its_ids, its_logprobs) in zip(expected, found, strict=True):
+        assert its_ids == ids, f"the tokens {its_ids[:5]} ... are read, and {ids[:5]} ... were put there"
+        assert its_logprobs == logprobs, "other logprobs are read than were put there"
+
+
+def _read(tokens: Sequence[Tokens]) -> list[tuple[list[int], list[float]]]:
+    return [_contents(each) for each in fetched(tokens)]
+
+
+async def _within(awaitable: Awaitable[T], what: str) -> T:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await awaitable
+    except TimeoutError:
+        raise AssertionError(f"{what} has not returned for {PATIENCE:g} s") from None

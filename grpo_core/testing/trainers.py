@@ -1,0 +1,319 @@
+"""The contract of trainers, as checks that anybody may run on theirs.
+
+    def test_mine_keeps_the_contract():
+        check_trainer(MyTrainer)
+
+Each check raises AssertionError.  The trainer gets a small random model, and is called as in a run; what it
+publishes is compared with transformers' forward pass of the same weights.  The checks go on with one trainer,
+in their order, and end with a second one that continues from what the first one saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from attrs import evolve
+
+from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.demo.tiny import encode, make_tiny_model
+from grpo_core.protocols import Trainer
+from grpo_core.records import Batch, Row, Weights
+from grpo_core.tokens import Tokens
+from grpo_core.training import model as models
+from grpo_core.training.setup import TrainerSetup
+from grpo_core.weights.names import checkpoint_tensors
+from grpo_core.weights.reading import read_weights
+
+T = TypeVar("T")
+
+PATIENCE = 120.0
+"""Seconds that a call of a trainer may take."""
+METHODS = ("started", "step", "publish", "save", "watch", "aclose")
+PROMPT = "ab="
+GOOD, BAD = "good", "evil"
+"""Replies that the steps make likelier and rarer."""
+TOLERANCE = 1e-3
+"""Tolerance of logprobs in float32."""
+CONTINUED = 1e-6
+"""Largest difference of a weight between a trainer that went on and one that continued."""
+
+
+def check_trainer(make: Callable[..., Any], **options: Any) -> None:
+    """Check all of a trainer's contract; ``make`` is its factory.  Raises AssertionError."""
+    with TrainerContract(lambda setup: make(setup, **options)) as contract:
+        for clause in contract:
+            clause()
+
+
+class TrainerContract:
+    """The contract of a trainer, without which a run trains something else; iterates over its clauses.
+
+    It is a context manager, which ends what was started.
+
+    Args:
+        make: the factory with its options filled in.
+    """
+
+    def __init__(self, make: Callable[[TrainerSetup], Any]) -> None:
+        self._make = make
+        self._runner = asyncio.Runner()
+        self._directory = tempfile.TemporaryDirectory(prefix="grpo-core-check-")
+        self._path = Path(self._directory.name)
+        self._trainer: Trainer | None = None
+        self._version = 0
+        self._went_on: dict[str, torch.Tensor] = {}
+        """Weights of the first trainer, a step after it was saved."""
+
+    def __enter__(self) -> TrainerContract:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        trainer, self._trainer = self._trainer, None
+        try:
+            if trainer is not None:
+                self._runner.run(_within(trainer.aclose(), "aclose()"))
+        finally:
+            self._runner.close()
+            self._directory.cleanup()
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        yield self.it_starts_and_makes_the_model
+        if self._trainer is None:
+            return  # there is nothing to ask
+        yield self.it_publishes_the_model_that_it_started_with
+        yield self.its_canary_is_what_its_weights_say
+        yield self.a_step_makes_good_tokens_likelier_and_bad_ones_rarer
+        yield self.a_batch_without_rows_only_raises_the_version
+        yield self.what_it_saves_is_what_it_published_although_it_trains_on
+        yield self.another_one_continues_exactly_from_what_was_saved
+        yield self.it_is_watched_as_long_as_it_lives
+        yield self.it_can_be_closed
+
+    # -------------------------------------------------------------------------- clauses
+
+    def it_starts_and_makes_the_model(self) -> None:
+        """``started`` calls ``setup.prepare`` once, before the model is loaded."""
+        trainer = self._started(self._setup())
+        assert (self._path / "m" / "config.json").is_file(), (
+            "started() returned, and the model was not made: it calls setup.prepare, if there is one"
+        )
+        self._trainer = trainer
+
+    def it_publishes_the_model_that_it_started_with(self) -> None:
+        weights = self._publish()
+        assert weights.version == 0, f"before the first step the version is {weights.version}, expected 0"
+        found, expected = read_weights(weights), self._start()
+        missing, more = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        assert not missing, f"it does not publish {missing[0]!r} ({len(missing)} tensors are missing)"
+        assert not more, f"it publishes {more[0]!r}, which the model's checkpoint does not have"
+        for name, tensor in expected.items():
+            shape, wanted = tuple(found[name].shape), tuple(tensor.shape)
+            assert shape == wanted, f"{name} has the shape {shape}, expected {wanted}"
+            close = torch.allclose(found[name].float(), tensor.float(), atol=1e-2)
+            assert close, f"{name} is not that of the model at setup.model.path"
+
+    def its_canary_is_what_its_weights_say(self) -> None:
+        """Without a canary the engine is not compared, which is allowed."""
+        prompts = (tuple(encode("ab=")), tuple(encode("cdef=")))
+        weights = self._publish(prompts)
+        assert not weights.canary or len(weights.canary) == len(prompts), (
+            f"publish() got {len(prompts)} prompts of a canary and returned {len(weights.canary)}"
+        )
+        for prompt, canary in zip(prompts, weights.canary, strict=False):
+            assert canary.prompt_ids == prompt, f"the canary of {prompt} is for {canary.prompt_ids}"
+            said = self._logprobs(weights, prompt)[-1]
+            for token, logprob in zip(canary.token_ids, canary.logprobs, strict=True):
+                difference = abs(said[token].item() - logprob)
+                assert difference < TOLERANCE * 100, (
+                    f"its canary says {logprob:.4f} for token {token}, and its weights say "
+                    f"{said[token].item():.4f}: the engine would be found at fault"
+                )
+
+    def a_step_makes_good_tokens_likelier_and_bad_ones_rarer(self) -> None:
+        before = self._preference(self._publish())
+        for _ in range(3):
+            self._step(self._batch())
+        weights = self._publish()
+        assert weights.version == self._version, (
+            f"after step {self._version - 1} it publishes version {weights.version}, expected {self._version}"
+        )
+        after = self._preference(weights)
+        assert after > before + 1e-3, (
+            f"{GOOD!r} with the advantage 1 and {BAD!r} with -1 were trained three times, and the difference "
+            f"of their logprobs went from {before:.4f} to {after:.4f}, expected more"
+        )
+
+    def a_batch_without_rows_only_raises_the_version(self) -> None:
+        before = self._weights()
+        self._step(evolve(self._batch(), rows=()))
+        _same(before, self._weights(), "after a batch without rows", exactly=True)
+
+    def what_it_saves_is_what_it_published_although_it_trains_on(self) -> None:
+        trainer, directory = self._there(), self._path / "saved"
+        directory.mkdir()
+        published = self._weights()
+        written = self._run(trainer.save(directory), "save()")
+        assert callable(written), f"save() returned {type(written).__name__}, expected an async function"
+        self._step(self._batch())
+        self._run(written(), "the function that save() returned")
+        assert (directory / "trainer" / "config.json").is_file(), (
+            "save() wrote no transformers model: there is no trainer/config.json"
+        )
+        module = models.load(directory / "trainer", device=torch.device("cpu"))
+        _same(published, checkpoint_tensors(module), "in the checkpoint", exactly=False)
+        self._went_on = self._weights()
+
+    def another_one_continues_exactly_from_what_was_saved(self) -> None:
+        """The optimizer and random numbers are a part of what it saves."""
+        assert self._went_on, "nothing was saved"
+        self._run(self._there().aclose(), "aclose()")
+        self._trainer, went_on, self._version = None, self._version, self._version - 1
+        self._trainer = self._started(evolve(self._setup(), resume_from=str(self._path / "saved")))
+        weights = self._publish()
+        assert weights.version == self._version, (
+            f"it was saved at version {self._version}, and continues with version {weights.version}"
+        )
+        self._step(self._batch())
+        assert self._version == went_on
+        _same(self._went_on, self._weights(), "after it continued and trained the same batch", exactly=False)
+
+    def it_is_watched_as_long_as_it_lives(self) -> None:
+        async def story() -> None:
+            watching = asyncio.create_task(_awaited(self._there().watch()))
+            done, _ = await asyncio.wait([watching], timeout=0.05)
+            if done:
+                watching.result()
+            watching.cancel()
+            await asyncio.wait([watching])
+
+        self._runner.run(story())
+
+    def it_can_be_closed(self) -> None:
+        trainer, self._trainer = self._there(), None
+        self._run(trainer.aclose(), "aclose()")
+
+    # -------------------------------------------------------------------------- the trainer
+
+    def _setup(self) -> TrainerSetup:
+        path = str(self._path / "m")
+        return TrainerSetup(
+            model=ModelConfig(path=path, dtype="float32"),
+            trainer=TrainerConfig(
+                steps=20, lr=3e-3, updates_per_step=1, warmup_updates=0, threads=1, device="cpu"
+            ),
+            plugins=(),
+            prepare=None if (self._path / "m").exists() else partial(_make_model, path),
+            colocated=False,
+            log=str(self._path / "trainer.log"),
+        )
+
+    def _started(self, setup: TrainerSetup) -> Trainer:
+        async def story() -> Any:
+            made = self._make(setup)  # in a running event loop, as in a run
+            assert not inspect.isawaitable(made), "its factory is async; it must return the trainer at once"
+            for method in METHODS:
+                assert callable(getattr(made, method, None)), (
+                    f"{type(made).__name__} has no method {method!r}; a class that inherits from "
+                    "grpo_core.Trainer need not define started, watch and aclose"
+                )
+            await _within(made.started(), "started()")
+            return made
+
+        trainer: Trainer = self._runner.run(story())
+        return trainer
+
+    def _there(self) -> Trainer:
+        assert self._trainer is not None, "it did not start"
+        return self._trainer
+
+    def _run(self, awaitable: Awaitable[T], what: str) -> T:
+        return self._runner.run(_within(awaitable, what))
+
+    def _step(self, batch: Batch) -> None:
+        result = self._run(self._there().step(batch), "step()")
+        wanted = self._version + 1
+        assert result.version == wanted, (
+            f"step() of version {self._version} returned version {result.version}, expected {wanted}"
+        )
+        for name, value in result.metrics.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            assert number, f"metric {name!r} is {value!r}, expected a number"
+        assert not any(map(math.isinf, result.metrics.values())), f"metrics are infinite: {result.metrics}"
+        self._version = wanted
+
+    def _publish(self, canary: tuple[tuple[int, ...], ...] = ()) -> Weights:
+        return self._run(self._there().publish(canary), "publish()")
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in read_weights(self._publish()).items()}
+
+    def _start(self) -> dict[str, torch.Tensor]:
+        module = models.load(self._path / "m", device=torch.device("cpu"))
+        return checkpoint_tensors(module)
+
+    def _batch(self) -> Batch:
+        rows = (_row(GOOD, 1.0, 0), _row(BAD, -1.0, 0), _row("abcabc", 0.5, 1), _row("c", -0.5, 1))
+        return Batch(step=self._version, rows=rows, temperature=1.0)
+
+    @torch.no_grad()
+    def _logprobs(self, weights: Weights, ids: tuple[int, ...]) -> torch.Tensor:
+        """Return the logprobs after each token of ``ids`` under published weights, by transformers."""
+        module = models.load(self._path / "m", device=torch.device("cpu"))
+        own = checkpoint_tensors(module)
+        for name, tensor in read_weights(weights).items():
+            own[name].copy_(tensor)
+        logprobs: torch.Tensor = torch.log_softmax(module(torch.tensor([ids])).logits[0].float(), -1)
+        return logprobs
+
+    def _preference(self, weights: Weights) -> float:
+        """Return how much likelier the good reply is than the bad one."""
+        prompt = tuple(encode(PROMPT))
+        totals = []
+        for reply in (GOOD, BAD):
+            ids = (*prompt, *encode(reply))
+            logprobs = self._logprobs(weights, ids)
+            totals.append(sum(logprobs[i - 1, ids[i]].item() for i in range(len(prompt), len(ids))))
+        return totals[0] - totals[1]
+
+
+def _make_model(path: str) -> None:
+    make_tiny_model(Path(path), (), width=16, layers=1, warm_start_steps=0)
+
+
+def _row(reply: str, advantage: float, group: int) -> Row:
+    ids = encode(reply)
+    tokens = Tokens.generated(ids, (-4.0,) * len(ids), (0,) * len(ids))
+    return Row(prompt_ids=encode(PROMPT), tokens=tokens, advantage=advantage, group=group)
+
+
+def _same(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], when: str, *, exactly: bool
+) -> None:
+    for name, tensor in expected.items():
+        assert name in found, f"{when} there is no tensor {name!r}"
+        difference = (tensor.float() - found[name].float()).abs().max().item()
+        allowed = 0.0 if exactly else CONTINUED if tensor.dtype == torch.float32 else 1e-2
+        assert difference <= allowed, f"{when} {name} differs by {difference:.3g} from what it was"
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+async def _within(awaitable: Awaitable[T], what: str) -> T:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await awaitable
+    except TimeoutError:
+        raise AssertionError(f"{what} has not returned for {PATIENCE:g} s") from None

@@ -1,0 +1,488 @@
+"""The contracts of trainers, optimizers, sources of models, data planes and placements, kept and broken."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from attrs import evolve
+from file_plane import FilePlane
+
+import grpo_core as grpo
+from grpo_core.app.placement import LocalPlacement
+from grpo_core.cli import app
+from grpo_core.demo.tiny import make_tiny_model
+from grpo_core.errors import PluginError
+from grpo_core.model_sources import StartModel
+from grpo_core.planes import MemoryPlane
+from grpo_core.testing import check_data_plane, check_model_source, check_optimizer, check_placement
+from grpo_core.testing.trainers import TrainerContract
+from grpo_core.training import optimizers
+from grpo_core.training.trainer import TorchTrainer
+from grpo_core.weights.copies import WeightsLease
+from grpo_core.weights.shm import SharedMemoryWriter
+
+# ---------------------------------------------------------------------------------- trainers
+
+
+class InProcess(grpo.Trainer):
+    """The built-in trainer without a process of its own."""
+
+    def __init__(self, setup):
+        self.setup = setup
+
+    async def started(self):
+        self.inner = TorchTrainer(self.setup)
+
+    async def step(self, batch):
+        return self.inner.step(batch)
+
+    async def publish(self, canary=()):
+        return self.inner.publish(canary)
+
+    async def save(self, directory):
+        self.inner.save(directory)
+        return partial(asyncio.to_thread, self.inner.written().result)
+
+
+class MakesNoModel(InProcess):
+    async def started(self):
+        return None
+
+
+class AnotherModel(InProcess):
+    async def started(self):
+        await super().started()
+        with torch.no_grad():
+            next(parameter for _, parameter in self.inner.model.trainable()).add_(1)
+
+
+class WrongCanary(InProcess):
+    async def publish(self, canary=()):
+        weights = await super().publish(canary)
+        shifted = [evolve(c, logprobs=[v - 1 for v in c.logprobs]) for c in weights.canary]
+        return evolve(weights, canary=tuple(shifted))
+
+
+class Backwards(InProcess):
+    async def step(self, batch):
+        return await super().step(
+            evolve(batch, rows=tuple(evolve(row, advantage=-row.advantage) for row in batch.rows))
+        )
+
+
+class SameVersion(InProcess):
+    async def step(self, batch):
+        return evolve(await super().step(batch), version=batch.step)
+
+
+class StepsWithoutRows(InProcess):
+    """Its weights decay although there is nothing to train."""
+
+    async def step(self, batch):
+        if not batch.rows:
+            with torch.no_grad():
+                next(parameter for _, parameter in self.inner.model.trainable()).mul_(0.999)
+        return await super().step(batch)
+
+
+class SavesLate(InProcess):
+    async def save(self, directory):
+        async def written():
+            self.inner.save(directory)
+            self.inner.written().result()
+
+        return written
+
+
+class ForgetsTheOptimizer(InProcess):
+    async def started(self):
+        await super().started()
+        if self.setup.resume_from:
+            for each in self.inner._optimizers._optimizers:
+                each.state.clear()
+
+
+class ForgetsTheVersion(InProcess):
+    async def publish(self, canary=()):
+        weights = await super().publish(canary)
+        return evolve(weights, version=0) if self.setup.resume_from else weights
+
+
+class SeesItsDeath(InProcess):
+    async def watch(self):
+        raise grpo.errors.TrainerError("the trainer is dead")
+
+
+def broken_clauses(contract):
+    """The names of the clauses that fail, with what they say."""
+    broken = {}
+    for clause in contract:
+        try:
+            clause()
+        except (AssertionError, grpo.GrpoError) as error:
+            broken[clause.__name__] = str(error)
+    return broken
+
+
+def broken_trainer(trainer):
+    with TrainerContract(trainer) as contract:
+        return broken_clauses(contract)
+
+
+@pytest.mark.long
+def test_the_built_in_trainer_keeps_the_contract():
+    assert broken_trainer(InProcess) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("trainer", "clause", "told"),
+    [
+        (MakesNoModel, "it_starts_and_makes_the_model", "it calls setup.prepare, if there is one"),
+        (AnotherModel, "it_publishes_the_model_that_it_started_with", "is not that of the model"),
+        (WrongCanary, "its_canary_is_what_its_weights_say", "the engine would be found at fault"),
+        (Backwards, "a_step_makes_good_tokens_likelier_and_bad_ones_rarer", "expected more"),
+        (SameVersion, "a_step_makes_good_tokens_likelier_and_bad_ones_rarer", "version 0, expected 1"),
+        (StepsWithoutRows, "a_batch_without_rows_only_raises_the_version", "after a batch without rows"),
+        (SavesLate, "what_it_saves_is_what_it_published_although_it_trains_on", "in the checkpoint"),
+        (ForgetsTheOptimizer, "another_one_continues_exactly_from_what_was_saved", "after it continued"),
+        (ForgetsTheVersion, "another_one_continues_exactly_from_what_was_saved", "continues with version 0"),
+        (SeesItsDeath, "it_is_watched_as_long_as_it_lives", "the trainer is dead"),
+    ],
+)
+def test_a_trainer_that_breaks_a_clause_is_found(trainer, clause, told):
+    assert told in broken_trainer(trainer)[clause]
+
+
+# ---------------------------------------------------------------------------------- optimizers
+
+
+def sgd(groups):
+    """Keeps the contract: no state, no momentum."""
+    return torch.optim.SGD([optimizers._with_betas(group) for group in groups])
+
+
+def decoupled(groups, *, lr_of=None, skip=(), state=True, coupled=False, private_lr=False, random=False):
+    """An optimizer with faults by option."""
+
+    class Faulty(torch.optim.Optimizer):
+        def __init__(self, given):
+            super().__init__(given, {})
+            self.lrs = [group["lr"] for group in self.param_groups]
+            self.updates = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.updates += 1
+            for group, lr in zip(self.param_groups, self.lrs, strict=True):
+                rate = lr if private_lr else group["lr"]
+                for parameter in group["params"]:
+                    kept = self.state[parameter]
+                    kept["momentum"] = 0.5 * kept.get("momentum", 0 * parameter) + parameter.grad
+                    parameter.mul_(1 - rate * (0.5 if coupled else group["weight_decay"]))
+                    speed = 1 if state else min(self.updates, 4)
+                    noise = torch.rand(()) if random else 1
+                    parameter.sub_(10 * rate * speed * noise * kept["momentum"])
+
+    return Faulty([optimizers._with_betas(group) for group in groups])
+
+
+def half(groups):
+    return torch.optim.SGD([optimizers._with_betas(group) for group in groups[:1]], lr=1e-2)
+
+
+def uphill(groups):
+    return torch.optim.SGD([optimizers._with_betas(group) for group in groups], maximize=True)
+
+
+def declares_nothing_that_it_keeps(groups):
+    return decoupled(groups)
+
+
+declares_nothing_that_it_keeps.state = lambda name, shape, **options: {"velocity": (shape, "float32")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (optimizers.adamw, {}),
+        (optimizers.adamw, {"moments": "bfloat16"}),
+        (optimizers.muon, {}),
+        (sgd, {}),
+        (decoupled, {}),
+    ],
+)
+def test_the_built_in_optimizers_keep_the_contract(function, options):
+    check_optimizer(function, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "told"),
+    [
+        (half, {}, "of 4 parameters once each"),
+        (uphill, {}, "expected less"),
+        (decoupled, {"private_lr": True}, "the schedule's factor is 0"),
+        (decoupled, {"coupled": True}, "neither a gradient nor a weight decay"),
+        (decoupled, {"random": True}, "two runs of the same updates"),
+        (decoupled, {"state": False}, "continues from the saved state"),
+        (declares_nothing_that_it_keeps, {}, "its state() declares"),
+    ],
+)
+def test_an_optimizer_that_breaks_a_clause_is_found(function, options, told):
+    with pytest.raises((AssertionError, PluginError)) as found:
+        check_optimizer(function, **options)
+    assert told in str(found.value)
+
+
+# ---------------------------------------------------------------------------------- sources of models
+
+
+def small(path, seed=0):
+    torch.manual_seed(seed)
+    make_tiny_model(Path(path), (), width=8, layers=1, warm_start_steps=0)
+
+
+def noisy(path):
+    small(path)
+    from safetensors.torch import load_file, save_file
+
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    first = next(iter(tensors))
+    torch.seed()
+    tensors[first] = torch.rand_like(tensors[first])
+    save_file(tensors, file, {"format": "pt"})
+
+
+class Source:
+    preset: ClassVar = {"trainer": {"lr": 1e-3}}
+    positions = 256
+    make = staticmethod(small)
+    lazy = True
+
+    def check(self):
+        return None
+
+    def configuration(self):
+        return {"hidden_size": 8}
+
+    async def start_model(self, request):
+        there = (request.directory / "config.json").exists() and self.lazy
+        prepare = None if there else partial(self.make, str(request.directory))
+        return StartModel(path=str(request.directory), prepare=prepare, positions=self.positions)
+
+
+class WrongPreset(Source):
+    preset: ClassVar = {"trainer": {"learning_rate": 1}}
+
+
+class ChecksByMaking(Source):
+    def check(self):
+        return "fine"
+
+
+class Unsendable(Source):
+    async def start_model(self, request):
+        return StartModel(path=str(request.directory), prepare=lambda: small(request.directory))
+
+
+class Long(Source):
+    positions = 10_000
+
+
+class Wide(Source):
+    def configuration(self):
+        return {"hidden_size": 4096}
+
+
+class Again(Source):
+    lazy = False
+
+
+class Noisy(Source):
+    make = staticmethod(noisy)
+
+
+class Nothing(Source):
+    make = staticmethod(str)
+
+
+@pytest.mark.long
+def test_a_source_that_makes_a_model_keeps_the_contract():
+    check_model_source(Source)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (WrongPreset, "preset is no part of a configuration: .*learning_rate"),
+        (ChecksByMaking, r"check\(\) returned 'fine'"),
+        (Unsendable, "prepare cannot be sent to the trainer's process"),
+        (Nothing, "there is no directory"),
+        (Long, "positions is 10,000, and the model has 256"),
+        (Wide, r"configuration\(\) says hidden_size = 4096, and config.json of the model 8"),
+        (Again, "a start that found the model wrote .* again"),
+        (Noisy, "of two starts with the same seed differs"),
+    ],
+)
+def test_a_source_that_breaks_a_clause_is_found(source, told):
+    with pytest.raises(AssertionError, match=told):
+        check_model_source(source)
+
+
+# ---------------------------------------------------------------------------------- data planes
+
+
+class Local(FilePlane):
+    """A plane that says it is of this process, so that no other process is started to read it."""
+
+    remote = False
+
+
+class Mixes(Local):
+    """Gives all groups one key."""
+
+    async def put(self, group):
+        import itertools
+
+        self._keys = itertools.repeat("same")
+        return await super().put(group)
+
+
+class Drops(Local):
+    async def keep(self, key, step, parts):
+        await super().keep(key, step, parts)
+        for old in self.reader.directory.glob("*-*"):
+            if not old.name.startswith(f"{key}-") and len(list(self.reader.directory.glob("*-*"))) > 40:
+                old.unlink()
+
+
+class Rewards(MemoryPlane):
+    async def put(self, group):
+        return evolve(group, rollouts=tuple(evolve(r, reward=0.0) for r in group.rollouts))
+
+
+class Nameless(MemoryPlane):
+    remote = None
+
+
+def test_the_plane_of_the_core_keeps_the_contract():
+    check_data_plane(MemoryPlane)
+
+
+@pytest.mark.long
+def test_a_plane_of_files_keeps_the_contract_across_processes(tmp_path):
+    check_data_plane(FilePlane, directory=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("plane", "told"),
+    [
+        (Mixes, "are read, and .* were put there|bytes of 10 tokens; expected 80"),
+        (Drops, "data plane of files: .*No such file"),
+        (Rewards, "it changed the rewards of a group"),
+        (Nameless, "it has no attribute remote"),
+    ],
+)
+def test_a_plane_that_breaks_a_clause_is_found(plane, told, tmp_path):
+    options = {"directory": str(tmp_path)} if issubclass(plane, FilePlane) else {}
+    with pytest.raises((AssertionError, grpo.GrpoError), match=told):
+        check_data_plane(plane, **options)
+
+
+# ---------------------------------------------------------------------------------- placements
+
+
+class Asks(LocalPlacement):
+    """Takes 'pooled' for a method."""
+
+    def pooled(self):
+        return False
+
+
+class Unconnected(LocalPlacement):
+    connected = None
+
+
+class Overwritten(LocalPlacement):
+    def retain(self):
+        async def hold(weights):
+            return WeightsLease(weights=weights)
+
+        return hold
+
+
+class Deaf(LocalPlacement):
+    """Its environments have no prompts."""
+
+    def environment(self, number, spec):
+        worker = super().environment(number, spec)
+
+        async def none(split):
+            return []
+
+        worker.prompts = none
+        return worker
+
+
+class OldWeights(LocalPlacement):
+    def engine(self, number, config, setup):
+        inner = super().engine(number, config, setup)
+
+        class Old:
+            async def update_weights(self, weights):
+                from grpo_core.weights.reading import read_weights
+
+                self.writer = SharedMemoryWriter()
+                await inner.update_weights(self.writer.write(0, list(read_weights(weights).items())))
+
+            generate, aclose = inner.generate, inner.aclose
+
+        return Old()
+
+
+@pytest.mark.long
+def test_the_placement_of_the_core_keeps_the_contract():
+    check_placement(LocalPlacement)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        (Asks, "its attribute pooled is .*, expected True or False"),
+        (Unconnected, "it has no method 'connected'"),
+        (Deaf, "are not those of the environment"),
+        (Overwritten, "version 0|overwritten"),
+        (OldWeights, r"says versions \[0.*\], it was sent version 3"),
+    ],
+)
+def test_a_placement_that_breaks_a_clause_is_found(placement, told):
+    with pytest.raises((AssertionError, grpo.GrpoError), match=told):
+        check_placement(placement)
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+def test_the_command_checks_parts_by_name_and_shows_what_is_broken(tmp_path, capsys):
+    assert app(["check", "memory"], result_action="return_value") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "6 passed, 0 failed"
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n\n"
+        "def uphill(parameter_groups, *, faster: float = 1.0):\n"
+        "    return torch.optim.SGD([{'params': list(g.parameters.values()), 'lr': g.lr} for g in "
+        "parameter_groups], maximize=True)\n"
+    )
+    assert app(["check", f"{file}:uphill"], result_action="return_value") == 1
+    assert "FAILED  it lowers the loss: after 60 updates" in capsys.readouterr().out
+    with pytest.raises(PluginError, match="has no option 'slower'"):
+        app(["check", f"{file}:uphill", "--set", "slower=1"], result_action="return_value")
