@@ -18,7 +18,7 @@ from grpo_core.cli import app
 from grpo_core.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.testing import check_environment, decoding, run
-from grpo_core.testing.contracts import environment_findings
+from grpo_core.testing.environments import environment_findings
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 MADE = iter(range(10**6))

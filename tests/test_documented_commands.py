@@ -40,8 +40,8 @@ NOT_RUN = {
     r"train puzzles\.toml": "its model has to be downloaded",
     r"--profile": "it needs more steps than commands have here; tests/test_profile.py runs it",
     r"--output runs/sort$": "it has been run when the workspace was made",
-    r"check local$": "tests/test_decoding.py tries the same laws",
-    r"check (torch|tiny|local --kind)": "tests/test_kits_of_parts.py asks the same",
+    r"check local": "tests/test_decoding.py tries the same laws",
+    r"check (torch|tiny)": "tests/test_kits_of_parts.py asks the same",
     r"check (reverse|shout)$|--env (reverse|shout|caesar)$": "needs it installed; docs/tutorial.md does that",
     r"pass_at_k": "tests/test_validation_cli.py measures by it",
 }

@@ -193,8 +193,8 @@ def _sampler(
 ) -> Iterator[Finding]:
     try:
         from grpo_core.testing.contracts import check_sampler
-    except ImportError:
-        raise ConfigError("samplers are checked with hypothesis: pip install hypothesis") from None
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
     config = SamplerConfig(name=name, options=dict(options))
     make = functools.partial(make_sampler, config, host, seed=0, weights={})  # as in a run
     sizes = dict(zip(tasks, (50, 3, 7, *[20] * len(tasks)), strict=False))

@@ -3,6 +3,7 @@
     check_environment, check_sampler, check_validation_strategy   each is a whole test
     check_loss, check_advantage, check_filter, check_tracker, check_agent   likewise
     check_trainer, check_optimizer, check_model_source, check_data_plane, check_placement   likewise
+    EnvironmentContract                      the same as a test class, whose attributes name the environment
     check_decoding                           the same for an engine
     check_engine, ENGINE_LAWS                what an engine does, and what it computes
     FakeEngine, FakeEnvironment, FakeRenderer, FakeTrainer   parts without a model, for tests of others
@@ -13,7 +14,7 @@
     find_offer, make_offer                   what an installed plugin offers, by name
     run                                      runs a coroutine on virtual time
 
-The checks of samplers need hypothesis (``pip install hypothesis``).
+The checks of samplers need Hypothesis (``pip install 'grpo-core[testing]'``).
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from grpo_core.testing.clock import Deadlock as Deadlock
     from grpo_core.testing.clock import run as run
     from grpo_core.testing.contracts import MemoryLoader as MemoryLoader
-    from grpo_core.testing.contracts import check_agent as check_agent
-    from grpo_core.testing.contracts import check_environment as check_environment
     from grpo_core.testing.contracts import check_sampler as check_sampler
     from grpo_core.testing.decoding import ENGINE_LAWS as ENGINE_LAWS
     from grpo_core.testing.decoding import EngineUnderTest as EngineUnderTest
@@ -36,6 +35,9 @@ if TYPE_CHECKING:
     from grpo_core.testing.decoding import make_test_model as make_test_model
     from grpo_core.testing.decoding import start_engine as start_engine
     from grpo_core.testing.engines import check_engine as check_engine
+    from grpo_core.testing.environments import EnvironmentContract as EnvironmentContract
+    from grpo_core.testing.environments import check_agent as check_agent
+    from grpo_core.testing.environments import check_environment as check_environment
     from grpo_core.testing.fakes import FakeEngine as FakeEngine
     from grpo_core.testing.fakes import FakeEnvironment as FakeEnvironment
     from grpo_core.testing.fakes import FakeRenderer as FakeRenderer
@@ -69,9 +71,12 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "grpo_core.testing.contracts": [
             "MemoryLoader",
+            "check_sampler",
+        ],
+        "grpo_core.testing.environments": [
+            "EnvironmentContract",
             "check_agent",
             "check_environment",
-            "check_sampler",
         ],
         "grpo_core.testing.decoding": [
             "ENGINE_LAWS",

@@ -1,87 +1,37 @@
-"""The contracts of plugins as tests that their authors run.
+"""The contract of samplers as a test that their authors run.
 
-    from grpo_core.testing import check_environment, check_sampler
+    from grpo_core.testing import check_sampler
 
     def test_mine_keeps_the_contract():
         check_sampler(Mine)
 
-Needs hypothesis (``pip install grpo-core[dev]``).  What breaks a contract is shown as the shortest sequence
-of calls that was found.
+Needs Hypothesis (``pip install 'grpo-core[testing]'``).  What breaks a contract is shown as the shortest
+sequence of calls that was found.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import functools
-import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.errors import Flaky
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+try:
+    from hypothesis import HealthCheck, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import Flaky
+    from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+except ImportError as error:
+    raise ImportError("samplers are checked with Hypothesis: pip install 'grpo-core[testing]'") from error
 
 from grpo_core.data.loaders import ShuffledIndices
 from grpo_core.data.samplers import checked_sample
-from grpo_core.incidents import Incident, reported_to
 from grpo_core.protocols import Sampler
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest
-from grpo_core.testing.conformance import Conformance, Finding
-from grpo_core.testing.hosted import HostedEnvironment, finished
 
 SMALL = 100_000
 """Largest number of bytes of a sampler's state as JSON: it is part of each checkpoint."""
-
-
-def check_environment(make: Callable[[], Any]) -> None:
-    """Runs ``grpo_core.testing.conformance``; the test fails with all that is broken.
-
-    Args:
-        make: a new environment, the same each time; a class will do.
-    """
-    failed = [
-        f"{finding.check}: {finding.told}"
-        for finding in environment_findings(make)
-        if finding.outcome == "failed"
-    ]
-    assert not failed, "\n".join(failed)
-
-
-def check_agent(agent: type, **options: Any) -> None:
-    """Check an environment with ``async def run``, a class of a module, in a process of its own.
-
-    The test fails with all that is broken.
-    """
-    from grpo_core.environments.process import EnvironmentProcess
-
-    spec = f"{inspect.getfile(agent)}:{agent.__qualname__}"
-    incidents: list[Incident] = []
-    with reported_to(incidents.append), asyncio.Runner() as runner:
-        make = functools.partial(EnvironmentProcess, "check", spec, options)
-        conformance = Conformance(make, runner.run, incidents=incidents)
-        conformance.start()
-        try:
-            found = list(conformance.run())
-        finally:
-            conformance.end()
-    broken = [f"{each.check}: {each.told}" for each in found if each.outcome == "failed"]
-    assert not broken, "\n".join(broken)
-
-
-def environment_findings(make: Callable[[], Any]) -> list[Finding]:
-    """Return the findings of ``grpo_core.testing.conformance`` about an environment in this process."""
-    incidents: list[Incident] = []
-    conformance = Conformance(lambda: HostedEnvironment(make()), finished, incidents=incidents)
-    with reported_to(incidents.append):
-        conformance.start()
-        try:
-            return list(conformance.run())
-        finally:
-            conformance.end()
 
 
 class MemoryLoader:

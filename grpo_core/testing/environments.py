@@ -1,0 +1,97 @@
+"""The contract of environments, as checks that anybody may run on theirs; no library is needed for them.
+
+from grpo_core.testing import EnvironmentContract
+
+class TestMine(EnvironmentContract):
+environment = Mine  # or a name, as in "math:sort"; then it runs in a process of its own
+options = {"length": 3}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from grpo_core.environments.process import EnvironmentProcess
+from grpo_core.incidents import Incident, reported_to
+from grpo_core.testing.conformance import Conformance, Finding
+from grpo_core.testing.hosted import HostedEnvironment, finished
+
+
+class EnvironmentContract:
+    """A test class for pytest: a subclass names its environment in attributes."""
+
+    environment: ClassVar[Any] = None
+    """A class or function that makes the environment, or its name as in a configuration."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Options of the environment."""
+
+    def test_the_environment_keeps_its_contract(self) -> None:
+        """Check everything; the test fails with all that is broken."""
+        environment = inspect.getattr_static(type(self), "environment")
+        given = environment.__func__ if isinstance(environment, staticmethod) else environment
+        assert given is not None, (
+            f"{type(self).__name__} names no environment: set environment = YourClass, or its name"
+        )
+        if isinstance(given, str):
+            _assert_all(findings_by_name(given, self.options))
+        else:
+            check_environment(functools.partial(given, **self.options))
+
+
+def check_environment(make: Callable[[], Any]) -> None:
+    """Runs ``grpo_core.testing.conformance``; the test fails with all that is broken.
+
+    Args:
+        make: a new environment, the same each time; a class will do.
+    """
+    _assert_all(environment_findings(make))
+
+
+def check_agent(agent: type, **options: Any) -> None:
+    """Check an environment with ``async def run``, a class of a module, in a process of its own.
+
+    The test fails with all that is broken.
+    """
+    _assert_all(findings_by_name(f"{inspect.getfile(agent)}:{agent.__qualname__}", options))
+
+
+def environment_findings(make: Callable[[], Any]) -> list[Finding]:
+    """Return the findings of ``grpo_core.testing.conformance`` about an environment in this process."""
+    incidents: list[Incident] = []
+    conformance = Conformance(lambda: HostedEnvironment(make()), finished, incidents=incidents)
+    with reported_to(incidents.append):
+        conformance.start()
+        try:
+            return list(conformance.run())
+        finally:
+            conformance.end()
+
+
+def findings_by_name(name: str, options: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings about an environment in a process of its own, as a run starts it.
+
+    Raises PluginError or ConfigError if there is no such environment.
+    """
+    incidents: list[Incident] = []
+    with reported_to(incidents.append), asyncio.Runner() as runner:
+        make = functools.partial(EnvironmentProcess, "check", name, dict(options))
+        conformance = Conformance(make, runner.run, incidents=incidents)
+        conformance.start()
+        try:
+            return list(conformance.run())
+        finally:
+            conformance.end()
+
+
+def broken(findings: Iterable[Finding]) -> list[str]:
+    """Return a line for each check that failed."""
+    return [f"{each.check}: {each.told}" for each in findings if each.outcome == "failed"]
+
+
+def _assert_all(findings: Iterable[Finding]) -> None:
+    failed = broken(findings)
+    assert not failed, "\n".join(failed)

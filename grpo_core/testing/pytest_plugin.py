@@ -1,0 +1,79 @@
+"""The pytest plugin of grpo-core: ``pytest --grpo-environment NAME`` checks an environment as a test.
+
+pytest loads this module wherever grpo-core is installed, so it imports nothing until an environment is named.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("grpo-core")
+    group.addoption(
+        "--grpo-environment",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help='check the contract of this environment, as "math:sort" or "./file.py:Class"; may be repeated',
+    )
+    group.addoption(
+        "--grpo-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help='an option of the environments that --grpo-environment names, as "length=3"; may be repeated',
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    names: list[str] = config.getoption("--grpo-environment")
+    if not names:
+        return
+    from grpo_core.config import merge, parse_setting
+    from grpo_core.errors import GrpoError
+
+    options: dict[str, Any] = {}
+    try:
+        for setting in config.getoption("--grpo-set"):
+            options = merge(options, parse_setting(setting))
+    except GrpoError as error:
+        raise pytest.UsageError(f"--grpo-set: {error}") from error
+    items += [EnvironmentItem.from_parent(session, name=name, options=options) for name in names]
+
+
+class EnvironmentItem(pytest.Item):
+    """The contract of one environment, as a test."""
+
+    def __init__(self, *, options: dict[str, Any], **given: Any) -> None:
+        super().__init__(**given)
+        self._options = options
+
+    def runtest(self) -> None:
+        from grpo_core.testing.environments import broken, findings_by_name
+
+        findings = findings_by_name(self.name, self._options)
+        lines = "\n".join(f"{e.outcome}: {e.check}{f': {e.told}' if e.told else ''}" for e in findings)
+        self.add_report_section("call", "checks of the environment", lines)
+        if failed := broken(findings):
+            raise Broken("\n".join(failed))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *given: Any, **more: Any) -> Any:
+        """Return the message alone for what grpo-core says on purpose."""
+        from grpo_core.errors import GrpoError
+
+        if isinstance(excinfo.value, Broken | GrpoError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, *given, **more)
+
+    def reportinfo(self) -> tuple[Any, int | None, str]:
+        return self.path, None, f"environment {self.name}"
+
+
+class Broken(Exception):  # noqa: N818
+    """An environment breaks its contract."""
