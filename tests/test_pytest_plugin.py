@@ -33,15 +33,8 @@ class Generous(Fine):
 
 def pytest_in(directory, *arguments):
     """Run pytest with the plugin, as where grpo-core is installed with its entry point."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "grpo_core.testing.pytest_plugin",
-        "-p",
-        "no:cacheprovider",
-    ]
+    plugin = "grpo_core.testing.pytest_plugin"
+    command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider"]
     return subprocess.run([*command, *arguments], cwd=directory, capture_output=True, text=True, timeout=200)
 
 
