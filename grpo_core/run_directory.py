@@ -8,6 +8,7 @@ runs/NAME/
     rollouts/step-000120.safetensors   their tokens; see grpo_core.reporting.stored
     validation/                    the same of what version 120 was validated by
     events.jsonl                   everything that happened, append-only; see grpo_core.chain
+    provenance.jsonl               versions and hashes of the programs of each start
     report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
     profile/                       traces of some steps, and where their time went
@@ -39,12 +40,15 @@ CONFIG = "config.toml"
 PARTIAL = ".partial"
 """Suffix of a file of rollouts while it is written."""
 LOCK = ".lock"
+PROVENANCE = "provenance.jsonl"
+"""The programs of each start, see grpo_core.app.provenance."""
 ROLLOUTS, VALIDATION = "rollouts", "validation"
 """Directories of files of rollouts: of the steps, and of the validations."""
 WRITTEN = (
     CONFIG,
     "metrics.jsonl",
     "events.jsonl",
+    PROVENANCE,
     "report.html",
     ROLLOUTS,
     VALIDATION,

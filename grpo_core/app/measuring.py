@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from grpo_core.app import run
+from grpo_core.app import provenance, run
 from grpo_core.app.launch import RUNS, check, configure, unused
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError, wrong_input
@@ -55,6 +55,7 @@ class Measurement:
             for event in played:
                 write_validation(self.directory, event.version, event.groups)
         report = self._report(results)
+        provenance.write(self.directory, self.config, self.host)
         text = json.dumps(report, indent=2)
         (self.directory / "results.json").write_text(text + "\n", encoding="utf-8")
         return report

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from attrs import asdict, evolve, frozen
 
-from grpo_core.app import workers
+from grpo_core.app import provenance, workers
 from grpo_core.app.assembly import RunContext, assemble
 from grpo_core.app.parts import (
     canary_tolerance,
@@ -133,6 +133,9 @@ async def train(
         stop: does what signals do.
     """
     began = time.monotonic()
+    await asyncio.to_thread(
+        provenance.write, run.path, config, host, resumed_from=resume.step if resume else None
+    )
     steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
     room = DiskRoom(run.path, steps, lambda event: trackers.emit(event))
     made = make_trackers(config.tracking, host, run.info(config, resume.step if resume else None))
