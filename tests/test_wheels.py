@@ -1,4 +1,4 @@
-"""What is published works: wheels of all projects, installed from a directory into an empty environment."""
+"""The wheels of all projects work where they are installed from a directory into an empty environment."""
 
 from __future__ import annotations
 
