@@ -22,13 +22,14 @@ NOT_SOURCE = shutil.ignore_patterns("build", "dist", "*.egg-info", "__pycache__"
 
 
 def run(*command, cwd=None, **environ):
+    """Run a command, without what the caller's PYTHONPATH would hide."""
     ended = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, **environ},
+        env={**os.environ, "PYTHONPATH": "", **environ},
     )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
@@ -56,7 +57,6 @@ def index(tmp_path_factory):
             "--outdir",
             made,
             source,
-            PYTHONPATH="",
         )
     return made
 
@@ -86,7 +86,7 @@ def environment(index, tmp_path_factory):
 @pytest.mark.timeout(900)
 def test_wheels_are_installed_into_an_empty_environment_and_train(index, environment, tmp_path):
     assert len(list(index.glob("*.whl"))) == len(distributions.PROJECTS)
-    clean = {"PYTHONPATH": "", "GRPO_PLUGINS": "math,curriculum"}
+    clean = {"GRPO_PLUGINS": "math,curriculum"}
     grpo = environment / "bin" / "grpo-core"
     program = "import grpo_core; print(grpo_core.__file__)"
     where = run(environment / "bin" / "python", "-c", program, cwd=tmp_path, **clean)
@@ -119,9 +119,9 @@ def test_wheels_are_installed_into_an_empty_environment_and_train(index, environ
 @pytest.mark.skipif(find_spec("build") is None, reason="the package build is not installed")
 def test_installed_pytest_knows_the_option_by_the_entry_point(environment, tmp_path):
     python = environment / "bin" / "python"
-    told = run(python, "-m", "pytest", "--help", cwd=tmp_path, PYTHONPATH="")
+    told = run(python, "-m", "pytest", "--help", cwd=tmp_path)
     assert "--grpo-environment" in told
-    run(python, "-m", "pytest", "-q", "--grpo-environment", "math:sort", cwd=tmp_path, PYTHONPATH="")
+    run(python, "-m", "pytest", "-q", "--grpo-environment", "math:sort", cwd=tmp_path)
 
 
 def test_releases_are_published_without_a_stored_secret():
