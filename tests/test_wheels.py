@@ -130,7 +130,7 @@ def test_releases_are_published_without_a_stored_secret():
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     assert jobs["publish"]["needs"] == "build"
     assert "secrets." not in text
-    assert not any(word in text for word in ("password", "token:"))
+    assert "password" not in text
     targets = {line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
     commands = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
     assert {command.split()[1] for command in commands if command.startswith("make ")} <= targets
