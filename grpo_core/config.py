@@ -455,6 +455,11 @@ class TrainerConfig(PluginChoice):
     """Activations of each layer are kept until the backward pass ("keep"), or computed again there from the
     layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also
     moves these inputs from a GPU to the machine's memory."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Passes compute with float32 weights, which matrix products round ("float32"), or with bfloat16 copies
+    of one layer at a time, made of the float32 weights that the optimizer updates ("bfloat16", which is
+    FSDP2's mixed precision): activations are bfloat16, and the trainer scores with exactly the weights that
+    engines get. For `model.dtype = "bfloat16"`."""
     compile: bool = False
     """Layers are compiled by torch, which takes a minute at the first step and makes later ones faster where
     small operations take much of the time; it needs a C++ compiler."""

@@ -188,6 +188,29 @@ def test_activations_are_what_torch_really_allocates(llama, work):
     assert activation_bytes(path, work) == pytest.approx(allocated(path, work), rel=0.05)
 
 
+@pytest.mark.long
+def test_layers_with_bfloat16_weights_keep_less_than_float32_weights_whose_products_are_rounded(llama):
+    rounds = evolve(WORK, dtype="bfloat16")
+    copies = evolve(rounds, passes=Passes(copies=True))
+    of_four_layers = [
+        activation_bytes(llama(6), work) - activation_bytes(llama(2), work) for work in (copies, rounds)
+    ]
+    assert of_four_layers[0] < 0.8 * of_four_layers[1]
+
+
+def test_a_reference_has_bfloat16_weights_if_layers_have_and_it_does_not_move(tmp_path):
+    model = eight_billion(tmp_path / "model")
+
+    def reference(*more: str) -> int:
+        settings = [f"model.path={model}", "loss.options.kl_coefficient=0.1", "trainer.device=cpu", *more]
+        config, host = configured(None, envs=["math:sort"], chosen={}, settings=settings, block=[])
+        (trainer, *_) = memory.certain_parts(config, host, str(model), shapes_in(model), [])
+        return sizes(trainer.parts)["reference"][0]
+
+    copies = "model.dtype=bfloat16", "trainer.weights=bfloat16"
+    assert reference() == reference(*copies, "trainer.reference_every=2") == 2 * reference(*copies)
+
+
 def test_moments_of_bfloat16_and_weights_that_rest_on_the_host_are_counted(tmp_path, two_gpus, monkeypatch):
     monkeypatch.setattr(machine, "build_of_torch", lambda: "cuda")
     model = eight_billion(tmp_path / "model")

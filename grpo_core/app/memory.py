@@ -26,7 +26,15 @@ from grpo_core.loss import needs_of
 from grpo_core.models import directory_here, parameters_in, shapes_in, size_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineLoad, MemoryPart
-from grpo_core.training.memory import FLOAT32, ITEMSIZE, PUBLISHED, TEACHER, kept_bytes, lora_shapes
+from grpo_core.training.memory import (
+    FLOAT32,
+    ITEMSIZE,
+    PUBLISHED,
+    REFERENCE,
+    TEACHER,
+    kept_bytes,
+    lora_shapes,
+)
 from grpo_core.training.optimizers import state_bytes
 
 HOST = "host"
@@ -170,6 +178,8 @@ def certain_parts(
             teacher=_teacher_bytes(config, device) if "teacher" in needs else 0,
             async_save=config.checkpoint.async_save,
         )
+        if config.trainer.weights == "bfloat16" and not config.trainer.reference_every:
+            parts = [evolve(one, nbytes=one.nbytes // 2) if one.name == REFERENCE else one for one in parts]
         if config.trainer.offload:
             parts = [*parts, *_at_rest(parts)]
         found += _ranks(parts, config.trainer.ranks, device, gpus_seen(devices.trainer, len(gpus)))

@@ -214,17 +214,26 @@ def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
 
 
 def _check_ranks(config: Config, host: PluginHost) -> None:
-    """Raise ConfigError for what a trainer of several ranks cannot do."""
-    if config.trainer.ranks == 1:
+    """Raise ConfigError for what a trainer cannot do whose weights torch.distributed holds."""
+    trainer = config.trainer
+    copies = trainer.weights == "bfloat16"
+    if copies and config.model.dtype != "bfloat16":
+        raise ConfigError(
+            'trainer.weights = "bfloat16": engines have to get the weights that the trainer scores with, and '
+            f'model.dtype = "{config.model.dtype}" may give them others; set model.dtype = "bfloat16"'
+        )
+    if trainer.ranks == 1 and not copies:
         return
-    ranks = f"trainer.ranks = {config.trainer.ranks}"
+    ranks = f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
     if config.model.lora is not None and config.trainer.reference_every:
         raise ConfigError(
             f"{ranks}: with [model.lora] the reference stays where the run began; leave out "
             f"trainer.reference_every = {config.trainer.reference_every}"
         )
     if config.trainer.compile:
-        raise ConfigError(f"{ranks}: trainer.compile = true is for one rank; leave one of them out")
+        raise ConfigError(
+            f"{ranks}: trainer.compile = true is for one process with float32 weights; leave one of them out"
+        )
     name = config.optimizer.name
     if not getattr(host.find("optimizer", name).load(), "takes_parts", False):
         raise ConfigError(
@@ -254,10 +263,10 @@ def _check_offload(config: Config) -> None:
             "trainer.offload = true is for a trainer and an engine that take turns on a GPU; with "
             f"pipeline.max_staleness = {config.pipeline.max_staleness} both work at once: set it to 0"
         )
-    if trainer.ranks > 1:
+    if trainer.ranks > 1 or trainer.weights != "float32":
+        held = f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
         raise ConfigError(
-            f"trainer.offload = true: the weights of trainer.ranks = {trainer.ranks} stay on their GPUs; "
-            "leave one of them out"
+            f"trainer.offload = true: the weights of {held} stay on their GPUs; leave one of them out"
         )
 
 

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from grpo_core.errors import ModelError, one_line
-from grpo_core.training.memory import FLOAT32
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer
 from grpo_core.training.packing import Part
@@ -175,7 +174,9 @@ def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) 
     before, log.disabled = log.disabled, True
     try:
         with fake_tensor.FakeTensorMode(), _fake_experts():
-            module = for_training(_make(path, trust_remote_code), evolve(work.passes, compiled=False))
+            dtype = torch.bfloat16 if work.passes.copies else torch.float32
+            made = _make(path, trust_remote_code, dtype)
+            module = for_training(made, evolve(work.passes, compiled=False))
             parameters = list(module.parameters())
             known = {tensor.untyped_storage()._cdata for tensor in (*parameters, *module.buffers())}
             scorer = Scorer(
@@ -183,6 +184,7 @@ def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) 
                 getattr(torch, work.dtype),
                 plain_head=_looks_plain(module),
                 around=_moved if work.offloads else nullcontext,
+                autocast=not work.passes.copies,
             )
             with _Count(known) as count:
                 for _ in range(1 + work.again):
@@ -197,18 +199,16 @@ def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) 
         ) from error
     finally:
         log.disabled = before
-    gradients = sum(FLOAT32 * parameter.numel() for parameter in parameters)
+    gradients = sum(parameter.nbytes for parameter in parameters)
     return int(count.peak - gradients)
 
 
-def _make(path: str, trust_remote_code: bool) -> Any:
+def _make(path: str, trust_remote_code: bool, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # code of the model, too
         raise ModelError(
             f"model {str(path)!r}: there is no configuration of a causal language model "

@@ -9,6 +9,7 @@ import torch
 
 from grpo_core.config import ModelConfig
 from grpo_core.training.model import FullModel, Model, ModelSource
+from grpo_core.training.ranks import Alone
 from grpo_core.weights.layout import LowRankSum, load_tensors
 
 
@@ -18,7 +19,7 @@ def build_model(source: ModelSource) -> Model:
         from grpo_core.training.lora import LoraModel  # it imports peft, which takes a second
 
         return LoraModel.build(source)
-    if source.ranks.size > 1:
+    if not isinstance(source.ranks, Alone):
         from grpo_core.training.sharded import ShardedModel  # torch's distributed tensors take long to import
 
         return ShardedModel.build(source)

@@ -1,4 +1,4 @@
-"""Several ranks, joined by torch.distributed: NCCL between GPUs, gloo between CPUs."""
+"""One rank or several, joined by torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -28,7 +28,8 @@ class Group:
     Args:
         rank: number of this process, from 0.
         size: number of processes.
-        rendezvous: file in which they find each other; it must not exist before the first one begins.
+        rendezvous: file in which they find each other; it must not exist before the first one begins.  One
+            process needs none.
         device: where this process computes.
         seconds: time limit of each exchange.
     """
@@ -41,13 +42,14 @@ class Group:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=FileStore(rendezvous, size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=seconds),
-        )
+        if not dist.is_initialized():  # a process has one group for all of its time
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=FileStore(rendezvous, size) if size > 1 else HashStore(),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=seconds),
+            )
         self.mesh = DeviceMesh(device.type, torch.arange(size))
 
     def gathered(self, value: T) -> list[T]:

@@ -41,17 +41,19 @@ def token_logprobs(
         chunk: tokens at a time; default: as many as fit ``CHUNK_BYTES``.
         product_dtype: of the factors of the matrix products (bfloat16 is several times faster); default:
             that of ``weight``.  In the forward pass their products and sums have the precision of
-            ``weight``, as in an engine whose head computes in float32: an error of logprobs would pass for
-            a difference between trainer and engine.
+            ``weight``, and float32 at least, as in an engine whose head computes in float32: an error of
+            logprobs would pass for a difference between trainer and engine.
         entropy_gradient: whether the entropy has a gradient; costs one more buffer in the backward pass.
 
     Returns:
         logprobs [N], with gradient; entropy [N] of each distribution, detached unless ``entropy_gradient``.
     """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    product_dtype = product_dtype or weight.dtype
     if chunk is None:
         room = CUDA_CHUNK_BYTES if weight.is_cuda else CHUNK_BYTES
-        chunk = max(16, room // (weight.shape[0] * weight.element_size()))
-    hidden = hidden.to(weight.dtype)
+        chunk = max(16, room // (weight.shape[0] * wide.itemsize))
+    hidden = hidden.to(wide)
     apply: Any = _TokenLogprobs.apply
     logprobs, entropy = apply(
         hidden, weight, bias, targets, temperature, chunk, product_dtype, entropy_gradient
@@ -115,8 +117,8 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, kept, entropy = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
-        grad_weight = torch.zeros_like(weight) if to_weight else None
-        grad_bias = torch.zeros_like(bias) if to_bias else None
+        grad_weight = torch.zeros_like(weight, dtype=hidden.dtype) if to_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=hidden.dtype) if to_bias else None
         product_hidden, product_weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         n = hidden.shape[0]
         buffer = product_hidden.new_empty(min(ctx.chunk, n), weight.shape[0])
@@ -160,9 +162,9 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a factor of a product to ``dtype``; on a CPU the result has the dtype of ``tensor``."""
+    """Round a factor of a product to ``dtype``; on a CPU the result is as wide as ``tensor``, or float32."""
     factor = tensor.to(dtype)
-    return factor if factor.is_cuda else factor.to(tensor.dtype)
+    return factor if factor.is_cuda else factor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -113,7 +113,7 @@ class LoraModel:
         _inject(config, module, source)
         layers = _adapted(module, whole)
         policy: Scorer = scorer_for(source, module)
-        if source.ranks.size > 1:
+        if not isinstance(source.ranks, Alone):
             from grpo_core.training.sharded import shared  # torch's distributed tensors take long to import
 
             policy, whole = shared(source, module, policy, whole)

@@ -14,6 +14,7 @@ from grpo_core.records import MemoryPart
 FLOAT32 = 4
 """Bytes of a parameter, of its gradient, and of each of AdamW's moments."""
 PUBLISHED = "published weights"
+REFERENCE = "reference"
 TEACHER = "teacher"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -108,7 +109,7 @@ def trainer_parts(
         parts.append(MemoryPart(name="adapters", nbytes=changed, device=device, change=fewer))
     elif reference:
         parts.append(
-            MemoryPart(name="reference", nbytes=tensor, device=device, change="a loss without a reference")
+            MemoryPart(name=REFERENCE, nbytes=tensor, device=device, change="a loss without a reference")
         )
     if teacher:
         change = 'a smaller teacher, teacher.dtype = "bfloat16"'

@@ -45,6 +45,8 @@ class ModelSource:
     passes: Passes = field(factory=Passes)
     reference: bool = False
     """Whether ``reference_logprobs`` is going to be called."""
+    moves_reference: bool = False
+    """Whether ``refresh_reference`` is going to be called."""
     seed: int = 0
     """Seed of parameters that begin at random."""
     ranks: Ranks = field(factory=Alone)
@@ -248,6 +250,8 @@ class Scorer:
         plain_head: whether the logits are a linear function of the base model's output; None finds it out by
             computing a few.
         around: makes the context of each pass that has a gradient.
+        autocast: whether products round what they take; if not, the weights have ``compute_dtype`` themselves
+            in a pass.
     """
 
     def __init__(
@@ -257,10 +261,11 @@ class Scorer:
         *,
         plain_head: bool | None = None,
         around: Around = nullcontext,
+        autocast: bool = True,
     ) -> None:
         self.module = module
         self.device = next(module.parameters()).device
-        self._compute_dtype, self._around = compute_dtype, around
+        self._compute_dtype, self._around, self._autocast = compute_dtype, around, autocast
         self._plain_head = _has_plain_head(module) if plain_head is None else plain_head
 
     def score(
@@ -309,7 +314,8 @@ class Scorer:
         if self._plain_head:
             head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
             outputs, weight = (rounded(t, self._compute_dtype).float() for t in (hidden[last], head.weight))
-            logits = nn.functional.linear(outputs, weight, head.bias)
+            bias = None if head.bias is None else head.bias.float()
+            logits = nn.functional.linear(outputs, weight, bias)
         log_p = torch.log_softmax(logits.float(), dim=-1)
         best = log_p.topk(min(k, log_p.shape[-1]))
         return tuple(
@@ -329,7 +335,7 @@ class Scorer:
         return self._compute_dtype is torch.bfloat16
 
     def _precision(self) -> Any:
-        if not self._mixed:
+        if not (self._mixed and self._autocast):
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
@@ -347,16 +353,18 @@ def scorer_for(source: ModelSource, module: nn.Module) -> Scorer:
     if source.passes.packing:
         check_packing(module)
     dtype = compute_dtype(source.config, source.device)
-    return Scorer(module, dtype, around=source.passes.around(source.device))
+    around = source.passes.around(source.device)
+    return Scorer(module, dtype, around=around, autocast=not source.passes.copies)
 
 
-def load_for(source: ModelSource, path: str | Path) -> nn.Module:
+def load_for(source: ModelSource, path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """``load`` the weights in a directory of the source.  Raises ModelError."""
     return load(
         path,
         device=source.device,
         trust_remote_code=source.config.trust_remote_code,
         passes=source.passes,
+        dtype=dtype,
     )
 
 

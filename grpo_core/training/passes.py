@@ -27,10 +27,17 @@ class Passes:
     activations: ActivationsChoice = "keep"
     packing: bool = False
     compiled: bool = False
+    copies: bool = False
+    """Whether layers compute with bfloat16 copies of their weights."""
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Passes:
-        return cls(activations=config.activations, packing=config.packing, compiled=config.compile)
+        return cls(
+            activations=config.activations,
+            packing=config.packing,
+            compiled=config.compile,
+            copies=config.weights == "bfloat16",
+        )
 
     @property
     def recomputes(self) -> bool:

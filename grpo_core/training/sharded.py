@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from grpo_core.errors import ModelError
 from grpo_core.records import Canary
@@ -37,13 +39,17 @@ class ShardedModel(FullModel):
         group = source.ranks
         assert isinstance(group, Group), "one process has nobody to share the weights with"
 
-        def sharded(path: str | Path, *, trains: bool) -> _Sharded:
-            module = load_for(source, path).requires_grad_(trains)
+        def sharded(path: str | Path, *, trains: bool, dtype: torch.dtype = torch.float32) -> _Sharded:
+            module = load_for(source, path, dtype).requires_grad_(trains)
             names = _names(module, checkpoint_tensors(module))
-            return _Sharded(module, scorer_for(source, module), group, names)
+            scorer = scorer_for(source, module)
+            return _Sharded(module, scorer, group, names, copies=source.passes.copies)
 
         policy = group.in_turn(lambda: sharded(source.saved or source.start, trains=True))
-        reference = group.in_turn(lambda: sharded(source.start, trains=False)) if source.reference else None
+        frozen = source.passes.copies and not source.moves_reference  # nobody needs more of its digits
+        dtype = torch.bfloat16 if frozen else torch.float32
+        start = partial(sharded, source.start, trains=False, dtype=dtype)
+        reference = group.in_turn(start) if source.reference else None
         return cls(group, policy, reference, tokenizer=SavedTokenizer(source))
 
     def published(self) -> list[tuple[str, Tensor]]:
@@ -83,14 +89,20 @@ class _Sharded(nn.Module):
         scorer: computes with it.
         group: the ranks that share it.
         names: see ``_names``; of the module before it is divided.
+        copies: whether what is gathered are bfloat16 copies.  Gradients are summed in float32 in any case,
+            and the parts of the ranks are float32.
     """
 
-    def __init__(self, module: nn.Module, scorer: Scorer, group: Group, names: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: nn.Module, scorer: Scorer, group: Group, names: Mapping[str, str], *, copies: bool
+    ) -> None:
         super().__init__()
         self.module, self.names = module, names
         self._scorer = scorer
         self.vocabulary = self._scorer.vocabulary
         options: dict[str, Any] = {"mesh": group.mesh, "reshard_after_forward": True}
+        if copies:
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         parts = layers_of(module)
         for part in [*parts, self]:
             fully_shard(part, **options)
@@ -123,7 +135,7 @@ def shared(
     group = source.ranks
     assert isinstance(group, Group), "one process has nobody to share the weights with"
     names = _names(module, tensors)
-    policy: Any = _Sharded(module, scorer, group, names)
+    policy: Any = _Sharded(module, scorer, group, names, copies=source.passes.copies)
     return policy, _renamed(module, names)
 
 
@@ -149,7 +161,8 @@ def _names(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if known is None:
             raise ModelError(
                 f"trainer.ranks: the checkpoint of {type(module).__name__} has a tensor {name!r} that is a "
-                "part of another in memory, as those of experts are; train this model with trainer.ranks = 1"
+                "part of another in memory, as those of experts are; train this model with trainer.ranks = 1 "
+                'and trainer.weights = "float32"'
             )
         names[name] = known
     return names

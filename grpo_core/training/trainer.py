@@ -98,7 +98,7 @@ class TorchTrainer:
     def __init__(self, setup: TrainerSetup, build: BuildModel = build_model) -> None:
         self._setup, self._config = setup, setup.trainer
         self._device = cpu.resolve_device(self._config.device, "trainer.device")
-        if setup.ranks > 1 and self._device.type == "cuda":
+        if _in_group(setup) and self._device.type == "cuda":
             self._device = torch.device("cuda", setup.rank)
         self._ranks = _ranks(setup, self._device)
         self._writer = _writer(setup, self._device)  # before the model is made: its port may be taken
@@ -120,6 +120,7 @@ class TorchTrainer:
             device=self._device,
             passes=Passes.of(self._config),
             reference="reference" in self._needs,
+            moves_reference=self._config.reference_every > 0,
             seed=setup.seed,
             ranks=self._ranks,
         )
@@ -461,9 +462,14 @@ class TorchTrainer:
         return self._saving.written()
 
 
+def _in_group(setup: TrainerSetup) -> bool:
+    """Whether torch.distributed holds the weights, which also makes copies of them in another precision."""
+    return setup.ranks > 1 or setup.trainer.weights != "float32"
+
+
 def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
     """Join the other ranks, if there are any."""
-    if setup.ranks == 1:
+    if not _in_group(setup):
         return Alone()
     from grpo_core.training.group import Group  # torch's distributed tensors take long to import
 
