@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,15 @@ def configured(model: str, kind: str, **given: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "adapters"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("adamw", "adamw_8bit", "muon", "adapters"),
+        pytest.param(
+            "adamw_torchao", marks=pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
+        ),
+    ],
+)
 def test_a_trainer_that_rests_between_steps_gives_nearly_all_back_and_trains_the_same(
     model: str, tmp_path: Path, kind: str
 ) -> None:

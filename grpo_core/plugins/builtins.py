@@ -90,6 +90,7 @@ def grpo_optimizers() -> Mapping[str, str]:
     return {
         "adamw": "grpo_core.training.optimizers:adamw",
         "adamw_8bit": "grpo_core.training.optimizers:adamw_8bit",
+        "adamw_torchao": "grpo_core.training.optimizers:adamw_torchao",
         "muon": "grpo_core.training.optimizers:muon",
     }
 

@@ -1,8 +1,9 @@
-"""AdamW whose moments are stored in fewer bits than they are computed in."""
+"""AdamW whose moments are stored in fewer bits than they are computed in: our own, and torchao's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -74,6 +75,22 @@ class NarrowAdamW(torch.optim.Optimizer):
             for kept, computed in zip(moments, wide, strict=True):
                 kept.copy_(computed)
         state["step"] += 1
+
+
+def torchao_adamw(groups: Iterable[dict[str, Any]], *, eps: float) -> torch.optim.Optimizer:
+    """Make torchao's AdamW with moments of 8 bits; on a CPU its updates are not compiled."""
+    from torchao.optim import AdamW8bit
+
+    class OnAnyDevice(AdamW8bit):  # type: ignore[misc]  # torchao has no types
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            on_cpu = all(each.device.type == "cpu" for group in self.param_groups for each in group["params"])
+            # compiling takes a C++ compiler and 20 seconds for each shape, and gains little on a CPU
+            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                super().step()
+
+    made: torch.optim.Optimizer = OnAnyDevice(list(groups), eps=eps)
+    return made
 
 
 def _here(tensor: Tensor) -> Tensor:

@@ -113,7 +113,10 @@ class Optimization:
         """Update all parameters with ``factor`` times the learning rates at the peak."""
         for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(peak * factor)
+                else:
+                    group["lr"] = peak * factor
             optimizer.step()
 
     def zero_grad(self) -> None:
@@ -128,7 +131,7 @@ class Optimization:
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of all states."""
         for _, parameter in self._named:
-            yield from (value for value in self.state(parameter).values() if isinstance(value, Tensor))
+            yield from (each for each in flat(self.state(parameter)).values() if isinstance(each, Tensor))
 
     # ------------------------------------------------------------------------------ checkpoints
 
@@ -139,7 +142,7 @@ class Optimization:
         twins: dict[str, str] = {}
         places: dict[tuple[int, int, torch.Size], str] = {}
         for name, parameter in self._named:
-            for slot, value in self.state(parameter).items():
+            for slot, value in flat(self.state(parameter)).items():
                 key = f"{name}/{slot}"
                 if not isinstance(value, Tensor):
                     numbers[key] = value
@@ -156,22 +159,44 @@ class Optimization:
         moved = {key: tensor.to(device) for key, tensor in tensors.items()}
         moved |= {key: moved[first] for key, first in about["twins"].items()}
         by_name = dict(self._named)
+        parts: dict[tuple[str, str], dict[str, Tensor]] = {}
         for key, value in {**moved, **about["numbers"]}.items():
             name, _, slot = key.rpartition("/")
-            parameter = by_name[name]
-            self._of[parameter].state[parameter][slot] = value
+            slot, _, part = slot.partition(".")
+            if part:
+                parts.setdefault((name, slot), {})[part] = value
+            else:
+                self._keep(by_name[name], slot, value)
+        for (name, slot), found in parts.items():
+            self._keep(by_name[name], slot, self._make.function.restored(slot, found))
         for name, parameter in self._named:
             self._check(name, parameter)
+
+    def _keep(self, parameter: nn.Parameter, slot: str, value: Any) -> None:
+        self._of[parameter].state[parameter][slot] = value
 
     def _check(self, name: str, parameter: nn.Parameter) -> None:
         """Raise ValueError unless the optimizer keeps such a state: fused kernels do not look at shapes."""
         expected = state_of(self._make.function, self._make.options, name, parameter.shape)
         found = {
             slot: (tuple(value.shape), str(value.dtype)[6:]) if isinstance(value, Tensor) else ((), "int")
-            for slot, value in self.state(parameter).items()
+            for slot, value in flat(self.state(parameter)).items()
         }
         if found and expected is not None and found != expected:
             raise ValueError(f"of {name} there is {_spelled(found)}, expected {_spelled(expected)}")
+
+
+def flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state whose tensors are plain: one that consists of several is a slot for each, "SLOT.PART".
+
+    Tensors of which ranks hold parts stay as they are.
+    """
+    found: dict[str, Any] = {}
+    for slot, value in state.items():
+        several = hasattr(value, "__tensor_flatten__") and not hasattr(value, "full_tensor")
+        names = value.__tensor_flatten__()[0] if several else ()
+        found |= {f"{slot}.{name}": getattr(value, name) for name in names} if names else {slot: value}
+    return found
 
 
 def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:

@@ -127,6 +127,50 @@ def adamw_8bit(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[O
 adamw_8bit.requires = {"bitsandbytes": "pip install 'grpo-core[optimizers]'"}  # type: ignore[attr-defined]
 
 
+def _of_adamw_torchao(name: str, shape: tuple[int, ...], **options: Any) -> State:
+    n = prod(shape)
+    if n < SMALLEST_8BIT or n % BLOCK:
+        return _of_adamw(name, shape)
+    return {"step": ((), "float32")} | {
+        f"{moment}.{part}": (of, dtype)
+        for moment in ("exp_avg", "exp_avg_sq")
+        for part, of, dtype in (
+            ("codes", shape, "uint8"),
+            ("scale", (n // BLOCK,), "float32"),
+            ("qmap", (256,), "float32"),
+        )
+    }
+
+
+@kept_state(_of_adamw_torchao)
+def adamw_torchao(groups: Sequence[ParameterGroup], *, eps: float = 1e-8) -> list[Optimizer]:
+    """AdamW with moments of 8 bits in blocks of 256 numbers (arXiv 2110.02861), by torchao.
+
+    Parameters with fewer than 4,096 numbers, or with a number that is no multiple of 256, keep float32
+    moments.  On a GPU torch compiles the update of each shape.  ``pip install 'grpo-core[torchao]'``.
+
+    Args:
+        groups: parameters with their learning rates.
+        eps: number that is added to the root of the second moment.
+    """
+    from grpo_core.training.narrow import torchao_adamw
+
+    return [torchao_adamw([_with_betas(group) for group in groups], eps=eps)]
+
+
+def _restored_torchao(slot: str, parts: Mapping[str, Any]) -> Any:
+    """Make a moment of torchao again from its parts."""
+    import torch
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    signed = slot == "exp_avg"
+    return OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)
+
+
+adamw_torchao.requires = {"torchao": "pip install 'grpo-core[torchao]'"}  # type: ignore[attr-defined]
+adamw_torchao.restored = _restored_torchao  # type: ignore[attr-defined]
+
+
 def _is_hidden(name: str, shape: Sequence[int], adamw: Sequence[str]) -> bool:
     return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in adamw)
 
@@ -201,7 +245,8 @@ def _check_eps(*, eps: float = 1e-8, **options: Any) -> None:
 
 adamw.takes_parts = True  # type: ignore[attr-defined]  # with trainer.ranks each holds parts of parameters
 muon.check_options = _check_muon  # type: ignore[attr-defined]
-adamw.check_options = adamw_8bit.check_options = _check_eps  # type: ignore[attr-defined]
+for _adamw in (adamw, adamw_8bit, adamw_torchao):
+    _adamw.check_options = _check_eps
 
 
 def _with_betas(group: ParameterGroup) -> dict[str, Any]:
