@@ -167,8 +167,11 @@ class Optimization:
                 parts.setdefault((name, slot), {})[part] = value
             else:
                 self._keep(by_name[name], slot, value)
+        restored: Any = getattr(self._make.function, "restored", None)
+        if parts and restored is None:
+            raise ValueError(f"{self._make} does not restore tensors that consist of several")
         for (name, slot), found in parts.items():
-            self._keep(by_name[name], slot, self._make.function.restored(slot, found))
+            self._keep(by_name[name], slot, restored(slot, found))
         for name, parameter in self._named:
             self._check(name, parameter)
 

@@ -246,7 +246,7 @@ def _check_eps(*, eps: float = 1e-8, **options: Any) -> None:
 adamw.takes_parts = True  # type: ignore[attr-defined]  # with trainer.ranks each holds parts of parameters
 muon.check_options = _check_muon  # type: ignore[attr-defined]
 for _adamw in (adamw, adamw_8bit, adamw_torchao):
-    _adamw.check_options = _check_eps
+    _adamw.check_options = _check_eps  # type: ignore[attr-defined]
 
 
 def _with_betas(group: ParameterGroup) -> dict[str, Any]:
