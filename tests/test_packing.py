@@ -18,10 +18,12 @@ from grpo_core.errors import ModelError
 from grpo_core.records import Row
 from grpo_core.tokens import Tokens
 from grpo_core.training import packing
-from grpo_core.training.batching import length
+from grpo_core.training.batching import Costs, laid_out, length
+from grpo_core.training.budget import overhead, part_overhead
 from grpo_core.training.microbatch import collate
 from grpo_core.training.model import FullModel, ModelSource
 from grpo_core.training.passes import Passes
+from grpo_core.training.plan import shares as divided
 from grpo_core.training.trainer import TorchTrainer
 
 CPU = torch.device("cpu")
@@ -68,6 +70,57 @@ def test_packed_rows_train_the_weights_of_padded_rows(model: str, budget: int) -
     padded = trained(setup(model, updates_per_step=2))
     packed = trained(setup(model, updates_per_step=2, packing=True, tokens_per_microbatch=budget))
     agree(padded, packed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_is_chosen_by_the_rows_trains_the_same(model: str, shares: bool) -> None:
+    """Long prompts that rows share are packed, short rows of their own are side by side."""
+    long, short = "abcdefg" * 12, "ab"
+    rows = [row(long if shares else short + "xyzuvw"[i], "gh", (-1.0) ** i, group=0) for i in range(6)]
+    padded, chosen = (TorchTrainer(setup(model, packing=packing)) for packing in (False, "auto"))
+    chosen._costs = attrs.evolve(chosen._costs, part=20.0)  # as of a model that is not as tiny
+    (share,) = divided(batch(rows), updates=1)
+    made = chosen._microbatches(share, share.updates[0])
+    assert [bool(micro.packed) for micro in made] == [shares]
+    for trainer in (padded, chosen):
+        trainer.model.policy.module.double()
+        trainer.step(batch(rows))
+    agree(padded, chosen)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompts", "parameters", "packed"),
+    [
+        ([13 + i % 38 for i in range(128)], None, 88_576, False),
+        ([11 + i % 3 for i in range(256)], None, 88_576, False),
+        ([48 + 5 * i for i in range(48)], None, 340_992, True),
+        ([16 + i for i in range(48)], None, 340_992, False),
+        ([63] * 16, 32, 340_992, False),
+        ([79] * 16, 64, 340_992, True),
+        ([127] * 16, 64, 340_992, True),
+        ([11] * 64, 6, 88_576, False),
+    ],
+)
+def test_rows_are_packed_where_that_was_measured_to_be_faster_on_a_cpu(
+    lengths: list[int], prompts: int | None, parameters: int, packed: bool
+) -> None:
+    """The models have two layers; groups have eight rows."""
+    costs = Costs(
+        budget=8192,
+        overhead=overhead(parameters, CPU),
+        part=part_overhead(parameters, 2, CPU, torch.float32),
+    )
+    of_rows = [(i if prompts is None else i // 8, prompts or 8) for i in range(len(lengths))]
+    assert laid_out(lengths, of_rows, "auto", costs)[1] is packed
+
+
+def test_a_gpu_packs_rows_of_16_bits_which_it_computes_in_one_call() -> None:
+    gpu, lengths, of_rows = torch.device("cuda"), [20, 30, 50], [(0, 8), (1, 8), (2, 8)]
+    for dtype, packed in ((torch.bfloat16, True), (torch.float32, False)):
+        part = part_overhead(10**9, 24, gpu, dtype)
+        costs = Costs(budget=8192, overhead=overhead(10**9, gpu), part=part)
+        assert laid_out(lengths, of_rows, "auto", costs)[1] is packed
 
 
 def test_packed_rows_have_no_padding(model: str) -> None:

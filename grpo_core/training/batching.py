@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 import numpy as np
+from attrs import frozen
 
 from grpo_core.records import Row
 
@@ -75,6 +78,58 @@ def packs(lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]], budge
             made[place].extend(members)
             left[place] -= cost
     return made
+
+
+@frozen(kw_only=True)
+class Costs:
+    """The size of a micro-batch, and what costs something whatever its size, all in tokens."""
+
+    budget: int
+    """Tokens of a micro-batch, padding included, at most."""
+    overhead: int
+    """Cost of a micro-batch."""
+    part: float
+    """Cost of a part of a packed micro-batch: a row, or a prompt of several rows."""
+
+
+def laid_out(
+    lengths: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]],
+    packing: Literal[False, True, "auto"],
+    costs: Costs,
+) -> tuple[list[list[int]], bool]:
+    """Divide rows into micro-batches; return whether these are packed.
+
+    Args:
+        lengths: tokens of each row.
+        prompts: of each row, and the number of its tokens.
+        packing: whether they are packed; "auto" chooses what costs less.
+        costs: by which it is decided.
+    """
+    padded = [] if packing is True else microbatches(lengths, costs.budget, overhead=costs.overhead)
+    packed = packs(lengths, prompts, costs.budget) if packing else []
+    if packing == "auto":
+        return (packed, True) if _pays(lengths, prompts, padded, packed, costs) else (padded, False)
+    return (packed, True) if packing else (padded, False)
+
+
+def _pays(
+    lengths: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]],
+    padded: Sequence[Sequence[int]],
+    packed: Sequence[Sequence[int]],
+    costs: Costs,
+) -> bool:
+    """Return whether packed micro-batches cost less than padded ones."""
+    side_by_side = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
+    tokens = parts = 0
+    for rows in packed:
+        counts = Counter(prompts[i] for i in rows)
+        shared = {prompt: n for prompt, n in counts.items() if n > 1 and prompt[1]}
+        tokens += sum(lengths[i] for i in rows) - sum((n - 1) * prompt[1] for prompt, n in shared.items())
+        parts += len(rows) + len(shared)
+    together = tokens + costs.overhead * len(packed) + costs.part * parts
+    return together < side_by_side + costs.overhead * len(padded)
 
 
 def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> list[list[int]]:

@@ -20,6 +20,18 @@ def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -
     return min(config.tokens_per_microbatch, max(1024, KEEP_BYTES // (torch.float32.itemsize * vocabulary)))
 
 
+def part_overhead(parameters: int, layers: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the fixed cost of a part of a packed micro-batch in tokens, in each of its layers a call.
+
+    On a CPU that takes as long as 2.7e7 floating point operations, forward and backward: of 11 kinds of rows
+    and models, this number tells for each of them what is faster (docs/performance.md).  A GPU computes all
+    parts in one call if they have 16 bits; other calls there are not worth it.
+    """
+    if device.type != "cpu":
+        return 0.0 if dtype.itemsize == 2 else float("inf")
+    return 2.7e7 * layers / (6 * parameters)
+
+
 def overhead(parameters: int, device: torch.device) -> int:
     """Return the fixed cost of a micro-batch (some milliseconds of dispatch) in tokens.
 

@@ -30,6 +30,7 @@ from grpo_core.training.model import (
     Scorer,
     is_linear,
     load_for,
+    number_of_layers,
     scorer_for,
 )
 from grpo_core.training.ranks import Alone, Ranks
@@ -84,6 +85,7 @@ class LoraModel:
         ]
         self.parameters = sum(parameter.numel() for parameter in policy.module.parameters())
         self.vocabulary = policy.vocabulary
+        self.layers = number_of_layers(policy.module)
 
     @classmethod
     def build(cls, source: ModelSource) -> LoraModel:

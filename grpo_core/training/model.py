@@ -60,6 +60,8 @@ class Model(Protocol):
     """Number of parameters that a forward pass uses."""
     vocabulary: int
     """Number of different tokens."""
+    layers: int
+    """Number of layers, each with an attention."""
     base: str
     """Directory of the model to which engines add what is published; empty if that is the whole model."""
 
@@ -151,6 +153,7 @@ class FullModel:
         self.published()  # a model that cannot be published is refused now
         self.parameters = sum(parameter.numel() for _, parameter in self._named)
         self.vocabulary = policy.vocabulary
+        self.layers = number_of_layers(policy.module)
 
     @classmethod
     def build(cls, source: ModelSource) -> FullModel:
@@ -405,6 +408,11 @@ def load(
             f"{some}. Its safetensors are incomplete or do not fit its config.json: copy or download it again"
         )
     return for_training(model.to(device), passes)
+
+
+def number_of_layers(module: Any) -> int:
+    """Return the number of layers that a transformers model's configuration names, or 1."""
+    return int(getattr(module.config.get_text_config(), "num_hidden_layers", 1))
 
 
 def is_linear(layer: nn.Module) -> bool:

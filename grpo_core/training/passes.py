@@ -34,7 +34,7 @@ class Passes:
     def of(cls, config: TrainerConfig) -> Passes:
         return cls(
             activations=config.activations,
-            packing=config.packing,
+            packing=bool(config.packing),
             compiled=config.compile,
             copies=config.weights == "bfloat16",
         )

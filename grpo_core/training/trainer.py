@@ -27,8 +27,8 @@ from grpo_core.losses.corrections import token_errors
 from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, StepResult, Weights
-from grpo_core.training.batching import microbatches, of_several_rows, packs
-from grpo_core.training.budget import overhead, token_budget
+from grpo_core.training.batching import Costs, laid_out, of_several_rows
+from grpo_core.training.budget import overhead, part_overhead, token_budget
 from grpo_core.training.building import build_model
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
@@ -130,8 +130,12 @@ class TorchTrainer:
         )
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
-        self._overhead = overhead(self.model.parameters, self._device)
-        self._budget = token_budget(self._config, self.model.vocabulary, self._device)
+        dtype = compute_dtype(setup.model, self._device)
+        self._costs = Costs(
+            budget=token_budget(self._config, self.model.vocabulary, self._device),
+            overhead=overhead(self.model.parameters, self._device),
+            part=part_overhead(self.model.parameters, self.model.layers, self._device, dtype),
+        )
         chosen = setup.optimizer
         self._optimizers = Optimization(
             self._named,
@@ -233,19 +237,15 @@ class TorchTrainer:
         together = of_several_rows(rows) if "sequences" in self._needs else []
         alone = sorted(set(range(len(rows))).difference(*together))
         lengths = [facts[mine[i]].length for i in alone]
-        packing = self._config.packing
-        if packing:
-            prompts = [(rows[i].prompt_ids.tobytes(), len(rows[i].prompt_ids)) for i in alone]
-            divided = packs(lengths, prompts, self._budget)
-        else:
-            divided = microbatches(lengths, self._budget, overhead=self._overhead)
+        prompts = [(rows[i].prompt_ids.tobytes(), len(rows[i].prompt_ids)) for i in alone]
+        divided, packed = laid_out(lengths, prompts, self._config.packing, self._costs)
         made = [
             collate(
                 [rows[i] for i in part],
                 self._device,
                 step=self.version,
                 weights=[weights[mine[i]] for i in part],
-                packed=packing,
+                packed=packed,
             )
             for part in [*together, *([alone[i] for i in part] for part in divided)]
         ]
