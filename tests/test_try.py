@@ -16,7 +16,7 @@ from rich.console import Console
 import grpo_core as grpo
 from grpo_core.app.person import InputEnded, Person, Replies, TextRenderer
 from grpo_core.app.transcript import ShownEnvironment, Transcript
-from grpo_core.app.trying import Choice, _chosen, _play
+from grpo_core.app.trying import Choice, _chosen, _play, main
 from grpo_core.errors import ConfigError
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.testing import HostedEnvironment, run
@@ -179,6 +179,8 @@ def test_a_prompt_is_chosen_by_its_id():
     assert [p.id for p in _chosen(prompts, Choice(split="train", prompt="milk"), "shop")] == ["milk"]
     with pytest.raises(ConfigError, match=r"--prompt x: shop has .*the ids begin with tea, milk"):
         _chosen(prompts, Choice(split="train", prompt="x"), "shop")
+    with pytest.raises(ConfigError, match="--prompts is 0; expected a number of at least 1"):
+        main("x", target=None, engine=None, choice=Choice(split="train", prompts=0), settings=[], block=[])
     with pytest.raises(ConfigError, match="shop has no prompts of the split 'validation'"):
         _chosen([], Choice(split="validation"), "shop")
 

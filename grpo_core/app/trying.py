@@ -58,6 +58,8 @@ def main(
     source: TextIO | None = None,
 ) -> int:
     """Run ``grpo-core try``; return the exit status."""
+    if choice.prompts < 1:
+        raise ConfigError(f"--prompts is {choice.prompts}; expected a number of at least 1")
     options: dict[str, Any] = {}
     for setting in settings:
         options = merge(options, parse_setting(setting))
