@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from grpo_core.records import SampleRequest as SampleRequest
     from grpo_core.records import Segment as Segment
     from grpo_core.records import SessionStart as SessionStart
+    from grpo_core.records import StateDigest as StateDigest
     from grpo_core.records import StepResult as StepResult
     from grpo_core.records import TensorInfo as TensorInfo
     from grpo_core.records import Weights as Weights
@@ -162,6 +163,7 @@ __getattr__, __dir__, __all__ = attach(
             "RunInfo",
             "SampleRequest",
             "SessionStart",
+            "StateDigest",
             "StepResult",
             "TensorInfo",
             "Weights",

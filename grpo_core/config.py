@@ -463,6 +463,9 @@ class TrainerConfig(PluginChoice):
     compile: bool = False
     """Layers are compiled by torch, which takes a minute at the first step and makes later ones faster where
     small operations take much of the time; it needs a C++ compiler."""
+    fingerprints: bool = True
+    """The fingerprints of the weights and of the optimizer's state after each step are in `events.jsonl`, so
+    that `grpo-core replay` can compare; they cost two passes over this memory."""
     profile: int = field(default=0, validator=ge(0))
     """Time this many steps after the first two in every process, trace as many more in the trainer, and write
     where the time went into the run's directory; 0 does nothing. `--profile N` sets it."""

@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 if TYPE_CHECKING:
     from grpo_core.loop.buffer import Slot
-    from grpo_core.records import Group, Prompt
+    from grpo_core.records import Group, Prompt, StateDigest
 
 
 @frozen(kw_only=True)
@@ -109,6 +109,8 @@ class StepEnded(Event):
     """The end of a step; ``step`` is the version that it made."""
 
     metrics: Mapping[str, float]
+    digest: StateDigest | None = None
+    """Fingerprints of what the step made, which ``grpo-core replay`` compares; None if there are none."""
 
 
 @frozen(kw_only=True)

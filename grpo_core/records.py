@@ -622,6 +622,25 @@ class Batch:
 
 
 @frozen(kw_only=True)
+class StateDigest:
+    """Fingerprints of all that a trainer has made in a step: equal bits have equal fingerprints."""
+
+    weights: str
+    """Fingerprint of all parameters that are trained."""
+    optimizer: str
+    """Fingerprint of the optimizer's state."""
+    tensors: str = ""
+    """Fingerprints of 4 bytes of each tensor in base64: parameters, then states, those of one number left
+    out."""
+    names: tuple[str, ...] = ()
+    """Names of these tensors; empty if they are those of the step before in the same process."""
+    threads: int = 0
+    """Number of the trainer's threads, each rank's."""
+    computed_by: str = ""
+    """Description of the programs and the processor that computed the step."""
+
+
+@frozen(kw_only=True)
 class StepResult:
     """The result of one step."""
 
@@ -629,3 +648,5 @@ class StepResult:
     """Version of the weights that the step made."""
     metrics: Mapping[str, float]
     """Metrics of the step by name."""
+    digest: StateDigest | None = None
+    """Fingerprints of the weights and the optimizer's state after the step, if the trainer takes them."""

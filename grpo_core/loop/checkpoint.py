@@ -1,7 +1,8 @@
 """Checkpoints: one consistent cut, written to a temporary directory and renamed; never a pickle.
 
     checkpoints/step-000120/
-        manifest.json                 sha256 and size of each of the other files; written last
+        manifest.json                 sha256 and size of each of the other files, and sums that find a changed
+                                  number of a tensor; written last
         trainer/ optimizer/           the trainer's own files (safetensors, JSON)
         pipeline.json                 buffer, prompts in flight, sampler
         pipeline.safetensors          tokens of the rollouts that wait to be trained, if there are any
@@ -28,6 +29,7 @@ from urllib.parse import quote, unquote
 import attrs
 from attrs import define, field, frozen
 
+from grpo_core.checks import changed_tensor, tensor_sums
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
@@ -115,7 +117,14 @@ def _write(
         disk.write(partial / name, state)
     for path in files(partial):
         path.chmod(mode)  # safetensors makes files that only their owner may read
-    manifest = {"format": FORMAT, "step": step, "files": seal(disk, partial)}
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "files": seal(disk, partial),
+        "tensors": {
+            str(path.relative_to(partial)): tensor_sums(path) for path in partial.rglob("*.safetensors")
+        },
+    }
     disk.write(partial / _MANIFEST, as_json(manifest))
     disk.sync(partial / _MANIFEST)
     disk.sync(partial)
@@ -290,10 +299,19 @@ def fault(directory: Path) -> str | None:
             if name not in there:
                 return f"{name} is missing"
             if fingerprint(directory / name) != expected:
-                return f"{name} is not what was written (its sha256 differs)"
+                return (
+                    f"{name} is not what was written (its sha256 differs){_damage(directory, name, manifest)}"
+                )
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
     return None
+
+
+def _damage(directory: Path, name: str, manifest: Mapping[str, Any]) -> str:
+    """Say which tensor of a damaged file has changed, if its sums were recorded."""
+    recorded = manifest.get("tensors", {}).get(name)
+    told = changed_tensor(directory / name, recorded) if recorded else ""
+    return f": {told}" if told else ""
 
 
 def manifest_digest(directory: Path) -> str:

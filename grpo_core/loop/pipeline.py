@@ -390,7 +390,7 @@ class Pipeline:
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
         metrics |= self.incidents()
-        self.emit(StepEnded(step=self._trained, metrics=metrics))
+        self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
         self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
         if self._save_is_due():
             await self._synced()

@@ -14,6 +14,12 @@ is line r of the texts:
     segment_rollouts   int32 [S]       the rollout of each segment
     advantages         float64 [R]     advantage of each rollout; NaN if it is masked or was not trained
     trained            bool [R]        whether the step made rows of the rollout
+    turn_advantages    float32 [K]     where the sampled tokens of a rollout differ in their advantage: the
+                                       advantages of runs of equal ones, one rollout after the other
+    turn_lengths       int32 [K]       sampled tokens of each run
+    turn_rollouts      int32 [K]       the rollout of each run
+    checks             uint64 [C, 2]   sums that find a changed number (``grpo_core.checks``): of each BLOCK
+                                       tokens of ids, sampled, logprobs and versions, then of all other arrays
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_core import checks
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError, shortened
 from grpo_core.records import Group, Prompt, Rollout, Segment
@@ -41,6 +48,10 @@ if TYPE_CHECKING:
 GZIP_LEVEL = 4
 """Level of the compression; level 6 takes four times as long for a ninth of the size."""
 TEXTS, TOKENS = (".jsonl", ".jsonl.gz"), ".safetensors"
+OF_TOKENS = ("ids", "sampled", "logprobs", "versions")
+"""Arrays with a number for each token after the prompts."""
+BLOCK = 1024
+"""Number of tokens with sums of their own: several changes are found if they are not in one block."""
 
 
 def texts(groups: Sequence[Group]) -> bytes:
@@ -62,7 +73,8 @@ def tokens(groups: Sequence[Group]) -> bytes:
     """Return the file of tokens that belongs to the texts of the same groups."""
     from safetensors.numpy import save
 
-    data: bytes = save(_arrays([rollout for group in groups for rollout in group.rollouts]))
+    arrays = _arrays([rollout for group in groups for rollout in group.rollouts])
+    data: bytes = save(arrays | {"checks": _checks(arrays)})
     return data
 
 
@@ -101,9 +113,16 @@ def groups_in(file: Path) -> list[Group]:
     """
     with _readable(file):
         lines = _lines(file)
-        segments = _segments(Path(f"{str(file).removesuffix(_ending(file))}{TOKENS}"), len(lines))
+        path = Path(f"{str(file).removesuffix(_ending(file))}{TOKENS}")
+        arrays = _loaded(path) if path.is_file() else None
+        segments = _segments(arrays, len(lines)) if arrays else [[] for _ in lines]
+        by_token = _by_token(arrays) if arrays else {}
+        rollouts = [
+            _rollout(line, its, by_token.get(r))
+            for r, (line, its) in enumerate(zip(lines, segments, strict=True))
+        ]
         return [
-            _group([*some]) for _, some in groupby(zip(lines, segments, strict=True), lambda e: e[0]["group"])
+            _group([*some]) for _, some in groupby(zip(lines, rollouts, strict=True), lambda e: e[0]["group"])
         ]
 
 
@@ -210,7 +229,42 @@ def _arrays(rollouts: Sequence[Rollout]) -> Arrays:
             [math.nan if rollout.advantage is None else rollout.advantage for rollout in rollouts], np.float64
         ),
         "trained": np.array([rollout.trained for rollout in rollouts], np.bool_),
+        **_turns(rollouts),
     }
+
+
+def _turns(rollouts: Sequence[Rollout]) -> Arrays:
+    """Return the advantages of single tokens, as runs of equal ones; turns have one advantage each."""
+    import numpy as np
+
+    values, lengths, of = [], [], []
+    for r, rollout in enumerate(rollouts):
+        if rollout.token_advantages is not None:
+            each = np.asarray(rollout.token_advantages, np.float32)
+            starts = np.flatnonzero(np.concatenate([[True], each[1:] != each[:-1]]))
+            values.append(each[starts])
+            lengths.append(np.diff(np.append(starts, len(each))))
+            of.append(np.full(len(starts), r))
+    return {
+        "turn_advantages": np.concatenate([np.zeros(0), *values]).astype(np.float32),
+        "turn_lengths": np.concatenate([np.zeros(0), *lengths]).astype(np.int32),
+        "turn_rollouts": np.concatenate([np.zeros(0), *of]).astype(np.int32),
+    }
+
+
+def _checked_parts(arrays: Arrays) -> Iterator[tuple[str, int, NDArray[Any]]]:
+    """Yield each part that has sums: the name of its array, its beginning there, and its numbers."""
+    for name in OF_TOKENS:
+        for begin in range(0, len(arrays[name]), BLOCK):
+            yield name, begin, arrays[name][begin : begin + BLOCK]
+    for name in sorted(set(arrays) - {*OF_TOKENS, "checks"}):
+        yield name, 0, arrays[name]
+
+
+def _checks(arrays: Arrays) -> NDArray[np.uint64]:
+    import numpy as np
+
+    return np.array([checks.sums(part) for _, _, part in _checked_parts(arrays)], np.uint64)
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
@@ -241,20 +295,35 @@ def _finite(value: Any) -> Any:
 # ---------------------------------------------------------------------------------- reading
 
 
-def _segments(path: Path, rollouts: int) -> Iterator[list[Segment]]:
-    """Return the segments of each rollout; no segments where no tokens are stored."""
-    found: list[list[Segment]] = [[] for _ in range(rollouts)]
-    if path.is_file():
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
+def _loaded(path: Path) -> Arrays:
+    """Return the arrays of a file of tokens.  Raises OSError or ValueError."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
 
-        try:
-            arrays = load(path.read_bytes())
-        except SafetensorError as error:
-            raise ValueError(f"{path.name}: {error}") from error
-        for rollout, segment in zip(arrays["segment_rollouts"].tolist(), _each_segment(arrays), strict=True):
-            found[rollout].append(segment)
-    return iter(found)
+    try:
+        arrays: Arrays = load(path.read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    return arrays
+
+
+def _segments(arrays: Arrays, rollouts: int) -> list[list[Segment]]:
+    """Return the segments of each rollout."""
+    found: list[list[Segment]] = [[] for _ in range(rollouts)]
+    for rollout, segment in zip(arrays["segment_rollouts"].tolist(), _each_segment(arrays), strict=True):
+        found[rollout].append(segment)
+    return found
+
+
+def _by_token(arrays: Arrays) -> dict[int, NDArray[np.float64]]:
+    """Return the advantages of the sampled tokens of those rollouts whose tokens differ."""
+    import numpy as np
+
+    runs: dict[int, list[NDArray[np.float64]]] = {}
+    names = ("turn_rollouts", "turn_advantages", "turn_lengths")
+    for rollout, value, length in zip(*(arrays[name].tolist() for name in names), strict=True):
+        runs.setdefault(rollout, []).append(np.full(length, value))
+    return {rollout: np.concatenate(parts) for rollout, parts in runs.items()}
 
 
 def _each_segment(arrays: Arrays) -> Iterator[Segment]:
@@ -271,11 +340,11 @@ def _each_segment(arrays: Arrays) -> Iterator[Segment]:
         )
 
 
-def _group(found: Sequence[tuple[Mapping[str, Any], list[Segment]]]) -> Group:
+def _group(found: Sequence[tuple[Mapping[str, Any], Rollout]]) -> Group:
     first = found[0][0]
     return Group(
         prompt=_prompt(first),
-        rollouts=tuple(_rollout(line, segments) for line, segments in found),
+        rollouts=tuple(rollout for _, rollout in found),
         generation_version=first["generation_version"],
         target_version=first["target_version"],
         slot=first["slot"],
@@ -291,7 +360,9 @@ def _prompt(line: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _rollout(line: Mapping[str, Any], segments: list[Segment]) -> Rollout:
+def _rollout(
+    line: Mapping[str, Any], segments: list[Segment], by_token: NDArray[np.float64] | None
+) -> Rollout:
     same = (
         "reward",
         "success",
@@ -309,5 +380,63 @@ def _rollout(line: Mapping[str, Any], segments: list[Segment]) -> Rollout:
         answer=line.get("reply_answer"),
         train=line.get("train", True),
         error=line.get("error"),
+        token_advantages=by_token,
         **{name: line[name] for name in same},
     )
+
+
+def damage(path: Path) -> str:
+    """Say which number of a file of tokens has changed since it was written; "" if its sums show no change.
+
+    The number is named by its array, the slot of its group, the rollout in the group, and the token.
+    """
+    try:
+        arrays = _loaded(path)
+        parts = [*_checked_parts(arrays)]
+        recorded = arrays["checks"].tolist()
+    except (ValueError, LookupError):
+        return "its header is damaged"
+    if len(recorded) != len(parts):
+        return "its header is damaged"
+    for (name, begin, part), (first, second) in zip(parts, recorded, strict=True):
+        if checks.sums(part) != (first, second):
+            at = checks.changed(part, (first, second), part.itemsize)
+            if at is None:
+                until = begin + max(0, len(part) - 1)
+                return f"{name} has changed, or its check has: {_where(path, arrays, name, begin)} to " + (
+                    f"{_where(path, arrays, name, until)}"
+                )
+            return f"{name} of {_where(path, arrays, name, begin + at)} is {part[at].item()!r}"
+    return ""
+
+
+def _where(path: Path, arrays: Arrays, name: str, at: int) -> str:
+    """Name the place of a number in an array: slot, rollout and token, as far as they can be read."""
+    import numpy as np
+
+    if name == "prompt_ids":
+        prompt = int(np.searchsorted(arrays["prompt_offsets"], at, "right")) - 1
+        return f"prompt {prompt}, token {at - int(arrays['prompt_offsets'][prompt])}"
+    if name in OF_TOKENS:
+        segment = int(np.searchsorted(arrays["segment_offsets"], at, "right")) - 1
+        rollout, token = (
+            int(arrays["segment_rollouts"][segment]),
+            at - int(arrays["segment_offsets"][segment]),
+        )
+        before = int((arrays["segment_rollouts"][:segment] == rollout).sum())
+        return f"{_slot(path, rollout)}, segment {before}, token {token}"
+    if name in ("advantages", "trained"):
+        return _slot(path, at)
+    return f"place {at}"
+
+
+def _slot(path: Path, rollout: int) -> str:
+    """Name a rollout by the slot of its group and its place there; by its line if the texts are damaged."""
+    texts = next((p for end in TEXTS if (p := path.with_name(path.stem + end)).is_file()), path)
+    try:
+        lines = _lines(texts)
+        slot = lines[rollout]["slot"]
+        place = rollout - next(i for i, line in enumerate(lines) if line["slot"] == slot)
+    except (OSError, EOFError, ValueError, LookupError, TypeError):
+        return f"rollout {rollout} of the step"
+    return f"slot {slot}, rollout {place}"

@@ -30,6 +30,7 @@ from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.batching import Costs, laid_out, of_several_rows
 from grpo_core.training.budget import overhead, part_overhead, token_budget
 from grpo_core.training.building import build_model
+from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
 from grpo_core.training.model import BuildModel, ModelSource, compute_dtype
@@ -142,6 +143,7 @@ class TorchTrainer:
             host.function("optimizer", chosen.name, **chosen.options),
             divided(self._named, chosen, self._config),
         )
+        self._digests = Digests(self._named, self._optimizers, ranks=self._ranks, device=self._device)
         self._moves_reference = "reference" in self._needs and self._config.reference_every > 0
         self._resting = Resting()
         self._saving = Saving(
@@ -208,6 +210,8 @@ class TorchTrainer:
         if self._moves_reference and self.version % self._config.reference_every == 0:
             self.model.refresh_reference(self._config.reference_mix)
         metrics = totals.metrics(self._ranks)
+        with part("fingerprints"):
+            digest = self._digests.taken() if self._config.fingerprints else None
         seconds = time.perf_counter() - begun
         used = sum(row.length for row in share.facts)
         padded = sum(self._ranks.gathered(sum(micro.n_tokens for update in updates for micro in update)))
@@ -217,7 +221,7 @@ class TorchTrainer:
             "tokens/trained": float(used),
             "tokens/padding": (padded - used) / padded if padded else 0.0,
         }
-        return StepResult(version=self.version, metrics=metrics)
+        return StepResult(version=self.version, metrics=metrics, digest=digest)
 
     def _microbatches(self, share: Share, places: Sequence[int]) -> list[MicroBatch]:
         """Divide this rank's rows of an update; a loss that needs "sequences" has a rollout's rows together.

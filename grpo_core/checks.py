@@ -1,0 +1,134 @@
+"""Sums over arrays that notice a changed number, and say which one it is.  Pure.
+
+The words w of an array, numbered from 1, have two sums: of w, and of their places times w.  If one word has
+changed by d, the first sum has changed by d and the second one by its place times d, so the quotient is the
+place.  The sums are no protection against an attacker; the digests in events.jsonl are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Sums = tuple[int, int]
+"""Sum of the words, and of their places times the words, modulo 2**64."""
+
+WIDTH = 4096
+"""Number of words in a row of the matrix as which a long array is summed."""
+WORD = 4
+"""Bytes of a word; arrays whose bytes are no multiple have words of one byte."""
+MODULUS = 2**64
+
+
+def sums(data: Any) -> Sums:
+    """Return the sums of an array, or of anything that has a buffer."""
+    import numpy as np
+
+    words = _words(data)
+    rows = len(words) // WIDTH
+    matrix = words[: rows * WIDTH].reshape(rows, WIDTH)
+    columns, lines = matrix.sum(0, dtype=np.uint64), matrix.sum(1, dtype=np.uint64)
+    rest = words[rows * WIDTH :].astype(np.uint64)
+    places = np.arange(1, WIDTH + 1, dtype=np.uint64)
+    first = int(lines.sum()) + int(rest.sum())
+    second = (
+        int((columns * places).sum())
+        + WIDTH * int((lines * np.arange(rows, dtype=np.uint64)).sum())
+        + int((rest * (places[: len(rest)] + np.uint64(rows * WIDTH))).sum())
+    )
+    return first % MODULUS, second % MODULUS
+
+
+def changed(data: Any, recorded: Sums, itemsize: int) -> int | None:
+    """Return the index of the one number that differs from what was recorded.
+
+    None if several differ, or the recorded sums do not fit any such change.  An array is intact if its
+    ``sums`` are the recorded ones.
+    """
+    words, now = _words(data), sums(data)
+    difference, places = (_signed(a - b) for a, b in zip(now, recorded, strict=True))
+    if not difference or places % difference or not 1 <= places // difference <= len(words):
+        return None
+    return (places // difference - 1) * words.itemsize // itemsize
+
+
+def _words(data: Any) -> NDArray[Any]:
+    import numpy as np
+
+    array = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return flat if flat.nbytes % WORD else flat.view(np.uint32)
+
+
+def _signed(value: int) -> int:
+    value %= MODULUS
+    return value - MODULUS if value >= MODULUS // 2 else value
+
+
+# ---------------------------------------------------------------------------------- files of tensors
+
+
+def tensor_sums(path: Path) -> dict[str, list[int]]:
+    """Return the sums of each tensor in a file of safetensors; none of a file that is something else."""
+    try:
+        return {name: list(sums(data)) for name, _, data in _tensors(path)}
+    except ValueError:
+        return {}
+
+
+def changed_tensor(path: Path, recorded: Mapping[str, Any]) -> str:
+    """Say which tensor of a file of safetensors differs from the recorded sums; "" if none does."""
+    try:
+        found = _tensors(path)
+    except (OSError, ValueError):
+        return "its header is damaged"
+    if {name for name, _, _ in found} != set(recorded):
+        return "its header is damaged"
+    for name, about, data in found:
+        expected = (int(recorded[name][0]), int(recorded[name][1]))
+        if sums(data) != expected:
+            items = _product(about["shape"])
+            at = changed(data, expected, len(data) // items) if items else None
+            return f"tensor {name}" + ("" if at is None else f", element {_index(at, about['shape'])}")
+    return ""
+
+
+def _tensors(path: Path) -> list[tuple[str, Mapping[str, Any], np.ndarray[Any, Any]]]:
+    """Return name, header and bytes of each tensor; bytes are read from the file when they are needed."""
+    import numpy as np
+
+    content = np.memmap(path, np.uint8, "r")
+    size = int.from_bytes(content[:8].tobytes(), "little")
+    if size > len(content) - 8:
+        raise ValueError(f"{path}: its header is longer than the file")
+    header = json.loads(content[8 : 8 + size].tobytes())
+    body = content[8 + size :]
+    try:
+        return [
+            (name, about, body[slice(*about["data_offsets"])])
+            for name, about in sorted(header.items(), key=lambda item: item[0])
+            if name != "__metadata__"
+        ]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is no file of safetensors") from error
+
+
+def _product(shape: list[int]) -> int:
+    items = 1
+    for size in shape:
+        items *= size
+    return items
+
+
+def _index(flat: int, shape: list[int]) -> list[int]:
+    index = []
+    for size in reversed(shape):
+        flat, place = divmod(flat, size)
+        index.append(place)
+    return index[::-1]
