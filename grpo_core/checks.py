@@ -99,6 +99,36 @@ def changed_tensor(path: Path, recorded: Mapping[str, Any]) -> str:
     return ""
 
 
+def differing_element(one: Path, other: Path) -> str:
+    """Name the first number that differs between two files of the same tensors; "" if none does."""
+    import numpy as np
+
+    theirs = {name: data for name, _, data in _tensors(other)}
+    for name, about, data in _tensors(one):
+        if name in theirs and len(data) == len(theirs[name]):
+            items = _product(about["shape"])
+            size = len(data) // items if items else 1
+            different = np.flatnonzero(data != theirs[name])
+            if different.size:
+                at = int(different[0]) // size
+                values = [
+                    _value(each[at * size : (at + 1) * size], about["dtype"]) for each in (data, theirs[name])
+                ]
+                return f"{name}{_index(at, about['shape'])}: {values[0]} -> {values[1]}"
+    return ""
+
+
+def _value(data: Any, dtype: str) -> str:
+    """Return a number of a tensor as text; in hexadecimal digits if numpy has no such type."""
+    import numpy as np
+
+    kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1", "I8": "i1"}
+    if dtype in kinds:
+        return repr(np.frombuffer(data.tobytes(), kinds[dtype])[0].item())
+    digits: str = data[::-1].tobytes().hex()
+    return f"0x{digits}"
+
+
 def _tensors(path: Path) -> list[tuple[str, Mapping[str, Any], np.ndarray[Any, Any]]]:
     """Return name, header and bytes of each tensor; bytes are read from the file when they are needed."""
     import numpy as np

@@ -238,6 +238,75 @@ def verify(run: Path) -> int:
 
 
 @app.command
+def replay(
+    run: Path,
+    *,
+    step: int,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Compute a step of a run again from its files, and compare it bit for bit with what the run recorded.
+
+    It needs no engine and no environment.  The exit status is 1 if something differs.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step that is computed again, from 1; those between it and the checkpoint before it are as well.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.app import replay as replaying
+
+    return replaying.main(run, step=step, block=no_plugin or [])
+
+
+@app.command
+def fork(
+    run: Path,
+    *,
+    step: int,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Compute a step of a run again with another loss, learning rate or advantage, and show what differs.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step that is computed twice from the same weights and rollouts: as it was, and with the changes.
+    set_
+        Set a configuration key for this step, as in "trainer.lr=1e-4"; may be repeated.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.app import fork as forking
+
+    return forking.main(run, step=step, settings=set_ or [], block=no_plugin or [])
+
+
+@app.command
+def bisect(run_a: Path, run_b: Path) -> int:
+    """Find the first step, and there the first value, at which two runs differ.
+
+    It reads what both runs have stored and computes nothing.  The exit status is 1 if they differ.
+
+    Parameters
+    ----------
+    run_a
+        Directory of one run.
+    run_b
+        Directory of the other run.
+    """
+    from grpo_core.app import bisect as comparing
+
+    return comparing.main(run_a, run_b)
+
+
+@app.command
 def report(run: Path) -> int:
     """Write report.html for a finished, running or killed run.
 

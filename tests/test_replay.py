@@ -1,33 +1,88 @@
-"""Time travel: equal runs are equal, and each step of a run can be computed again from its files."""
+"""Time travel: equal runs are equal, and each step of a run can be computed again from its files.
+
+More runs, steps and flipped bits: ``python tests/benchmarks replay``.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 from safetensors.numpy import load_file
 
+from grpo_core import chain
+from grpo_core.app import bisect, fork, history, replay
+from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.reporting.audit import audit
+
+pytestmark = pytest.mark.long
+
 GRPO = Path(sys.executable).with_name("grpo-core")
+ENVIRONMENT = """
+import grpo_core as grpo
+
+class Letters(grpo.Environment):
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"t{i}=") for i in range(24)]
+    def evaluate(self, episodes):
+        return [float(sum(map(ord, e.reply)) % 5) for e in episodes]
+"""
 REPRODUCIBLE = {
     "seed": 5, "pipeline.policy": "in_order", "pipeline.in_flight_updates": "false",
     "trainer.threads": 1, "engine.threads": 1,
 }  # fmt: skip
 SMALL = {
     "trainer.steps": 4, "trainer.prompts_per_step": 3, "rollout.group_size": 3, "rollout.max_tokens": 8,
-    "validation.every": 0, "model.options.warm_start_steps": 3, "model.options.width": 32,
+    "validation.every": 0, "model.options.warm_start_steps": 0, "model.options.width": 32,
+    "checkpoint.every": 2,
 }  # fmt: skip
+OTHER = {
+    "model.lora.rank": 2, "model.lora.dropout": 0.2, "trainer.updates_per_step": 2, "trainer.threads": 1,
+    "pipeline.max_staleness": 2, "trainer.steps": 2,
+}  # fmt: skip
+"""Settings of a run with adapters, whose weights depend on random numbers of the trainer."""
 
 
-def train(directory, name, *arguments, **settings):
-    """Train a small run in a process of its own; return its directory."""
-    given = REPRODUCIBLE | SMALL | {key.replace("__", "."): value for key, value in settings.items()}
-    sets = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
-    command = [GRPO, "train", "--env", "math:sort", *arguments, *sets, "--output", name]
+def train(directory, *arguments, **settings):
+    """Run ``grpo-core train`` in a process of its own."""
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    command = [GRPO, "train", *arguments, *sets]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return directory / name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs with the same seed, whose groups are generated while a step trains."""
+    directory = tmp_path_factory.mktemp("runs")
+    (directory / "letters.py").write_text(ENVIRONMENT)
+    for name in ("first", "second"):
+        train(directory, "--env", "./letters.py:Letters", "--output", name, **REPRODUCIBLE, **SMALL)
+    return directory / "first", directory / "second"
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A run with adapters that was resumed after its second step with another learning rate."""
+    directory = tmp_path_factory.mktemp("runs")
+    (directory / "letters.py").write_text(ENVIRONMENT)
+    train(directory, "--env", "./letters.py:Letters", "--output", "run", **{**SMALL, **OTHER})
+    train(directory, "--resume", "run", **{"trainer.steps": 4, "trainer.lr": 1e-3})
+    return directory / "run"
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    """A copy of a run, to be damaged."""
+    shutil.copytree(runs[0], tmp_path / "run")
+    return tmp_path / "run"
 
 
 def arrays(run, pattern):
@@ -38,10 +93,135 @@ def arrays(run, pattern):
     }
 
 
-@pytest.mark.long
-def test_two_runs_with_the_same_seed_have_the_same_weights_to_the_last_bit(tmp_path):
-    """Their groups are generated while a step trains, so they reach the engine at other moments each time."""
-    first, second = (train(tmp_path, name) for name in ("first", "second"))
+# ---------------------------------------------------------------------------------- equal runs
+
+
+def test_two_runs_with_the_same_seed_have_the_same_weights_to_the_last_bit(runs, capsys):
+    first, second = runs
     for pattern in ("rollouts/*.safetensors", "checkpoints/**/*.safetensors"):
         assert arrays(first, pattern) == arrays(second, pattern)
         assert arrays(first, pattern)
+    assert bisect.main(first, second) == 0
+    assert "steps 1 to 4 are the same" in capsys.readouterr().out
+    assert not audit(first).findings
+
+
+def test_bisect_names_the_first_value_that_differs(runs, run):
+    one, other = history.read(runs[0]), attrs.evolve(history.read(run), files={})
+    flip(run / "rollouts" / "step-000003.safetensors", "logprobs", 5, bit=0)
+    assert [bisect.difference(one, other, step) for step in (1, 2, 4)] == ["", "", ""]
+    told = bisect.difference(one, other, 3)
+    assert re.match(r"slot 6 \(letters, prompt \d+\), rollout \d: the logprob of token \d is -", told)
+    given = other.steps[4]
+    tensors = bytearray(base64.b64decode(given.digest.tensors))
+    tensors[4 * 3] ^= 1
+    changed = attrs.evolve(given.digest, weights="0", tensors=base64.b64encode(tensors).decode())
+    other = attrs.evolve(other, steps={**other.steps, 4: attrs.evolve(given, digest=changed)})
+    assert bisect.difference(one, other, 4) == f"after the same rollouts, {given.digest.names[3]} differs"
+
+
+# ---------------------------------------------------------------------------------- replay
+
+
+def test_a_step_is_computed_again_from_the_newest_checkpoint_before_it(runs, capsys):
+    assert replay.main(runs[0], step=4) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("from checkpoint step-000002")
+    assert [line.split(" (")[0] for line in said[1:]] == [
+        f"step {n}: the same weights and optimizer state, bit for bit" for n in (3, 4)
+    ]
+
+
+def test_adapters_with_dropout_and_a_resume_with_other_settings_are_replayed_from_the_start(
+    resumed, tmp_path, capsys
+):
+    shutil.copytree(resumed, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert replay.main(tmp_path / "run", step=4) == 0
+    said = capsys.readouterr().out
+    assert "from the model that the run started from" in said
+    assert said.count("bit for bit") == 4
+
+
+def test_a_step_that_was_computed_otherwise_is_told_with_its_first_tensor(run, capsys):
+    """The run says that it trained with another learning rate than it did."""
+    events = run / "events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "RunStarted":
+            line["config"]["trainer"]["lr"] *= 1.5
+    link, written = chain.START, []
+    for line in lines:
+        line.pop("chain")
+        text, link = chain.chained(link, json.dumps(line))
+        written.append(text)
+    events.write_text("".join(written))
+    assert replay.main(run, step=3) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith(
+        "step 3: differs from the run: the first tensor that differs is model.embed_tokens.weight"
+    )
+    assert "; loss is " in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("rollouts/step-000003.safetensors",), "tracking.files.tokens = true"),
+        (("rollouts/step-000003.jsonl.gz",), "tracking.files.every = 1 and tracking.files.keep = 0"),
+    ],
+)
+def test_what_was_not_stored_is_told_with_the_setting_that_stores_it(settings, message, run):
+    (run / settings[0]).unlink()
+    with pytest.raises(ConfigError, match=message):
+        replay.main(run, step=4)
+
+
+# ---------------------------------------------------------------------------------- damage
+
+
+def flip(path, name, at, bit):
+    data = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8:header])[name]["data_offsets"]
+    assert 4 * at < end - begin
+    data[header + begin + 4 * at + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "at", "message"),
+    [
+        ("rollouts/step-000003.safetensors", "ids", 4, r"ids of slot 6, rollout \d, segment 0, token \d is"),
+        ("rollouts/step-000004.safetensors", "logprobs", 2, r"logprobs of slot 9, rollout \d, segment"),
+        ("rollouts/step-000003.safetensors", "advantages", 17, r"advantages of slot 8, rollout 2 is"),
+        ("checkpoints/step-000002/trainer/model.safetensors", "model.norm.weight", 5,
+         r"tensor model.norm.weight, element \[5\]; to replay from the checkpoint before"),
+        ("checkpoints/step-000002/optimizer/state.safetensors", "model.embed_tokens.weight/exp_avg", 33,
+         r"tensor model.embed_tokens.weight/exp_avg, element \[1, 1\]"),
+    ],
+)  # fmt: skip
+def test_a_flipped_bit_is_named_before_anything_is_computed(file, name, at, message, run):
+    flip(run / file, name, at, bit=21)
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        replay.main(run, step=4)
+    (finding,) = audit(run).findings
+    assert message.partition(";")[0].split(" is")[0][:9] in finding
+
+
+# ---------------------------------------------------------------------------------- fork
+
+
+def test_a_fork_shows_the_first_number_that_differs_and_the_metrics_beside_each_other(runs, capsys):
+    changes = ["advantage.options.scale=none", "trainer.lr=0.01"]
+    assert fork.main(runs[0], step=1, settings=changes) == 0
+    said = capsys.readouterr().out
+    assert "the first number that differs: the advantage of slot 0, rollout 0: " in said
+    assert {"metric", "lr", "grad_norm"} <= {line.split()[0] for line in said.splitlines()}
+
+
+def test_a_fork_refuses_what_would_make_other_rollouts(runs):
+    with pytest.raises(
+        ConfigError, match=r"rollout.max_tokens: a fork computes a step again from its stored"
+    ):
+        fork.main(runs[0], step=1, settings=["rollout.max_tokens=3"])

@@ -321,6 +321,8 @@ def _by_token(arrays: Arrays) -> dict[int, NDArray[np.float64]]:
 
     runs: dict[int, list[NDArray[np.float64]]] = {}
     names = ("turn_rollouts", "turn_advantages", "turn_lengths")
+    if names[0] not in arrays:
+        return {}
     for rollout, value, length in zip(*(arrays[name].tolist() for name in names), strict=True):
         runs.setdefault(rollout, []).append(np.full(length, value))
     return {rollout: np.concatenate(parts) for rollout, parts in runs.items()}

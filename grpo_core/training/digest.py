@@ -55,6 +55,8 @@ class Digests:
     def taken(self) -> StateDigest:
         """Return the fingerprints of the present state; all ranks have to ask, and get the same."""
         state, about = self._optimizers.saved()
+        state |= {twin: state[name] for twin, name in about["twins"].items()}
+        state = {name: state[name] for name in sorted(state)}  # the order of slots is another after a resume
         weights = self._of(self._weights)
         optimizer = self._of(state)
         numbers = repr(sorted(about["numbers"].items())).encode()

@@ -1,0 +1,235 @@
+"""``grpo-core replay``: computes steps of a run again from its files, without engines or environments.
+
+The trainer that the run's configuration names starts from the newest checkpoint before the step, gets the
+rows of each step as they were stored, and its fingerprints are compared with those that the run recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from attrs import define, evolve, field, frozen
+
+from grpo_core.app.history import History, StepRecord, first_metric, first_tensor, read
+from grpo_core.app.run import to_the_end
+from grpo_core.config import Config
+from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.inert import inert
+from grpo_core.loop import checkpoint
+from grpo_core.loop.rows import make_batch
+from grpo_core.models import local_directory
+from grpo_core.plugins.host import PluginHost
+from grpo_core.protocols import Trainer
+from grpo_core.records import Batch, Group, StateDigest, StepResult
+from grpo_core.training.setup import TrainerSetup
+from grpo_core.validation.target import started_from
+
+SECTIONS = ("seed", "model", "trainer", "loss", "teacher", "optimizer", "health")
+"""Parts of the configuration that a trainer is made from."""
+
+
+@frozen(kw_only=True)
+class Replayed:
+    """A step that was computed again."""
+
+    step: int
+    result: StepResult
+    seconds: float
+    """Seconds that the step took now."""
+    difference: str
+    """What differs from what the run recorded; empty if nothing does."""
+
+
+def main(directory: Path, *, step: int, block: Sequence[str] = ()) -> int:
+    """Run ``grpo-core replay``; return the exit status."""
+    return to_the_end(_main(directory, step, block))
+
+
+async def _main(directory: Path, step: int, block: Sequence[str]) -> int:
+    history = read(directory)
+    recorded = history.step(step)
+    check_digest(recorded)
+    async with Replayer(history, block=block) as replayer:
+        _say(f"step {step} of {directory}, from {await replayer.begin(step)}")
+        replayed = None
+        async for replayed in replayer.until(step):
+            _say(_told(replayed, history.step(replayed.step)))
+            if replayed.difference:
+                return 1
+    return 0
+
+
+def check_digest(recorded: StepRecord) -> None:
+    """Raise ConfigError if there is nothing to compare a step with."""
+    if recorded.digest is None:
+        raise ConfigError(
+            f"the run has recorded no fingerprints of step {recorded.step}, so nothing could be compared; a "
+            "run records them with trainer.fingerprints = true, the default"
+        )
+
+
+def _told(replayed: Replayed, recorded: StepRecord) -> str:
+    took = recorded.metrics.get("time/train")
+    times = f"{replayed.seconds:.2f} s" + (f", the run took {took:.2f} s" if took else "")
+    if replayed.difference:
+        return f"step {replayed.step}: differs from the run: {replayed.difference}"
+    return f"step {replayed.step}: the same weights and optimizer state, bit for bit ({times})"
+
+
+@define
+class Replayer:
+    """Computes steps of a run again, one after the other."""
+
+    history: History
+    block: Sequence[str] = ()
+    """Plugins that are not loaded."""
+    scratch: Path = field(init=False)
+    """A directory that is removed at the end."""
+    version: int = field(init=False, default=0)
+    """Version that the trainer holds."""
+    _stack: contextlib.AsyncExitStack = field(init=False, factory=contextlib.AsyncExitStack)
+    _trainer: Trainer | None = field(init=False, default=None)
+    _made_for: Config | None = field(init=False, default=None)
+    _names: tuple[str, ...] = field(init=False, default=())
+
+    async def __aenter__(self) -> Self:
+        self.scratch = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-replay-"))
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.stop()
+        finally:
+            await self._stack.aclose()
+
+    async def begin(self, step: int) -> str:
+        """Make a trainer that holds the newest saved version before a step; return where it comes from.
+
+        Raises CheckpointError if that checkpoint is damaged, and ConfigError if rollouts of the steps are:
+        they name the tensor, or the slot and the token.
+        """
+        run = self.history.run
+        saved = [each for each in checkpoint.complete_names(run.checkpoints) if each[0] < step]
+        version, directory = max(saved, key=lambda each: each[0], default=(0, None))
+        if directory is not None and (fault := checkpoint.fault(directory)) is not None:
+            raise CheckpointError(
+                f"{directory}: {fault}; to replay from the checkpoint before, move this one away"
+            )
+        for number in range(version + 1, step + 1):  # before anything costly is started
+            self.history.check(number)
+        recorded = self.history.step(version + 1)
+        await self.make(recorded.config, directory, threads=_threads(recorded))
+        self.version = version
+        return "the model that the run started from" if directory is None else f"checkpoint {directory.name}"
+
+    async def until(self, step: int) -> AsyncIterator[Replayed]:
+        """Compute all steps up to one as the run did, and compare each."""
+        while self.version < step:
+            yield await self.next()
+
+    async def next(self) -> Replayed:
+        """Compute the next step as the run did."""
+        recorded = self.history.step(self.version + 1)
+        assert self._made_for is not None
+        if _parts(recorded.config) != _parts(self._made_for):  # the run was resumed here with other settings
+            directory = await self.save(f"step-{self.version}")
+            await self.make(recorded.config, directory, threads=_threads(recorded))
+        groups = self.history.groups(recorded.step)
+        began = time.monotonic()
+        result = await self.step(batch_of(groups, recorded))
+        seconds = result.metrics.get("time/train", time.monotonic() - began)
+        return Replayed(
+            step=recorded.step, result=result, seconds=seconds, difference=_difference(recorded, result)
+        )
+
+    async def step(self, batch: Batch) -> StepResult:
+        """Train a batch with the present trainer."""
+        assert self._trainer is not None
+        result = await self._trainer.step(batch)
+        self.version = result.version
+        if result.digest is not None:
+            self._names = result.digest.names or self._names
+            result = evolve(result, digest=evolve(result.digest, names=self._names))
+        return result
+
+    async def save(self, name: str) -> Path:
+        """Save all that the trainer holds into a directory of the scratch."""
+        assert self._trainer is not None
+        directory = self.scratch / name
+        written = await self._trainer.save(directory)
+        await written()
+        return directory
+
+    async def make(self, config: Config, directory: Path | None, *, threads: int) -> None:
+        """Make a trainer, which continues from what was saved in a directory, in place of the present one."""
+        await self.stop()
+        host = PluginHost.discover(config.plugins, self.block)
+        teacher = config.teacher
+        setup = TrainerSetup(
+            model=evolve(config.model, path=str(started_from(self.history.run, config))),
+            trainer=evolve(config.trainer, threads=threads or config.trainer.threads, profile=0),
+            loss=config.loss,
+            teacher=evolve(teacher, path=local_directory(teacher.path)) if teacher.path else teacher,
+            optimizer=config.optimizer,
+            seed=config.seed,
+            colocated=config.pipeline.max_staleness > 0,
+            resume_from=str(directory) if directory else None,
+            async_save=False,
+            max_non_finite=config.health.max_non_finite,
+            plugins=host.selection.allow,
+            block=host.selection.block,
+            log=str(self.scratch / "trainer.log"),
+        )
+        self._made_for, self._names = config, ()
+        self._trainer = host.make("trainer", config.trainer.name, setup, **config.trainer.options)
+        await self._trainer.started()
+
+    async def stop(self) -> None:
+        """Close the present trainer."""
+        if self._trainer is not None:
+            trainer, self._trainer = self._trainer, None
+            await trainer.aclose()
+
+
+def batch_of(groups: Sequence[Group], recorded: StepRecord) -> Batch:
+    """Make the batch of a step from groups that have their advantages."""
+    return make_batch(groups, step=recorded.step - 1, temperature=recorded.config.rollout.temperature)
+
+
+def _threads(recorded: StepRecord) -> int:
+    return recorded.digest.threads if recorded.digest else 0
+
+
+def _parts(config: Config) -> list[object]:
+    return [getattr(config, name) for name in SECTIONS]
+
+
+def _difference(recorded: StepRecord, result: StepResult) -> str:
+    """Say what differs between a step and its record; nothing if there is no record to compare with."""
+    if recorded.digest is None or result.digest is None:
+        return ""
+    if (tensor := first_tensor(recorded.digest, result.digest)) is None:
+        return ""
+    metric = first_metric(recorded.metrics, result.metrics)
+    by = _computed_by(recorded.digest, result.digest)
+    return f"the first tensor that differs is {tensor}{f'; {metric}' if metric else ''}{by}"
+
+
+def _computed_by(recorded: StateDigest, now: StateDigest) -> str:
+    """Say if other programs or processors computed the step, which may round in other ways."""
+    was, here = (f"{each.computed_by}, {each.threads} threads" for each in (recorded, now))
+    return f". The run was computed by {was}; this is {here}" if was != here else ""
+
+
+def _say(text: str) -> None:
+    print(inert(text), flush=True)
