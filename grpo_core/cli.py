@@ -268,6 +268,7 @@ def fork(
     *,
     step: int,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    scored: Path | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
     """Compute a step of a run again with another loss, learning rate or advantage, and show what differs.
@@ -280,12 +281,14 @@ def fork(
         Step that is computed twice from the same weights and rollouts: as it was, and with the changes.
     set_
         Set a configuration key for this step, as in "trainer.lr=1e-4"; may be repeated.
+    scored
+        Directory that grpo-core score has written: the step has the rewards in it.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
     from grpo_core.app import fork as forking
 
-    return forking.main(run, step=step, settings=set_ or [], block=no_plugin or [])
+    return forking.main(run, step=step, settings=set_ or [], scored=scored, block=no_plugin or [])
 
 
 @app.command

@@ -9,6 +9,7 @@ import base64
 import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -212,11 +213,16 @@ def test_a_flipped_bit_is_named_before_anything_is_computed(file, name, at, mess
 # ---------------------------------------------------------------------------------- fork
 
 
-def test_a_fork_shows_the_first_number_that_differs_and_the_metrics_beside_each_other(runs, capsys):
+def test_a_fork_shows_the_first_number_that_differs_and_the_metrics_beside_each_other(runs, tmp_path, capsys):
+    """Rollout 1 of the first group has another reward, as ``grpo-core score`` writes it."""
+    (first, *_), *_ = stored = [group.rollouts for group in history.read(runs[0]).groups(1)]
+    judged = {"step": 1, "group": 0, "seed": stored[0][1].seed, "reward": first.reward + 7, "success": None}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(judged) + "\n")
     changes = ["advantage.options.scale=none", "trainer.lr=0.01"]
-    assert fork.main(runs[0], step=1, settings=changes) == 0
+    assert fork.main(runs[0], step=1, settings=changes, scored=tmp_path) == 0
     said = capsys.readouterr().out
-    assert "the first number that differs: the advantage of slot 0, rollout 0: " in said
+    mean = statistics.fmean(judged["reward"] if i == 1 else each.reward for i, each in enumerate(stored[0]))
+    assert f"slot 0, rollout 0: {first.advantage!r} -> {first.reward - mean!r}" in said
     assert {"metric", "lr", "grad_norm"} <= {line.split()[0] for line in said.splitlines()}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +24,7 @@ from grpo_core.inert import inert
 from grpo_core.loop.rows import with_advantages
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import PluginHost
-from grpo_core.records import Group, StepResult
+from grpo_core.records import Group, Rollout, StepResult
 
 CHANGEABLE = ("trainer", "loss", "optimizer", "teacher", "advantage", "shaping", "health")
 """Sections that a fork may change: the others say how rollouts are made, and these are stored."""
@@ -40,19 +41,31 @@ class Side:
     saved: Path
 
 
-def main(directory: Path, *, step: int, settings: Sequence[str], block: Sequence[str] = ()) -> int:
+def main(
+    directory: Path,
+    *,
+    step: int,
+    settings: Sequence[str],
+    scored: Path | None = None,
+    block: Sequence[str] = (),
+) -> int:
     """Run ``grpo-core fork``; return the exit status."""
-    if not settings:
-        raise ConfigError("fork needs at least one --set, as in --set loss.options.clip_low=0.1")
+    if not settings and scored is None:
+        raise ConfigError(
+            "fork needs something that changes: --set, as in --set loss.options.clip_low=0.1, or --scored"
+        )
     changes: dict[str, Any] = {}
     for setting in settings:
         changes = merge(changes, parse_setting(setting))
-    return to_the_end(_main(directory, step, changes, block))
+    return to_the_end(_main(directory, step, changes, scored, block))
 
 
-async def _main(directory: Path, step: int, changes: Mapping[str, Any], block: Sequence[str]) -> int:
+async def _main(
+    directory: Path, step: int, changes: Mapping[str, Any], scored: Path | None, block: Sequence[str]
+) -> int:
     history = read(directory)
     recorded = history.step(step)
+    rewards = None if scored is None else read_rewards(scored, step)
     config, host = forked(recorded.config, changes, block)
     async with Replayer(history, block=block) as replayer:
         _say(f"step {step} of {directory}, from {await replayer.begin(step)}")
@@ -69,7 +82,7 @@ async def _main(directory: Path, step: int, changes: Mapping[str, Any], block: S
         base = Side(groups=groups, result=was.result, saved=await replayer.save("as it was"))
         threads = recorded.digest.threads if recorded.digest else 0
         await replayer.make(config, before, threads=threads)
-        changed = reconsidered(groups, recorded.config, config, host)
+        changed = reconsidered(groups, recorded.config, config, host, rewards)
         result = await replayer.step(batch_of(changed, recorded))
         fork = Side(groups=changed, result=result, saved=await replayer.save("forked"))
         _say(f"the first number that differs: {first_number(base, fork) or 'there is none'}")
@@ -93,18 +106,52 @@ def forked(config: Config, changes: Mapping[str, Any], block: Sequence[str]) -> 
     return with_absolute_paths(build([table, changes]), host), host
 
 
-def reconsidered(groups: Sequence[Group], was: Config, now: Config, host: PluginHost) -> Sequence[Group]:
-    """Return the groups with the advantages of another configuration, if it has other ones."""
+Rewards = Mapping[tuple[int, int | None], Mapping[str, Any]]
+"""Lines of rewards by the place of a group in its step, and the seed of a rollout."""
+
+
+def read_rewards(scored: Path, step: int) -> Rewards:
+    """Read the rewards that ``grpo-core score`` has written for a step.  Raises ConfigError."""
+    path = scored / "rollouts.jsonl" if scored.is_dir() else scored
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = {(line["group"], line["seed"]): line for line in lines if line["step"] == step}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--scored {path}: cannot be read: {type(error).__name__}: {error}") from error
+    if not found:
+        raise ConfigError(f"--scored {path}: has no rewards of step {step}")
+    return found
+
+
+def rewarded(groups: Sequence[Group], rewards: Rewards) -> list[Group]:
+    """Return the groups with other rewards; a rollout without one there keeps its own."""
+
+    def other(place: int, rollout: Rollout) -> Rollout:
+        line = rewards.get((place, rollout.seed), {})
+        if line.get("reward") is None:
+            return rollout
+        return evolve(rollout, reward=float(line["reward"]), success=line["success"])
+
+    return [
+        evolve(group, rollouts=tuple(other(place, rollout) for rollout in group.rollouts))
+        for place, group in enumerate(groups)
+    ]
+
+
+def reconsidered(
+    groups: Sequence[Group], was: Config, now: Config, host: PluginHost, rewards: Rewards | None = None
+) -> Sequence[Group]:
+    """Return the groups with other rewards, and with the advantages of another configuration."""
 
     def all_rows(config: Config) -> bool:
         loss = host.function("loss", config.loss.name, **config.loss.options)
         return config.loss.all_rows or "all_rows" in needs_of(loss.function, loss.options)
 
     before, after = ((each.advantage, each.shaping, all_rows(each)) for each in (was, now))
-    if before == after:
+    if before == after and rewards is None:
         return groups
     return with_advantages(
-        groups,
+        groups if rewards is None else rewarded(groups, rewards),
         make_advantages(now.advantage, host),
         shaping=make_shaping(now.shaping, max_tokens=now.rollout.max_tokens),
         all_rows=all_rows(now),

@@ -1,4 +1,4 @@
-"""What a run recorded about its steps: the newest life of each of them, as events.jsonl tells it."""
+"""Reads what a run recorded about its steps: the newest life of each of them, as events.jsonl tells it."""
 
 from __future__ import annotations
 

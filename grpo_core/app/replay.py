@@ -43,7 +43,7 @@ class Replayed:
     seconds: float
     """Seconds that the step took now."""
     difference: str
-    """What differs from what the run recorded; empty if nothing does."""
+    """It says what differs from what the run recorded; it is empty if nothing does."""
 
 
 def main(directory: Path, *, step: int, block: Sequence[str] = ()) -> int:
