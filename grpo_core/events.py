@@ -114,6 +114,31 @@ class StepEnded(Event):
 
 
 @frozen(kw_only=True)
+class Span:
+    """A part of a run's time in which somebody did something."""
+
+    lane: str
+    """Who did it: "loop", "trainer", "sync", "validation", "engine", or "environment TASK"."""
+    what: str
+    begin: float
+    """Seconds on the clock of the event loop."""
+    end: float
+    busy: float
+    """Seconds of it in which at least one call was running; short gaps are within a span."""
+    calls: int = 1
+    """Number of calls that began in it."""
+
+
+@frozen(kw_only=True)
+class TimelineExtended(Event):
+    """What went on since the event of this kind before; ``timeline.jsonl`` has it instead of events.jsonl."""
+
+    spans: tuple[Span, ...]
+    now: float
+    """Time of the event on the clock of the spans."""
+
+
+@frozen(kw_only=True)
 class Synced(Event):
     """The engine holds the weights of version ``step``."""
 

@@ -648,5 +648,7 @@ class StepResult:
     """Version of the weights that the step made."""
     metrics: Mapping[str, float]
     """Metrics of the step by name."""
+    parts: Mapping[str, float] = field(factory=dict)
+    """Seconds that parts of the step took by name, for the timeline."""
     digest: StateDigest | None = None
     """Fingerprints of the weights and the optimizer's state after the step, if the trainer takes them."""

@@ -9,6 +9,7 @@ runs/NAME/
     validation/                    the same of what version 120 was validated by
     events.jsonl                   everything that happened, append-only; see grpo_core.chain
     provenance.jsonl               versions and hashes of the programs of each start
+    timeline.jsonl                 who did what when; see grpo_core.timeline
     report.html                    all of it on one page, made when the run ends
     logs/                          what the child processes print
     profile/                       traces of some steps, and where their time went
@@ -49,6 +50,7 @@ WRITTEN = (
     "metrics.jsonl",
     "events.jsonl",
     PROVENANCE,
+    "timeline.jsonl",
     "report.html",
     ROLLOUTS,
     VALIDATION,

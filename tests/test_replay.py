@@ -121,6 +121,16 @@ def test_bisect_names_the_first_value_that_differs(runs, run):
     assert bisect.difference(one, other, 4) == f"after the same rollouts, {given.digest.names[3]} differs"
 
 
+def test_the_stages_of_the_timeline_sum_to_the_time_of_the_run(runs):
+    spans = [json.loads(line) for line in (runs[0] / "timeline.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (runs[0] / "events.jsonl").read_text().splitlines()]
+    took = events[-1]["time"] - events[0]["time"]
+    assert sum(span["busy"] for span in spans if span["lane"] == "loop") == pytest.approx(took, rel=0.02)
+    lanes = {"loop", "trainer", "sync", "checkpoint", "engine", "environment letters"}
+    assert lanes == {span["lane"] for span in spans}
+    assert sum(span["what"] == "step" and span["lane"] == "loop" for span in spans) == 4
+
+
 # ---------------------------------------------------------------------------------- replay
 
 

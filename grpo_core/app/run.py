@@ -50,6 +50,7 @@ from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
 from grpo_core.reporting.trackers import Trackers
 from grpo_core.run_directory import RunDirectory
+from grpo_core.timeline import Timeline, taken_down
 from grpo_core.training.process import thread_count
 from grpo_core.validation.sets import HeldOut
 
@@ -152,11 +153,14 @@ async def train(
     if config.trainer.profile:
         own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
     trackers = Trackers({**own, **made, **listeners})
+    timeline = Timeline()
     emit = trackers.emit
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(reported_to(trackers.report))
+            stack.enter_context(taken_down(timeline))
+            timeline.stage("start")
             interruptible = stack.enter_context(_interrupts(trackers.status, stop or Stop()))
             around = RunContext(
                 directory=run,
@@ -174,6 +178,7 @@ async def train(
             reason = await pipeline.run()
         step = pipeline.buffer.step
     except BaseException as error:
+        emit(timeline.extended(step))
         interrupted = isinstance(error, asyncio.CancelledError)
         step = max(step, trackers.step)
         if not interrupted:
@@ -182,6 +187,7 @@ async def train(
         emit(RunEnded(step=step, reason="interrupted" if interrupted else "failed"))
         raise
     else:
+        emit(timeline.extended(step))
         emit(RunEnded(step=step, reason=reason))
     finally:
         await trackers.close()

@@ -16,6 +16,7 @@ from grpo_core.loop import canary
 from grpo_core.protocols import Engine
 from grpo_core.records import Completion, GenerationRequest
 from grpo_core.restarts import RestartBudget
+from grpo_core.timeline import during
 from grpo_core.weights.copies import WeightsLease
 
 CLOSE = 10.0
@@ -96,7 +97,7 @@ class Member:
 
     async def _generate(self, request: GenerationRequest) -> Completion:
         try:
-            with reported_as(self.name):
+            with reported_as(self.name), during(self.name, "generate"):
                 answer = await self.engine.generate([request])
         except (EngineError, ChildDied):
             self.holds = None  # the supervisor task finds out whether it lives and what it holds
@@ -126,7 +127,8 @@ class Member:
         doubts, self._unconfirmed = self._doubts, held.weights.version
         with reported_as(self.name):
             async with asyncio.timeout(deadline):
-                await self.engine.update_weights(held.weights)
+                with during(self.name, "update weights"):
+                    await self.engine.update_weights(held.weights)
                 try:
                     await canary.verify(self.engine, held.weights, tolerance=tolerance, deadline=None)
                 except WeightSyncError as error:

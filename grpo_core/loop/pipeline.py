@@ -42,8 +42,10 @@ from grpo_core.events import (
     PromptsPassedOver,
     Saved,
     Saving,
+    Span,
     StepEnded,
     Synced,
+    TimelineExtended,
     Validated,
     WarningRaised,
 )
@@ -66,7 +68,8 @@ from grpo_core.protocols import (
     Renderer,
     Trainer,
 )
-from grpo_core.records import Group, Prompt, Rollout, SampleRequest, Weights
+from grpo_core.records import Group, Prompt, Rollout, SampleRequest, StepResult, Weights
+from grpo_core.timeline import during, stage, taken
 from grpo_core.tokens import sampled_versions
 from grpo_core.versions import Interval
 
@@ -193,8 +196,10 @@ class Pipeline:
         with raising_root_cause():
             async with asyncio.TaskGroup() as tasks:
                 watches = [tasks.create_task(died(), name="watch") for died in self.watch]
+                stage("first weight sync")
                 await self._update_engine(await self.trainer.publish(self.canary))
                 if self._trained == 0:
+                    stage("first validation")
                     await self._validate(0)
                 self._meter.begin()
                 background = [
@@ -343,14 +348,18 @@ class Pipeline:
     async def _train(self) -> None:
         while self._trained < self.buffer.num_steps:
             started = self._meter.now()
+            stage("wait for groups")
             groups = await self._when(self._take, "ready groups", patience=self.schedule.stall)
             if not groups:
                 break
+            stage("wait for the canary")
             await self._confirmed(groups)
             await self._train_step(groups, started)
         await self._synced()
         await self._save(self._trained)
+        stage("wait for the checkpoint")
         await self._saved()
+        stage("end")
 
     def _take(self) -> list[Group] | None:
         """Return the next groups with their advantages, ``[]`` when stopping, None if they are not ready."""
@@ -372,11 +381,19 @@ class Pipeline:
         waited = self._meter.now() - started
         batch = make_batch(groups, step=step, temperature=self.sampling.temperature)
         with self._timed("step"):
+            stage("wait for validation")
             async with self._stepping:
-                result = await self.trainer.step(batch)
+                stage("step")
+                began = self._meter.now()
+                with during("trainer", "step"):
+                    result = await self.trainer.step(batch)
+            parts = _parts_of_step(result, began, self._meter.now())
             self._trained = result.version
             await self._synced()  # the engine may still be reading what was published before
-            weights = await self.trainer.publish(self.canary)
+            stage("publish")
+            with during("trainer", "publish"):
+                weights = await self.trainer.publish(self.canary)
+        stage("account")
         if weights.version != step + 1:
             raise GrpoError(f"the trainer published version {weights.version} after step {step}")
         self._published = weights
@@ -391,10 +408,16 @@ class Pipeline:
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
         metrics |= self.incidents()
         self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
+        self._extend_timeline(parts)
         self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
         if self._save_is_due():
             await self._synced()
             await self._save(self._trained)
+
+    def _extend_timeline(self, parts: Sequence[Span]) -> None:
+        """Tell what went on since the step before, if somebody takes it down."""
+        if spans := taken():
+            self.emit(TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now()))
 
     def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.
@@ -414,6 +437,7 @@ class Pipeline:
             )
 
     async def _synced(self) -> None:
+        stage("wait for the weight sync")
         await self._when(lambda: True if self._published is None else None, "the weight sync", patience=None)
 
     def _save_is_due(self) -> bool:
@@ -424,7 +448,9 @@ class Pipeline:
     async def _save(self, version: int) -> None:
         """Take a cut once the one before is written; return when training may go on."""
         if self.save is not None:
+            stage("wait for the checkpoint")
             await self._saved()
+            stage("cut of the checkpoint")
             self.emit(Saving(step=version))
             with self._timed("cut"):
                 written = await self.save(version)
@@ -439,7 +465,7 @@ class Pipeline:
     async def _write(self) -> None:
         while True:
             version, written = await self._when(lambda: self._taken, "a cut", patience=None)
-            with self._timed("save"):
+            with self._timed("save"), during("checkpoint", "write"):
                 await self.flush()
                 directory = await written()
             self.emit(Saved(step=version, directory=str(directory)))
@@ -454,7 +480,8 @@ class Pipeline:
             with self._timed("sync"):
                 if not self.schedule.in_flight_updates:
                     self._paused = True
-                    await self._no_group_runs()
+                    with during("sync", "wait for rollouts to end"):
+                        await self._no_group_runs()
                 await self._update_engine(weights)
                 self._advance()
                 await self._validate(weights.version)
@@ -473,7 +500,8 @@ class Pipeline:
         seconds = self.schedule.sync_deadline
         try:
             async with asyncio.timeout(seconds):
-                await self.engine.update_weights(weights)
+                with during("sync", "update weights"):
+                    await self.engine.update_weights(weights)
         except TimeoutError:
             raise WeightSyncError(
                 f"engine: update_weights() of version {weights.version} did not return within {seconds:g} s "
@@ -482,12 +510,13 @@ class Pipeline:
         except WeightSyncError:
             await self._look_for_deaths()
             raise
-        await canary.verify(
-            self.engine,
-            weights,
-            tolerance=self.canary_tolerance,
-            deadline=seconds,
-        )
+        with during("sync", "canary"):
+            await canary.verify(
+                self.engine,
+                weights,
+                tolerance=self.canary_tolerance,
+                deadline=seconds,
+            )
 
     async def _look_for_deaths(self) -> None:
         """Raise the reason if a process that the run needs has just ended: other errors follow from that."""
@@ -506,7 +535,8 @@ class Pipeline:
         if self.validate is None or not due or self._stopping:
             return
         async with self._pause():
-            results = await self.validate(version)
+            with during("validation", "validate"):
+                results = await self.validate(version)
         if results is not None:
             self.emit(Validated(step=version, version=version, results=results))
 
@@ -547,3 +577,11 @@ class Pipeline:
                 f"pipeline: waited {patience:g} s for {what} at step {self._trained}; "
                 f"the buffer: {self.buffer.statistics()}"
             ) from None
+
+
+def _parts_of_step(result: StepResult, began: float, ended: float) -> list[Span]:
+    """Return the parts of a trainer's step, whose seconds it has added up."""
+    return [
+        Span(lane="trainer", what=f"step: {name}", begin=began, end=ended, busy=seconds)
+        for name, seconds in result.parts.items()
+    ]

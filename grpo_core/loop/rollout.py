@@ -33,6 +33,7 @@ from grpo_core.incidents import Kind
 from grpo_core.loop.turns import RolloutRequest, RolloutState, SamplingParams, derive_seed
 from grpo_core.protocols import AgentEndpoint, Engine, EnvironmentClient, Renderer
 from grpo_core.records import EndReason, Message, Prompt, Rollout, SessionStart
+from grpo_core.timeline import during
 from grpo_core.tokens import Ids, as_ids
 
 __all__ = ["LostBudget", "RolloutRequest", "SamplingParams", "cause", "derive_seed", "play"]
@@ -91,6 +92,7 @@ class _Player:
         lockstep: bool,
     ) -> None:
         self._states, self._engine = states, engine
+        self._lane = f"environment {states[0].request.prompt.environment}"
         self._environment, self._renderer = environment, renderer
         self._lockstep = lockstep
         self._agents = environment.agents
@@ -150,7 +152,8 @@ class _Player:
     async def _open(self) -> None:
         """Open the sessions and render the prompts; a prompt that several rollouts share is rendered once."""
         renderer = self._renderer
-        opened = await self._environment.open({s.session: s.request.prompt for s in self._states})
+        with during(self._lane, "open"):
+            opened = await self._environment.open({s.session: s.request.prompt for s in self._states})
         if self._agents is not None:  # they write their own prompts
             for state, begun in zip(self._states, opened, strict=True):
                 state.begin_agent(begun, renderer.context)
@@ -178,7 +181,8 @@ class _Player:
         """Add one completion to each."""
         renderer = self._renderer
         requests = [state.generation_request(renderer.stop_token_ids) for state in states]
-        completions = await self._engine.generate(requests)
+        with during("engine", "generate"):
+            completions = await self._engine.generate(requests)
         check_completions(completions, requests, vocabulary=renderer.vocabulary)
 
         def read() -> list[Message]:
@@ -199,6 +203,10 @@ class _Player:
 
     async def _run_agent(self, state: RolloutState, agents: AgentEndpoint) -> None:
         """Let an agent play a rollout while its model is served."""
+        with during(self._lane, "agent"):
+            await self._run_agent_to_its_end(state, agents)
+
+    async def _run_agent_to_its_end(self, state: RolloutState, agents: AgentEndpoint) -> None:
         session = agents.open(state.agent_rollout(), self._engine, self._renderer)
         run = self._environment.run(state.session, state.request.prompt, session.client)
         playing, broken = asyncio.create_task(run), asyncio.create_task(session.broken())
@@ -215,7 +223,8 @@ class _Player:
         state.take_recording(recording, feedback)
 
     async def _evaluate(self, states: Sequence[RolloutState]) -> None:
-        feedback = await self._environment.evaluate([state.episode() for state in states])
+        with during(self._lane, "evaluate"):
+            feedback = await self._environment.evaluate([state.episode() for state in states])
         if self._agents is not None:
             feedback = [evolve(each, done=True) for each in feedback]
         going = [
@@ -241,7 +250,8 @@ class _Player:
     async def _close(self, states: Sequence[RolloutState]) -> None:
         sessions = [state.session for state in states]
         self._unclosed.difference_update(sessions)
-        await self._environment.close(sessions)
+        with during(self._lane, "close"):
+            await self._environment.close(sessions)
 
 
 def _size(messages: Sequence[Message]) -> int:

@@ -1,4 +1,4 @@
-"""The tracker ``files``: writes metrics.jsonl, events.jsonl, rollouts/ and validation/ of a run as it goes.
+"""The tracker ``files``: writes the files of a run that every tool reads, as it goes.
 
 Besides the events of the run, events.jsonl has two kinds of lines about the files themselves: ``Opened``,
 when a process begins to write (what came after its ``step`` is forgotten), and ``Recorded``, with the digest
@@ -21,7 +21,7 @@ from grpo_core import chain
 from grpo_core._version import __version__
 from grpo_core.disk import Disk
 from grpo_core.errors import ConfigError
-from grpo_core.events import Dispatched, Event, GroupsReady, Saved, Saving, ValidationPlayed
+from grpo_core.events import Dispatched, Event, GroupsReady, Saved, Saving, TimelineExtended, ValidationPlayed
 from grpo_core.loop.buffer import Slot
 from grpo_core.loop.checkpoint import manifest_digest
 from grpo_core.protocols import Tracker
@@ -71,6 +71,7 @@ class FilesTracker(Tracker):
         )
         RunDirectory(run.directory).forget_after(cut)
         self._metrics = _appending(run.directory / "metrics.jsonl")
+        self._timeline = _appending(run.directory / "timeline.jsonl")
         self._time = 0.0
         """Time of the newest event."""
         self._unsynced: list[Path] = []
@@ -80,6 +81,10 @@ class FilesTracker(Tracker):
         """A line of events.jsonl."""
         self._time = event.time
         match event:
+            case TimelineExtended():
+                for line in timeline_lines(event):
+                    self._timeline.write(line)
+                return
             case ValidationPlayed():
                 self._write_rollouts(VALIDATION, event.version, event.groups)
                 return
@@ -105,6 +110,7 @@ class FilesTracker(Tracker):
         """Close the files."""
         self._sync()
         self._metrics.close()
+        self._timeline.close()
         self._events.close()
 
     def _write_rollouts(self, folder: str, step: int, groups: Sequence[Group]) -> None:
@@ -189,6 +195,15 @@ def _named(path: Path) -> Iterator[None]:
 def digest(data: bytes) -> str:
     """Return the digest by which events.jsonl knows the contents of another file."""
     return hashlib.sha256(data).hexdigest()
+
+
+def timeline_lines(event: TimelineExtended) -> Iterator[str]:
+    """Yield the lines of timeline.jsonl: a span each, with its times in seconds since 1970."""
+    zero = event.time - event.now
+    for span in event.spans:
+        begin, end = (round(zero + time, 4) for time in (span.begin, span.end))
+        more = {"begin": begin, "end": end, "busy": round(span.busy, 4), "calls": span.calls}
+        yield as_json({"step": event.step, "lane": span.lane, "what": span.what, **more}) + "\n"
 
 
 def metrics_line(step: int, time: float | None, values: Mapping[str, float]) -> str:

@@ -38,7 +38,7 @@ from grpo_core.training.optimization import Optimization, divided, schedule
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Share, shares, with_tokens
 from grpo_core.training.process import thread_count
-from grpo_core.training.profiling import StepProfiler, part
+from grpo_core.training.profiling import StepProfiler, part, taken_parts
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.training.resting import Resting
 from grpo_core.training.saving import Saving
@@ -192,6 +192,7 @@ class TorchTrainer:
 
     def _train(self, share: Share) -> StepResult:
         begun = time.perf_counter()
+        taken_parts()  # those of a publication
         with part("rows from the data plane"):
             share = with_tokens(share)
         self._resting.come_back()
@@ -221,7 +222,7 @@ class TorchTrainer:
             "tokens/trained": float(used),
             "tokens/padding": (padded - used) / padded if padded else 0.0,
         }
-        return StepResult(version=self.version, metrics=metrics, digest=digest)
+        return StepResult(version=self.version, metrics=metrics, digest=digest, parts=taken_parts())
 
     def _microbatches(self, share: Share, places: Sequence[int]) -> list[MicroBatch]:
         """Divide this rank's rows of an update; a loss that needs "sequences" has a rollout's rows together.

@@ -1,0 +1,152 @@
+"""The timeline of a run: who did what when, on the event loop's clock.
+
+A *lane* is who: the loop, the trainer, an engine, the environment of a task.  What goes on in a lane at the
+same time is one span, with the number of calls, and spans with a short gap between them are joined, so that a
+step has few spans however many calls it makes.  The stages of the loop follow one another without a gap:
+their times sum to the time of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from attrs import define, field
+
+from grpo_core.events import Span, TimelineExtended
+
+LOOP = "loop"
+"""The lane of the stages of the loop."""
+GAP = 0.005
+"""Seconds between two spans of a lane that are shown as one; its ``busy`` time leaves the gap out."""
+MOST = 20
+"""Largest number of spans of a lane in a step; what comes after them is joined to the last one."""
+
+
+@define
+class _Activity:
+    """What goes on in a lane."""
+
+    lane: str
+    what: str
+    spans: list[Span] = field(factory=list)
+    """Spans that have ended since they were taken last."""
+    running: int = 0
+    calls: int = 0
+    since: float = 0.0
+    """Begin of the present span, if something is running."""
+
+    def enter(self, now: float) -> None:
+        if self.running == 0:
+            self.since = now
+        self.running += 1
+        self.calls += 1
+
+    def leave(self, now: float) -> None:
+        self.running -= 1
+        if self.running == 0:
+            self._end(now)
+
+    def take(self, now: float) -> list[Span]:
+        """Return the spans until now; what is running goes on in the next ones."""
+        if self.running and now > self.since:
+            self._end(now)
+            self.since = now
+        spans, self.spans = self.spans, []
+        return spans
+
+    def _end(self, now: float) -> None:
+        calls, self.calls = self.calls, 0
+        last = self.spans[-1] if self.spans else None
+        if last is not None and (self.since - last.end < GAP or len(self.spans) >= MOST):
+            self.spans.pop()
+            begin, busy, calls = last.begin, last.busy + now - self.since, last.calls + calls
+        else:
+            begin, busy = self.since, now - self.since
+        self.spans.append(Span(lane=self.lane, what=self.what, begin=begin, end=now, busy=busy, calls=calls))
+
+
+@define
+class Timeline:
+    """Takes down who does what when."""
+
+    clock: Callable[[], float] = field(default=lambda: asyncio.get_running_loop().time())
+    _activities: dict[tuple[str, str], _Activity] = field(init=False, factory=dict)
+    _stage: str = field(init=False, default="")
+    _stages: list[Span] = field(init=False, factory=list)
+    _since: float = field(init=False, default=0.0)
+    """Begin of the present stage."""
+
+    @contextmanager
+    def during(self, lane: str, what: str) -> Iterator[None]:
+        """Take down that a lane does something inside this context."""
+        activity = self._activities.setdefault((lane, what), _Activity(lane, what))
+        activity.enter(self.clock())
+        try:
+            yield
+        finally:
+            activity.leave(self.clock())
+
+    def stage(self, what: str) -> None:
+        """Take down that the loop does something else from now on."""
+        now = self.clock()
+        self._end_stage(now)
+        self._stage, self._since = what, now
+
+    def take(self) -> tuple[Span, ...]:
+        """Return the spans since the last call, in the order of their lanes and times."""
+        now = self.clock()
+        self._end_stage(now)
+        self._since = now
+        stages, self._stages = self._stages, []
+        others = [span for activity in self._activities.values() for span in activity.take(now)]
+        return (*stages, *sorted(others, key=lambda span: (span.lane, span.begin)))
+
+    def extended(self, step: int) -> TimelineExtended:
+        """Return the event that tells of the spans since the last call of ``take``."""
+        return TimelineExtended(step=step, spans=self.take(), now=self.clock())
+
+    def _end_stage(self, now: float) -> None:
+        if self._stage and now > self._since:
+            seconds = now - self._since
+            self._stages.append(
+                Span(lane=LOOP, what=self._stage, begin=self._since, end=now, busy=seconds, calls=1)
+            )
+
+
+_current: ContextVar[Timeline | None] = ContextVar("timeline", default=None)
+
+
+@contextmanager
+def taken_down(timeline: Timeline) -> Iterator[None]:
+    """Let ``during`` of this context, and of all tasks that it starts, tell this timeline."""
+    token = _current.set(timeline)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def during(lane: str, what: str) -> Iterator[None]:
+    """Take down, if there is a timeline, that a lane does something inside this context."""
+    timeline = _current.get()
+    if timeline is None:
+        yield
+        return
+    with timeline.during(lane, what):
+        yield
+
+
+def stage(what: str) -> None:
+    """Take down, if there is a timeline, that the loop does something else from now on."""
+    if (timeline := _current.get()) is not None:
+        timeline.stage(what)
+
+
+def taken() -> tuple[Span, ...]:
+    """Return the spans of the timeline since the last call; none if there is no timeline."""
+    timeline = _current.get()
+    return () if timeline is None else timeline.take()
