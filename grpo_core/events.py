@@ -131,7 +131,7 @@ class Span:
 
 @frozen(kw_only=True)
 class TimelineExtended(Event):
-    """What went on since the event of this kind before; ``timeline.jsonl`` has it instead of events.jsonl."""
+    """The timeline goes on: ``timeline.jsonl`` has what happened since the event of this kind before."""
 
     spans: tuple[Span, ...]
     now: float

@@ -27,7 +27,7 @@ MOST = 20
 
 @define
 class _Activity:
-    """What goes on in a lane."""
+    """Adds up what goes on in a lane."""
 
     lane: str
     what: str
