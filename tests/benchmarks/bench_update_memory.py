@@ -5,9 +5,8 @@
 Publishes a random model of 100 million parameters three times, and watches the engine's process meanwhile:
 its private memory (Private_Clean and Private_Dirty in /proc/PID/smaps_rollup; the trainer's shared memory is
 none of it) at its peak over all of them, minus what it was before the first.  The limit is the largest
-bucket: 64 MiB, or the largest tensor.  With GRPO_CORE_VLLM_LAYERWISE=1 vLLM loads layer by layer, as on a
-GPU: there tensors wait until their layer is complete, and each layer is made a second time; there is no limit
-then.  Prints one line per figure: name, value, limit, ok or above.  Needs Linux.
+bucket: 64 MiB, or the largest tensor.  With GRPO_CORE_VLLM_LAYERWISE=1 vLLM loads as it does on a GPU.
+Prints one line per figure: name, value, limit, ok or above.  Needs Linux.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import os
 import tempfile
 import threading
 import time
@@ -126,8 +124,7 @@ async def measure(kind: str, transport: str, model: Any, directory: Path) -> Non
         peak = max(peak, watch.peak)
         await engine.generate([request] * 8)
     name = f"{kind}, {transport}: peak during an update - before"
-    layerwise = kind == "vllm" and os.environ.get("GRPO_CORE_VLLM_LAYERWISE") == "1"
-    line(name, (peak - before) / MIB, None if layerwise else limit(weights))
+    line(name, (peak - before) / MIB, limit(weights))
     print(f"{kind + ', ' + transport + ': an update':<58} {min(seconds):>10.2f} s", flush=True)
     line(f"{kind}, {transport}: the process after it", private(engine.pid) / MIB)
     del first  # until now the engine's mapping of it was shared

@@ -124,7 +124,8 @@ class Server(DecodingServer):
             self._start(weights)
         native = self._options.native_lora
         with tempfile.TemporaryDirectory(prefix="grpo-core-") if native else nullcontext() as adapters:
-            self._engine.collective_rpc("fetch_weights", args=(as_table(weights), adapters))
+            keep = not self._options.sleep_after  # who wakes up needs the memory
+            self._engine.collective_rpc("fetch_weights", args=(as_table(weights), adapters, keep))
             while None in (found := self._engine.collective_rpc("fetched_weights", args=(not self.busy,))):
                 yield
             if any(found):
