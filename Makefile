@@ -83,7 +83,7 @@ docs: $(DOCS)
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks
 
-# what only a GPU can show; each writes gpu_check.json, with expectations beside results
+# what only a GPU can show; each writes a gpu_check*.json, with expectations beside results
 gpu-check: $(READY)
 	@$(BIN)/python tests/benchmarks/gpu_check.py
 

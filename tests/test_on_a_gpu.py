@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -206,3 +210,16 @@ def test_the_engine_local_uses_the_fused_kernels_of_a_gpu():
     assert not Llama(shape, device=CPU, dtype=torch.float32).rows_first
     zeros = columns._zeros(5, torch.empty(0, device=meta))
     assert (zeros.device.type, zeros.shape) == ("meta", (5,))
+
+
+# ---------------------------------------------------------------------------------- the checks of a GPU
+
+
+@pytest.mark.long
+def test_the_checks_of_a_gpu_train_with_fsdp_on_one_rank_and_find_the_same_weights(tmp_path):
+    script = Path(__file__).parent / "benchmarks" / "gpu_check.py"
+    command = [sys.executable, script, "--device", "cpu", "--output", tmp_path / "said.json", "FSDP"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads((tmp_path / "said.json").read_text())["results"]
+    assert (result["check"], result["ok"]) == ("FSDP on one rank", True)

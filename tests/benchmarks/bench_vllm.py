@@ -52,11 +52,15 @@ def line(
     print(f"{name:<58} {value:>12,.4g}{unit}{feedback}", flush=True)
 
 
+SHARE = 0.3
+"""Share of a GPU's memory for each of two engines that are there at the same time."""
+
+
 def engine(model: Path, device: str, **options: object):  # type: ignore[no-untyped-def]
     from grpo_plugin_vllm.engine import VllmEngine
 
     setup = EngineSetup(model=str(model), log_directory=str(model.parent), deadline=300.0)
-    return VllmEngine(setup, device=device, **options)  # type: ignore[arg-type]
+    return VllmEngine(setup, device=device, memory_fraction=SHARE, **options)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------- tokens a second
@@ -77,7 +81,7 @@ def serve_directly(model: str, device: str) -> None:
         for name, parameter in inspect.signature(VllmEngine).parameters.items()
         if name not in ("setup", "vllm")
     }
-    options = evolve(Options(**defaults, vllm={}), device=device)
+    options = evolve(Options(**defaults, vllm={}), device=device, memory_fraction=SHARE)
     prepare(device)
     from vllm import LLM
 

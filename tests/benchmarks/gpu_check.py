@@ -1,9 +1,10 @@
 """Checks what only a GPU can show, and writes one JSON file with expectations beside results.
 
-    make gpu-check          # the trainer, the engine `local`, a whole run; no vLLM needed
+    make gpu-check          # the trainer, FSDP, the engine `local`, a whole run; no vLLM needed
     make gpu-check-vllm     # the engine `vllm`
     python tests/benchmarks/gpu_check.py [--vllm] [--device cuda|cpu] [--output FILE] [CHECK ...]
 
+Each ends with the tests marked `gpu`, and after each check no other process may hold the GPU.
 On a CPU (``--device cpu``) the same checks run with fewer transports, which tests this script.
 Ends with status 1 if a check fails.
 """
@@ -35,11 +36,16 @@ from grpo_core.errors import EngineError
 from grpo_core.records import Batch, EngineSetup, GenerationRequest, Row
 from grpo_core.testing import ENGINE_LAWS, EngineUnderTest, make_test_model
 from grpo_core.tokens import Tokens
+from grpo_core.training.building import build_model
+from grpo_core.training.group import Group
+from grpo_core.training.model import BuildModel
 from grpo_core.training.setup import TrainerSetup
+from grpo_core.training.sharded import ShardedModel
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
 from grpo_core.weights.layout import Writer
+from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 
 START = 600.0
@@ -50,6 +56,8 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
 """Tolerance of a logprob.  The versions of the test model lie far apart, and so do their logits."""
 NOTICED = 1.0
 """Seconds until the death of vLLM's process is noticed."""
+SAME = 1e-5
+"""Largest difference of weights after two steps with and without FSDP2 on one rank."""
 LEARNS = 0.15
 """Accuracy that a run must gain in 60 steps."""
 
@@ -142,6 +150,7 @@ def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
     cases: dict[str, dict[str, Any]] = {
         "device auto": base | {"device": "auto"},
         "bfloat16": base | {"dtype": "bfloat16"},
+        "keep_cache": base | {"keep_cache": True},
     }
     if device == "cuda":
         cases |= {
@@ -215,6 +224,41 @@ def trainer(device: str, dtype: str) -> tuple[str, str, bool]:
     return f"finite losses; weights sent in {dtype}", f"{seconds:.3f} s a step; weights in {sent}", ok
 
 
+def fsdp_on_one_rank(device: str) -> tuple[str, str, bool]:
+    """Train with FSDP2 on one rank, as several ranks do, and without it: the weights have to be the same."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_test_model(Path(directory))
+        where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        group = Group(0, 1, rendezvous=str(Path(directory, "ranks")), device=where, seconds=60.0)
+        try:
+            plain = _trained(model, device, build_model)
+            sharded = _trained(model, device, lambda source: ShardedModel.build(evolve(source, ranks=group)))
+        finally:
+            torch.distributed.destroy_process_group()
+    difference = max(float((plain[name] - sharded[name]).abs().max()) for name in plain)
+    return f"weights differ by {SAME:g} at most", f"they differ by {difference:g}", difference <= SAME
+
+
+def _trained(model: Path, device: str, build: BuildModel) -> dict[str, torch.Tensor]:
+    setup = TrainerSetup(
+        model=ModelConfig(path=str(model), dtype="float32"),
+        trainer=TrainerConfig(steps=2, device=device, lr=1e-4),
+    )
+    made = TorchTrainer(setup, build)
+    for step in range(2):
+        made.step(Batch(step=step, rows=_rows(), temperature=1.0))
+    return {name: tensor.clone() for name, tensor in read_weights(made.publish()).items()}
+
+
+def gpu_tests(*paths: str) -> tuple[str, str, bool]:
+    """Run the tests that need a GPU; without one they are skipped."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", *paths]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    last = (done.stdout.strip().splitlines() or [done.stderr[-500:]])[-1]
+    return "pytest -m gpu ends with 0", f"{done.returncode}: {last}", done.returncode == 0
+
+
 def _rows() -> tuple[Row, ...]:
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 90, (32, 100), generator=chance).tolist()
@@ -261,17 +305,24 @@ def nobody_left() -> tuple[str, str, bool]:
     return "no other process holds the GPU", f"processes: {left}", not left
 
 
+def leaving_nobody(check: Check) -> tuple[str, str, bool]:
+    """Make a check, and look whether it left a process on the GPU."""
+    (expected, seen, ok), (alone, left, gone) = check(), nobody_left()
+    return f"{expected}; {alone}", seen if gone else f"{seen}; {left}", ok and gone
+
+
 def checks(device: str, *, vllm: bool) -> Iterator[tuple[str, Check]]:
     dtypes = ("float32", "bfloat16")
     if vllm:
         yield from vllm_checks(device)
         yield from ((f"run with vllm, {d}", partial(whole_run, "vllm", device, d)) for d in dtypes)
+        yield "tests marked gpu", partial(gpu_tests, "plugins/grpo-plugin-vllm/tests")
     else:
         yield from ((f"trainer, {d}", partial(trainer, device, d)) for d in dtypes)
+        yield "FSDP on one rank", partial(fsdp_on_one_rank, device)
         yield from local_checks(device)
         yield from ((f"run with local, {d}", partial(whole_run, "local", device, d)) for d in dtypes)
-    if device == "cuda":
-        yield "processes afterwards", nobody_left
+        yield "tests marked gpu", partial(gpu_tests, "tests")
 
 
 def run(name: str, check: Check) -> Result:
@@ -294,19 +345,20 @@ def main() -> int:
     parser.add_argument("only", nargs="*", help="run the checks whose names contain one of these words")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--output", type=Path, help="gpu_check.json or gpu_check_vllm.json if left out")
     options = parser.parse_args()
+    output = options.output or Path("gpu_check_vllm.json" if options.vllm else "gpu_check.json")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; --device cpu tests this script")
         return 1
     results = [
-        run(name, check)
+        run(name, partial(leaving_nobody, check) if options.device == "cuda" else check)
         for name, check in checks(options.device, vllm=options.vllm)
         if not options.only or any(word in name for word in options.only)
     ]
     where = torch.cuda.get_device_name() if options.device == "cuda" else "a CPU"
     about = {"device": where, "torch": torch.__version__, "results": [asdict(result) for result in results]}
-    options.output.write_text(json.dumps(about, indent=1) + "\n")
+    output.write_text(json.dumps(about, indent=1) + "\n")
     return int(not all(result.ok for result in results))
 
 
