@@ -192,6 +192,34 @@ def test_several_completions_of_one_request_are_branches():
     assert len(story(play, "a", "b", "c", "d").segments) == 3
 
 
+def test_fields_that_the_run_cannot_follow_are_told_or_refused():
+    async def play(scene):
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+        asked = {"messages": ASKED, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        assert (await scene.post("/chat/completions", {**asked, "reasoning_effort": "low"}))[0] == 200
+        await scene.post("/responses", {"input": "hi", "reasoning": {"effort": "low"}, "tool_choice": "auto"})
+        thinking = {"type": "enabled", "budget_tokens": 5}
+        await scene.post("/messages", {"messages": ASKED, "max_tokens": 5, "thinking": thinking})
+        told = [incident.message for incident in scene.incidents]
+        assert len(told) == 3
+        assert "parallel_tool_calls, reasoning_effort, tool_choice, which has no effect" in told[0]
+        schema = {"type": "json_schema", "name": "a", "schema": {}}
+        for path, body, word in (
+            ("/chat/completions", {"messages": ASKED, "response_format": schema}, "response_format is"),
+            ("/chat/completions", {"messages": ASKED, "logprobs": True}, "logprobs are not sent"),
+            ("/responses", {"input": "hi", "text": {"format": schema}}, "text.format is"),
+            ("/responses", {"input": "hi", "include": ["message.output_text.logprobs"]}, "logprobs are not"),
+        ):
+            status, said = await scene.post(path, body)
+            assert status == 400
+            assert word in str(said)
+        plain = {"response_format": {"type": "text"}, "logprobs": False, "tool_choice": "none"}
+        assert (await scene.post("/chat/completions", {"messages": ASKED, **plain}))[0] == 200
+        assert len(scene.incidents) == 3
+
+    story(play, "a", "b", "c", "d")
+
+
 def test_a_client_stops_and_shortens_completions_but_the_temperature_is_the_runs():
     async def play(scene):
         async with scene.openai() as model:
@@ -303,6 +331,9 @@ def test_a_retry_of_a_client_gets_the_same_reply_and_samples_nothing():
             for _ in range(2)
         ]
         assert keyed[0] == keyed[1]
+        status, said = await scene.post("/chat/completions", {"messages": ASKED}, **{"Idempotency-Key": "k"})
+        assert status == 422
+        assert "the Idempotency-Key 'k' is that of another request" in str(said)
         assert len(scene.engine.said) == 3
 
     story(play, "a", "b", "c")

@@ -425,6 +425,12 @@ def test_trainer_and_engines_are_counted_on_the_gpus_that_they_are_given(four_bi
     assert found["cuda:1"] == 2 * 4 * FOUR
 
 
+def test_weights_for_engines_of_16_bits_take_half_of_the_room(four_billion, two_gpus):
+    whole = certain(four_billion, *ON_GPUS, "model.dtype=float32")
+    half = certain(four_billion, *ON_GPUS, "model.dtype=float32", "engine.options.dtype=bfloat16")
+    assert (whole["host"], half["host"]) == (4 * FOUR, 2 * FOUR)
+
+
 def test_the_ranks_of_a_trainer_hold_equal_parts_on_gpus_of_their_own(four_billion, two_gpus):
     cpu_engine = "engine.options.device=cpu"
     found = certain(four_billion, *ON_GPUS[:2], cpu_engine, "trainer.ranks=2")

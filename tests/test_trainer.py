@@ -25,7 +25,15 @@ from test_pipeline import Run
 from grpo_core import cpu
 from grpo_core.app.assembly import Assembly, RunContext
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import Config, LossConfig, ModelConfig, TeacherConfig, TrainerConfig
+from grpo_core.config import (
+    Config,
+    EngineConfig,
+    LossConfig,
+    ModelConfig,
+    TeacherConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, PluginError, TrainerError
 from grpo_core.loop.retention import Retention
@@ -219,6 +227,9 @@ def test_weights_are_published_in_the_dtype_of_the_products_and_checksummed_as_s
     assert published.nbytes == pytest.approx(whole.publish().nbytes / 2, rel=0.02), "and some padding"
     tensors = read_weights(published)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    for_engines = TorchTrainer(attrs.evolve(given, engine_dtype="bfloat16")).publish()
+    assert for_engines.nbytes == published.nbytes, "engines that hold half the bytes are sent half the bytes"
+    assert {info.dtype for info in for_engines.tensors} == {"bfloat16"}
     for name, parameter in whole.model.trainable():
         assert torch.equal(tensors[name], parameter.bfloat16())
 
@@ -1046,22 +1057,41 @@ def test_a_trainer_that_shares_its_gpu_gives_free_memory_back_before_the_engine_
     assert len(given_back) == shares
 
 
-def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
-    host = PluginHost.discover(block=["math"])
-    config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
+def assembled(config: Config, host: PluginHost, directory: Path) -> TrainerSetup:
+    """The setup of the trainer that a run would start."""
 
-    async def assembled() -> TrainerSetup:
+    async def made() -> TrainerSetup:
         context = RunContext(
-            directory=RunDirectory(tmp_path),
+            directory=RunDirectory(directory),
             plugins=host,
             placement=LocalPlacement(host),
             resume=None,
             trackers=Trackers({}),
-            retention=Retention(tmp_path),
+            retention=Retention(directory),
             stack=AsyncExitStack(),
         )
-        return Assembly(config, context).trainer_setup(StartModel(path=model), TeacherConfig())
+        return Assembly(config, context).trainer_setup(StartModel(path=config.model.path), TeacherConfig())
 
-    given = asyncio.run(assembled())
+    return asyncio.run(made())
+
+
+@pytest.mark.parametrize(
+    ("engines", "sent"),
+    [(["bfloat16"], "bfloat16"), (["bfloat16", "bfloat16"], "bfloat16"), (["bfloat16", "auto"], "float32")],
+)
+def test_a_run_sends_weights_as_its_engines_hold_them(
+    model: str, tmp_path: Path, engines: list[str], sent: str
+) -> None:
+    engine, *more = (EngineConfig(options={"dtype": dtype}) for dtype in engines)
+    validation = ValidationConfig(every=1, engine=more[0] if more else None)
+    config = Config(model=ModelConfig(path=model), engine=engine, validation=validation)
+    published = TorchTrainer(assembled(config, PluginHost.discover(), tmp_path)).publish()
+    assert {info.dtype for info in published.tensors} == {sent}
+
+
+def test_a_plugin_that_is_left_out_of_a_run_is_left_out_of_the_trainer(model: str, tmp_path: Path) -> None:
+    host = PluginHost.discover(block=["math"])
+    config = Config(model=ModelConfig(path=model), loss=LossConfig(name="math:loss"))
+    given = assembled(config, host, tmp_path)
     with pytest.raises(PluginError, match=r"left out: plugin 'math' \(left out on request\)"):
         TorchTrainer(given)

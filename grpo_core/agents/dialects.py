@@ -20,7 +20,7 @@ CREATED = 0
 """Time of every reply, in seconds: the same request has the same reply."""
 
 _SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-                       "repetition_penalty", "seed", "logit_bias"})  # fmt: skip
+                       "repetition_penalty", "seed", "logit_bias", "reasoning_effort"})  # fmt: skip
 """Fields that would change what is sampled; the run's own sampling holds."""
 
 
@@ -187,7 +187,42 @@ def _named(messages: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
 
 
 def _ignored(body: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(sorted(key for key in _SAMPLING if body.get(key) is not None))
+    """Return the fields that have no effect.  Raises BadRequest for those that the reply could not obey."""
+    _refuse(body)
+    names = {key for key in _SAMPLING if body.get(key) is not None}
+    if _kind(body.get("tool_choice")) not in (None, "auto", "none"):
+        names.add("tool_choice")
+    if body.get("parallel_tool_calls") is False:
+        names.add("parallel_tool_calls")
+    if _kind(body.get("thinking")) not in (None, "disabled"):
+        names.add("thinking")
+    reasoning = body.get("reasoning")
+    if isinstance(reasoning, dict) and any(value is not None for value in reasoning.values()):
+        names.add("reasoning")
+    return tuple(sorted(names))
+
+
+def _refuse(body: Mapping[str, Any]) -> None:
+    """Raise BadRequest for a form of the answer that the run cannot give."""
+    text = body.get("text")
+    formats = {"response_format": body.get("response_format")}
+    if isinstance(text, dict):
+        formats["text.format"] = text.get("format")
+    for key, value in formats.items():
+        if _kind(value) not in (None, "text"):
+            raise BadRequest(
+                f"{key} is {_short(value)}; what is sampled is not constrained to a format: ask for it in a "
+                "message, or offer a tool with these parameters"
+            )
+    included = body.get("include")
+    asked = isinstance(included, list) and any("logprobs" in str(each) for each in included)
+    if asked or body.get("logprobs") or body.get("top_logprobs"):
+        raise BadRequest("logprobs are not sent to agents; the run records them. Leave the field out")
+
+
+def _kind(choice: Any) -> Any:
+    """Return what a field chooses, which says so itself or in its type."""
+    return choice.get("type") if isinstance(choice, dict) else choice
 
 
 def _checked(messages: Sequence[dict[str, Any]]) -> tuple[Message, ...]:

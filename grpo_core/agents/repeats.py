@@ -2,7 +2,7 @@
 
 A request repeats an earlier one of its session if
 
-* both have the same ``Idempotency-Key``, or
+* both have the same ``Idempotency-Key`` (and the same body: it is an error otherwise), or
 * both have the same body, and the client says that it tries again (``x-stainless-retry-count`` above 0, as
   the clients of OpenAI and Anthropic do), or
 * both have the same body, the client says nothing about retries, and the earlier one has gone without its
@@ -19,6 +19,10 @@ from typing import Generic, TypeVar
 from attrs import define, field, frozen
 
 T = TypeVar("T")
+
+
+class KeyReused(Exception):  # noqa: N818 - it is what it is
+    """Raised for a request with another body than the one that had its ``Idempotency-Key``."""
 
 
 @frozen(kw_only=True)
@@ -42,6 +46,8 @@ class Call(Generic[T]):
     answer: T
     waiting: list[Attempt]
     """Attempts that have no answer yet."""
+    body: bytes
+    """Digest of the path and the body."""
     delivered: bool = field(init=False, default=False)
     """Whether an attempt got its answer."""
     retried: int = field(init=False, default=0)
@@ -61,7 +67,10 @@ class Repeats(Generic[T]):
     _by_body: dict[bytes, list[Call[T]]] = field(init=False, factory=dict)
 
     def repeated(self, attempt: Attempt) -> Call[T] | None:
-        """Return the request that an attempt repeats, if it does; it then waits for its answer, too."""
+        """Return the request that an attempt repeats, if it does; it then waits for its answer, too.
+
+        Raises KeyReused if it is another request with the key of an earlier one.
+        """
         call = self._find(attempt)
         if call is not None:
             call.waiting.append(attempt)
@@ -70,7 +79,10 @@ class Repeats(Generic[T]):
 
     def _find(self, attempt: Attempt) -> Call[T] | None:
         if attempt.key:
-            return self._by_key.get(attempt.key)
+            keyed = self._by_key.get(attempt.key)
+            if keyed is not None and keyed.body != attempt.body:
+                raise KeyReused
+            return keyed
         calls = self._by_body.get(attempt.body, ())
         for call in calls:
             if call.abandoned and attempt.retries != 0:
@@ -81,7 +93,7 @@ class Repeats(Generic[T]):
 
     def begin(self, attempt: Attempt, answer: T) -> Call[T]:
         """Remember a new request with its answer."""
-        call = Call(answer, [attempt])
+        call = Call(answer, [attempt], attempt.body)
         if attempt.key:
             self._by_key[attempt.key] = call
         self._by_body.setdefault(attempt.body, []).append(call)

@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 
 from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded
 from grpo_core.agents.recorder import Node, Recorder, Turn
-from grpo_core.agents.repeats import Attempt, Call, Repeats
+from grpo_core.agents.repeats import Attempt, Call, KeyReused, Repeats
 from grpo_core.aio import cancel
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, describe
@@ -109,9 +109,15 @@ class Session:
         """Answer a request, or give it the answer of the one that it repeats.
 
         Cancelling this does not cancel the request: a client that has gone may ask again.  Raises Refused if
-        the session has ended.
+        the session has ended, or the client repeats the key of another request.
         """
-        call = self._repeats.repeated(attempt)
+        try:
+            call = self._repeats.repeated(attempt)
+        except KeyReused:
+            told = (
+                f"the Idempotency-Key {attempt.key[:80]!r} is that of another request; use a new key for each"
+            )
+            raise Refused(422, told, "idempotency_key_reused") from None
         if call is None:
             if self._closed:
                 raise Refused(401, "this rollout has ended", "ended")

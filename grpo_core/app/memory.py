@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 
 from grpo_core.app import machine
 from grpo_core.app.gpus import choose, gpus_seen, number_of
-from grpo_core.app.parts import engines_of, make_placement
+from grpo_core.app.parts import engine_dtype, engines_of, make_placement
 from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import transport
 from grpo_core.config import Config, EngineConfig
@@ -157,7 +157,7 @@ def certain_parts(
     placement = make_placement(config.placement, host)
     engines = engines_of(config, trains=True)
     device = trainer_device(config, gpus)
-    dtype = _dtype(config, device)
+    dtype = _sent(_dtype(config, device), engine_dtype(engines.values()))
     devices = choose(config.trainer, {} if placement.remote else engines, len(gpus))
     lora = config.model.lora
     sends_all = lora is None or lora.publish == "merged"
@@ -243,8 +243,13 @@ def trainer_device(config: Config, gpus: Sequence[machine.Gpu]) -> str:
 
 
 def _dtype(config: Config, device: str) -> str:
-    """Return the dtype of the trainer's products and of the published weights, as the trainer chooses it."""
+    """Return the dtype of the trainer's products, as the trainer chooses it."""
     return _chosen(config.model.dtype, device)
+
+
+def _sent(trainer: str, engines: str) -> str:
+    """Return the dtype of the published weights: that of the engines if it is smaller than the trainer's."""
+    return engines if engines != "auto" and ITEMSIZE[engines] < ITEMSIZE[trainer] else trainer
 
 
 def _chosen(dtype: str, device: str) -> str:

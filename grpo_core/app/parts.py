@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import evolve
 
@@ -156,6 +156,14 @@ def engines_of(config: Config, *, trains: bool) -> dict[str, EngineConfig]:
         with_own = own is not None and config.validation.measures
         return {"engine": config.engine} | ({"validation.engine": own} if own and with_own else {})
     return {"engine": config.engine} if own is None else {"validation.engine": own}
+
+
+def engine_dtype(engines: Iterable[EngineConfig]) -> Literal["auto", "bfloat16", "float16"]:
+    """Return the 16-bit dtype in which all engines hold the weights by their option ``dtype``, or "auto"."""
+    options = [engine.options.get("dtype") for engine in engines]
+    if all(option == "bfloat16" for option in options):
+        return "bfloat16"
+    return "float16" if all(option == "float16" for option in options) else "auto"
 
 
 def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> float:

@@ -75,7 +75,7 @@ def trainer_parts(
         trained: number of those that the optimizer changes: all of them, or the adapters, which come on top.
         published: number of parameters that a weight sync sends.
         optimizer: bytes of the optimizer's state; None if the optimizer does not tell, which counts as 0.
-        dtype: dtype of matrix products, and of the weights that engines receive.
+        dtype: dtype of the weights that engines receive.
         device: "host" or a GPU.
         transport: of the weights to engines.
         reference: whether the loss needs logprobs of a reference; adapters need no second model for it.

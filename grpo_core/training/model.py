@@ -344,11 +344,18 @@ class Scorer:
 
 
 def compute_dtype(config: ModelConfig | TeacherConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products and of the weights that engines receive."""
+    """Return the dtype of matrix products."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype
+
+
+def published_dtype(config: ModelConfig, engines: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights that engines receive: theirs if it is smaller than the trainer's."""
+    mine = compute_dtype(config, device)
+    theirs: torch.dtype = mine if engines == "auto" else getattr(torch, engines)
+    return theirs if theirs.itemsize < mine.itemsize else mine
 
 
 def scorer_for(source: ModelSource, module: nn.Module) -> Scorer:

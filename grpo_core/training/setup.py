@@ -48,6 +48,8 @@ class TrainerSetup:
     """Write checkpoints while training goes on; see ``CheckpointConfig``."""
     transport: Literal["shm", "cuda_ipc", "collective"] = "shm"
     """Transport of weights to engines; see ``EngineConfig``.  From a CPU, ``cuda_ipc`` is ``shm``."""
+    engine_dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    """Dtype of the engines' weights, which are sent in it if it is smaller than the trainer's."""
     collective_host: str = "127.0.0.1"
     """Address at which engines reach the trainer, for ``collective``."""
     collective_ports: tuple[int, int] = (0, 0)

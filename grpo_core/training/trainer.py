@@ -33,7 +33,7 @@ from grpo_core.training.building import build_model
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
-from grpo_core.training.model import BuildModel, ModelSource, compute_dtype
+from grpo_core.training.model import BuildModel, ModelSource, published_dtype
 from grpo_core.training.optimization import Optimization, divided, schedule
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Share, shares, with_tokens
@@ -447,7 +447,7 @@ class TorchTrainer:
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         """The current weights, where engines read them; what was published before is overwritten."""
         self._resting.come_back()
-        dtype = compute_dtype(self._setup.model, self._device)
+        dtype = published_dtype(self._setup.model, self._setup.engine_dtype, self._device)
         with part("publication"):
             weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
         with part("logprobs of the canary"):
