@@ -19,6 +19,7 @@ from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.errors import ConfigError
 from grpo_core.training import logprobs as fused
 from grpo_core.training import model as models
+from grpo_core.training import narrow, resting
 from grpo_core.training import trainer as trainers
 from grpo_core.training.budget import overhead
 from grpo_core.training.logprobs import token_logprobs
@@ -151,6 +152,30 @@ def test_a_snapshot_is_one_pinned_block_of_the_bytes_that_it_copies(monkeypatch,
     (pinned,) = runtime.pinned.values()
     assert copied <= pinned < 1.01 * copied + 21 * 64
     assert torch.equal(safetensors.torch.load_file(path)["t1"], tensors["t1"].as_subclass(torch.Tensor))
+
+
+def test_what_leaves_a_gpu_goes_to_one_pinned_block_and_is_complete_before_its_memory_is_given_back(
+    monkeypatch, runtime
+):
+    seen, plain = [], resting._bytes
+    monkeypatch.setattr(resting, "_bytes", lambda storage: plain(storage).as_subclass(OnGpu))
+    tensors = [torch.arange(2000.0) + i for i in range(3)]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append(tensors[0].untyped_storage().nbytes()))
+    away = resting.Resting()
+    for _ in range(2):
+        away.leave(tensors)
+        away.come_back()
+    assert seen == [8000] * 4, "before the memory goes, and after it is back"
+    assert [tensor[1].item() for tensor in tensors] == [1.0, 2.0, 3.0]
+    assert list(runtime.pinned.values()) == [3 * 8000], "once: the block is kept"
+
+
+def test_the_state_of_a_gpu_is_updated_in_larger_chunks(monkeypatch):
+    monkeypatch.setattr(narrow, "CHUNK", 2)
+    monkeypatch.setattr(narrow, "GPU_CHUNK", 3)
+    flat = torch.arange(4.0)
+    assert [len(each) for (each,) in narrow._chunks(flat)] == [2, 2]
+    assert [len(each) for (each,) in narrow._chunks(on_gpu(flat))] == [3, 1]
 
 
 def test_a_gpu_has_larger_microbatches_and_pays_more_for_each():

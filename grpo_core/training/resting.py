@@ -73,7 +73,7 @@ class Resting:
         self._copies |= zip(new, room_for(list(new.values()), pinned=on_gpu), strict=True)
 
     def _wait(self) -> None:
-        if any(storage.is_cuda for storage in self._away):
+        if any(_bytes(storage).is_cuda for storage in self._away):
             torch.cuda.synchronize()
 
 

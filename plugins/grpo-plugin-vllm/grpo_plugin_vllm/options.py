@@ -127,6 +127,11 @@ def prepare(device: str) -> None:
     """Set what vLLM reads from the environment of its processes; before it is imported."""
     os.environ[SERVER] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit our socket, and CUDA's state
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments" in os.environ.get(name, ""):  # vLLM cannot put memory in them to sleep
+            given = os.environ[name].split(",")
+            others = [each for each in given if not each.strip().startswith("expandable_segments")]
+            os.environ[name] = ",".join([*others, "expandable_segments:False"])
     if device == "cpu":
         os.environ[PLAIN_LINEAR] = "1"
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: no core to spare

@@ -91,6 +91,7 @@ def test_on_a_gpu_processes_are_spawned_and_float32_is_exact_unless_the_user_say
     tried, monkeypatch, dtype, set_by_user, expected
 ):
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
     if set_by_user:
         monkeypatch.setenv("TRITON_F32_DEFAULT", set_by_user)
 
@@ -105,6 +106,7 @@ def test_on_a_gpu_processes_are_spawned_and_float32_is_exact_unless_the_user_say
             "TRITON_F32_DEFAULT": expected,
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False",
         }
 
     tried(story, memory_fraction=0.5)
@@ -347,6 +349,21 @@ def test_a_request_that_vllm_refuses_fails_alone(tried):
         with pytest.raises(EngineError, match="vLLM refuses a request: RuntimeError: add_request"):
             await tried.generate()
         assert await tried.generate() == [0, 0, 0]
+        assert tried.engine.pid == pid
+
+    tried(story)
+
+
+def test_a_request_that_ends_with_an_error_fails_alone(tried):
+    async def story(tried):
+        await tried.engine.update_weights(weights(0))
+        pid = tried.engine.pid
+        tried.fails("answer")
+        answers = await asyncio.gather(tried.generate(), tried.generate(), return_exceptions=True)
+        failed, *more = sorted(answers, key=lambda answer: isinstance(answer, list))
+        assert isinstance(failed, EngineError)
+        assert "finish reason 'error'" in str(failed)
+        assert more == [[0, 0, 0]]
         assert tried.engine.pid == pid
 
     tried(story)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,11 @@ def test_vllm_in_a_process_of_its_own_keeps_the_contract_of_engines(tmp_path, mo
         request = GenerationRequest(prompt_ids=(5, 8, 2), max_tokens=250)
         generating = asyncio.create_task(tried.engine.generate([request] * 64))
         await tried.engine.generate([GenerationRequest(prompt_ids=(5, 8, 2), max_tokens=1)])
+        began = time.perf_counter()
         os.kill(decoding[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="died while it generated"):
             await asyncio.wait_for(generating, 30)
+        assert time.perf_counter() - began < 2, "its end is an event, and not a time-out"
         assert len(await tried.engine.generate([request])) == 1, "another has been started"
         assert not left_after([pid, *decoding])
         pid = engine.pid

@@ -4,16 +4,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 HERE = Path(os.environ["STAND_IN"])
-SETTINGS = ("TRITON_F32_DEFAULT", "VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK")
+SETTINGS = (
+    "TRITON_F32_DEFAULT",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 
 
 def called(name, *given):
     with (HERE / "calls").open("a") as calls:
         calls.write(json.dumps([name, *given]) + "\n")
-    fault = HERE / "fault"
-    if fault.exists() and fault.read_text() == name:
-        fault.unlink()
+    if faulty(name):
         raise RuntimeError(f"{name}: CUDA out of memory")
+
+
+def faulty(name):
+    fault = HERE / "fault"
+    if not fault.exists() or fault.read_text() != name:
+        return False
+    fault.unlink()
+    return True
 
 
 class LLMEngine:
@@ -53,7 +64,7 @@ class LLMEngine:
             token_ids=[7] * n,
             logprobs=SimpleNamespace(logprobs=[-0.5] * n),
             weight_versions=[SimpleNamespace(version=self.version, start=0, end=n)],
-            finish_reason="length",
+            finish_reason="error" if faulty("answer") else "length",
         )
         return SimpleNamespace(
             finished=True,
