@@ -33,7 +33,7 @@ from grpo_core.training.building import build_model
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
-from grpo_core.training.model import BuildModel, ModelSource, published_dtype
+from grpo_core.training.model import BuildModel, ModelSource, compute_dtype, published_dtype
 from grpo_core.training.optimization import Optimization, divided, schedule
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Share, shares, with_tokens
