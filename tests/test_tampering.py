@@ -39,7 +39,8 @@ class Words(grpo.Environment):
 SETTINGS = {
     "trainer.steps": STEPS, "trainer.prompts_per_step": 3, "trainer.updates_per_step": 1,
     "rollout.group_size": 2, "rollout.max_tokens": 4, "validation.every": 2, "validation.prompts": 3,
-    "checkpoint.every": 2, "model.options.width": 32, "model.options.warm_start_steps": 0,
+    "checkpoint.every": 2, "checkpoint.best": "validation/words/reward",
+    "model.options.width": 32, "model.options.warm_start_steps": 0,
 }  # fmt: skip
 
 
@@ -268,7 +269,24 @@ KINDS = (
 )  # fmt: skip
 GROUP = ("groups", 0)
 COUNTED = ("dispatched", "in_flight", "retrying", "ready", "skipped", "filtered", "attempts")
+
+
+def scored(change):
+    """A change of the values by which the best checkpoint is chosen."""
+
+    def apply(run):
+        path = run / "checkpoints" / "scores.json"
+        found = json.loads(path.read_text())
+        change(found["scores"])
+        path.write_text(json.dumps(found))
+
+    return apply
+
+
 TAMPERINGS = {
+    "a better score of a checkpoint": scored(lambda scores: scores.update({"2": 1.5})),
+    "a score of a step that was not validated": scored(lambda scores: scores.update({"3": 0.0})),
+    "scores that are none": scored(lambda scores: scores.update({"4": "high"})),
     **{f"drop {kind}": dropped(kind) for kind in KINDS if kind != "RunEnded"},
     **{f"double {kind}": doubled(kind) for kind in KINDS},
     **{f"exchange {kind} with the line before": exchanged(kind) for kind in KINDS if kind != "Opened"},
@@ -461,7 +479,7 @@ def test_a_damaged_checkpoint_is_named_by_every_command_and_not_used(run, tmp_pa
     assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
     assert not audit(run).findings
     shutil.rmtree(run / "checkpoints/step-000006", ignore_errors=True)
-    for directory in (run / "checkpoints").iterdir():
+    for directory in (run / "checkpoints").glob("step-*"):
         (directory / "pipeline.json").write_bytes(b"")
     for arguments in (["validate", "run"], ["train", "--resume", "run", "--set", "trainer.steps=12"]):
         done = subprocess.run(

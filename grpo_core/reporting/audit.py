@@ -6,6 +6,7 @@ of it: rollouts and checkpoints by their digests, the lines of metrics.jsonl one
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import Laws, summary
 from grpo_core.loop.metrics import validation_metrics
+from grpo_core.loop.retention import SCORES
 from grpo_core.reporting.files import digest, metrics_line
 from grpo_core.reporting.stored import TOKENS, damage
 from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, rollouts_step
@@ -89,6 +91,8 @@ class Files:
     _metrics: list[_Expected] = field(factory=list)
     _checkpoints: dict[int, list[_Expected]] = field(factory=dict)
     """By step; a step that was reached again is saved again."""
+    _measured: dict[int, list[Mapping[str, float]]] = field(factory=dict)
+    """What validations measured, by version; one that was reached again is measured again."""
     _saving: int | None = None
     """Step of a checkpoint that may be complete although no event says so: its process was killed."""
     _config: str | None = None
@@ -118,7 +122,9 @@ class Files:
             case "StepEnded":
                 self._expect(event["step"], event, event["metrics"])
             case "Validated":
-                self._expect(event["version"], event, validation_metrics(event["results"]))
+                values = validation_metrics(event["results"])
+                self._expect(event["version"], event, values)
+                self._measured.setdefault(event["version"], []).append(values)
             case "Saving":
                 self._saving = event["step"]
             case "Saved":
@@ -132,6 +138,7 @@ class Files:
             *self._compare_metrics(),
             *self._compare_rollouts(),
             *self._compare_checkpoints(),
+            *self._compare_scores(),
         ]
 
     def summary(self) -> str:
@@ -205,6 +212,21 @@ class Files:
         for name in sorted(found - set(self._rollouts)):
             if rollouts_step(name.partition("/")[2]) is not None and not name.endswith(PARTIAL):
                 yield f"{name} was not written by the run"
+
+    def _compare_scores(self) -> Iterator[str]:
+        """Compare the values by which the best checkpoint is chosen."""
+        name, path = f"checkpoints/{SCORES}", self.path / "checkpoints" / SCORES
+        if not path.is_file():
+            return
+        try:
+            found = json.loads(path.read_bytes())
+            metric, scores = found["metric"], {int(step): value for step, value in found["scores"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            yield f"{name}: cannot be read: {error}"
+            return
+        for step, value in scores.items():
+            if not any(values.get(metric) == value for values in self._measured.get(step, [])):
+                yield f"{name}: {metric} of step {step} is {value!r}, which no validation measured"
 
     def _compare_checkpoints(self) -> Iterator[str]:
         folder = self.path / "checkpoints"
