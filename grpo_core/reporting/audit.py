@@ -92,7 +92,7 @@ class Files:
     _checkpoints: dict[int, list[_Expected]] = field(factory=dict)
     """By step; a step that was reached again is saved again."""
     _measured: dict[int, list[Mapping[str, float]]] = field(factory=dict)
-    """What validations measured, by version; one that was reached again is measured again."""
+    """Measured values by version; a version that was reached again is measured again."""
     _saving: int | None = None
     """Step of a checkpoint that may be complete although no event says so: its process was killed."""
     _config: str | None = None
