@@ -38,7 +38,8 @@ class Counting(DecodingServer):
 
     def add(self, key, request):
         assert request.max_tokens > 0
-        self._fault("add")
+        if request.seed != 12:
+            self._fault("add")
         self.running[key] = (request, 0)
 
     def step(self):
@@ -180,6 +181,16 @@ def test_a_request_that_the_decoder_refuses_fails_its_own_call():
     server.faults["add"] = EngineError("no room")
     line, _ = served(update(1), generate(2, 4), generate(3, 4), server=server)
     assert str(line.errors[2]) == "no room"
+    assert lengths(line.replies[3]) == [4]
+
+
+def test_a_call_is_taken_whole_or_not_at_all():
+    server = Counting()
+    server.faults["add"] = EngineError("no room")
+    first = request(max_tokens=4, seed=12)  # for which there is room
+    line, _ = served(update(1), generate(2, first, 4), generate(3, 4), server=server)
+    assert str(line.errors[2]) == "no room"
+    assert not server.running
     assert lengths(line.replies[3]) == [4]
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from recording import record
 from rich.console import Console
 
-from grpo_core import cli
+from grpo_core import cli, complaints
 from grpo_core.config import Config, TrackingConfig, as_table, parse_setting
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import ConfigError
@@ -104,7 +104,7 @@ def test_an_error_that_quotes_others_controls_no_terminal(error, monkeypatch, ca
     said = capsys.readouterr().err
     assert "reply" in said
     assert not set(said) & set("\x07\x08\x1b\x9b\u202e")
-    assert len(said) < 2 * cli.LONGEST_ERROR
+    assert len(said) < 2 * complaints.LONGEST_ERROR
 
 
 def test_a_warning_of_the_log_controls_no_terminal():

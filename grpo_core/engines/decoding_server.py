@@ -89,9 +89,15 @@ class DecodingServer(ABC):
         """Take a request, which asks for at least one token; ``key`` names it from now on."""
 
     def add_call(self, entries: Sequence[tuple[int, GenerationRequest]]) -> None:
-        """Take all requests of one call; a server overrides it if it must know what came together."""
-        for key, request in entries:
-            self.add(key, request)
+        """Take all requests of one call, or none; for servers that must know what came together."""
+        added: set[int] = set()
+        try:
+            for key, request in entries:
+                self.add(key, request)
+                added.add(key)
+        except EngineError:
+            self.forget(added)
+            raise
 
     @abstractmethod
     def step(self) -> Iterable[tuple[int, Completion | EngineError]]:
@@ -102,10 +108,7 @@ class DecodingServer(ABC):
 
     @abstractmethod
     def forget(self, keys: set[int]) -> None:
-        """Stop decoding these requests: nobody waits for them any more.
-
-        They are running, or ``add`` has raised before it came to them.
-        """
+        """Stop decoding these requests; they are running, and nobody waits for them any more."""
 
     def idle(self) -> None:  # noqa: B027 - optional
         """Called once when there was nothing to do for ``idle_seconds``, for example to free memory."""
@@ -169,10 +172,10 @@ class DecodingServer(ABC):
         entries = [
             (place, next(self._keys), request) for place, request in enumerate(requests) if request.max_tokens
         ]
+        self.add_call([(key, request) for _, key, request in entries])
         for place, key, _ in entries:
             call.running[key] = place
             self._tickets[key] = ticket
-        self.add_call([(key, request) for _, key, request in entries])
         self._answer_if_complete(ticket)
 
     def _step(self) -> None:
