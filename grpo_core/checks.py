@@ -55,7 +55,11 @@ def changed(data: Any, recorded: Sums, itemsize: int) -> int | None:
     difference, places = (_signed(a - b) for a, b in zip(now, recorded, strict=True))
     if not difference or places % difference or not 1 <= places // difference <= len(words):
         return None
-    return (places // difference - 1) * words.itemsize // itemsize
+    begin = (places // difference - 1) * words.itemsize
+    if itemsize < words.itemsize:  # the lowest bit that has changed is in one of the word's numbers
+        lowest = (difference & -difference).bit_length() - 1
+        begin += lowest // (8 * itemsize) * itemsize
+    return begin // itemsize
 
 
 def _words(data: Any) -> NDArray[Any]:

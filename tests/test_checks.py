@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from grpo_core import checks
 
-KINDS = [np.int32, np.float32, np.float64, np.bool_, np.uint8]
+KINDS = [np.int32, np.float32, np.float64, np.float16, np.bool_, np.uint8]
 
 
+@settings(max_examples=200)
 @given(st.sampled_from(KINDS), st.integers(1, 9000), st.integers(0, 2**32), st.data())
 def test_one_changed_number_is_found_whichever_bit_it_is(kind, size, seed, data):
     array = np.random.default_rng(seed).integers(0, 2, size * np.dtype(kind).itemsize, np.uint8).view(kind)
