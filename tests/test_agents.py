@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from killing import GRPO, Run
 
+from grpo_core import cli
 from grpo_core.agents.server import AgentServer
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.incidents import reported_to
@@ -236,6 +238,30 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+# ---------------------------------------------------------------------------------- check
+
+ASKED = 'said = await asyncio.to_thread(ask, client, prompt.messages[0]["content"])'
+PLAYS = "its agent plays a rollout"
+CHECKED = {
+    "right": (f"{ASKED}; return float(said == prompt.answer)", 0, f"ok      {PLAYS}: 4 of 4"),
+    "raises": ('raise KeyError("gold")', 1, f"FAILED  {PLAYS}: prompt '0', .* KeyError: 'gold'"),
+    "raises later": (f'{ASKED}; raise KeyError("gold")', 1, f"FAILED  {PLAYS}: .* KeyError: 'gold'"),
+    "asks nothing": ("return 1.0", 1, f"FAILED  {PLAYS}: .* its agent asked for no completion; it finds"),
+    "says a word": (f'{ASKED}; return "yes"', 1, r"FAILED  .* run returned 'yes' \(str\), expected a float"),
+    "is unsteady": (f"{ASKED}; return time.time()", 0, "note    the same replies get the same reward: "),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("agent", CHECKED)
+def test_check_finds_what_an_agent_does_wrong(agent, tmp_path, capsys):
+    body, status, said = CHECKED[agent]
+    (tmp_path / "agent.py").write_text(f"{HEAD}\nasync def run(prompt, client):\n    {body}\n")
+    command = ["check", f"{tmp_path}/agent.py"]
+    assert cli.app(command, exit_on_error=True, result_action="return_value") == status
+    assert re.search(said, capsys.readouterr().out)
 
 
 # ---------------------------------------------------------------------------------- whole runs

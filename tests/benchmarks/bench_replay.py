@@ -46,7 +46,7 @@ SETTINGS = {
     "validation.every": 0, "model.options.warm_start_steps": 0, "trainer.threads": 1, "engine.threads": 1,
     "checkpoint.every": EVERY, "checkpoint.keep_every": EVERY, "pipeline.max_staleness": 1,
 }  # fmt: skip
-KINDS = {
+KINDS: dict[str, dict[str, object]] = {
     "sync": {"pipeline.max_staleness": 0},
     "stale": {"pipeline.max_staleness": 2, "trainer.updates_per_step": 2},
     "killed": {},
@@ -64,7 +64,7 @@ def command(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
 def made(cwd: Path, kind: str, seed: int) -> Path:
     """Train a run of a kind; return its directory."""
     run = cwd / f"{kind}-{seed}"
-    settings = {**SETTINGS, **KINDS[kind], "seed": seed}
+    settings: dict[str, object] = {**SETTINGS, **KINDS[kind], "seed": seed}
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     process = command(cwd, "--env", "./letters.py:Letters", *sets, "--output", run.name)
     if kind == "killed":
@@ -94,7 +94,7 @@ async def replayed(run: Path, chosen: set[int]) -> tuple[int, list[float], list[
             await replayer.begin(first)
             async for each in replayer.until(last):
                 took = history.step(each.step).metrics["time/train"]
-                if each.step > start + 1:  # a process is slow at its first step
+                if each.step > start + 1 and took:  # a process is slow at its first step
                     ratios.append(each.seconds / took)
                 if each.step in chosen:
                     same += not each.difference
