@@ -71,8 +71,8 @@ def drawn(demo: str, curves: dict[str, Curve]) -> Chart:
     return made
 
 
-def svg(charts: list[Chart]) -> str:
-    """The charts, one below the other."""
+def svg(charts: list[Chart], note: str) -> str:
+    """The charts, one below the other, each with a note."""
     each = HEIGHT + TITLE
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {each * len(charts)}" '
@@ -80,11 +80,11 @@ def svg(charts: list[Chart]) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for place, one in enumerate(charts):
-        parts += [f'<g transform="translate(0 {each * place})">', *_elements(one), "</g>"]
+        parts += [f'<g transform="translate(0 {each * place})">', *_elements(one, note), "</g>"]
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _elements(one: Chart) -> list[str]:
+def _elements(one: Chart, note: str) -> list[str]:
     parts = [f'<text x="{one.left}" y="17" font-weight="bold">{escape(one.title)}</text>']
     parts += [f'<g transform="translate(0 {TITLE - 10})">']
     for y, text in one.y_ticks:
@@ -97,17 +97,17 @@ def _elements(one: Chart) -> list[str]:
         strength = 'stroke-opacity="0.35"' if series.style == "faint" else 'stroke-width="2"'
         parts += [f'<path d="{line}" fill="none" stroke="{colour}" {strength}/>']
         parts += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in marks]
-    last = one.series[-1]
-    note = f"validation accuracy by step: {escape(last.name)}; faint: each seed"
-    parts += [f'<text x="{one.width - 14}" y="{one.height - 34}" text-anchor="end">{note}</text>']
+    parts += [f'<text x="{one.width - 14}" y="{one.height - 34}" text-anchor="end">{escape(note)}</text>']
     return [*parts, "</g>"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    curves = measure(parser.parse_args().seeds)
-    PICTURE.write_text(svg([drawn(demo, curves[demo]) for demo in DEMOS]))
+    seeds = parser.parse_args().seeds
+    curves = measure(seeds)
+    note = f"validation accuracy by step: mean of {seeds} seeds; faint: each seed"
+    PICTURE.write_text(svg([drawn(demo, curves[demo]) for demo in DEMOS], note))
     print(f"drawn: {PICTURE}")
 
 

@@ -384,6 +384,7 @@ class AgentRun(Run):
 def main(kills: int) -> None:
     """Kill processes of runs at random moments, this often: python tests/test_agents.py KILLS."""
     rng, made = random.Random(0), 0
+    killed: dict[str, int] = {}
     while made < kills:
         with tempfile.TemporaryDirectory() as directory:
             run = AgentRun(Path(directory), steps=60)
@@ -394,18 +395,20 @@ def main(kills: int) -> None:
                 while run.running and run.steps <= steps:
                     time.sleep(0.02)
                 time.sleep(rng.uniform(0.0, 0.5))
-                who = rng.choice(["environment", "environment", "environment", "engine", "all"])
-                if who == "all" and not list((run.directory / "checkpoints").glob("step-*")):
+                who = rng.choice([*["environment"] * 3, "engine", "trainer", "main", "all"])
+                ends = who in ("trainer", "main", "all")
+                if ends and not list((run.directory / "checkpoints").glob("step-*")):
                     continue
-                if run.running and (who == "all" or who in run.processes()):
+                if run.running and (who in ("main", "all") or who in run.processes()):
                     run.kill(who)
                     made += 1
-                if who == "all":
+                    killed[who] = killed.get(who, 0) + 1
+                if ends:
                     run.process.wait()
                     run.resume()
             said = run.end(seconds=600)
             verified = subprocess.run([GRPO, "verify", run.directory], capture_output=True, text=True)
-            print(made, "kills;", run.process.returncode, verified.stdout.splitlines()[0], flush=True)
+            print(made, "kills:", killed, run.process.returncode, verified.stdout.splitlines()[0], flush=True)
             assert run.process.returncode == 0 or "finished all of its" in said, said
             assert verified.returncode == 0, verified.stdout
 

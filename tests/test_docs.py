@@ -54,6 +54,7 @@ GENERATED = {
     "records": "docs/plugins.md",
     "catalogue": "docs/catalogue.md",
     "architecture": "ARCHITECTURE.md",
+    "learning": "docs/learning.md",
 }
 """Generator in docs/, and the page that it writes."""
 

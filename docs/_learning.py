@@ -1,0 +1,146 @@
+"""Writes the tables of docs/learning.md, and its picture, from docs/learning.json.
+
+    python docs/_learning.py
+
+The numbers are those of tests/benchmarks/bench_learning.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from grpo_core.reporting.charts import Chart, Series, chart
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+from _learning_curves import COLOURS, TITLE, svg  # noqa: E402 - it lies beside this file
+
+ARMS = [(0, "off"), (2, "token_truncate"), (2, "off"), (4, "sequence_truncate"), (4, "off")]
+"""What the picture shows."""
+NUMBERS, PICTURE, PAGE = DOCS / "learning.json", DOCS / "learning.svg", DOCS / "learning.md"
+WINDOW = 10
+"""Steps whose mean reward is one number of ``reward``."""
+MARGIN = 0.02
+"""Difference in accuracy below which two settings count as equal."""
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Quantile 0.975 of Student's t for this many seeds: of an interval that covers the mean with 95%."""
+T_90 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
+"""Quantile 0.95: two one-sided tests at 5% hold if the interval of 90% is within the margin."""
+
+Arm = tuple[int, str]
+"""Bound of staleness, and correction."""
+Runs = Mapping[Arm, Mapping[int, Mapping[str, Any]]]
+"""Runs by arm and seed."""
+
+
+def read(task: str) -> Runs:
+    found: dict[Arm, dict[int, Any]] = defaultdict(dict)
+    for name, run in json.loads(NUMBERS.read_text()).items():
+        of, bound, correction, seed = name.split("/")
+        if of == task:
+            found[int(bound), correction][int(seed)] = run
+    return dict(sorted(found.items()))
+
+
+def interval(values: Sequence[float], quantiles: Mapping[int, float]) -> tuple[float, float]:
+    """Return the mean, and how far the ends of its interval are from it."""
+    return fmean(values), quantiles[len(values)] * stdev(values) / sqrt(len(values))
+
+
+def _cell(values: Sequence[float], *, scale: float = 100.0, digits: int = 1, unit: str = "%") -> str:
+    if len(values) == 1:
+        return f"{values[0] * scale:.{digits}f}{unit}"
+    mean, half = interval(values, T_95)
+    return f"{mean * scale:.{digits}f}{unit} ± {half * scale:.{digits}f}"
+
+
+def table(runs: Runs) -> str:
+    """One row for each arm."""
+    lines = [
+        "| `max_staleness` | correction | seeds | accuracy | mean reward of all steps | mean staleness |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (bound, correction), seeds in runs.items():
+        accuracy = [run["accuracy"] for run in seeds.values()]
+        reward = [fmean(run["reward"]) for run in seeds.values()]
+        lines.append(
+            f"| {bound} | {'none' if correction == 'off' else f'`{correction}`'} | {len(seeds)} "
+            f"| {_cell(accuracy)} | {_cell(reward, scale=1.0, digits=3, unit='')} "
+            f"| {fmean(run['staleness'] for run in seeds.values()):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def equivalence(runs: Runs, arm: Arm, other: Arm) -> str:
+    """Two one-sided tests of the difference of two arms, paired by seed."""
+    common = sorted(runs[arm].keys() & runs[other].keys())
+    differences = [runs[arm][seed]["accuracy"] - runs[other][seed]["accuracy"] for seed in common]
+    mean, half = interval(differences, T_90)
+    low, high = mean - half, mean + half
+    if low > -MARGIN and high < MARGIN:
+        told = f"is within {MARGIN:.0%}: the two are equal in this sense"
+    elif high < -MARGIN or low > MARGIN:
+        told = f"is beyond {MARGIN:.0%}: they differ by more than that"
+    else:
+        told = f"is not within {MARGIN:.0%}: equality is not shown"
+    return (
+        f"The difference in accuracy, paired by {len(common)} seeds, is {mean * 100:+.1f} points; its "
+        f"interval of 90%, {low * 100:+.1f} to {high * 100:+.1f}, {told}."
+    )
+
+
+def drawn(runs: Runs, arms: Sequence[Arm]) -> Chart:
+    """Mean rewards by step."""
+    lines = []
+    for colour, arm in enumerate(arms):
+        rewards = [run["reward"] for run in runs[arm].values()]
+        points = [
+            ((place + 0.5) * WINDOW, fmean(each)) for place, each in enumerate(zip(*rewards, strict=True))
+        ]
+        lines.append(Series(name=_name(arm), points=points, colour=colour))
+    made = chart("sort: mean reward by step", lines, low=0.0, high=1.0)
+    assert made is not None
+    return made
+
+
+def _name(arm: Arm) -> str:
+    bound, correction = arm
+    return f"staleness {bound}" + ("" if correction == "off" else f", {correction}")
+
+
+def legend(arms: Sequence[Arm]) -> str:
+    return "".join(
+        f'<text x="300" y="{TITLE + 88 + 14 * place}" fill="{COLOURS[place]}">{escape(_name(arm))}</text>'
+        for place, arm in enumerate(arms)
+    )
+
+
+def page() -> str:
+    """The page with the present numbers."""
+    runs = read("sort")
+    parts = {"table": table(runs), "equivalence": equivalence(runs, (2, "token_truncate"), (0, "off"))}
+    text = PAGE.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        begin, end = f"<!-- begin {name}", f"<!-- end {name} -->"
+        before, _, rest = text.partition(begin)
+        first, _, _ = rest.partition("\n")
+        text = f"{before}{begin}{first}\n{part}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    note = "mean over the seeds of the table"
+    PICTURE.write_text(svg([drawn(read("sort"), ARMS)], note).replace("</svg>", legend(ARMS) + "</svg>"))
+
+
+if __name__ == "__main__":
+    main()
