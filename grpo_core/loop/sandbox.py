@@ -32,6 +32,8 @@ LARGEST = 1_000_000
 MADE = 100_000_000
 """Characters and items that a rendering may make in all, 0.1 to 1 GB.  A template that joins each of 200
 turns to earlier ones makes as many for a conversation of a million characters; most write each turn once."""
+LONG = 10_000
+"""Characters or items of one operation after which the clock is read at once."""
 STEPS = 64
 """Steps after which the clock is read again; some machines take 0.1 ms to tell a thread's time."""
 
@@ -74,12 +76,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def step(self) -> None:
         """Raises SecurityError if the time is over."""
-        if next(self._steps) and time.thread_time() > self._ends:
+        if next(self._steps):
+            self._check_time()
+
+    def _check_time(self) -> None:
+        if time.thread_time() > self._ends:
             raise SecurityError(f"it computes for more than {SECONDS:g} s")
 
     def spend(self, size: int) -> None:
         """Raises SecurityError if the template makes more than it may."""
         self._left -= size
+        if size > LONG:  # which took some time, too
+            self._check_time()
         if self._left < 0:
             raise SecurityError(f"it makes texts and lists of more than {MADE:,} characters and items")
 
