@@ -24,7 +24,7 @@ sys.path.insert(0, str(DOCS))
 from _learning_curves import COLOURS, TITLE, svg  # noqa: E402 - it lies beside this file
 
 ARMS = [(0, "off"), (2, "token_truncate"), (2, "off"), (4, "sequence_truncate"), (4, "off")]
-"""What the picture shows."""
+"""Settings that the picture shows."""
 NUMBERS, PICTURE, PAGE = DOCS / "learning.json", DOCS / "learning.svg", DOCS / "learning.md"
 WINDOW = 10
 """Steps whose mean reward is one number of ``reward``."""

@@ -33,7 +33,7 @@ MADE = 100_000_000
 """Characters and items that a rendering may make in all, 0.1 to 1 GB.  A template that joins each of 200
 turns to earlier ones makes as many for a conversation of a million characters; most write each turn once."""
 LONG = 10_000
-"""Characters or items of one operation after which the clock is read at once."""
+"""Size of a result after which the clock is read at once."""
 STEPS = 64
 """Steps after which the clock is read again; some machines take 0.1 ms to tell a thread's time."""
 
