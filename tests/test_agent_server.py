@@ -17,7 +17,7 @@ import pytest
 from test_agent_sessions import MANY, Says, check
 
 from grpo_core.agents.server import MAX_BODY, AgentServer
-from grpo_core.errors import ConfigError, PluginError
+from grpo_core.errors import ConfigError, EngineError, PluginError
 from grpo_core.incidents import reported_to
 from grpo_core.limits import Limits
 from grpo_core.records import AgentRollout
@@ -31,21 +31,23 @@ ASKED = [{"role": "user", "content": "what is it"}]
 class Story:
     """A server with one session."""
 
-    def __init__(self, *texts, limits=MANY, seconds=0.0):
+    def __init__(self, *texts, limits=MANY, seconds=0.0, ping=60.0):
         self.engine = Says(FakeRenderer(), *texts, seconds=lambda: seconds)
-        self.limits = limits
+        self.limits, self.ping = limits, ping
         self.incidents = []
 
     async def __aenter__(self):
         self._stack = contextlib.AsyncExitStack()
         self._stack.enter_context(reported_to(self.incidents.append))
-        self.server = AgentServer()
+        self.server = AgentServer(ping=self.ping)
         await self.server.start()
         self._stack.push_async_callback(self.server.aclose)
         rollout = AgentRollout(seed=1, group="g", temperature=0.7, limits=self.limits)
         self.session = self.server.open(rollout, self.engine, FakeRenderer())
         self.client = self.session.client
-        self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
+        self.http = await self._stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))
+        )
         return self
 
     async def __aexit__(self, *error):
@@ -313,6 +315,127 @@ def test_the_client_of_anthropic_reads_replies_and_streams():
             assert whole.usage.output_tokens == 2
 
     story(play, "yes", "no")
+
+
+# ---------------------------------------------------------------------------------- streams that take long
+
+STREAMS = {
+    "/chat/completions": {"messages": ASKED, "stream": True},
+    "/responses": {"input": "what is it", "stream": True},
+    "/messages": {"messages": ASKED, "max_tokens": 90, "stream": True},
+}
+
+
+def held(engine, error=None):
+    """Let the engine wait until the result is set."""
+    go_on, generate = asyncio.Event(), engine.generate
+
+    async def waiting(requests):
+        await go_on.wait()
+        if error is not None:
+            raise error
+        return await generate(requests)
+
+    engine.generate = waiting
+    return go_on
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_begins_at_once_and_has_comments_until_the_model_has_spoken(path):
+    async def play(scene):
+        go_on, headers = held(scene.engine), {"Authorization": f"Bearer {scene.client.api_key}"}
+        url = f"{scene.client.base_url}{path}"
+        async with scene.http.post(url, json=STREAMS[path], headers=headers) as response:
+            assert (response.status, response.content_type) == (200, "text/event-stream")
+            for _ in range(3):
+                assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
+            assert scene.engine.said == []
+            go_on.set()
+            assert b"yes" in await response.content.read()
+
+    story(play, "yes", ping=0.01)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_an_engine_that_fails_when_the_stream_has_begun_ends_it_with_an_error(path):
+    async def play(scene):
+        go_on = held(scene.engine, EngineError("engine fake: no"))
+        url, key = f"{scene.client.base_url}{path}", {"Authorization": f"Bearer {scene.client.api_key}"}
+        async with scene.http.post(url, json=STREAMS[path], headers=key) as response:
+            assert response.status == 200
+            assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
+            go_on.set()
+            last = (await response.read()).decode().strip()
+        *name, data = last.splitlines()
+        assert name == ([] if path == "/chat/completions" else ["event: error"])
+        told = json.loads(data.removeprefix("data: "))
+        assert "engine fake: no" in told["error"]["message"]
+
+    story(play)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_what_is_refused_before_the_model_is_asked_has_a_status_in_a_stream_too(path):
+    async def play(scene):
+        assert (await scene.post(path, {**STREAMS[path], "n": "many", "tools": 7}))[0] == 400
+        status, told = await scene.post(path, STREAMS[path])
+        assert status == 400
+        assert "max_turns" in str(told)
+
+    recording = story(play, limits=Limits(max_tokens=9, max_turns=0, context=100))
+    assert recording.limited
+
+
+def test_a_stream_whose_client_has_gone_is_there_for_the_one_that_asks_again():
+    async def play(scene):
+        go_on, body = held(scene.engine), STREAMS["/chat/completions"]
+        url, key = f"{scene.client.base_url}/chat/completions", f"Bearer {scene.client.api_key}"
+        async with scene.http.post(url, json=body, headers={"Authorization": key}) as response:
+            await response.content.readline()
+            response.close()
+        async with scene.http.post(
+            url, json=body, headers={"Authorization": key, "x-stainless-retry-count": "1"}
+        ) as response:
+            assert await response.content.readline() == b": ping\n"
+            go_on.set()
+            assert b"yes" in await response.content.read()
+        assert len(scene.engine.said) == 1
+
+    story(play, "yes", "no", ping=0.01)
+
+
+@pytest.mark.long
+def test_clients_that_give_up_after_a_short_silence_read_a_stream_that_takes_longer():
+    anthropic = pytest.importorskip("anthropic")
+
+    async def chat(model):
+        stream = await model.chat.completions.create(model="any", messages=ASKED, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def responses(model):
+        async with model.responses.stream(model="any", input="what is it") as stream:
+            return (await stream.get_final_response()).output_text
+
+    async def messages(model):
+        async with model.messages.stream(model="any", max_tokens=90, messages=ASKED) as stream:
+            return await stream.get_final_text()
+
+    async def play(scene):
+        base = scene.client.env_vars()["ANTHROPIC_BASE_URL"]
+        options = {"api_key": scene.client.api_key, "max_retries": 0, "timeout": 1.0}
+        async with (
+            openai.AsyncOpenAI(base_url=scene.client.base_url, **options) as one,
+            anthropic.AsyncAnthropic(base_url=base, **options) as other,
+        ):
+            assert await asyncio.gather(chat(one), responses(one), messages(other)) == ["yes"] * 3
+            with pytest.raises(openai.APITimeoutError):
+                await one.chat.completions.create(model="any", messages=[*ASKED, *ASKED])
+            scene.engine.fault, scene.engine.seconds = (lambda: True), (lambda: 0.0)
+            for asked, model in ((chat, one), (responses, one), (messages, other)):
+                with pytest.raises((openai.APIError, anthropic.APIError), match="asked again, please"):
+                    await asked(model)
+
+    story(play, "yes", seconds=2.5, ping=0.1)
 
 
 # ---------------------------------------------------------------------------------- faults

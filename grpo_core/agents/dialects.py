@@ -89,6 +89,9 @@ class Dialect(Protocol):
         ...
 
     def error(self, status: int, message: str, code: str) -> dict[str, Any]: ...
+    def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
+        """Return the name and the data of the event that ends a stream without a completion."""
+        ...
 
 
 # ---------------------------------------------------------------------------------- reading
@@ -285,6 +288,9 @@ class ChatCompletions:
     def error(self, status: int, message: str, code: str) -> dict[str, Any]:
         return {"error": {"message": message, "type": _openai_type(status), "param": None, "code": code}}
 
+    def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
+        return "", self.error(status, message, code)
+
     def _head(self, kind: str, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-{answers[0].id}",
@@ -422,6 +428,11 @@ class Responses:
     def error(self, status: int, message: str, code: str) -> dict[str, Any]:
         return {"error": {"message": message, "type": _openai_type(status), "param": None, "code": code}}
 
+    def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
+        """Return an ``error`` event as it is documented, with the error that OpenAI's clients raise."""
+        told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
+        return "error", {**told, **self.error(status, message, code)}
+
     def _head(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         return {
             "id": f"resp_{answer.id}",
@@ -558,6 +569,9 @@ class AnthropicMessages:
         kind = "api_error" if status >= 500 else kinds.get(status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
+    def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
+        return "error", self.error(status, message, code)
+
     def _head(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         return {
             "id": f"msg_{answer.id}",
@@ -632,11 +646,13 @@ def encoded(dialect: Dialect, request: ChatRequest, answers: Sequence[Answer]) -
     """Return the bytes of a reply: JSON, or the events of a stream."""
     if not request.stream:
         return json.dumps(dialect.reply(request, answers), ensure_ascii=False).encode()
-    parts = []
-    for name, data in dialect.stream(request, answers):
-        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-        parts.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
-    return "".join(parts).encode()
+    return b"".join(event(name, data) for name, data in dialect.stream(request, answers))
+
+
+def event(name: str, data: Any) -> bytes:
+    """Return the bytes of an event, whose name may be empty."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return (f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n").encode()
 
 
 CHAT, RESPONSES, ANTHROPIC = ChatCompletions(), Responses(), AnthropicMessages()

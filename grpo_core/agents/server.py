@@ -17,7 +17,7 @@ from aiohttp import web
 
 from grpo_core.agents.dialects import ANTHROPIC, CHAT, DIALECTS, Dialect
 from grpo_core.agents.repeats import Attempt
-from grpo_core.agents.session import Refused, Reply, Session, attempt_digest, refusal
+from grpo_core.agents.session import PING, Refused, Reply, Session, attempt_digest, refusal
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.incidents import report
 from grpo_core.protocols import Engine, Renderer
@@ -33,10 +33,15 @@ CLOSING = 1.0
 
 
 class AgentServer:
-    """An ``AgentEndpoint``: an HTTP server on a free port of one address of this machine."""
+    """An ``AgentEndpoint``: an HTTP server on a free port of one address of this machine.
 
-    def __init__(self, host: str = HOST) -> None:
+    Args:
+        ping: seconds between the comments with which a stream keeps its client while the engine works.
+    """
+
+    def __init__(self, host: str = HOST, *, ping: float = PING) -> None:
         self._host = host
+        self._ping = ping
         self._sessions: dict[bytes, Session] = {}
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -120,12 +125,12 @@ class AgentServer:
             except web.HTTPRequestEntityTooLarge:
                 told = f"the body has more than {MAX_BODY} bytes"
                 return _json(dialect.error(413, told, "too_large"), 413)
-            attempt = _attempt(request, body)
+            attempt, wire = _attempt(request, body), _Wire(request)
             try:
-                call, reply = await session.reply(dialect, body, attempt)
+                call, reply = await session.reply(dialect, body, attempt, alive=wire.ping, every=self._ping)
             except Refused as refused:
-                return await _sent(request, refusal(dialect, refused))
-            response = await _sent(request, reply)
+                return await wire.send(refusal(dialect, refused))
+            response = await wire.send(reply)
             if not attempt.gone():
                 session.delivered(call, attempt)
             return response
@@ -136,7 +141,7 @@ class AgentServer:
         session = self._session(request)
         if session is None:
             return _unknown(ANTHROPIC)
-        return await _sent(request, await session.count_tokens(ANTHROPIC, await request.read()))
+        return await _Wire(request).send(await session.count_tokens(ANTHROPIC, await request.read()))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if self._session(request) is None:
@@ -183,14 +188,38 @@ def _attempt(request: web.Request, body: bytes) -> Attempt:
     )
 
 
-async def _sent(request: web.Request, reply: Reply) -> web.StreamResponse:
-    """Send a reply to its end, or find out that the client has gone."""
-    kind = "text/event-stream" if reply.stream and reply.status == 200 else "application/json"
-    response = web.Response(body=reply.body, status=reply.status, content_type=kind, charset="utf-8")
-    with contextlib.suppress(ConnectionError):
-        await response.prepare(request)
-        await response.write_eof()
-    return response
+class _Wire:
+    """The way back to a client; a stream begins before there is a reply."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._begun: web.StreamResponse | None = None
+
+    async def ping(self) -> None:
+        """Send a comment, which clients skip, in a stream; the first one comes after the headers."""
+        with contextlib.suppress(ConnectionError):
+            if self._begun is None:
+                headers = {"Content-Type": _EVENTS, "Cache-Control": "no-cache"}
+                begun = web.StreamResponse(headers=headers)
+                await begun.prepare(self._request)
+                self._begun = begun
+            await self._begun.write(b": ping\n\n")
+
+    async def send(self, reply: Reply) -> web.StreamResponse:
+        """Send a reply to its end, or find out that the client has gone."""
+        if self._begun is not None:
+            with contextlib.suppress(ConnectionError):
+                await self._begun.write_eof(reply.body if reply.status == 200 else reply.failure)
+            return self._begun
+        kind = _EVENTS if reply.stream and reply.status == 200 else "application/json; charset=utf-8"
+        response = web.Response(body=reply.body, status=reply.status, headers={"Content-Type": kind})
+        with contextlib.suppress(ConnectionError):
+            await response.prepare(self._request)
+            await response.write_eof()
+        return response
+
+
+_EVENTS = "text/event-stream; charset=utf-8"
 
 
 def _json(data: object, status: int = 200) -> web.Response:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
+from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded
+from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded, event
 from grpo_core.agents.recorder import Node, Recorder, Turn
 from grpo_core.agents.repeats import Attempt, Call, KeyReused, Repeats
 from grpo_core.aio import cancel
@@ -26,6 +27,8 @@ from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationR
 
 MOST_COMPLETIONS = 64
 """Largest ``n`` of a request."""
+PING = 2.0
+"""Seconds between the signs of life of a stream; clients have time-outs for silence."""
 
 
 @frozen(kw_only=True)
@@ -35,6 +38,8 @@ class Reply:
     body: bytes
     status: int = 200
     stream: bool = False
+    failure: bytes = b""
+    """The event that says the same as ``body``, for a stream that has begun before the request failed."""
 
 
 class Refused(Exception):  # noqa: N818 - it is what it is
@@ -58,6 +63,15 @@ class _Read:
     turn: Turn
 
 
+@frozen(eq=False)
+class Asked:
+    """A request on its way to its reply."""
+
+    task: asyncio.Task[Reply]
+    streams: asyncio.Future[None]
+    """Done when the engine begins with the completions of a stream."""
+
+
 @define(eq=False)
 class Session:
     """A rollout of an agent while it is played; an ``AgentSession``.
@@ -75,7 +89,7 @@ class Session:
     ended: Callable[[], None] = lambda: None
     ignored: Callable[[Sequence[str]], None] = lambda names: None
     recorder: Recorder = field(init=False)
-    _repeats: Repeats[asyncio.Task[Reply]] = field(init=False, factory=Repeats)
+    _repeats: Repeats[Asked] = field(init=False, factory=Repeats)
     _history: dict[str, tuple[Message, ...]] = field(init=False, factory=dict)
     _running: set[asyncio.Task[Reply]] = field(init=False, factory=set)
     _fault: asyncio.Event = field(init=False, factory=asyncio.Event)
@@ -104,10 +118,17 @@ class Session:
     # ------------------------------------------------------------------------------ requests
 
     async def reply(
-        self, dialect: Dialect, body: bytes, attempt: Attempt
-    ) -> tuple[Call[asyncio.Task[Reply]], Reply]:
+        self,
+        dialect: Dialect,
+        body: bytes,
+        attempt: Attempt,
+        *,
+        alive: Callable[[], Awaitable[None]] | None = None,
+        every: float = PING,
+    ) -> tuple[Call[Asked], Reply]:
         """Answer a request, or give it the answer of the one that it repeats.
 
+        ``alive`` is called when the engine begins with a stream, and again after each ``every`` seconds.
         Cancelling this does not cancel the request: a client that has gone may ask again.  Raises Refused if
         the session has ended, or the client repeats the key of another request.
         """
@@ -121,19 +142,27 @@ class Session:
         if call is None:
             if self._closed:
                 raise Refused(401, "this rollout has ended", "ended")
-            task = asyncio.create_task(self._answer(dialect, body), name="request of an agent")
+            streams = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._answer(dialect, body, streams), name="request of an agent")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-            call = self._repeats.begin(attempt, task)
-        await asyncio.wait([call.answer])
-        if call.answer.cancelled():
+            call = self._repeats.begin(attempt, Asked(task, streams))
+        task = call.answer.task
+        if alive is not None:
+            either: list[asyncio.Future[Any]] = [task, call.answer.streams]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            while not task.done():
+                await alive()
+                await asyncio.wait([task], timeout=every)
+        await asyncio.wait([task])
+        if task.cancelled():
             raise Refused(401, "this rollout has ended", "ended")
-        reply = call.answer.result()
+        reply = task.result()
         if reply.status != 200:
             self._repeats.forget(call)
         return call, reply
 
-    def delivered(self, call: Call[asyncio.Task[Reply]], attempt: Attempt) -> None:
+    def delivered(self, call: Call[Asked], attempt: Attempt) -> None:
         """Remember that a client got its reply."""
         self._repeats.delivered(call, attempt)
 
@@ -145,10 +174,10 @@ class Session:
             return refusal(dialect, refused)
         return Reply(body=json.dumps({"input_tokens": len(read.turn.context)}).encode())
 
-    async def _answer(self, dialect: Dialect, body: bytes) -> Reply:
+    async def _answer(self, dialect: Dialect, body: bytes, streams: asyncio.Future[None]) -> Reply:
         try:
             read = await self.renderer.run(lambda: self._read(dialect, body), len(body))
-            completions = await self._generate(read)
+            completions = await self._generate(read, streams)
             tokens = sum(len(completion.tokens) for completion in completions)
             return await self.renderer.run(lambda: self._recorded(dialect, read, completions), tokens)
         except Refused as refused:
@@ -176,7 +205,7 @@ class Session:
             raise Refused(400, f"n is {request.n}; expected at most {MOST_COMPLETIONS}", "bad_request")
         return _Read(request, turn)
 
-    async def _generate(self, read: _Read) -> list[Completion]:
+    async def _generate(self, read: _Read, streams: asyncio.Future[None]) -> list[Completion]:
         """Return the completions of a request.  Raises Refused."""
         if read.request.ignored:
             self.ignored(read.request.ignored)
@@ -184,6 +213,8 @@ class Session:
         if (limit := self.recorder.admit(read.turn, n)) is not None:
             raise Refused(400, self._told(limit, len(read.turn.context)), _CODES.get(limit, f"max_{limit}"))
         requests = [self._request(read) for _ in range(n)]
+        if read.request.stream:  # what is refused above has a status of its own, which a stream hides
+            streams.set_result(None)
         completed = False
         try:
             completions = await self.engine.generate(requests)
@@ -267,8 +298,9 @@ _CODES = {"tokens": "context_length_exceeded"}
 
 def refusal(dialect: Dialect, refused: Refused) -> Reply:
     """Return the reply that says why there is no completion."""
-    body = dialect.error(refused.status, str(refused), refused.code)
-    return Reply(body=json.dumps(body, ensure_ascii=False).encode(), status=refused.status)
+    told = refused.status, str(refused), refused.code
+    body = json.dumps(dialect.error(*told), ensure_ascii=False).encode()
+    return Reply(body=body, status=refused.status, failure=event(*dialect.failure(*told)))
 
 
 def attempt_digest(path: str, body: bytes) -> bytes:
