@@ -14,8 +14,11 @@ import tracemalloc
 import aiohttp
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_agent_sessions import MANY, Says, check
 
+from grpo_core.agents.dialects import DIALECTS, BadRequest
 from grpo_core.agents.server import MAX_BODY, AgentServer
 from grpo_core.errors import ConfigError, EngineError, PluginError
 from grpo_core.incidents import reported_to
@@ -517,6 +520,29 @@ def test_a_request_that_makes_no_sense_is_one_clear_error(path, body):
         assert scene.engine.said == []
 
     story(play)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "user", "function", "text"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["role", "content", "type", "text", "name", "id", "function", "tool_calls",
+                         "arguments", "call_id", "output", "input", "tool_use_id", "parameters"]),
+        inner, max_size=4,
+    ),
+    max_leaves=8,
+)  # fmt: skip
+FIELDS = ("messages", "input", "tools", "tool_choice", "n", "max_tokens", "stop", "stop_sequences", "stream",
+          "stream_options", "model", "system", "instructions", "previous_response_id", "text", "include",
+          "response_format", "reasoning", "thinking", "logprobs")  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=6))
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_a_dialect_reads_any_json_or_says_what_is_wrong(dialect, body):
+    with contextlib.suppress(BadRequest):
+        dialect.read({"messages": ASKED, "input": "what is it", **body}, {}.get)
 
 
 def test_an_engine_that_fails_is_the_engines_fault_and_a_broken_one_ends_the_run():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
 import random
+import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,6 +111,62 @@ def check(recording, engine):
     assert recording.turns == len(engine.said)
     sampled = [segment.tokens.n_sampled for segment in recording.segments]
     assert sum(recording.turn_tokens) == sum(sampled)
+
+
+# ---------------------------------------------------------------------------------- what a session keeps
+
+
+def kept_by(*roots):
+    """Return the bytes of all objects that these lead to, and the messages among them."""
+    size, messages, seen, left = 0, 0, set(), list(roots)
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, type):
+            continue
+        seen.add(id(each))
+        size += each.nbytes if isinstance(each, np.ndarray) else sys.getsizeof(each)
+        messages += isinstance(each, dict) and "role" in each
+        left += gc.get_referents(each)
+    return size, messages
+
+
+async def talked(turns, renderer):
+    """Return a session of so many turns; each adds 100 tokens."""
+    renderer.run = at_once
+    session = make_session(Says(renderer, "y" * 50, seconds=lambda: 0.0), renderer)
+    messages = []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": "x" * 50})
+        status, reply = await ask(session, {"messages": messages})
+        assert status == 200
+        messages.append(reply["choices"][0]["message"])
+    return session
+
+
+def test_a_session_keeps_what_was_said_once_however_often_it_is_sent():
+    async def kept(turns):
+        session = await talked(turns, FakeRenderer())
+        assert session.recorder.recording().turns == turns
+        return kept_by(session.recorder, session._replies)
+
+    (few, _), (many, messages) = run(kept(30), seed=0), run(kept(120), seed=0)
+    assert messages == 2 * 120
+    assert many < 4.5 * few, "four times as many turns need four times the memory"
+    assert many < 120 * 100 * 60, "a token has at most 60 bytes, with its text"
+
+
+def test_messages_are_kept_once_if_the_template_rewrites_what_was_before():
+    class Forgets(FakeRenderer):
+        def continuation_ids(self, messages, **known):
+            return None
+
+    async def kept():
+        session = await talked(40, Forgets())
+        assert len(session.recorder.recording().segments) == 40
+        return kept_by(session.recorder, session._replies)
+
+    _, messages = run(kept(), seed=0)
+    assert messages <= 3 * 40, "what the user said, and a reply as it was sampled and as it is sent back"
 
 
 # ---------------------------------------------------------------------------------- any agent

@@ -7,7 +7,7 @@ writes what was sampled as its own reply: as JSON, or as the events of a stream.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import frozen
@@ -72,8 +72,8 @@ class Answer:
         return self.finish_reason in ("length", "tokens")
 
 
-History = Mapping[str, tuple[Message, ...]]
-"""Conversations by the id of the reply with which they end."""
+History = Callable[[str], tuple[Message, ...] | None]
+"""Returns the conversation that ends with the reply of an id, or None if there is no such reply."""
 
 
 class Dialect(Protocol):
@@ -371,11 +371,12 @@ class Responses:
     def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
         messages: list[dict[str, Any]] = []
         if before := body.get("previous_response_id"):
-            if before not in history:
+            earlier = history(before) if isinstance(before, str) else None
+            if earlier is None:
                 raise BadRequest(
                     f"previous_response_id is {_short(before)}, which is no reply of this rollout"
                 )
-            messages += [dict(message) for message in history[before] if message["role"] != "system"]
+            messages += [dict(message) for message in earlier if message["role"] != "system"]
         if instructions := body.get("instructions"):
             messages.insert(0, {"role": "system", "content": _text(instructions, "instructions")})
         given = body.get("input")

@@ -14,6 +14,9 @@ asked twice, has returned to an earlier point, has shortened or edited its histo
 rewrites it.  The new row begins with all that the model reads, so a row never trains what another one has
 sampled: each sampled token is in the row in which it was sampled, and in no other.
 
+A completion is kept as a place in its row, and a conversation as what it adds to an earlier one: what a
+session keeps grows with what was said, and not with how often it was sent.
+
 Messages are compared by what they mean, because clients rewrite them: the parts of a text, the spaces around
 a reply, the order of a call's arguments, the ids of calls and a reply's reasoning make no difference.
 """
@@ -57,23 +60,44 @@ class _Row:
 class Node:
     """A recorded completion."""
 
-    messages: tuple[Message, ...]
-    """The conversation before it, as the agent wrote it."""
-    tools: Tools
+    parent: Node | None
+    """The completion that its request continued."""
+    added: tuple[Message, ...]
+    """The messages after that, or all before it, as the agent wrote them."""
     said: Message
     """Its message."""
-    context: Ids
-    """All tokens that the model read."""
-    completion: Completion
     row: _Row
+    place: int
+    """Its number among the parts of the row."""
+    prompt_tokens: int
+    """Number of tokens that the model read."""
     finish_reason: EndReason
+
+    @property
+    def tokens(self) -> Tokens:
+        """What was sampled."""
+        return self.row.parts[self.place]
+
+    def conversation(self) -> tuple[Message, ...]:
+        """Return all messages up to its own."""
+        parts, node = [], self
+        while True:
+            parts.append((*node.added, node.said))
+            if node.parent is None:
+                return tuple(message for part in reversed(parts) for message in part)
+            node = node.parent
+
+    def whole(self) -> Ids:
+        """Return all tokens that the model read, and what was sampled."""
+        return concatenated([self.row.prompt_ids, *(part.ids for part in self.row.parts[: self.place + 1])])
 
 
 @frozen(eq=False)
 class Turn:
     """A request that is ready for the engine."""
 
-    messages: tuple[Message, ...]
+    added: tuple[Message, ...]
+    """The messages after the completion that it continues, or all."""
     tools: Tools
     key: bytes
     context: Ids
@@ -99,6 +123,8 @@ class Recorder:
     _last: Node | None = field(init=False, default=None)
     _asked: dict[bytes, int] = field(init=False, factory=dict)
     """Number of completions that were asked for after the same tokens."""
+    _sent: dict[bytes, Message] = field(init=False, factory=dict)
+    """Messages of requests that continue nothing, by the conversation that ends with them."""
 
     def turn(self, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn:
         """Encode what is new in a request.  Raises ModelError if the chat template cannot render it."""
@@ -111,7 +137,13 @@ class Recorder:
                     return evolve(turn, key=keys[-1])
                 break
         ids = as_ids(renderer.prompt_ids(conversation, tools))
-        return Turn(messages=conversation, tools=tools, key=keys[-1], context=ids)
+        added = tuple(map(self._once, keys[1:], conversation))
+        return Turn(added=added, tools=tools, key=keys[-1], context=ids)
+
+    def _once(self, key: bytes, message: Message) -> Message:
+        """Return the object that is kept for a message, which may be sent with each request."""
+        kept = self._sent.setdefault(key, message)
+        return kept if kept == message else message
 
     def admit(self, turn: Turn, n: int = 1) -> EndReason | None:
         """Return the limit that forbids ``n`` completions of this turn, or None; the turn then counts."""
@@ -147,12 +179,12 @@ class Recorder:
         room = self.limits.room(len(turn.context) + len(completion.tokens))
         reason: EndReason = completion.finish_reason
         node = Node(
-            messages=turn.messages,
-            tools=turn.tools,
+            parent=turn.parent,
+            added=turn.added,
             said=said,
-            context=turn.context,
-            completion=completion,
             row=row,
+            place=len(row.parts) - 1,
+            prompt_tokens=len(turn.context),
             finish_reason="tokens" if reason == "length" and room <= 0 else reason,
         )
         row.tip = self._last = node
@@ -174,7 +206,7 @@ class Recorder:
         last = self._last
         return Recording(
             segments=tuple(row.segment() for row in self._rows),
-            messages=() if last is None else (*last.messages, last.said),
+            messages=() if last is None else last.conversation(),
             turns=sum(len(row.turn_tokens) for row in self._rows),
             turn_tokens=tuple(tokens for row in self._rows for tokens in row.turn_tokens),
             tool_calls=self.tool_calls,
@@ -186,10 +218,10 @@ class Recorder:
 
 def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Turn | None:
     """Return the turn after a completion, or None if the template rewrites what was before."""
-    last = next(iter(node.completion.token_ids[-1:].tolist()), None)
+    last = next(iter(node.tokens.ids[-1:].tolist()), None)
     new = renderer.continuation_ids(
         messages,
-        before=node.messages,
+        before=node.conversation()[:-1],
         said=node.said,
         end=last if last in renderer.stop_token_ids else None,
         tools=tools,
@@ -198,10 +230,10 @@ def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: 
         return None
     ids = as_ids(new)
     return Turn(
-        messages=(*node.messages, node.said, *messages),
+        added=tuple(messages),
         tools=tools,
         key=b"",
-        context=concatenated([node.context, node.completion.token_ids, ids]),
+        context=concatenated([node.whole(), ids]),
         parent=node,
         new=ids,
     )

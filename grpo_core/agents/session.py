@@ -90,7 +90,8 @@ class Session:
     ignored: Callable[[Sequence[str]], None] = lambda names: None
     recorder: Recorder = field(init=False)
     _repeats: Repeats[Asked] = field(init=False, factory=Repeats)
-    _history: dict[str, tuple[Message, ...]] = field(init=False, factory=dict)
+    _replies: dict[str, Node] = field(init=False, factory=dict)
+    """Completions by the id of their reply."""
     _running: set[asyncio.Task[Reply]] = field(init=False, factory=set)
     _fault: asyncio.Event = field(init=False, factory=asyncio.Event)
     _why: Exception | None = field(init=False, default=None)
@@ -281,16 +282,20 @@ class Session:
         return {**message, "content": content}
 
     def _answered(self, node: Node, dialect: Dialect, request: ChatRequest) -> Answer:
-        id = f"{len(self._history):08d}"
+        id = f"{len(self._replies):08d}"
         answer = Answer(
             id=id,
             message=node.said,
             finish_reason=node.finish_reason,
-            prompt_tokens=len(node.context),
-            completion_tokens=len(node.completion.tokens),
+            prompt_tokens=node.prompt_tokens,
+            completion_tokens=len(node.tokens),
         )
-        self._history[f"resp_{id}"] = (*node.messages, node.said)
+        self._replies[f"resp_{id}"] = node
         return answer
+
+    def _history(self, id: str) -> tuple[Message, ...] | None:
+        node = self._replies.get(id)
+        return None if node is None else node.conversation()
 
 
 _CODES = {"tokens": "context_length_exceeded"}
