@@ -75,7 +75,7 @@ class Node:
 
     @property
     def tokens(self) -> Tokens:
-        """What was sampled."""
+        """Its tokens, which were sampled."""
         return self.row.parts[self.place]
 
     def conversation(self) -> tuple[Message, ...]:
