@@ -30,6 +30,11 @@ def _memory_limit() -> str:
     return f"this process may use {most // 2**20:,} MiB of address space (ulimit -v); raise the limit"
 
 
+def say(text: str) -> None:
+    """Print a line of a command's result at once; it may quote what a model or a plugin said."""
+    print(inert(text), flush=True)
+
+
 def complain(text: str) -> None:
     """Print an error; it may quote what a model said, and all of it."""
     print(inert(shortened(text, LONGEST_ERROR)), file=sys.stderr)

@@ -817,6 +817,14 @@ def parse_setting(setting: str) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", nested)
 
 
+def parse_settings(settings: Iterable[str], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a table with what each ``--set`` says, the later ones over the earlier ones and ``onto``."""
+    table = dict(onto or {})
+    for setting in settings:
+        table = merge(table, parse_setting(setting))
+    return table
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Tables are merged key by key, everything else in ``over`` replaces what is in ``base``."""
     merged = dict(base)

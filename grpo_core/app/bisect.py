@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_core.app.history import History, StepRecord, first_metric, first_tensor, read
+from grpo_core.app.history import History, first_metric, first_tensor, read
+from grpo_core.app.resume import differences, shown
+from grpo_core.complaints import say
 from grpo_core.config import as_table
 from grpo_core.errors import ConfigError
-from grpo_core.inert import inert
 from grpo_core.records import Group, Rollout
 
 NAMES = {
@@ -33,14 +34,16 @@ def main(first: Path, second: Path) -> int:
     last = min(max(one.steps, default=0), max(other.steps, default=0))
     if not last:
         raise ConfigError(f"{first} and {second}: one of them has made no step yet")
-    for key, a, b in _settings(one.step(last), other.step(last)):
-        _say(f"configuration: {key} is {a!r} and {b!r}")
+    tables = [as_table(each.step(last).config) for each in (one, other)]
+    for key, a, b in differences(*tables):
+        if key.partition(".")[0] not in ELSEWHERE:
+            say(f"configuration: {key} is {shown(a)} and {shown(b)}")
     for step in range(1, last + 1):
         if told := difference(one, other, step):
-            _say(f"step {step} is the first that differs: {told}")
+            say(f"step {step} is the first that differs: {told}")
             return 1
     both = f"{len(one.steps)} and {len(other.steps)} steps"
-    _say(f"steps 1 to {last} are the same, as far as both runs recorded them ({both})")
+    say(f"steps 1 to {last} are the same, as far as both runs recorded them ({both})")
     return 0
 
 
@@ -69,7 +72,7 @@ def _stored(history: History, step: int) -> Sequence[Group] | None:
     try:
         return history.groups(step)
     except ConfigError as error:
-        _say(f"note: {error}")
+        say(f"note: {error}")
         return None
 
 
@@ -128,21 +131,3 @@ def _bits(array: Any) -> Any:
 def _values(a: Any, b: Any, at: int) -> str:
     """Return the values of two arrays at a place, with all their digits."""
     return " and ".join(f"{each[at].item()!r}" if at < len(each) else "missing" for each in (a, b))
-
-
-def _settings(a: StepRecord, b: StepRecord) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the keys of two configurations that differ, with both values."""
-    yield from _unequal(as_table(a.config), as_table(b.config), "")
-
-
-def _unequal(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in dict.fromkeys([*a, *b]):
-            if where or key not in ELSEWHERE:
-                yield from _unequal(a.get(key), b.get(key), f"{where}.{key}" if where else key)
-    elif a != b:
-        yield where, a, b
-
-
-def _say(text: str) -> None:
-    print(inert(text), flush=True)

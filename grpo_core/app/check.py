@@ -17,7 +17,7 @@ from rich.text import Text
 
 from grpo_core.app.parts import make_sampler
 from grpo_core.app.placement import LocalPlacement
-from grpo_core.config import EnvironmentConfig, SamplerConfig, build, merge, parse_setting
+from grpo_core.config import EnvironmentConfig, SamplerConfig, build, parse_settings
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import ConfigError, GrpoError, PluginError, describe
 from grpo_core.incidents import Incident, reported_to
@@ -52,9 +52,7 @@ def main(
     name: str, *, kind: str | None, settings: Sequence[str], tasks: Sequence[str], block: Sequence[str]
 ) -> int:
     """Print each finding; return the exit status, which is 1 if a check failed."""
-    options: dict[str, Any] = {}
-    for setting in settings:
-        options = merge(options, parse_setting(setting))
+    options = parse_settings(settings)
     host = PluginHost.discover(block=block)
     python = options.get("environment", {}).get("python")
     offer = _elsewhere(name, python) if python else find(host, name, kind)

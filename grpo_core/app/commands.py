@@ -13,7 +13,8 @@ from rich.text import Text
 
 from grpo_core.app import measuring, profile, run
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
-from grpo_core.config import Config, merge, parse_setting, read_toml
+from grpo_core.complaints import say
+from grpo_core.config import Config, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.inert import inert
 from grpo_core.plugins.host import PluginHost
@@ -56,12 +57,12 @@ def train(
         path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
         start = continued(path, changes, block)
     for note in start.notes:
-        _say(note)
+        say(note)
     directory, again = start.directory, start.again(block)
     try:
         outcome = run.to_the_end(run.train(start.config, directory, host=start.host, resume=start.found))
     except KeyboardInterrupt:
-        _say(f"interrupted at once; run: {directory.path} (continue with: {again})")
+        say(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
     except (GrpoError, OSError) as error:
         if directory.has_trained():
@@ -70,8 +71,8 @@ def train(
     finally:
         directory.unlock()
     if start.config.trainer.profile:
-        _say(profile.told(directory.profile, start.config.trainer.profile))
-    _say(_summary(outcome, again))
+        say(profile.told(directory.profile, start.config.trainer.profile))
+    say(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
 
@@ -126,22 +127,22 @@ def validate(
         results, sets = report["results"], report["sets"]
         strategies = {report["validation"]: None} if set(results) - set(sets) else {}
         strategies |= dict.fromkeys(one["validation"] for one in sets.values())
-        _say(f"{report['model']}, version {report['version']}, measured by {', '.join(strategies)}\n")
-        _say(table(results))
+        say(f"{report['model']}, version {report['version']}, measured by {', '.join(strategies)}\n")
+        say(table(results))
     return 0
 
 
 def verify(*, directory: Path) -> int:
     """Run ``grpo-core verify``; return the exit status."""
     found = audit(directory)
-    _say(str(found))
+    say(str(found))
     return 1 if found.findings else 0
 
 
 def report(*, directory: Path) -> int:
     """Run ``grpo-core report``; return the exit status."""
     RunDirectory.existing(directory)
-    _say(str(write_report(directory)))
+    say(str(write_report(directory)))
     return 0
 
 
@@ -162,13 +163,7 @@ def _changes(envs: Sequence[str], chosen: Mapping[str, str], settings: Sequence[
     changes: dict[str, Any] = {section: {"name": name} for section, name in chosen.items()}
     if envs:
         changes["tasks"] = tasks_of(envs)
-    for setting in settings:
-        changes = merge(changes, parse_setting(setting))
-    return changes
-
-
-def _say(text: str) -> None:
-    print(inert(text), flush=True)
+    return parse_settings(settings, changes)
 
 
 def _summary(outcome: run.Outcome, again: str) -> str:

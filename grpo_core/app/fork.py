@@ -18,9 +18,9 @@ from grpo_core.app.paths import with_absolute_paths
 from grpo_core.app.replay import Replayer, batch_of
 from grpo_core.app.run import to_the_end
 from grpo_core.checks import differing_element
-from grpo_core.config import Config, as_table, build, merge, parse_setting, replace_parts
+from grpo_core.complaints import say
+from grpo_core.config import Config, as_table, build, parse_settings, replace_parts
 from grpo_core.errors import ConfigError
-from grpo_core.inert import inert
 from grpo_core.loop.rows import with_advantages
 from grpo_core.loss import needs_of
 from grpo_core.plugins.host import PluginHost
@@ -54,9 +54,7 @@ def main(
         raise ConfigError(
             "fork needs something that changes: --set, as in --set loss.options.clip_low=0.1, or --scored"
         )
-    changes: dict[str, Any] = {}
-    for setting in settings:
-        changes = merge(changes, parse_setting(setting))
+    changes = parse_settings(settings)
     return to_the_end(_main(directory, step, changes, scored, block))
 
 
@@ -68,15 +66,15 @@ async def _main(
     rewards = None if scored is None else read_rewards(scored, step)
     config, host = forked(recorded.config, changes, block)
     async with Replayer(history, block=block) as replayer:
-        _say(f"step {step} of {directory}, from {await replayer.begin(step)}")
+        say(f"step {step} of {directory}, from {await replayer.begin(step)}")
         async for earlier in replayer.until(step - 1):
             if earlier.difference:
-                _say(f"step {earlier.step}: differs from the run: {earlier.difference}")
+                say(f"step {earlier.step}: differs from the run: {earlier.difference}")
                 return 1
         before = await replayer.save("before")
         was = await replayer.next()
         if was.difference:
-            _say(f"step {step}, as it was: differs from the run: {was.difference}")
+            say(f"step {step}, as it was: differs from the run: {was.difference}")
             return 1
         groups = history.groups(step)
         base = Side(groups=groups, result=was.result, saved=await replayer.save("as it was"))
@@ -85,7 +83,7 @@ async def _main(
         changed = reconsidered(groups, recorded.config, config, host, rewards)
         result = await replayer.step(batch_of(changed, recorded))
         fork = Side(groups=changed, result=result, saved=await replayer.save("forked"))
-        _say(f"the first number that differs: {first_number(base, fork) or 'there is none'}")
+        say(f"the first number that differs: {first_number(base, fork) or 'there is none'}")
         _show(recorded, base, fork)
     return 0
 
@@ -198,8 +196,4 @@ def _show(recorded: StepRecord, base: Side, fork: Side) -> None:
         table.add_row(name, *("" if value is None else f"{value:.6g}" for value in (a, b)), difference)
     if table.row_count:
         Console(width=110).print(table)
-    _say(f"{same} metrics of step {recorded.step} are the same")
-
-
-def _say(text: str) -> None:
-    print(inert(text), flush=True)
+    say(f"{same} metrics of step {recorded.step} are the same")

@@ -148,3 +148,14 @@ def unused(path: Path) -> Path:
     """Return the path, with a number if it exists."""
     candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 1000))]
     return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def new_directory(path: Path) -> Path:
+    """Make a directory before anything costly starts.  Raises ConfigError if it is not empty."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise ConfigError(f"--output {path}: is not empty; give another directory")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+    return path

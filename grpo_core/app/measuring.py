@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 
 from grpo_core.app import provenance, run
-from grpo_core.app.launch import RUNS, check, configure, unused
+from grpo_core.app.launch import RUNS, check, configure, new_directory, unused
 from grpo_core.config import Config
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.events import ValidationPlayed
@@ -106,7 +106,7 @@ def prepare(
     config, host = configure([measured.table], changes, block, offers)
     _check_only(only, config)
     check(config, host, trains=False)
-    directory = _new_directory(output or _name(Path(target), config))
+    directory = new_directory(output or _name(Path(target), config))
     return Measurement(config=config, host=host, target=measured, only=only, directory=directory)
 
 
@@ -128,14 +128,3 @@ def _name(target: Path, config: Config) -> Path:
         else RUNS / f"{'+'.join(config.tasks or config.validation.sets)}-validated-{now}"
     )
     return unused(first)
-
-
-def _new_directory(path: Path) -> Path:
-    """Make a directory before anything costly starts.  Raises ConfigError if it is not empty."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise ConfigError(f"--output {path}: is not empty; give another directory")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
-    return path

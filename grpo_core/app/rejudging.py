@@ -50,12 +50,17 @@ class Judged:
     """Whether the environment would go on where the stored conversation ends."""
 
     @property
-    def changed(self) -> bool:
-        """Whether the reward or the success is another one."""
+    def moved(self) -> bool:
+        """Whether the reward is another one by more than rounding."""
         old, new = self.stored.reward, self.reward
         if old is None or new is None:
             return old is not new
-        return abs(new - old) > 1e-9 * max(1.0, abs(old)) or self.stored.success is not self.success
+        return abs(new - old) > 1e-9 * max(1.0, abs(old))
+
+    @property
+    def changed(self) -> bool:
+        """Whether the reward, or the success of one that stays scored, is another one."""
+        return self.moved or (self.reward is not None and self.stored.success is not self.success)
 
 
 @define(eq=False)

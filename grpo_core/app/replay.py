@@ -18,9 +18,9 @@ from attrs import define, evolve, field, frozen
 
 from grpo_core.app.history import History, StepRecord, first_metric, first_tensor, read
 from grpo_core.app.run import to_the_end
+from grpo_core.complaints import say
 from grpo_core.config import Config
 from grpo_core.errors import CheckpointError, ConfigError
-from grpo_core.inert import inert
 from grpo_core.loop import checkpoint
 from grpo_core.loop.rows import make_batch
 from grpo_core.models import local_directory
@@ -56,10 +56,10 @@ async def _main(directory: Path, step: int, block: Sequence[str]) -> int:
     recorded = history.step(step)
     check_digest(recorded)
     async with Replayer(history, block=block) as replayer:
-        _say(f"step {step} of {directory}, from {await replayer.begin(step)}")
+        say(f"step {step} of {directory}, from {await replayer.begin(step)}")
         replayed = None
         async for replayed in replayer.until(step):
-            _say(_told(replayed, history.step(replayed.step)))
+            say(_told(replayed, history.step(replayed.step)))
             if replayed.difference:
                 return 1
     return 0
@@ -229,7 +229,3 @@ def _computed_by(recorded: StateDigest, now: StateDigest) -> str:
     """Say if other programs or processors computed the step, which may round in other ways."""
     was, here = (f"{each.computed_by}, {each.threads} threads" for each in (recorded, now))
     return f". The run was computed by {was}; this is {here}" if was != here else ""
-
-
-def _say(text: str) -> None:
-    print(inert(text), flush=True)

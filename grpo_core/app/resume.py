@@ -82,8 +82,8 @@ def _found(
     host = PluginHost.discover(config.plugins, block)
     host.add(offers)
     config = with_absolute_paths(config, host)
-    differences = _differences(as_table(before), as_table(config))
-    notes = [f"{key}: {old} -> {new}" for key, old, new in differences]
+    changes = differences(as_table(before), as_table(config))
+    notes = [f"{key}: {shown(old)} -> {shown(new)}" for key, old, new in changes]
     if found is None:
         notes.append(f"{path} has no checkpoint yet: starting from the beginning")
     else:
@@ -123,7 +123,7 @@ def _check_fixed(path: Path, fixed: Mapping[str, Any], config: Config) -> None:
         now = _value(config, key)
         if fixed.get(key) != now:
             raise ConfigError(
-                f"{path}: {key} is {_shown(fixed.get(key))} in its checkpoint and {_shown(now)} now; it "
+                f"{path}: {key} is {shown(fixed.get(key))} in its checkpoint and {shown(now)} now; it "
                 "cannot change within a run: keep it, or start a new run"
             )
 
@@ -165,14 +165,15 @@ def _hashes(config: Config) -> dict[str, str]:
     return {str(path): fingerprint(path)["sha256"] for path in plugin_files(config) if path.is_file()}
 
 
-def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
+def differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys of two tables that differ, with both values."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(old.keys() | new.keys()):
-            yield from _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+            yield from differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
     elif old != new:
-        yield where, _shown(old), _shown(new)
+        yield where, old, new
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value of a configuration as a user reads it."""
     return "(not set)" if value is None else json.dumps(value, default=str)

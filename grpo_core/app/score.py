@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_core.app import preflight
-from grpo_core.app.launch import configure, tasks_of, unused
+from grpo_core.app.launch import configure, new_directory, tasks_of, unused
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.rejudging import Judged, KnownPrompts, judge, look_up
 from grpo_core.app.run import lines_of_incidents, to_the_end
 from grpo_core.app.tasks import Tasks
-from grpo_core.config import Config, TaskConfig, as_table, merge, parse_setting
+from grpo_core.config import Config, TaskConfig, as_table, parse_settings
 from grpo_core.errors import ConfigError, GrpoError, cut, wrong_input
 from grpo_core.incidents import reported_to
 from grpo_core.inert import inert
@@ -67,7 +67,9 @@ def main(
         found = find(stored, steps, validation=validation)
         wanted = _prompts(found)
         config, tasks, host, notes = _configured(found, list(wanted), envs, settings, block)
-        directory = _new_directory(output, found)
+        directory = new_directory(
+            output or unused(found.directory / SCORED / datetime.now().strftime("%Y%m%d-%H%M%S"))
+        )
     errors = Console(stderr=True)
 
     def tell(text: str) -> None:
@@ -148,9 +150,7 @@ def _configured(
     """Return the configuration with the tasks of the stored rollouts, and messages to the user."""
     others = _others(envs, names)
     changes: dict[str, Any] = {"tasks": {name: {"env": env} for name, env in others.items()}}
-    for setting in settings:
-        changes = merge(changes, parse_setting(setting))
-    config, host = configure([stored.table], changes, block)
+    config, host = configure([stored.table], parse_settings(settings, changes), block)
     tasks = {**config.tasks, **_of_sets(config)}
     if unknown := [name for name in names if name not in tasks]:
         raise ConfigError(
@@ -205,17 +205,6 @@ def _taken(task: TaskConfig, host: PluginHost) -> tuple[TaskConfig, list[str]]:
         else:
             taken[option] = value
     return evolve(task, options=taken), [option for option in task.options if option not in taken]
-
-
-def _new_directory(output: Path | None, stored: Stored) -> Path:
-    path = output or unused(stored.directory / SCORED / datetime.now().strftime("%Y%m%d-%H%M%S"))
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise ConfigError(f"--output {path}: is not empty; give another directory")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
-    return path
 
 
 # ---------------------------------------------------------------------------------- judging

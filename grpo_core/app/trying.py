@@ -18,7 +18,7 @@ from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.run import lines_of_incidents, start_engine, started_tasks, to_the_end
 from grpo_core.app.tasks import Tasks
 from grpo_core.app.transcript import ShownEnvironment, Transcript
-from grpo_core.config import Config, merge, parse_setting
+from grpo_core.config import Config, merge, parse_settings
 from grpo_core.errors import ConfigError, wrong_input
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, derive_seed, play
@@ -60,9 +60,7 @@ def main(
     """Run ``grpo-core try``; return the exit status."""
     if choice.prompts < 1:
         raise ConfigError(f"--prompts is {choice.prompts}; expected a number of at least 1")
-    options: dict[str, Any] = {}
-    for setting in settings:
-        options = merge(options, parse_setting(setting))
+    options = parse_settings(settings)
     console = Console(highlight=False)
     if target is None:
         if engine is not None:

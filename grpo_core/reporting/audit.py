@@ -21,7 +21,7 @@ from grpo_core.loop.laws import Laws, summary
 from grpo_core.loop.metrics import validation_metrics
 from grpo_core.loop.retention import SCORES
 from grpo_core.reporting.files import digest, metrics_line
-from grpo_core.reporting.stored import TOKENS, damage
+from grpo_core.reporting.stored import changed
 from grpo_core.run_directory import CONFIG, PARTIAL, ROLLOUTS, VALIDATION, rollouts_step
 
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
@@ -207,8 +207,7 @@ class Files:
                 if not expected.optional:
                     yield f"{name} is missing"
             elif fingerprint(path)["sha256"] != expected.digest:
-                told = damage(path) if name.endswith(TOKENS) else ""
-                yield f"{name} is not what the run wrote (its sha256 differs)" + (f": {told}" if told else "")
+                yield f"{name} {changed(path)}"
         for name in sorted(found - set(self._rollouts)):
             if rollouts_step(name.partition("/")[2]) is not None and not name.endswith(PARTIAL):
                 yield f"{name} was not written by the run"

@@ -120,10 +120,9 @@ class TaskDifference:
         self.scored += 1
         self.rewards = [self.rewards[0] + before, self.rewards[1] + after]
         if each.changed:
-            moved = abs(after - before) > 1e-9 * max(1.0, abs(before))
-            self.higher += moved and after > before
-            self.lower += moved and after < before
-            self.success_only += not moved
+            self.higher += each.moved and after > before
+            self.lower += each.moved and after < before
+            self.success_only += not each.moved
         if each.stored.success is not None and each.success is not None:
             self.with_success += 1
             self.successes = [self.successes[0] + each.stored.success, self.successes[1] + each.success]

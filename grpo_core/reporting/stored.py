@@ -37,7 +37,7 @@ from grpo_core import checks
 from grpo_core.disk import Disk, replace_file
 from grpo_core.errors import ConfigError, shortened
 from grpo_core.records import Group, Prompt, Rollout, Segment
-from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
+from grpo_core.run_directory import PARTIAL, ROLLOUTS, VALIDATION, rollouts_step
 
 if TYPE_CHECKING:
     import numpy as np
@@ -385,6 +385,12 @@ def _rollout(
         token_advantages=by_token,
         **{name: line[name] for name in same},
     )
+
+
+def changed(path: Path) -> str:
+    """Say that a file of rollouts is not what was written, and which number of it, if its sums show that."""
+    told = damage(path) if path.name.removesuffix(PARTIAL).endswith(TOKENS) else ""
+    return "is not what the run wrote (its sha256 differs)" + (f": {told}" if told else "")
 
 
 def damage(path: Path) -> str:

@@ -24,6 +24,7 @@ from grpo_core.environments.spec import EnvironmentSpec
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import EngineSetup, Episode, GenerationRequest, Prompt
 from grpo_core.testing.decoding import make_test_model
+from grpo_core.testing.limits import within
 from grpo_core.training import model as models
 from grpo_core.weights.names import checkpoint_tensors
 from grpo_core.weights.reading import read_weights
@@ -161,7 +162,7 @@ class PlacementContract:
         async def story() -> None:
             writer, retain = SharedMemoryWriter(), self._placement.retain()
             first = [("a", torch.arange(10.0)), ("b", torch.ones(3, 5))]
-            lease = await _within(retain(writer.write(0, first)), "the function of retain()")
+            lease = await within(PATIENCE, retain(writer.write(0, first)), "the function of retain()")
             for version in (1, 2):
                 writer.write(version, [(name, tensor + version) for name, tensor in first])
             assert lease.weights.version == 0, f"the lease is of version {lease.weights.version}, expected 0"
@@ -187,14 +188,14 @@ class PlacementContract:
                 module = models.load(model, device=torch.device("cpu"))
                 weights = writer.write(3, list(checkpoint_tensors(module).items()))
                 lease = await retain(weights)
-                await _within(engine.update_weights(lease.weights), "update_weights()")
+                await within(PATIENCE, engine.update_weights(lease.weights), "update_weights()")
                 request = GenerationRequest(prompt_ids=(5, 6, 7), max_tokens=4, seed=1)
-                (said,) = await _within(engine.generate([request]), "generate()")
+                (said,) = await within(PATIENCE, engine.generate([request]), "generate()")
                 versions = said.versions.tolist()
                 assert versions, "its engine generated no token"
                 assert set(versions) == {3}, f"its engine says versions {versions}, it was sent version 3"
             finally:
-                await _within(engine.aclose(), "aclose()")
+                await within(PATIENCE, engine.aclose(), "aclose()")
 
         self._runner.run(story())
 
@@ -210,10 +211,10 @@ class PlacementContract:
         async def main() -> None:
             worker = self._placement.environment(0, EnvironmentSpec(task="task", env=f"{file}:Counting"))
             try:
-                await _within(worker.start(), "start() of an environment's worker")
-                await _within(story(worker), "a call of an environment's worker")
+                await within(PATIENCE, worker.start(), "start() of an environment's worker")
+                await within(PATIENCE, story(worker), "a call of an environment's worker")
             finally:
-                await _within(worker.aclose(), "aclose() of an environment's worker")
+                await within(PATIENCE, worker.aclose(), "aclose() of an environment's worker")
 
         self._runner.run(main())
 
@@ -227,11 +228,3 @@ def _episode(prompt: Prompt, session: str, turn: int, said: str | None = None) -
         session=session,
         group=prompt.id,
     )
-
-
-async def _within(awaitable: Awaitable[T], what: str) -> T:
-    try:
-        async with asyncio.timeout(PATIENCE):
-            return await awaitable
-    except TimeoutError:
-        raise AssertionError(f"{what} has not returned for {PATIENCE:g} s") from None

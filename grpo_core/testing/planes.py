@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 import numpy as np
 
 from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.testing.limits import within
 from grpo_core.tokens import Tokens, fetched
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class DataPlaneContract:
             assert isinstance(getattr(plane, "remote", None), bool), "it has no attribute remote (a bool)"
             for method in ("started", "put", "aclose"):
                 assert callable(getattr(plane, method, None)), f"it has no method {method!r}"
-            await _within(plane.started(), "started()")
+            await within(PATIENCE, plane.started(), "started()")
             return plane
 
         self._plane = self._run(story())
@@ -77,7 +78,7 @@ class DataPlaneContract:
     def what_is_put_there_is_what_is_read(self) -> None:
         group = _group(1)
         before = [_contents(each) for each in _tokens(group)]
-        there = self._run(_within(self._plane.put(group), "put()"))
+        there = self._run(within(PATIENCE, self._plane.put(group), "put()"))
         assert isinstance(there, Group), f"put() returned {type(there).__name__}, expected the group"
         assert there.prompt == group.prompt, "it changed the prompt of a group"
         assert there.rewards == group.rewards, "it changed the rewards of a group"
@@ -92,7 +93,7 @@ class DataPlaneContract:
         groups = [_group(seed) for seed in range(8)]
 
         async def story() -> list[Group]:
-            puts = (_within(self._plane.put(group), "put()") for group in groups)
+            puts = (within(PATIENCE, self._plane.put(group), "put()") for group in groups)
             there: list[Group] = await asyncio.gather(*puts)
             return there
 
@@ -102,7 +103,7 @@ class DataPlaneContract:
     def other_processes_read_it(self) -> None:
         """The ranks of a trainer get the handles, and fetch the tokens by themselves."""
         group = _group(3)
-        there = self._run(_within(self._plane.put(group), "put()"))
+        there = self._run(within(PATIENCE, self._plane.put(group), "put()"))
         try:
             ForkingPickler.dumps(_tokens(there))
         except Exception as error:
@@ -119,9 +120,9 @@ class DataPlaneContract:
 
         async def story() -> tuple[Group, Group]:
             kept = _group(5)
-            there = await _within(self._plane.put(kept), "put()")
+            there = await within(PATIENCE, self._plane.put(kept), "put()")
             for seed in range(20):
-                await _within(self._plane.put(_group(seed)), "put()")
+                await within(PATIENCE, self._plane.put(_group(seed)), "put()")
             gc.collect()
             await asyncio.sleep(0)  # what nobody holds is discarded here
             return kept, there
@@ -131,7 +132,7 @@ class DataPlaneContract:
 
     def it_can_be_closed(self) -> None:
         plane, self._plane = self._plane, None
-        self._run(_within(plane.aclose(), "aclose()"))
+        self._run(within(PATIENCE, plane.aclose(), "aclose()"))
 
 
 def _group(seed: int) -> Group:
@@ -179,11 +180,3 @@ def _same(expected: Sequence[tuple[list[int], list[float]]], there: Group) -> No
 
 def _read(tokens: Sequence[Tokens]) -> list[tuple[list[int], list[float]]]:
     return [_contents(each) for each in fetched(tokens)]
-
-
-async def _within(awaitable: Awaitable[T], what: str) -> T:
-    try:
-        async with asyncio.timeout(PATIENCE):
-            return await awaitable
-    except TimeoutError:
-        raise AssertionError(f"{what} has not returned for {PATIENCE:g} s") from None

@@ -35,13 +35,11 @@ def pytest_collection_modifyitems(
     names: list[str] = config.getoption("--grpo-environment")
     if not names:
         return
-    from grpo_core.config import merge, parse_setting
+    from grpo_core.config import parse_settings
     from grpo_core.errors import GrpoError
 
-    options: dict[str, Any] = {}
     try:
-        for setting in config.getoption("--grpo-set"):
-            options = merge(options, parse_setting(setting))
+        options = parse_settings(config.getoption("--grpo-set"))
     except GrpoError as error:
         raise pytest.UsageError(f"--grpo-set: {error}") from error
     items += [EnvironmentItem.from_parent(session, name=name, options=options) for name in names]

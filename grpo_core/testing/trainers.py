@@ -27,6 +27,7 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import encode, make_tiny_model
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, Row, Weights
+from grpo_core.testing.limits import within
 from grpo_core.tokens import Tokens
 from grpo_core.training import model as models
 from grpo_core.training.setup import TrainerSetup
@@ -66,7 +67,10 @@ class TrainerContract:
     def __init__(self, make: Callable[[TrainerSetup], Any]) -> None:
         self._make = make
         self._runner = asyncio.Runner()
-        self._directory = tempfile.TemporaryDirectory(prefix="grpo-core-check-")
+        self._directory = tempfile.TemporaryDirectory(
+            prefix="grpo-core-check-",
+            ignore_cleanup_errors=True,  # a broken trainer may still write
+        )
         self._path = Path(self._directory.name)
         self._trainer: Trainer | None = None
         self._version = 0
@@ -82,7 +86,7 @@ class TrainerContract:
         trainer, self._trainer = self._trainer, None
         try:
             if trainer is not None:
-                self._runner.run(_within(trainer.aclose(), "aclose()"))
+                self._runner.run(within(PATIENCE, trainer.aclose(), "aclose()"))
         finally:
             self._runner.close()
             self._directory.cleanup()
@@ -165,8 +169,10 @@ class TrainerContract:
         published = self._weights()
         written = self._run(trainer.save(directory), "save()")
         assert callable(written), f"save() returned {type(written).__name__}, expected an async function"
-        self._step(self._batch())
-        self._run(written(), "the function that save() returned")
+        try:
+            self._step(self._batch())
+        finally:
+            self._run(written(), "the function that save() returned")
         assert (directory / "trainer" / "config.json").is_file(), (
             "save() wrote no transformers model: there is no trainer/config.json"
         )
@@ -227,7 +233,7 @@ class TrainerContract:
                     f"{type(made).__name__} has no method {method!r}; a class that inherits from "
                     "grpo_core.Trainer need not define started, watch and aclose"
                 )
-            await _within(made.started(), "started()")
+            await within(PATIENCE, made.started(), "started()")
             return made
 
         trainer: Trainer = self._runner.run(story())
@@ -238,7 +244,7 @@ class TrainerContract:
         return self._trainer
 
     def _run(self, awaitable: Awaitable[T], what: str) -> T:
-        return self._runner.run(_within(awaitable, what))
+        return self._runner.run(within(PATIENCE, awaitable, what))
 
     def _step(self, batch: Batch) -> None:
         result = self._run(self._there().step(batch), "step()")
@@ -309,11 +315,3 @@ def _same(
 
 async def _awaited(awaitable: Awaitable[T]) -> T:
     return await awaitable
-
-
-async def _within(awaitable: Awaitable[T], what: str) -> T:
-    try:
-        async with asyncio.timeout(PATIENCE):
-            return await awaitable
-    except TimeoutError:
-        raise AssertionError(f"{what} has not returned for {PATIENCE:g} s") from None
