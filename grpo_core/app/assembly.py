@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from attrs import define, evolve, field
 
@@ -48,9 +49,10 @@ from grpo_core.data.samplers import PromptStream
 from grpo_core.events import Event, StepEnded, Validated, WarningRaised
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
+from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.endings import Goal, TimeLimit
 from grpo_core.loop.metrics import validation_metrics
-from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Validate, Watch, Written
+from grpo_core.loop.pipeline import ObserveAttempt, Pipeline, Save, Schedule, Validate, Watch, Written
 from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
 from grpo_core.loss import needs_of
@@ -122,14 +124,10 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     run.warnings.extend(await asyncio.to_thread(leaks, assembly.step, prompts, held_out))
     loaders = assembly.loaders(prompts)
     stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
-    if run.resume:
-        for told in checkpoint.restore(run.resume.directory, buffer, loaders, stream):
-            run.trackers.status(f"resuming: {told}")
+    _restore(run, checkpoint.restore, buffer, loaders, stream)
     loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
     validation = assembly.validation(own or engine, renderer, held_out)
-    if run.resume:
-        for told in checkpoint.restore_validation(run.resume.directory, validation):
-            run.trackers.status(f"resuming: {told}")
+    _restore(run, checkpoint.restore_validation, validation)
     engine, validate = assembly.validator(engine, own, validation)
     pipeline = Pipeline(
         buffer=buffer,
@@ -148,21 +146,9 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
         advantages=make_advantages(config.advantage, run.plugins),
         all_rows=config.loss.all_rows or "all_rows" in needs_of(loss.function, loss.options),
         shaping=make_shaping(config.shaping, max_tokens=config.rollout.max_tokens),
-        dynamic=dynamic_sampling(
-            config.dynamic_sampling,
-            config.filters,
-            run.plugins,
-            prompts_per_step=config.trainer.prompts_per_step,
-        ),
+        dynamic=assembly.dynamic(),
         seed=config.seed,
-        schedule=make_schedule(
-            rollout=config.rollout,
-            engine=config.engine,
-            trainer=config.trainer,
-            pipeline=config.pipeline,
-            validation=config.validation,
-            checkpoint=config.checkpoint,
-        ),
+        schedule=assembly.schedule(),
         emit=run.emit,
         flush=run.trackers.flush,
         observe_attempt=assembly.budgets(),
@@ -178,6 +164,13 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     if config.trainer.stop_when:
         run.after = stop_at(Goal.parse(config.trainer.stop_when), pipeline)
     return pipeline
+
+
+def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
+    """Let parts go on where the checkpoint of a resumed run left them, and say what could not be kept."""
+    if run.resume:
+        for told in restore(run.resume.directory, *parts):
+            run.trackers.status(f"resuming: {told}")
 
 
 def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
@@ -356,6 +349,28 @@ class Assembly:
         )
         self.run.stack.push_async_callback(made.aclose)
         return made
+
+    def dynamic(self) -> DynamicSampling | None:
+        """Make what discards groups that teach nothing."""
+        config = self.config
+        return dynamic_sampling(
+            config.dynamic_sampling,
+            config.filters,
+            self.run.plugins,
+            prompts_per_step=config.trainer.prompts_per_step,
+        )
+
+    def schedule(self) -> Schedule:
+        """Make the times and numbers that the loop keeps to."""
+        config = self.config
+        return make_schedule(
+            rollout=config.rollout,
+            engine=config.engine,
+            trainer=config.trainer,
+            pipeline=config.pipeline,
+            validation=config.validation,
+            checkpoint=config.checkpoint,
+        )
 
     def time_limit(self) -> TimeLimit | None:
         seconds = self.config.trainer.time_limit

@@ -34,8 +34,8 @@ def main(first: Path, second: Path) -> int:
     last = min(max(one.steps, default=0), max(other.steps, default=0))
     if not last:
         raise ConfigError(f"{first} and {second}: one of them has made no step yet")
-    tables = [as_table(each.step(last).config) for each in (one, other)]
-    for key, a, b in differences(*tables):
+    mine, its = (as_table(each.step(last).config) for each in (one, other))
+    for key, a, b in differences(mine, its):
         if key.partition(".")[0] not in ELSEWHERE:
             say(f"configuration: {key} is {shown(a)} and {shown(b)}")
     for step in range(1, last + 1):

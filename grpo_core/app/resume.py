@@ -82,8 +82,8 @@ def _found(
     host = PluginHost.discover(config.plugins, block)
     host.add(offers)
     config = with_absolute_paths(config, host)
-    changes = differences(as_table(before), as_table(config))
-    notes = [f"{key}: {shown(old)} -> {shown(new)}" for key, old, new in changes]
+    edits = differences(as_table(before), as_table(config))
+    notes = [f"{key}: {shown(old)} -> {shown(new)}" for key, old, new in edits]
     if found is None:
         notes.append(f"{path} has no checkpoint yet: starting from the beginning")
     else:

@@ -137,24 +137,9 @@ async def train(
     await asyncio.to_thread(
         provenance.write, run.path, config, host, resumed_from=resume.step if resume else None
     )
-    steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
-    room = DiskRoom(run.path, steps, lambda event: trackers.emit(event))
-    made = make_trackers(config.tracking, host, run.info(config, resume.step if resume else None))
-    scores = Scores(run.first_scores() if resume else {})
-    retention = Retention(
-        run.checkpoints,
-        every=config.checkpoint.keep_every,
-        best=config.checkpoint.best,
-        step=resume.step if resume else 0,
-    )
-    own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
-    if config.checkpoint.best:
-        own["retention of checkpoints"] = retention
-    if config.trainer.profile:
-        own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
-    trackers = Trackers({**own, **made, **listeners})
+    watched = _watched(config, run, host, resume, listeners)
+    trackers, emit = watched.trackers, watched.trackers.emit
     timeline = Timeline()
-    emit = trackers.emit
     step = resume.step if resume else 0
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -168,7 +153,7 @@ async def train(
                 placement=make_placement(config.placement, host),
                 resume=resume,
                 trackers=trackers,
-                retention=retention,
+                retention=watched.retention,
                 began=began,
                 stack=stack,
             )
@@ -179,12 +164,7 @@ async def train(
         step = pipeline.buffer.step
     except BaseException as error:
         emit(timeline.extended(step))
-        interrupted = isinstance(error, asyncio.CancelledError)
-        step = max(step, trackers.step)
-        if not interrupted:
-            text = "".join(traceback.format_exception(error))
-            emit(ErrorRaised(step=step, message=describe(error), traceback=text))
-        emit(RunEnded(step=step, reason="interrupted" if interrupted else "failed"))
+        _report(error, emit, max(step, trackers.step))
         raise
     else:
         emit(timeline.extended(step))
@@ -197,11 +177,53 @@ async def train(
         step=step,
         steps=pipeline.buffer.num_steps,
         directory=run.path,
-        first=scores.first,
-        last=scores.last,
-        measured=scores.measured,
+        first=watched.scores.first,
+        last=watched.scores.last,
+        measured=watched.scores.measured,
         seconds=time.monotonic() - began,
     )
+
+
+@frozen
+class _Watched:
+    """The trackers of a run, with those that the run itself asks."""
+
+    trackers: Trackers
+    scores: Scores
+    retention: Retention
+
+
+def _watched(
+    config: Config,
+    run: RunDirectory,
+    host: PluginHost,
+    resume: checkpoint.Found | None,
+    listeners: Mapping[str, Tracker],
+) -> _Watched:
+    """Start the trackers of the run itself, of the configuration, and the listeners."""
+    step = resume.step if resume else 0
+    scores = Scores(run.first_scores() if resume else {})
+    kept = config.checkpoint
+    retention = Retention(run.checkpoints, every=kept.keep_every, best=kept.best, step=step)
+    steps = sys.maxsize if config.trainer.epochs else config.trainer.steps
+    room = DiskRoom(run.path, steps, lambda event: trackers.emit(event))
+    own: dict[str, Tracker] = {"scores of the run": scores, "room on the disk": room}
+    if kept.best:
+        own["retention of checkpoints"] = retention
+    if config.trainer.profile:
+        own["profile"] = ProfileTracker(run.profile, config.trainer.profile)
+    made = make_trackers(config.tracking, host, run.info(config, resume.step if resume else None))
+    trackers = Trackers({**own, **made, **listeners})
+    return _Watched(trackers, scores, retention)
+
+
+def _report(error: BaseException, emit: Callable[[Event], None], step: int) -> None:
+    """Emit how a run ended that did not end by itself."""
+    interrupted = isinstance(error, asyncio.CancelledError)
+    if not interrupted:
+        text = "".join(traceback.format_exception(error))
+        emit(ErrorRaised(step=step, message=describe(error), traceback=text))
+    emit(RunEnded(step=step, reason="interrupted" if interrupted else "failed"))
 
 
 async def validate(
