@@ -30,6 +30,16 @@ CONFIGURATIONS = [b for page in PAGES for b in blocks(page, "toml") if "[project
 RUN_HERE = [page for page in PAGES if page.name != "tutorial.md"]
 """The tutorial is about a project, which test_tutorial.py makes: its files and commands are run there."""
 
+IN_CI = ("README.md", "docs/authors.md", "docs/agents.md")
+"""Pages that CI runs.  Of the others it parses all commands and checks all configurations; `make test-nightly`
+runs them."""
+
+
+def in_ci(page):
+    """Return the marks of a test that runs what a page says."""
+    return () if name_of(page) in IN_CI else pytest.mark.nightly
+
+
 WITH_BLOCKS = [page for page in RUN_HERE if page.name != "python.md" and next(blocks(page, "python"), None)]
 """Pages whose Python blocks are run here: those of docs/python.md train, and test_api.py makes them small."""
 
@@ -223,7 +233,12 @@ def run(directory, arguments):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "page", [p for p in RUN_HERE if any(c.page == p and not not_run(c) for c in OURS)], ids=name_of
+    "page",
+    [
+        pytest.param(page, marks=in_ci(page), id=name_of(page))
+        for page in RUN_HERE
+        if any(c.page == page and not not_run(c) for c in OURS)
+    ],
 )
 def test_the_commands_of_a_page_run_in_their_order(page, workspace):
     for command in OURS:
@@ -238,7 +253,10 @@ def test_the_commands_of_a_page_run_in_their_order(page, workspace):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("block", [b for b in CONFIGURATIONS if not not_trained(b)], ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=in_ci(b.page), id=str(b)) for b in CONFIGURATIONS if not not_trained(b)],
+)
 def test_every_configuration_trains(block, workspace):
     """As printed, but without dynamic sampling, for which a model that knows nothing has no rewards.
 

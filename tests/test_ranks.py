@@ -124,12 +124,12 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
     ("ranks", "kind", "tied"),
     [
         (2, PLAIN, True),
-        (4, PLAIN, True),
+        pytest.param(4, PLAIN, True, marks=pytest.mark.nightly),
         (3, FULL, False),
-        (2, LEAN, True),
-        (2, NARROW, True),
+        pytest.param(2, LEAN, True, marks=pytest.mark.nightly),
+        pytest.param(2, NARROW, True, marks=pytest.mark.nightly),
         (3, ADAPTERS, True),
-        (2, ADAPTERS, False),
+        pytest.param(2, ADAPTERS, False, marks=pytest.mark.nightly),
     ],
 )
 def test_several_ranks_train_the_weights_that_one_trains(
@@ -179,6 +179,7 @@ def test_what_four_ranks_have_saved_one_and_two_and_three_continue_bit_for_bit(
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_adapters_that_three_ranks_have_saved_one_and_two_continue_bit_for_bit(
     model: str, tmp_path: Path
 ) -> None:

