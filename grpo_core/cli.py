@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
+from grpo_core.cli_runs import runs
+
 ALONE = {"--resume": "latest", "--ray": ""}
 """Values of options that are given without one."""
 app = App(
@@ -22,6 +24,7 @@ app = App(
     version_flags=["--version"],
     help_format="plaintext",
 )
+app.command(runs)
 
 
 @app.command

@@ -123,6 +123,21 @@ class RunDirectory:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a process of this machine has reserved the directory; nothing is written to find out."""
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def _check_free(self) -> None:
         """Raise ConfigError if the directory holds anything but the rest of a start that failed."""
         found = {path.name for path in self.path.iterdir()} if self.path.exists() else set()

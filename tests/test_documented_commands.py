@@ -31,8 +31,8 @@ RUN_HERE = [page for page in PAGES if page.name != "tutorial.md"]
 """The tutorial is about a project, which test_tutorial.py makes: its files and commands are run there."""
 
 IN_CI = ("README.md", "docs/authors.md", "docs/agents.md")
-"""Pages that CI runs.  Of the others it parses all commands and checks all configurations; `make test-nightly`
-runs them."""
+"""Pages that CI runs.  It parses the commands and checks the configurations of the others, too, which
+`make test-nightly` runs."""
 
 
 def in_ci(page):

@@ -1,0 +1,330 @@
+"""``grpo-core runs``: lists runs, compares them, frees their disk, and writes their metrics as a table.
+
+Everything is read from the files of the runs; a run that goes on is not disturbed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from grpo_core import chain
+from grpo_core.app.launch import RUNS
+from grpo_core.app.resume import differences, shown
+from grpo_core.complaints import say
+from grpo_core.config import read_toml
+from grpo_core.disk import files
+from grpo_core.errors import ConfigError
+from grpo_core.loop import checkpoint
+from grpo_core.loop.metrics import headline
+from grpo_core.loop.retention import Retention
+from grpo_core.run_directory import CONFIG, RunDirectory
+from grpo_core.validation import results
+
+State = Literal["running", "finished", "interrupted", "failed", "killed"]
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+TAIL = 65536
+"""Bytes at the end of a file in which its last line is looked for; a line of events is shorter."""
+
+
+@frozen(kw_only=True)
+class Summary:
+    """What a run has come to."""
+
+    path: Path
+    state: State
+    """How it ended; "killed" if it did not say so."""
+    tasks: tuple[str, ...]
+    step: int
+    """Number of its last step."""
+    steps: int
+    """Number of steps that it is configured to make; 0 if epochs say when it ends."""
+    scores: Mapping[str, tuple[str, float, float]] = field(factory=dict)
+    """The headline of each validated task: its name, its first and its last value."""
+    seconds: float | None = None
+    """Median time of a step."""
+    started: datetime | None = None
+    config: Mapping[str, Any] = field(factory=dict)
+
+
+# ---------------------------------------------------------------------------------- commands
+
+
+def list_(directories: Sequence[Path], *, as_json: bool = False) -> int:
+    """Print a line for each run, the newest last; return the exit status."""
+    found = sorted(map(summary, _runs(directories or [RUNS])), key=_age)
+    if as_json:
+        print(json.dumps([_as_json(each) for each in found], indent=2))
+        return 0
+    if not found:
+        say(f"there are no runs in {', '.join(map(str, directories or [RUNS]))}")
+        return 0
+    heads = ("run", "state", "tasks", "steps", "learnt", "started", "size")
+    say(_aligned([heads, *map(_line, found)]))
+    return 0
+
+
+def compare(directories: Sequence[Path]) -> int:
+    """Print what differs between runs: settings and results, a column for each; return the exit status."""
+    if len(directories) < 2:
+        raise ConfigError("runs compare: expected the directories of two or more runs")
+    found = [summary(RunDirectory.existing(path).path) for path in directories]
+    first, *others = found
+    keys = {key: None for other in others for key, _, _ in differences(first.config, other.config)}
+    tasks = dict.fromkeys(task for each in found for task in each.scores)
+    rows: dict[str, list[str]] = {
+        "": [str(each.path) for each in found],
+        **{key: [_cut(shown(_value(each.config, key))) for each in found] for key in keys},
+        "state": [each.state for each in found],
+        "steps": [_steps(each) for each in found],
+        "seconds a step": ["" if each.seconds is None else f"{each.seconds:.3g}" for each in found],
+        **{f"validation {task}": [_score(each, task) for each in found] for task in tasks},
+    }
+    say(_aligned([(name, *cells) for name, cells in rows.items()]))
+    return 0
+
+
+def prune(directories: Sequence[Path], *, keep: int, yes: bool) -> int:
+    """Remove all but the newest checkpoints and the best one of each run; return the exit status.
+
+    Without ``yes`` it only prints what it would remove.
+    """
+    if keep < 1:
+        raise ConfigError(f"--keep is {keep}; expected at least 1, without which a run cannot be continued")
+    total = 0
+    for path in _runs(directories):
+        run = RunDirectory.existing(path)
+        run.lock()
+        try:
+            for unwanted in _unwanted(run, keep):
+                nbytes = _nbytes(files(unwanted))
+                total += nbytes
+                say(f"{'removed' if yes else 'would remove'} {unwanted} ({_size(nbytes)})")
+                if yes:
+                    shutil.rmtree(unwanted)
+        finally:
+            run.unlock()
+    told = "freed" if yes else "would free"
+    say(f"{told} {_size(total)}" + ("" if yes or not total else "; --yes removes them"))
+    return 0
+
+
+def export(directory: Path, output: Path | None) -> int:
+    """Write the metrics of a run as CSV: a row for each step and each validation; return the exit status."""
+    path = RunDirectory.existing(directory).path
+    names: dict[str, None] = {"step": None}
+    for row in _metrics(path):
+        names.update(dict.fromkeys(row))
+    if output is None:
+        _write_csv(sys.stdout, names, _metrics(path))
+        return 0
+    try:
+        with output.open("x", encoding="utf-8", newline="") as file:
+            _write_csv(file, names, _metrics(path))
+    except FileExistsError:
+        raise ConfigError(f"--output {output}: exists; give another name") from None
+    return 0
+
+
+def _write_csv(file: Any, names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    writer = csv.DictWriter(file, list(names), restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+# ---------------------------------------------------------------------------------- reading
+
+
+def summary(path: Path) -> Summary:
+    """Read what a run has come to.  Raises ConfigError if its files cannot be read."""
+    config = read_toml(path / CONFIG)
+    scores: dict[str, tuple[str, float, float]] = {}
+    step, times = 0, []
+    for row in _metrics(path):
+        step = max(step, int(row["step"]))
+        if "time/step" in row:
+            times.append(row["time/step"])
+        for task, metrics in _validated(row).items():
+            if (name := headline(metrics)) is not None:
+                _, before, _ = scores.get(task, ("", metrics[name], 0.0))
+                scores[task] = name, before, metrics[name]
+    trainer = config.get("trainer", {})
+    return Summary(
+        path=path,
+        state=_state(path),
+        tasks=tuple(config.get("tasks", {})),
+        step=step,
+        steps=0 if trainer.get("epochs") else int(trainer.get("steps", 0)),
+        scores=scores,
+        seconds=median(times) if times else None,
+        started=_started(path),
+        config=config,
+    )
+
+
+def _runs(directories: Iterable[Path]) -> Iterator[Path]:
+    """Yield the runs that are given, and those in directories that are given."""
+    for directory in directories:
+        if (directory / CONFIG).is_file():
+            yield directory
+        elif directory.is_dir():
+            yield from sorted(path.parent for path in directory.glob(f"*/{CONFIG}"))
+        elif directory != RUNS:
+            raise ConfigError(f"{directory}: is neither a run nor a directory of runs")
+
+
+def _metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl; the last line may be half a line while the run goes on."""
+    file = path / METRICS
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+                int(row["step"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{file}, line {number}: is no line of metrics: {error}") from error
+            yield row
+
+
+def _validated(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for key, value in row.items():
+        begin, _, rest = key.partition("/")
+        task, _, metric = rest.partition("/")
+        if begin == "validation" and metric:
+            found.setdefault(task, {})[metric] = value
+    return found
+
+
+def _state(path: Path) -> State:
+    if RunDirectory(path).is_running:
+        return "running"
+    last = _last_event(path / EVENTS)
+    reason: State = last.get("reason", "killed") if last.get("event") == "RunEnded" else "killed"
+    return reason
+
+
+def _last_event(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    end = chain.whole_lines(file)
+    with file.open("rb") as events:
+        events.seek(max(0, end - TAIL))
+        lines = events.read(min(end, TAIL)).splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _started(path: Path) -> datetime | None:
+    try:
+        with (path / EVENTS).open("rb") as file:
+            return datetime.fromtimestamp(float(json.loads(file.readline())["time"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _unwanted(run: RunDirectory, keep: int) -> list[Path]:
+    """Return the checkpoints that are neither among the newest nor the best."""
+    complete = checkpoint.complete_names(run.checkpoints)
+    best = read_toml(run.path / CONFIG).get("checkpoint", {}).get("best", "")
+    steps = {step for step, _ in complete}
+    spared = Retention(run.checkpoints, best=best, step=max(steps, default=0)).spared(steps) if best else ()
+    return [path for step, path in complete[:-keep] if step not in spared]
+
+
+# ---------------------------------------------------------------------------------- showing
+
+
+def _age(each: Summary) -> tuple[datetime, str]:
+    return each.started or datetime.min, str(each.path)
+
+
+def _line(each: Summary) -> tuple[str, ...]:
+    started = f"{each.started:%Y-%m-%d %H:%M}" if each.started else ""
+    size = _size(_nbytes(files(each.path)))
+    return (
+        str(each.path),
+        each.state,
+        "+".join(each.tasks),
+        _steps(each),
+        _learnt(each),
+        started,
+        size,
+    )
+
+
+def _steps(each: Summary) -> str:
+    return f"{each.step} of {each.steps}" if each.steps else str(each.step)
+
+
+def _learnt(each: Summary) -> str:
+    return ", ".join(f"{task} {_score(each, task)}" for task in each.scores)
+
+
+def _score(each: Summary, task: str) -> str:
+    if task not in each.scores:
+        return ""
+    name, first, last = each.scores[task]
+    return f"{name} {results.shown(name, first)} -> {results.shown(name, last)}"
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _cut(text: str, length: int = 40) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _nbytes(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _as_json(each: Summary) -> dict[str, Any]:
+    return {
+        "run": str(each.path),
+        "state": each.state,
+        "tasks": list(each.tasks),
+        "step": each.step,
+        "steps": each.steps,
+        "scores": {
+            task: {"metric": name, "first": first, "last": last}
+            for task, (name, first, last) in each.scores.items()
+        },
+        "seconds_per_step": each.seconds,
+        "started": each.started.isoformat(timespec="seconds") if each.started else None,
+    }
