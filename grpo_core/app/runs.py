@@ -38,7 +38,7 @@ TAIL = 65536
 
 @frozen(kw_only=True)
 class Summary:
-    """What a run has come to."""
+    """How far a run has come, and with which scores."""
 
     path: Path
     state: State
