@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from grpo_core.agents.server import AgentServer
 from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, play
+from grpo_core.protocols import Environment
 from grpo_core.records import Prompt, Weights
-from grpo_core.testing import FakeEngine, FakeRenderer
+from grpo_core.testing import FakeEngine, FakeRenderer, check_environment
 
 HEAD = """
 import asyncio, json, os, time, urllib.request
@@ -262,6 +264,57 @@ def test_check_finds_what_an_agent_does_wrong(agent, tmp_path, capsys):
     command = ["check", f"{tmp_path}/agent.py"]
     assert cli.app(command, exit_on_error=True, result_action="return_value") == status
     assert re.search(said, capsys.readouterr().out)
+
+
+class Asks(Environment):
+    """An agent of this process, as an author tests it."""
+
+    success = 1.0
+
+    def __init__(self, says="right"):
+        self.says, self.loops = says, set()
+
+    def prompts(self, split):
+        return [Prompt(messages=f"{split} {i}", answer=f"a{i}") for i in range(8)]
+
+    async def open(self, prompt):
+        self.loops.add(asyncio.get_running_loop())
+        return prompt.answer
+
+    async def run(self, prompt, client):
+        self.loops.add(asyncio.get_running_loop())
+        assert len(self.loops) == 1, "what a call has made is of use to the next one"
+        request = urllib.request.Request(
+            f"{client.base_url}/chat/completions",
+            json.dumps({"messages": list(prompt.messages)}).encode(),
+            {"Authorization": f"Bearer {client.api_key}"},
+        )
+        reply = json.loads(urllib.request.urlopen(request).read())  # noqa: ASYNC210 - a client that blocks
+        match self.says:
+            case "right":
+                assert client.session == prompt.answer
+                return None
+            case "hangs":
+                await asyncio.sleep(1000)
+        raise KeyError(reply["choices"][0]["message"]["content"])
+
+    async def evaluate(self, episodes):
+        return [float(episode.reply == episode.prompt.answer) for episode in episodes]
+
+
+def test_an_agent_is_checked_in_the_process_of_its_test():
+    check_environment(Asks)
+
+
+def test_what_an_agent_does_wrong_in_the_process_of_its_test_is_told():
+    with pytest.raises(AssertionError, match=r"its agent plays a rollout: .* KeyError: 'a0'"):
+        check_environment(lambda: Asks("wrong"))
+
+
+def test_an_agent_that_hangs_in_the_process_of_its_test_is_cancelled(monkeypatch):
+    monkeypatch.setattr("grpo_core.testing.agents.SECONDS", 0.5)
+    with pytest.raises(AssertionError, match=r"its agent plays a rollout: .*deadline"):
+        check_environment(lambda: Asks("hangs"))
 
 
 # ---------------------------------------------------------------------------------- whole runs

@@ -70,6 +70,8 @@ class Calls:
         self._running: dict[int, _Running] = {}
         self._ended: deque[_Running] = deque()
         """Calls whose awaitables are done, so that their next steps may run."""
+        self._awaited: asyncio.Task[list[Any]] | None = None
+        """What ``run`` waits for."""
         self._loops = False
         """The event loop is in use; it then runs between calls, too, for tasks that a call has left."""
         self._stuck = ""
@@ -84,12 +86,18 @@ class Calls:
                 result: T = end.value
                 return result
             loop = self._runner.get_loop()
-            task = loop.create_task(_all(awaitables, self._at_once))
+            self._awaited = task = loop.create_task(_all(awaitables, self._at_once))
             while not task.done():
                 # sys.exit() in a task leaves the event loop, and is raised again where the task is awaited
                 with contextlib.suppress(SystemExit):
                     loop.run_until_complete(task)
+            self._awaited = None
             results = task.result()
+
+    def interrupt(self) -> None:
+        """Cancel what ``run`` waits for in another thread; it goes on with the errors that this makes."""
+        if (task := self._awaited) is not None:
+            self._runner.get_loop().call_soon_threadsafe(task.cancel)
 
     def serve(self, connection: Connection, begin: Callable[[Call], Begun | None]) -> None:
         """Answer the calls of a connection; those that wait for something run at the same time.

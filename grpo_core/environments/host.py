@@ -307,6 +307,14 @@ class EnvironmentHost:
 
     # ------------------------------------------------------------------------------ agents
 
+    def run(self, name: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        """Let the agent play a rollout, and nothing beside it.  Raises what the agent raises."""
+        return self._calls.run(self._run_agent(name, prompt, client))
+
+    def interrupt(self) -> None:
+        """Cancel what a call of this object awaits in another thread."""
+        self._calls.interrupt()
+
     def _run_agent(self, name: str, prompt: Prompt, client: AgentClient) -> Steps[Feedback | None]:
         """Let the agent play a rollout; return its own result, or None if ``evaluate`` judges it."""
         session = self._sessions.get(name)

@@ -10,9 +10,10 @@ options = {"length": 3}
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, ClassVar
 
 from grpo_core.environments.process import EnvironmentProcess
@@ -46,7 +47,8 @@ def check_environment(make: Callable[[], Any]) -> None:
     """Runs ``grpo_core.testing.conformance``; the test fails with all that is broken.
 
     Args:
-        make: a new environment, the same each time; a class will do.
+        make: a new environment, the same each time; a class will do.  With ``async def run`` it plays its
+            rollouts in a thread of this process; ``check_agent`` ends also if that blocks for ever.
     """
     _assert_all(environment_findings(make))
 
@@ -62,8 +64,12 @@ def check_agent(agent: type, **options: Any) -> None:
 def environment_findings(make: Callable[[], Any]) -> list[Finding]:
     """Return the findings of ``grpo_core.testing.conformance`` about an environment in this process."""
     incidents: list[Incident] = []
-    conformance = Conformance(lambda: HostedEnvironment(make()), finished, incidents=incidents)
-    with reported_to(incidents.append):
+    with reported_to(incidents.append), contextlib.closing(asyncio.Runner()) as runner:
+
+        def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:  # an agent asks a server, which needs a loop
+            return runner.run(coroutine) if conformance.environment.runs_agents else finished(coroutine)
+
+        conformance = Conformance(lambda: HostedEnvironment(make()), wait, incidents=incidents)
         conformance.start()
         try:
             return list(conformance.run())

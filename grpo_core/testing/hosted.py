@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import pickle
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from grpo_core.environments.host import EnvironmentHost, Slotted, units
@@ -13,6 +16,9 @@ from grpo_core.protocols import AgentEndpoint
 from grpo_core.records import AgentClient, Episode, Feedback, Prompt, SessionStart
 
 T = TypeVar("T")
+
+_INTERRUPTED = 0.1
+"""Seconds after which a call that is cancelled and goes on is cancelled again."""
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -36,6 +42,9 @@ class HostedEnvironment:
     unscored with an error; results of the wrong number or type raise PluginError.  No method ever waits, so
     ``finished`` can run it without an event loop; an environment whose methods are async needs that, since it
     runs in its own event loop.
+
+    An environment with ``async def run`` is different: its agent asks the model, which is served by the event
+    loop that calls these methods, so that its code runs in a thread, one call after another.
     """
 
     first_traceback = ""
@@ -51,6 +60,7 @@ class HostedEnvironment:
         self.agents: AgentEndpoint | None = None
         self.calls: list[int] = []
         """Number of episodes in each call of ``evaluate``."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agents") if self.runs_agents else None
 
     async def start(self) -> None:
         """Do nothing: the environment exists already."""
@@ -73,15 +83,14 @@ class HostedEnvironment:
         """Begin a session for each prompt, in order, under the name that is its key."""
         if not self._description["sessions"]:
             return [SessionStart(tools=self._description["tools"])] * len(prompts)
-        return self.host.open(list(prompts.items()))
+        return await self._called(lambda: self.host.open(list(prompts.items())))
 
     async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         """Feedback for each episode, in order."""
         self.calls.append(len(episodes))
-        if self.slots == "all":
-            parts = units(episodes, whole_groups=self.needs_group)
-            return [feedback for part in parts for feedback in self._evaluate(part)]
-        return self._evaluate(episodes)
+        whole = self.slots != "all"
+        parts = [episodes] if whole else units(episodes, whole_groups=self.needs_group)
+        return await self._called(lambda: [feedback for part in parts for feedback in self._evaluate(part)])
 
     def _evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
         try:
@@ -104,13 +113,37 @@ class HostedEnvironment:
         return feedback
 
     async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
-        """Not here: an agent waits for the model."""
-        raise NotImplementedError("agents run in an EnvironmentProcess")
+        """Let the agent play a rollout; None if ``evaluate`` judges it.
+
+        Cancelling this cancels the agent.
+        """
+        try:
+            return await self._called(lambda: self.host.run(session, prompt, client))
+        except PluginError:
+            raise
+        except Exception as error:
+            return Feedback(error=describe(error))
 
     async def close(self, sessions: Sequence[str]) -> None:
         """End these sessions."""
-        self.host.close(sessions)
+        await self._called(lambda: self.host.close(sessions))
 
     async def aclose(self) -> None:
         """End all sessions."""
-        self.host.end()
+        await self._called(self.host.end)
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    async def _called(self, work: Callable[[], T]) -> T:
+        """Run the environment's code, in its thread if it has one."""
+        if self._thread is None:
+            return work()
+        work_there = self._thread.submit(contextvars.copy_context().run, work)
+        call = asyncio.wrap_future(work_there)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            while not work_there.cancel() and not call.done():
+                self.host.interrupt()
+                await asyncio.wait([call], timeout=_INTERRUPTED)
+            raise
