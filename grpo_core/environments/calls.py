@@ -71,7 +71,7 @@ class Calls:
         self._ended: deque[_Running] = deque()
         """Calls whose awaitables are done, so that their next steps may run."""
         self._awaited: asyncio.Task[list[Any]] | None = None
-        """What ``run`` waits for."""
+        """The task for which ``run`` waits."""
         self._loops = False
         """The event loop is in use; it then runs between calls, too, for tasks that a call has left."""
         self._stuck = ""
