@@ -237,6 +237,9 @@ class Engine(Protocol):
 
     Its factory is called as ``factory(setup: EngineSetup, **options)`` and must return at once.
     ``update_weights`` is awaited before the first ``generate``.
+
+    An engine that may compute in another dtype than that of the weights has an attribute ``dtype``, such as
+    "bfloat16", from the first ``update_weights`` on: the canary allows for the rounding then.
     """
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -8,11 +8,14 @@ import attrs
 import pytest
 from test_pipeline import Run
 
+from grpo_core.engines.limited import LimitedEngine
+from grpo_core.engines.pool import EnginePool
 from grpo_core.errors import EngineError, WeightSyncError
 from grpo_core.events import Dispatched, GroupsReady
 from grpo_core.loop import canary
 from grpo_core.records import Canary, Completion, TensorInfo, Weights
 from grpo_core.testing import FakeEngine, FakeTrainer, run
+from grpo_core.validation.engine import WeightsTrackingEngine
 
 PROMPT = (7, 8, 9)
 
@@ -160,6 +163,40 @@ def test_without_a_tolerance_the_dtype_of_the_weights_decides(dtype, used, refus
 
     if refused:
         with pytest.raises(WeightSyncError, match=refused):
+            run(story())
+    else:
+        assert run(story()) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda engine: engine,
+        lambda engine: LimitedEngine(engine, 4),
+        WeightsTrackingEngine,
+        lambda engine: EnginePool(lambda number: LimitedEngine(engine, 4), 2),
+    ],
+    ids=["engine", "limited", "tracked", "pool"],
+)
+@pytest.mark.parametrize(("dtype", "refused"), [("bfloat16", False), ("float32", True), ("", True)])
+def test_an_engine_that_computes_in_another_dtype_than_that_of_the_weights_says_so(held, dtype, refused):
+    """Its logprobs of a float32 trainer's weights differ by what bfloat16 explains."""
+    info = TensorInfo(name="a", dtype="float32", shape=(1,), offset=0, checksum=0)
+    sung = Canary(prompt_ids=PROMPT, token_ids=(1, 2), logprobs=(-1.0, -5.0))
+    weights = Weights(version=0, location="", nbytes=4, tensors=(info,), canary=(sung,))
+
+    async def story():
+        made = Listener(used=lambda version: 0.5)
+        made.dtype = dtype
+        engine = held(made)
+        try:
+            await engine.update_weights(weights)
+            return await canary.verify(engine, weights, tolerance=0.0, deadline=10)
+        finally:
+            await engine.aclose()
+
+    if refused:
+        with pytest.raises((WeightSyncError, EngineError), match=r"tolerance 0\.001"):
             run(story())
     else:
         assert run(story()) == pytest.approx(0.05)

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
+import flash
 import pytest
 import safetensors.torch
 import torch
+from peft import LoraConfig as PeftConfig
+from test_trainer import batch, ragged, setup
 
 from grpo_core import cpu
+from grpo_core.config import LoraConfig, TrainerConfig
+from grpo_core.demo import tiny
 from grpo_core.engines.local import columns
 from grpo_core.engines.local.llama import Llama, Shape
 from grpo_core.errors import ConfigError
+from grpo_core.training import digest, lora, narrow, packing, resting
+from grpo_core.training import group as groups
 from grpo_core.training import logprobs as fused
 from grpo_core.training import model as models
-from grpo_core.training import narrow, resting
 from grpo_core.training import trainer as trainers
 from grpo_core.training.budget import overhead
 from grpo_core.training.logprobs import token_logprobs
+from grpo_core.training.model import ModelSource
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
@@ -52,6 +61,12 @@ class OnGpu(torch.Tensor):
         return super().__torch_function__(function, kinds, args, given)
 
 
+class OnSecondGpu(OnGpu):
+    """One of a GPU that is not the current one."""
+
+    device = property(lambda self: torch.device("cuda", 1))
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
     OnGpu.wide.clear()
@@ -63,6 +78,7 @@ class Runtime:
     def __init__(self):
         self.pinned = {}
         self.ever = 0
+        self.late = []
 
     def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802 - CUDA's name
         assert address % 4096 == 0
@@ -72,6 +88,16 @@ class Runtime:
 
     def cudaHostUnregister(self, address):  # noqa: N802 - CUDA's name
         del self.pinned[address]
+        if not is_mapped(address):
+            self.late.append(address)
+
+
+def is_mapped(address):
+    areas = Path("/proc/self/maps")
+    if not areas.exists():
+        return True  # this system does not tell
+    bounds = (line.split()[0].split("-") for line in areas.read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in bounds)
 
 
 @pytest.fixture
@@ -80,6 +106,13 @@ def runtime(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
     return runtime
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "m"
+    tiny.make_tiny_model(directory, (), width=16, layers=1, warm_start_steps=0)
+    return str(directory)
 
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,24 +145,25 @@ def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks(monk
 
 
 def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on(monkeypatch, runtime):
-    tensor, seen = on_gpu(torch.arange(4.0)), []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("synchronized"))
+    tensor, seen = torch.arange(4.0).as_subclass(OnSecondGpu), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: seen.append(f"synchronized {gpu}"))
     snapshot = Snapshot()
     snapshot.save({"a": tensor}, lambda state: seen.append(state["a"].tolist()))
     snapshot.written().result()
-    assert seen == ["synchronized", [0.0, 1.0, 2.0, 3.0]], "the copies were begun without waiting"
+    assert seen == ["synchronized cuda:1", [0.0, 1.0, 2.0, 3.0]], "the copies were begun without waiting"
     snapshot.save({"a": tensor + 1}, lambda state: seen.append(state["a"].tolist()))
     snapshot.written().result()
-    assert seen[2:] == ["synchronized", [1.0, 2.0, 3.0, 4.0]]
+    assert seen[2:] == ["synchronized cuda:1", [1.0, 2.0, 3.0, 4.0]]
     assert runtime.ever == 1, "once: the memory is kept"
     del snapshot
     gc.collect()
     assert not runtime.pinned, "the memory is given back"
+    assert not runtime.late, "before it is unmapped"
 
 
 def test_a_snapshot_is_one_pinned_block_of_the_bytes_that_it_copies(monkeypatch, runtime, tmp_path):
     """Pinned one by one, each tensor would take the next power of two."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: None)
     tensors = {f"t{i}": on_gpu(torch.randn(33, 125)) for i in range(20)}
     tensors |= {
         "turned": on_gpu(torch.randn(33, 5)).t(),
@@ -158,14 +192,18 @@ def test_what_leaves_a_gpu_goes_to_one_pinned_block_and_is_complete_before_its_m
     monkeypatch, runtime
 ):
     seen, plain = [], resting._bytes
-    monkeypatch.setattr(resting, "_bytes", lambda storage: plain(storage).as_subclass(OnGpu))
+    monkeypatch.setattr(resting, "_bytes", lambda storage: plain(storage).as_subclass(OnSecondGpu))
     tensors = [torch.arange(2000.0) + i for i in range(3)]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append(tensors[0].untyped_storage().nbytes()))
+
+    def wait(gpu):
+        seen.append((str(gpu), tensors[0].untyped_storage().nbytes()))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
     away = resting.Resting()
     for _ in range(2):
         away.leave(tensors)
         away.come_back()
-    assert seen == [8000] * 4, "before the memory goes, and after it is back"
+    assert seen == [("cuda:1", 8000)] * 4, "before the memory goes, and after it is back"
     assert [tensor[1].item() for tensor in tensors] == [1.0, 2.0, 3.0]
     assert list(runtime.pinned.values()) == [3 * 8000], "once: the block is kept"
 
@@ -178,6 +216,30 @@ def test_the_state_of_a_gpu_is_updated_in_larger_chunks(monkeypatch):
     assert [len(each) for (each,) in narrow._chunks(on_gpu(flat))] == [3, 1]
 
 
+@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda", 1)])
+def test_a_trainer_that_rests_gives_the_memory_that_torch_keeps_to_the_engine_on_its_gpu(
+    monkeypatch, model, device, times
+):
+    trainer = trainers.TorchTrainer(setup(model, offload=True))
+    trainer.step(batch(ragged()))
+    trainer._device = torch.device(device)
+    held, seen = list(trainer._optimizers.tensors()), []
+
+    def empty_cache():
+        seen.append(
+            {tensor.untyped_storage().nbytes() for tensor in held if tensor.nbytes > resting.SMALLEST}
+        )
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    trainer.publish()
+    assert seen == [{0}] * times, "after the state has left"
+
+
+def test_a_digest_names_the_gpu_that_rounded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU called {device}")
+    assert "a GPU called cuda:1, ranks 2" in digest._described(torch.device("cuda", 1), 2)
+
+
 def test_a_gpu_has_larger_microbatches_and_pays_more_for_each():
     assert overhead(90_000, CUDA) == 256 > overhead(4_000_000, CPU)
     assert overhead(8_000_000_000, CUDA) > overhead(8_000_000_000, CPU) == 4
@@ -187,6 +249,143 @@ def test_weights_stay_on_the_gpu_for_cuda_ipc_and_on_a_cpu_they_are_shared_memor
     setup = TrainerSetup(transport="cuda_ipc")
     assert isinstance(trainers._writer(setup, CUDA), CudaIpcWriter)
     assert isinstance(trainers._writer(setup, CPU), SharedMemoryWriter)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_packed_rows_of_16_bits_are_one_call_of_flash_attention_with_the_results_of_a_call_for_each(
+    monkeypatch, window
+):
+    """Its operations are torch's own, with the demands of their kernels for GPUs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    parts = [packing.Part(length=3), packing.Part(length=1, before=0), packing.Part(length=4, before=0)]
+    torch.manual_seed(0)
+    given = [torch.randn(1, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2)]
+    upstream, found = torch.randn(1, 8, 4, 16), []
+    with flash.on_a_cpu() as calls:
+        for place in (torch.Tensor.clone, on_gpu):
+            here = [place(each).detach().requires_grad_() for each in given]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out, _ = packing.attention(
+                    None, *here, None, sliding_window=window, packed=packing.Packed(parts, CPU)
+                )
+            out.backward(upstream.to(out.dtype))
+            found.append([each.as_subclass(torch.Tensor).float() for each in (out, *(t.grad for t in here))])
+    assert calls == ["forward", "backward"], "the second time"
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head", "of_values"),
+    [((7, 5), 16, 16), ((9, 0), 20, 20), ((9, 0), 264, 264), ((9, 0), 16, 8)],
+    ids=["an old GPU", "no multiple of 8", "too large", "other values"],
+)
+def test_packed_rows_that_flash_attention_refuses_are_a_call_each(monkeypatch, capability, head, of_values):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query = on_gpu(torch.randn(1, 2, 5, head, dtype=torch.bfloat16))
+    value = on_gpu(torch.randn(1, 2, 5, of_values, dtype=torch.bfloat16))
+    with flash.on_a_cpu() as calls:
+        parts = [packing.Part(length=2), packing.Part(length=3)]
+        out, _ = packing.attention(None, query, query, value, None, packed=packing.Packed(parts, CPU))
+    assert (tuple(out.shape), calls) == ((1, 5, 2, of_values), [])
+
+
+class ChosenError(Exception):
+    """The device of a rank."""
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "weights", "expected"),
+    [
+        ("cuda", 1, "float32", "cuda:1"),
+        ("cuda", 0, "bfloat16", "cuda:0"),
+        ("cuda:2", 0, "bfloat16", "cuda:2"),
+        ("cuda:2", 0, "float32", "cuda:2"),
+        ("cuda", 0, "float32", "cuda"),
+        ("cpu", 1, "float32", "cpu"),
+    ],
+)
+def test_each_rank_computes_on_the_gpu_with_its_number_unless_one_is_named(
+    monkeypatch, device, rank, weights, expected
+):
+    def ranks(setup, device):
+        raise ChosenError(str(device))
+
+    current = ["cuda:0"]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
+    monkeypatch.setattr(trainers, "_ranks", ranks)
+    monkeypatch.setattr(trainers.cpu, "resolve_device", lambda device, key: torch.device(device))
+    config = TrainerConfig(device=device, weights=weights, ranks=2 if rank else 1)
+    with pytest.raises(ChosenError, match=f"^{expected}$"):
+        trainers.TorchTrainer(TrainerSetup(trainer=config, rank=rank, ranks=config.ranks))
+    assert current[-1] == (expected if expected.startswith("cuda:") else "cuda:0")
+
+
+def test_ranks_on_gpus_choose_theirs_before_they_join_a_group_with_nccl_for_gpus_and_gloo_for_cpus(
+    monkeypatch,
+):
+    """Otherwise each of them would make its communicators on the first GPU."""
+    seen = []
+
+    def join(*args, **named):
+        given = inspect.signature(torch.distributed.init_process_group).bind(*args, **named).arguments
+        backends = torch.distributed.distributed_c10d.BackendConfig(given["backend"])
+        seen.append({device: str(name) for device, name in backends.get_device_backend_map().items()})
+
+    names = ("is_initialized", "init_process_group")
+    stand_in = SimpleNamespace(**dict(zip(names, (lambda: False, join), strict=True)))
+    monkeypatch.setattr(groups, "dist", stand_in)
+    monkeypatch.setattr(groups, "DeviceMesh", lambda kind, ranks: seen.append((kind, ranks.tolist())))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(str(device)))
+    groups.Group(0, 1, rendezvous="", device=torch.device("cuda", 1), seconds=60.0)
+    assert seen == ["cuda:1", {"cpu": "gloo", "cuda": "nccl"}, ("cuda", [0])]
+
+
+@pytest.fixture
+def generators(monkeypatch):
+    """Random numbers of two GPUs, as torch keeps them; the second one is current."""
+    made = (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2))
+    monkeypatch.setattr(torch.cuda, "default_generators", made)
+    for name, stand_in in {
+        "_lazy_init": lambda: None,
+        "_lazy_call": lambda call, **how: call(),
+        "is_initialized": lambda: True,
+        "current_device": lambda: 1,
+        "device_count": lambda: 2,
+    }.items():
+        monkeypatch.setattr(torch.cuda.random, name, stand_in)
+    return made
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_the_random_numbers_of_a_gpu_go_on_where_they_were_saved(tmp_path, generators, model, device):
+    """A checkpoint of a GPU is resumed on a CPU as well, which has none."""
+    trainer = trainers.TorchTrainer(setup(model))
+    saving, there = trainer._saving, torch.device(device)
+    saving._device = there
+    saving.save(tmp_path, 0)
+    saving.written().result()
+    expected = torch.rand(3, generator=generators[1])
+    restore = saving._optimizers.restore
+
+    def on_the_cpu(state, about, device):
+        assert device == there
+        restore(state, about, CPU)
+
+    saving._optimizers.restore = on_the_cpu
+    saving.resume(tmp_path)
+    assert torch.equal(torch.rand(3, generator=generators[1]), expected)
+    assert trainers.TorchTrainer(attrs.evolve(setup(model), resume_from=str(tmp_path))).version == 0
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_adapters_draw_no_random_numbers_of_a_gpu_that_the_caller_misses(generators, model, device):
+    config = attrs.evolve(setup(model).model, lora=LoraConfig(rank=2))
+    source = ModelSource(start=model, saved=None, config=config, device=torch.device(device), seed=7)
+    module = models.load(Path(model), device=CPU)
+    before = [each.get_state() for each in generators]
+    lora._inject(PeftConfig(r=2, target_modules="all-linear"), module, source)
+    assert torch.equal(generators[1].get_state(), before[1])
 
 
 def test_a_gpu_chooses_its_attention_itself():

@@ -8,11 +8,15 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
+import torch
 from test_cli import grpo
 from test_trainer import batch, ragged, same, setup
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from grpo_core.app import preflight, profile
 from grpo_core.config import build
@@ -20,6 +24,8 @@ from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
 from grpo_core.events import StepEnded
 from grpo_core.plugins.host import PluginHost
+from grpo_core.training.profiling import StepProfiler
+from grpo_core.training.setup import PROFILED_AFTER
 from grpo_core.training.trainer import TorchTrainer
 
 
@@ -51,6 +57,82 @@ def test_the_trainer_traces_the_steps_after_the_first_two_and_computes_the_same(
     trace = json.loads(gzip.decompress((tmp_path / "profile" / "trainer.trace.json.gz").read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"]]
     assert names.count("grpo_core: optimizer") == 2
+
+
+class Traced:
+    """A profiler that has traced these events, which are torch's own, and adds nothing."""
+
+    def __init__(self, events: list[FunctionEvent]) -> None:
+        self._events = EventList(events, use_device="cuda")
+        self._events._build_tree()
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def events(self) -> EventList:
+        return self._events
+
+    def key_averages(self) -> EventList:
+        return self._events.key_averages()
+
+    def export_chrome_trace(self, path: str) -> None:
+        pass
+
+
+def event(
+    name: str, begin: float, end: float, *kernels: float, thread: int = 1, **more: Any
+) -> FunctionEvent:
+    """An event as torch makes it of a trace of a GPU."""
+    made = FunctionEvent(0, name, thread, begin, end, use_device="cuda", **more)
+    for microseconds in kernels:
+        made.append_kernel("kernel", 0, microseconds)
+    return made
+
+
+GPU = {"device_type": DeviceType.CUDA, "thread": 7}
+TRACED = [
+    event("grpo_core: forward", 0, 100, is_user_annotation=True),
+    event("aten::linear", 5, 40),
+    event("aten::mm", 10, 30, 500, 200),
+    event("grpo_core: backward", 100, 200, is_user_annotation=True),
+    event("aten::mm", 120, 130, 900, thread=2),  # in autograd's thread
+    event("grpo_core: optimizer", 200, 300, is_user_annotation=True),
+    event("_fused_adamw_", 210, 220, 400),
+    event("aten::copy_", 310, 320, 50),  # between the parts
+    event("grpo_core: forward", 400, 1100, is_user_annotation=True, **GPU),  # with gaps
+    event("ampere_sgemm", 400, 1100, **GPU),
+]
+
+
+def test_on_a_gpu_the_parts_and_operations_have_the_seconds_of_the_kernels_that_they_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward pass launches its own in another thread.  No kernel is counted a second time."""
+    seen: list[Any] = []
+
+    def traced(activities: Any) -> Traced:
+        seen.append(activities)
+        return Traced(TRACED)
+
+    monkeypatch.setattr(torch.profiler, "profile", traced)
+    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
+    profiler = StepProfiler(str(tmp_path), steps=1, rank=1, device=torch.device("cuda", 1))
+    for _ in range(PROFILED_AFTER + 2):
+        with profiler.step():
+            pass
+    kinds = torch.profiler.ProfilerActivity
+    assert seen == [[kinds.CPU, kinds.CUDA], torch.device("cuda", 1)]
+    told = json.loads((tmp_path / "trainer-2.json").read_text())
+    assert told["parts"] == pytest.approx({"forward": 7e-4, "backward": 9e-4, "optimizer": 4e-4})
+    assert [(each["name"], each["calls"]) for each in told["operations"]] == [
+        ("aten::mm", 2),
+        ("_fused_adamw_", 1),
+        ("aten::copy_", 1),
+    ]
+    assert told["operations"][0]["seconds"] == pytest.approx(16e-4)
 
 
 def run(directory: Path, steps: int, *, profiled: int) -> str:

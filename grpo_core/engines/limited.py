@@ -19,6 +19,11 @@ class LimitedEngine:
         self._engine = engine
         self._places = Slots(requests)
 
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the engine computes, if it says so."""
+        return str(getattr(self._engine, "dtype", ""))
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         answers = await gather([self._generate(request) for request in requests])
         return [completion for answer in answers for completion in answer]

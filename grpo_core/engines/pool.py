@@ -116,6 +116,11 @@ class EnginePool:
 
     # ------------------------------------------------------------------------------ the engine
 
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the engines compute, if one says so."""
+        return next((said for each in self._members if (said := getattr(each.engine, "dtype", ""))), "")
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.
 

@@ -19,6 +19,7 @@ from grpo_core.restarts import RestartBudget
 
 FINE, COARSE = 1e-3, 0.1
 """Differences of logprobs that rounding explains: of float32, and of bfloat16 on either side."""
+SIXTEEN_BITS = ("bfloat16", "float16")
 MAX_FAILURES = 3
 """Failures in a row after which the canary gives up: an engine may die while it is asked, and hold the
 weights again when it is asked again."""
@@ -27,9 +28,9 @@ weights again when it is asked again."""
 async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline: float | None) -> float:
     """Return the largest difference between the engine's and the trainer's logprobs; 0 without a canary.
 
-    A ``tolerance`` of 0 stands for the one that the dtype of the weights explains.  Raises WeightSyncError if
-    the difference is above it, if the engine answers with another version, or if it does not answer within
-    ``deadline`` seconds; EngineError if the engine fails.
+    A ``tolerance`` of 0 stands for the one that the dtype of the weights explains, or the ``dtype`` that the
+    engine says.  Raises WeightSyncError if the difference is above it, if the engine answers with another
+    version, or if it does not answer within ``deadline`` seconds; EngineError if the engine fails.
     """
     if not weights.canary:
         return 0.0
@@ -46,10 +47,16 @@ async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline
             "(engine.deadline); it may be frozen"
         ) from None
     check_completions(completions, requests)
-    tolerance = tolerance or (COARSE if any(info.dtype != "float32" for info in weights.tensors) else FINE)
+    tolerance = tolerance or _explained(engine, weights)
     pairs = zip(weights.canary, completions, strict=True)
     differences = [_difference(weights.version, *pair, tolerance) for pair in pairs]
     return max(differences)
+
+
+def _explained(engine: Engine, weights: Weights) -> float:
+    """Return the difference that rounding explains, of the weights or of an engine that rounds them."""
+    rounded = any(info.dtype != "float32" for info in weights.tensors)
+    return COARSE if rounded or getattr(engine, "dtype", "") in SIXTEEN_BITS else FINE
 
 
 async def _ask(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -40,8 +40,8 @@ class Group:
         self.rank, self.size, self._device = rank, size, device
         for library in ("GLOO", "NCCL"):  # they listen on the address of this machine's name otherwise
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # its communicators are made there
         if not dist.is_initialized():  # a process has one group for all of its time
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

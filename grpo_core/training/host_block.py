@@ -7,8 +7,9 @@ up to a power of two, which takes up to twice the memory.
 from __future__ import annotations
 
 import mmap
-import weakref
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,11 +49,24 @@ def _part(block: mmap.mmap | None, place: int, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
-def _block(nbytes: int, *, pinned: bool) -> mmap.mmap:
-    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if pinned:
+class _Block(mmap.mmap):
+    """Memory that CUDA lets go of before it is unmapped; a finalizer would be called after that."""
+
+    _release: Callable[[], object] | None = None
+
+    def pin(self) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
-        torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
-        weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, len(self), _PORTABLE))
+        self._release = partial(runtime.cudaHostUnregister, address)
+
+    def __del__(self) -> None:
+        if self._release is not None and not sys.is_finalizing():  # CUDA may have ended by then
+            self._release()
+
+
+def _block(nbytes: int, *, pinned: bool) -> mmap.mmap:
+    block = _Block(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if pinned:
+        block.pin()
     return block

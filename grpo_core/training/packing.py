@@ -26,6 +26,10 @@ NAME = "grpo_core_rows"
 UNKNOWN = ("softcap", "s_aux", "position_bias")
 """Arguments with which a model asks for attention of another kind."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
+"""Sizes of heads for which flash attention has kernels."""
+FIRST_WITH_FLASH = (8, 0)
+"""Compute capability from which on GPUs can run them: Ampere's."""
 TOLERANCE = 5e-4
 """Difference of outputs, packed and alone, that float32 may make; another row in sight makes more."""
 
@@ -101,7 +105,7 @@ def attention(
         raise ModelError(f"its attention has {asked[0]}, which this one has not")
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    if packed is not None and query.is_cuda and dtype in SIXTEEN_BITS and _has_varlen():
+    if packed is not None and query.is_cuda and dtype in SIXTEEN_BITS and _has_kernel(query, value):
         query, key, value = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
         return _by_flash(query, key, value, packed, scaling, sliding_window)[None], None
     if packed is None:
@@ -160,9 +164,19 @@ def _by_flash(
     return attended
 
 
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether flash attention takes heads of this size on this GPU; otherwise each part is a call.
+
+    torch pads heads for its other attention, and refuses them here.
+    """
+    size = query.shape[-1]
+    fits = size % HEAD_MULTIPLE == 0 and size <= LARGEST_HEAD and value.shape[-1] == size
+    return fits and _has_varlen() and torch.cuda.get_device_capability(query.device) >= FIRST_WITH_FLASH
+
+
 @cache
 def _has_varlen() -> bool:
-    """Whether this torch has attention over rows of different lengths; otherwise each row is a call."""
+    """Whether this torch has attention over rows of different lengths."""
     return find_spec("torch.nn.attention.varlen") is not None
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from grpo_core.training.setup import steps_of_profile
 
@@ -75,7 +76,7 @@ class StepProfiler:
 
     def _end(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._began
         profiler: Any = self._profiler
         profiler.stop()
@@ -92,15 +93,48 @@ def _summary(profiler: Any, device: torch.device) -> dict[str, Any]:
 
     On a GPU both are seconds of the GPU.
     """
-    on_gpu = device.type == "cuda"
-    parts: dict[str, float] = {}
-    operations: list[dict[str, Any]] = []
-    for each in profiler.key_averages():
+    gpu = device.type == "cuda"
+    parts, operations = _of_gpu(profiler.events()) if gpu else _of_cpu(profiler.key_averages())
+    longest = sorted(operations, key=lambda each: -each["seconds"])
+    return {"parts": parts, "operations": longest[:OPERATIONS]}
+
+
+def _of_cpu(averages: Iterable[Any]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    parts, operations = {}, []
+    for each in averages:
         if each.key.startswith(PREFIX):
-            spent = each.device_time_total if on_gpu else each.cpu_time_total
-            parts[each.key.removeprefix(PREFIX)] = spent / 1e6
-        elif each.key.startswith("aten::") or on_gpu:
-            own = each.self_device_time_total if on_gpu else each.self_cpu_time_total
-            operations.append({"name": each.key, "seconds": own / 1e6, "calls": each.count})
-    operations.sort(key=lambda each: -each["seconds"])
-    return {"parts": parts, "operations": operations[:OPERATIONS]}
+            parts[each.key.removeprefix(PREFIX)] = each.cpu_time_total / 1e6
+        elif each.key.startswith("aten::"):
+            seconds = each.self_cpu_time_total / 1e6
+            operations.append({"name": each.key, "seconds": seconds, "calls": each.count})
+    return parts, operations
+
+
+def _of_gpu(events: Iterable[Any]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Add up the kernels that were launched while a part ran, and those of each operation.
+
+    A backward pass launches its kernels in another thread, so torch does not count them to the part that
+    waits for it.  The GPU's own events are left out: they would count each kernel a second time, and a part
+    with the gaps in it.
+    """
+    here = [each for each in events if each.device_type == DeviceType.CPU]
+    waiting = sorted((each for each in here if each.key.startswith(PREFIX)), key=_begin, reverse=True)
+    parts = dict.fromkeys((each.key.removeprefix(PREFIX) for each in waiting), 0.0)
+    running: list[Any] = []
+    operations: dict[str, dict[str, Any]] = {}
+    for each in sorted((each for each in here if each.kernels), key=_begin):
+        seconds = sum(kernel.duration for kernel in each.kernels) / 1e6
+        while waiting and _begin(waiting[-1]) <= _begin(each):
+            running.append(waiting.pop())
+        running = [part for part in running if part.time_range.end > _begin(each)]
+        for part in running:
+            parts[part.key.removeprefix(PREFIX)] += seconds
+        said = operations.setdefault(each.key, {"name": each.key, "seconds": 0.0, "calls": 0})
+        said["seconds"] += seconds
+        said["calls"] += 1
+    return parts, [said for name, said in operations.items() if not name.startswith(PREFIX)]
+
+
+def _begin(event: Any) -> float:
+    began: float = event.time_range.start
+    return began

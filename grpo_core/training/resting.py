@@ -73,8 +73,8 @@ class Resting:
         self._copies |= zip(new, room_for(list(new.values()), pinned=on_gpu), strict=True)
 
     def _wait(self) -> None:
-        if any(_bytes(storage).is_cuda for storage in self._away):
-            torch.cuda.synchronize()
+        for gpu in {each.device for each in map(_bytes, self._away) if each.is_cuda}:
+            torch.cuda.synchronize(gpu)  # by name: it need not be the current one
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -57,12 +57,12 @@ class Snapshot:
             twin = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
             names[name] = twin
             once[twin] = tensors[twin]
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        self._make_room(once, pinned=on_gpu)
+        gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        self._make_room(once, pinned=bool(gpus))
         for name, tensor in once.items():
             self._memory[name].copy_(tensor, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
+        for gpu in gpus:  # each by name: it need not be the current one
+            torch.cuda.synchronize(gpu)
         return {name: self._memory[twin] for name, twin in names.items()}
 
     def _make_room(self, tensors: Mapping[str, Tensor], *, pinned: bool) -> None:

@@ -99,8 +99,10 @@ class TorchTrainer:
     def __init__(self, setup: TrainerSetup, build: BuildModel = build_model) -> None:
         self._setup, self._config = setup, setup.trainer
         self._device = cpu.resolve_device(self._config.device, "trainer.device")
-        if _in_group(setup) and self._device.type == "cuda":
-            self._device = torch.device("cuda", setup.rank)
+        if _in_group(setup):
+            self._device = _of_rank(self._device, setup.rank)
+        if self._device.type == "cuda" and self._device.index is not None:
+            torch.cuda.set_device(self._device)  # otherwise some calls would take memory of the first GPU
         self._ranks = _ranks(setup, self._device)
         self._writer = _writer(setup, self._device)  # before the model is made: its port may be taken
         host = PluginHost.discover(setup.plugins, setup.block)
@@ -470,6 +472,11 @@ class TorchTrainer:
 def _in_group(setup: TrainerSetup) -> bool:
     """Whether torch.distributed holds the weights, which also makes copies of them in another precision."""
     return setup.ranks > 1 or setup.trainer.weights != "float32"
+
+
+def _of_rank(device: torch.device, rank: int) -> torch.device:
+    """Return the GPU of a rank: that with its number, unless the configuration names one."""
+    return torch.device("cuda", rank) if device == torch.device("cuda") else device
 
 
 def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:

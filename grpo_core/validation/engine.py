@@ -22,6 +22,11 @@ class WeightsTrackingEngine:
     engine: Engine
     weights: Weights | None = field(init=False, default=None)
 
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the engine computes, if it says so."""
+        return str(getattr(self.engine, "dtype", ""))
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         return await self.engine.generate(requests)
 

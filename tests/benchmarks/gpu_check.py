@@ -4,7 +4,8 @@
     make gpu-check-vllm     # the engine `vllm`
     python tests/benchmarks/gpu_check.py [--vllm] [--device cuda|cpu] [--output FILE] [CHECK ...]
 
-Each ends with the tests marked `gpu`, and after each check no other process may hold the GPU.
+Each ends with the tests marked `gpu`.  After each check no other process may hold the GPU, as far as
+nvidia-smi names processes.
 On a CPU (``--device cpu``) the same checks run with fewer transports, which tests this script.
 Ends with status 1 if a check fails.
 """
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from attrs import asdict, evolve, frozen
 
+from grpo_core import __version__
 from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.engines.local.engine import LocalEngine
 from grpo_core.errors import EngineError
@@ -56,6 +58,8 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
 """Tolerance of a logprob.  The versions of the test model lie far apart, and so do their logits."""
 NOTICED = 1.0
 """Seconds until the death of vLLM's process is noticed."""
+LETS_GO = 5.0
+"""Seconds in which the driver takes the memory of a process that has ended."""
 SAME = 1e-5
 """Largest difference of weights after two steps with and without FSDP2 on one rank."""
 LEARNS = 0.15
@@ -92,25 +96,32 @@ def writers(device: str) -> dict[str, Callable[[], Writer]]:
     return ways
 
 
-def laws(make: Callable[..., Any], writer: Callable[[], Writer], dtype: str) -> tuple[str, str, bool]:
-    """Hold an engine to the laws of decoding, its death included."""
+def laws(
+    make: Callable[..., Any], writer: Callable[[], Writer], dtype: str, *, recomputes: bool
+) -> tuple[str, str, bool]:
+    """Hold an engine to the laws of decoding, its death included.
+
+    Args:
+        recomputes: whether running requests see all their tokens through new weights.
+    """
     names = [law for law in ENGINE_LAWS if dtype == "float32" or law not in EXACT]
     with tempfile.TemporaryDirectory() as directory:
         model = make_test_model(Path(directory))
         setup = EngineSetup(model=str(model), log_directory=directory, deadline=START)
-        broken = asyncio.run(_broken(partial(make, setup), model, writer(), dtype, names))
+        engine = partial(make, setup)
+        broken = asyncio.run(_broken(engine, model, writer(), dtype, names, recomputes=recomputes))
     kept = len(names) - len(broken)
     return f"{len(names)} laws hold", "; ".join([f"{kept} laws hold", *broken]), not broken
 
 
 async def _broken(
-    make: Callable[[], Any], model: Path, writer: Writer, dtype: str, names: list[str]
+    make: Callable[[], Any], model: Path, writer: Writer, dtype: str, names: list[str], *, recomputes: bool
 ) -> list[str]:
     engine = make()
     under_test = EngineUnderTest(
         engine=engine,
         model=model,
-        recomputes=not isinstance(engine, LocalEngine),
+        recomputes=recomputes,
         tolerance=TOLERANCE[dtype],
         writer=writer,
         kill=lambda: os.kill(engine.pid, signal.SIGKILL),
@@ -133,9 +144,9 @@ async def _broken(
 def local_checks(device: str) -> Iterator[tuple[str, Check]]:
     for way, writer in writers(device).items():
         make = partial(LocalEngine, device=device, dtype="float32", max_rows=64)
-        yield f"local, float32, {way}", partial(laws, make, writer, "float32")
+        yield f"local, float32, {way}", partial(laws, make, writer, "float32", recomputes=False)
     make = partial(LocalEngine, device=device, dtype="bfloat16", max_rows=64)
-    yield "local, bfloat16, shm", partial(laws, make, SharedMemoryWriter, "bfloat16")
+    yield "local, bfloat16, shm", partial(laws, make, SharedMemoryWriter, "bfloat16", recomputes=False)
 
 
 def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
@@ -145,7 +156,8 @@ def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
     if device == "cpu":
         base["cache_mib"] = 64
     for way, writer in writers(device).items():
-        yield f"vllm, float32, {way}", partial(laws, partial(VllmEngine, **base), writer, "float32")
+        make = partial(VllmEngine, **base)
+        yield f"vllm, float32, {way}", partial(laws, make, writer, "float32", recomputes=True)
     yield "vllm, EngineCore killed", partial(core_killed, partial(VllmEngine, **base))
     cases: dict[str, dict[str, Any]] = {
         "device auto": base | {"device": "auto"},
@@ -160,10 +172,9 @@ def vllm_checks(device: str) -> Iterator[tuple[str, Check]]:
     if device == "cuda" and torch.cuda.device_count() > 1:
         cases["two GPUs"] = base | {"tensor_parallel": 2}
     for name, options in cases.items():
-        yield (
-            f"vllm, {name}",
-            partial(laws, partial(VllmEngine, **options), SharedMemoryWriter, options["dtype"]),
-        )
+        recomputes = not options.get("keep_cache", False)
+        make, dtype = partial(VllmEngine, **options), options["dtype"]
+        yield f"vllm, {name}", partial(laws, make, SharedMemoryWriter, dtype, recomputes=recomputes)
 
 
 def core_killed(make: Callable[..., Any]) -> tuple[str, str, bool]:
@@ -297,18 +308,24 @@ def whole_run(engine: str, device: str, dtype: str) -> tuple[str, str, bool]:
     return expected, seen, last >= first + LEARNS and holds.returncode == 0
 
 
-def nobody_left() -> tuple[str, str, bool]:
-    """Ask the driver which processes hold a GPU; this one may."""
+def holders() -> set[str]:
+    """Ask the driver which processes hold a GPU; in a container it names them as the host does, or none."""
     query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
-    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    left = sorted({int(pid) for pid in said.split()} - {os.getpid()})
-    return "no other process holds the GPU", f"processes: {left}", not left
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return set()
+    return {line.strip() for line in said.splitlines() if line.strip().isdecimal()}
 
 
-def leaving_nobody(check: Check) -> tuple[str, str, bool]:
-    """Make a check, and look whether it left a process on the GPU."""
-    (expected, seen, ok), (alone, left, gone) = check(), nobody_left()
-    return f"{expected}; {alone}", seen if gone else f"{seen}; {left}", ok and gone
+def leaving_nobody(check: Check, before: set[str]) -> tuple[str, str, bool]:
+    """Make a check, and look whether it left a process on the GPU that was not there before all checks."""
+    expected, seen, ok = check()
+    end = time.monotonic() + LETS_GO
+    while (left := holders() - before) and time.monotonic() < end:
+        time.sleep(0.1)
+    told = f"{seen}; left: {', '.join(sorted(left))}" if left else seen
+    return f"{expected}; no other process holds the GPU", told, ok and not left
 
 
 def checks(device: str, *, vllm: bool) -> Iterator[tuple[str, Check]]:
@@ -351,14 +368,20 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; --device cpu tests this script")
         return 1
-    results = [
-        run(name, partial(leaving_nobody, check) if options.device == "cuda" else check)
-        for name, check in checks(options.device, vllm=options.vllm)
-        if not options.only or any(word in name for word in options.only)
-    ]
-    where = torch.cuda.get_device_name() if options.device == "cuda" else "a CPU"
-    about = {"device": where, "torch": torch.__version__, "results": [asdict(result) for result in results]}
-    output.write_text(json.dumps(about, indent=1) + "\n")
+    about: dict[str, Any] = {"device": "a CPU", "torch": torch.__version__, "grpo_core": __version__}
+    before: set[str] = set()
+    if options.device == "cuda":
+        torch.zeros(1, device="cuda")  # this process holds the GPU from now on
+        about |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        before = holders()
+        about["processes"] = "looked for after each check" if before else "nvidia-smi names none here"
+    results: list[Result] = []
+    for name, check in checks(options.device, vllm=options.vllm):
+        if options.only and not any(word in name for word in options.only):
+            continue
+        results.append(run(name, partial(leaving_nobody, check, before) if before else check))
+        about["results"] = [asdict(result) for result in results]
+        output.write_text(json.dumps(about, indent=1) + "\n")  # each time: a later check may end the process
     return int(not all(result.ok for result in results))
 
 

@@ -81,8 +81,10 @@ class Client:
         self._timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=connect_seconds)
         self._session: aiohttp.ClientSession | None = None
 
-    async def get(self, path: str) -> Any:
-        return await self._call("GET", path, None, None, repeatable=True)
+    async def get(
+        self, path: str, *, query: Mapping[str, str] | None = None, seconds: float | None = None
+    ) -> Any:
+        return await self._call("GET", path, None, query, repeatable=True, seconds=seconds)
 
     async def post(
         self,

@@ -47,6 +47,9 @@ REQUESTS = 512
 START_PAUSE, START_MARGIN = 1.0, 10.0
 """Seconds between two looks for a server that is starting, and before the deadline at which they end."""
 
+INFO = 60.0
+"""Seconds for a server's description of itself, which it makes once: it looks at its whole machine."""
+
 TORN = "updating"
 """The server's version while its weights change: tokens that carry it are thrown away."""
 
@@ -108,6 +111,8 @@ class HttpEngine:
         """The server holds ``_weights``, as far as is known."""
         self._newest = -1
         """Largest version that the server was ever sent."""
+        self.dtype = ""
+        """The dtype in which the server computes, if it has said so; it need not be that of the weights."""
         self._positions = 0
         self._closed = False
         self._syncing = asyncio.Lock()
@@ -262,7 +267,15 @@ class HttpEngine:
         """Meet a server that is new to us, or that may have been started again."""
         models = await (self._started() if self._weights is None else self._client.get("/v1/models"))
         self._positions = _found(models, int, "data", 0, "max_model_len")
+        self.dtype = await self._dtype()
         await self._client.post("/init_weight_transfer_engine", {"init_info": {}}, repeatable=True)
+
+    async def _dtype(self) -> str:
+        """Ask in which dtype the server computes; "" if it does not say."""
+        with contextlib.suppress(ServerError):
+            info = await self._client.get("/server_info", query={"config_format": "json"}, seconds=INFO)
+            return _found(info, str, "vllm_config", "model_config", "dtype").removeprefix("torch.")
+        return ""
 
     async def _started(self) -> Any:
         """Wait for a server that may be starting; return its models."""

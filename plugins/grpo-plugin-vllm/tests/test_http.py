@@ -22,6 +22,8 @@ from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, 
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.engine_kit import EngineConfig, PluginHost, read_weights, reported_to
+from grpo_core.loop import canary
+from grpo_core.records import Canary
 from grpo_core.testing import SharedMemoryWriter
 from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
@@ -194,7 +196,10 @@ def test_an_update_is_the_servers_own_sequence_with_a_label_that_no_token_may_ca
     async def story(engine, server):
         (completion,) = await engine.generate([REQUEST])
         assert (completion.token_ids.tolist(), completion.versions.tolist()) == ([1, 1], [1, 1])
-        assert server.calls[2:-1] == [
+        assert server.calls[:-1] == [
+            "/v1/models",
+            "/server_info",
+            "/init_weight_transfer_engine",
             "/pause",
             "/update_weight_version",
             "/start_weight_update",
@@ -202,10 +207,39 @@ def test_an_update_is_the_servers_own_sequence_with_a_label_that_no_token_may_ca
             "/finish_weight_update",
             "/resume",
         ]
-        assert server.bodies[3] == {"new_version": "updating"}
-        sent = server.bodies[5]["update_info"]
+        assert server.bodies[4] == {"new_version": "updating"}
+        sent = server.bodies[6]["update_info"]
         assert [tensor["name"] for tensor in sent["tensors"]] == ["a", "b"]
         assert server.bodies[-1]["sampling_params"]["logprobs"] == 0
+
+    played(story)
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype", "allowed"),
+    [
+        ({"vllm_config": {"model_config": {"dtype": "torch.bfloat16"}}}, "bfloat16", True),
+        ({"vllm_config": {"model_config": {"dtype": "torch.float32"}}}, "float32", False),
+        ({"vllm_config": "a text"}, "", False),
+    ],
+)
+def test_the_servers_dtype_decides_which_differences_the_canary_allows(said, dtype, allowed):
+    """The trainer and its weights are float32: it cannot know what somebody else started."""
+    import torch
+
+    async def story(engine, server):
+        server.faults["/server_info"] = [web.json_response(said)]
+        server.faults["/update_weights"] = ["drop"]
+        with pytest.raises(WeightSyncError):
+            await engine.update_weights(weights(2))  # the next one meets the server anew
+        sung = Canary(prompt_ids=REQUEST.prompt_ids, token_ids=(1,), logprobs=(-0.55,))
+        given = evolve(WRITER.write(3, [("a", torch.arange(6.0))]), canary=(sung,))
+        await engine.update_weights(given)
+        assert engine.dtype == dtype
+        assert server.queries["/server_info"] == {"config_format": "json"}
+        refused = pytest.raises(WeightSyncError, match=r"tolerance 0\.001")
+        with contextlib.nullcontext() if allowed else refused:
+            await canary.verify(engine, given, tolerance=0.0, deadline=None)
 
     played(story)
 
@@ -232,7 +266,7 @@ def test_running_requests_are_kept_by_a_pause_and_their_keys_and_values_if_asked
 
 def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_path):
     async def story(engine, server):
-        sent = server.bodies[5]["update_info"]
+        sent = server.bodies[6]["update_info"]
         assert sent["location"] == str(tmp_path / "w" / "weights.bin")
         from grpo_plugin_vllm.transfer import from_table
 

@@ -97,6 +97,7 @@ def test_a_server_keeps_the_contract_of_engines(server):
     async def story():
         engine = await start_engine(HttpEngine, model, url=url)
         await check_engine(engine, EngineUnderTest(engine=engine, model=model).publish, prompt_ids=(5, 8, 2))
+        assert engine.dtype == "float32", "the server was asked"
 
     asyncio.run(story())
 
