@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_cli import grpo
 from test_trainer import batch, ragged, same, setup
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from grpo_core.app import preflight, profile
