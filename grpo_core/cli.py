@@ -356,6 +356,54 @@ def check(
     return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
 
 
+@app.command
+def audit(
+    name: str,
+    *,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    prompts: int = 24,
+    seconds: float = 60.0,
+    seed: int = 0,
+    json: Path | None = None,
+    html: Path | None = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Find out whether the rewards of an environment mean anything: what is paid, and what should not be.
+
+    The exit status is 1 if a check failed.
+
+    Parameters
+    ----------
+    name
+        Name of the environment, as "math:sort" or "./file.py:Class".
+    set_
+        Set an option of the environment, as in "length=3"; may be repeated.
+    prompts
+        Largest number of prompts that are played.
+    seconds
+        Time that the audit may take, about; a slow environment plays fewer prompts.
+    seed
+        Seed of the replies that are tried.
+    json
+        File for the quality card as JSON.
+    html
+        File for the quality card as one page.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.app import auditing
+    from grpo_core.audit.audit import Extent
+
+    return auditing.main(
+        name,
+        extent=Extent(prompts=prompts, seconds=seconds, seed=seed),
+        settings=set_ or [],
+        json_file=json,
+        html_file=html,
+        block=no_plugin or [],
+    )
+
+
 @app.command(name="try")
 def try_(
     name: str,

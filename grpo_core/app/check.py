@@ -55,7 +55,7 @@ def main(
     options = parse_settings(settings)
     host = PluginHost.discover(block=block)
     python = options.get("environment", {}).get("python")
-    offer = _elsewhere(name, python) if python else find(host, name, kind)
+    offer = elsewhere(name, python) if python else find(host, name, kind)
     if offer.kind != "environment":  # an environment may be loadable only in its own process
         host.check_options(offer.kind, offer.name, options)
     config = environment_config(options) if offer.kind == "environment" else EnvironmentConfig()
@@ -102,7 +102,7 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
     raise next(near, missing["environment"])
 
 
-def _elsewhere(name: str, python: str) -> Offer:
+def elsewhere(name: str, python: str) -> Offer:
     """Return an environment that only another interpreter can find."""
     return Offer(
         "environment",

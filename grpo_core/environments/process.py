@@ -96,6 +96,9 @@ class EnvironmentProcess:
         host: the plugins of this process; the environment then lives on a thread of it (``ThreadChild``).
     """
 
+    HOST = "grpo_core.environments.host:EnvironmentHost"
+    """Name of the class that the child makes."""
+
     def __init__(
         self,
         task: str,
@@ -423,7 +426,7 @@ class EnvironmentProcess:
             child = ThreadChild(make, name=self._name)
         else:
             child = Child(
-                "grpo_core.environments.host:EnvironmentHost",
+                self.HOST,
                 self._made_with,
                 name=self._name,
                 # sets in the same order

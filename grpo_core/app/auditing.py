@@ -1,0 +1,114 @@
+"""``grpo-core audit``: finds out whether the rewards of an environment mean anything."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from grpo_core.app.check import elsewhere, environment_config
+from grpo_core.audit.audit import Audit, Extent
+from grpo_core.audit.card import Card
+from grpo_core.audit.process import WatchedProcess
+from grpo_core.audit.records import Finding, Severity
+from grpo_core.config import merge, parse_setting
+from grpo_core.errors import ConfigError, GrpoError
+from grpo_core.incidents import Incident, reported_to
+from grpo_core.inert import inert
+from grpo_core.plugins.host import PluginHost
+from grpo_core.plugins.offers import Offer
+
+STYLES: Mapping[Severity, tuple[str, str]] = {
+    "passed": ("ok    ", "green"),
+    "failed": ("FAILED", "bold red"),
+    "warned": ("warn  ", "yellow"),
+    "noted": ("note  ", "cyan"),
+    "not applicable": ("n/a   ", "dim"),
+}
+COUNTED: tuple[Severity, ...] = ("failed", "warned", "noted", "passed", "not applicable")
+
+
+def main(
+    name: str,
+    *,
+    extent: Extent,
+    settings: Sequence[str],
+    json_file: Path | None,
+    html_file: Path | None,
+    block: Sequence[str],
+) -> int:
+    """Print each finding; return the exit status, which is 1 if a check failed."""
+    if extent.prompts < 1 or not extent.seconds > 0:
+        raise ConfigError(
+            f"--prompts is {extent.prompts} and --seconds {extent.seconds:g}; expected numbers above 0"
+        )
+    for file in (json_file, html_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
+    options: dict[str, Any] = {}
+    for setting in settings:
+        options = merge(options, parse_setting(setting))
+    host = PluginHost.discover(block=block)
+    python = options.get("environment", {}).get("python")
+    offer = elsewhere(name, python) if python else host.find("environment", name)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(inert(str(offer)), style="bold"))
+    begin = time.monotonic()
+    found = asyncio.run(_all(host, offer, options, extent, functools.partial(_show, console)))
+    card = Card(
+        name=name, offer=str(offer), options=options, findings=found, seconds=time.monotonic() - begin
+    )
+    counts = Counter(finding.severity for finding in found)
+    told = ", ".join(f"{counts[each]} {each}" for each in COUNTED if counts[each] or each == "failed")
+    console.print(f"{told}, in {card.seconds:.1f} s")
+    if json_file is not None:
+        card.write_json(json_file)
+    if html_file is not None:
+        card.write_page(html_file)
+    return 1 if counts["failed"] else 0
+
+
+async def _all(
+    host: PluginHost, offer: Offer, options: dict[str, Any], extent: Extent, show: Callable[[Finding], None]
+) -> list[Finding]:
+    found = []
+    async for finding in findings(host, offer, options, extent):
+        show(finding)
+        found.append(finding)
+    return found
+
+
+async def findings(
+    host: PluginHost, offer: Offer, options: dict[str, Any], extent: Extent
+) -> AsyncIterator[Finding]:
+    """Audit an environment in its own process; ``options`` may hold the run's section ``environment``."""
+    config = environment_config(options)
+    incidents: list[Incident] = []
+    make = functools.partial(
+        WatchedProcess, "audit", offer.name, options, config=config, plugins=host.selection
+    )
+    audit = Audit(make, config.max_batch, extent, incidents)
+    with reported_to(incidents.append):
+        try:
+            async for finding in audit.run():
+                yield finding
+        except GrpoError as error:
+            if error.exit_status == ConfigError.exit_status:
+                raise  # the options are wrong, and not the environment
+            yield Finding(check="runtime.startup", title="it can be made", severity="failed", told=str(error))
+
+
+def _show(console: Console, finding: Finding) -> None:
+    mark, style = STYLES[finding.severity]
+    console.print(Text.assemble((mark, style), inert(f"  {finding.title}: {finding.told}")))
+    if finding.evidence:
+        console.print(Text(inert(f"          for example: {finding.evidence}"), style="dim"))
+    if finding.advice:
+        console.print(Text(inert(f"          to do: {finding.advice}")))

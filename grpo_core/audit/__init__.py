@@ -1,0 +1,1 @@
+"""The audit of an environment: whether its rewards mean anything."""

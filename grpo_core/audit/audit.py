@@ -1,0 +1,398 @@
+"""The audit of an environment: plays it in rounds, and lets pure judgements say what the results mean."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, Protocol
+
+from attrs import define, evolve, field, frozen
+
+from grpo_core.audit import behaviour, replies, rewards, texts
+from grpo_core.audit.player import Player
+from grpo_core.audit.records import Finding, Reply, Solution, Trial, spread
+from grpo_core.audit.rewards import Scale, not_applicable
+from grpo_core.audit.search import Search
+from grpo_core.environments.pool import EnvironmentWorker
+from grpo_core.errors import GrpoError
+from grpo_core.incidents import Incident
+from grpo_core.records import Prompt
+
+FEWEST = 4
+"""Prompts that are played in any case."""
+ALONE = 16
+"""Replies that are played one by one."""
+ROUNDS = 5
+"""Times that the same replies are played, in different moments."""
+SEARCHED = 8
+"""Prompts on which a reply is searched that is always paid; it is judged by others."""
+SEARCH_ROUNDS = 8
+AT_ONCE = 8
+"""Number of calls that are made at the same time."""
+AGENT_PROMPTS = 4
+"""Prompts that an agent plays: each is a conversation of its own."""
+
+
+class Audited(EnvironmentWorker, Protocol):
+    """An environment that tells which files and addresses it has touched."""
+
+    async def watched(self) -> list[dict[str, str]]: ...
+
+
+@frozen(kw_only=True)
+class Extent:
+    """How much is played.
+
+    Attributes:
+        prompts: largest number of prompts; fewer if the environment is slow.
+        seconds: time that the audit takes at most, about.
+        seed: draws prompts, and the replies of the search.
+    """
+
+    prompts: int = 24
+    seconds: float = 60.0
+    seed: int = 0
+
+
+@define(eq=False)
+class Audit:
+    """One audit.
+
+    Args:
+        make: a new environment, the same each time, not started yet.
+        max_batch: number of episodes of the largest call.
+        extent: how much is played.
+        incidents: receives the incidents that are reported (``grpo_core.incidents.reported_to``).
+        pause: seconds between two plays of the same replies, so that a reward that depends on the second
+            shows itself.
+    """
+
+    make: Callable[[], Audited]
+    max_batch: int
+    extent: Extent
+    incidents: list[Incident] = field(factory=list)
+    pause: float = 0.23
+    player: Player = field(init=False)
+    train: list[Prompt] = field(factory=list)
+    some: list[Prompt] = field(factory=list)
+    """Prompts that are played."""
+    solutions: list[Solution] = field(factory=list)
+    scale: Scale = field(init=False)
+    everything: list[Trial] = field(factory=list)
+    _first: list[Trial] = field(factory=list)
+    """The very first trials of the process."""
+    _right: list[Trial] = field(factory=list)
+    _call: float = 0.0
+    """Seconds of a call with one episode."""
+    _steady: bool = True
+    _rounds: list[list[Trial]] = field(factory=list)
+    _seconds: list[float] = field(factory=list)
+    """Seconds of calls with one episode each."""
+
+    async def run(self) -> AsyncIterator[Finding]:
+        """Yield the findings, one after another.  Raises what starting the environment raises."""
+        environment = self.make()
+        try:
+            await environment.start()
+            self.player = Player(environment, self.max_batch)
+            if environment.runs_agents:
+                self.extent = evolve(self.extent, prompts=min(self.extent.prompts, AGENT_PROMPTS))
+            async for finding in self._stages(environment):
+                yield finding
+        finally:
+            await environment.aclose()
+
+    async def _stages(self, environment: Audited) -> AsyncIterator[Finding]:
+        stages: Sequence[Callable[[], Any]] = (
+            self._prompts,
+            self._solutions,
+            self._floor,
+            self._panels,
+            self._forms,
+            self._search,
+            self._repeat,
+            self._company,
+            self._elsewhere,
+            self._latency,
+            self._levels,
+            lambda: self._touched(environment),
+        )
+        for stage in stages:
+            begin = time.monotonic()
+            try:
+                findings: list[Finding] = await stage()
+            except GrpoError as error:
+                findings = [self._broken(stage, error)]
+            for finding in findings:
+                yield evolve(finding, seconds=(time.monotonic() - begin) / len(findings))
+            if not self.train:
+                return
+
+    def _broken(self, stage: Any, error: GrpoError) -> Finding:
+        name = getattr(stage, "__name__", "").strip("_") or "isolation"
+        return Finding(
+            check="runtime.startup",
+            title=f"it can be played ({name})",
+            severity="failed",
+            told=str(error),
+            advice="`grpo-core check` says more about the contract",
+        )
+
+    # ------------------------------------------------------------------------------ prompts
+
+    async def _prompts(self) -> list[Finding]:
+        self.train = await self.player.prompts("train")
+        if not self.train:
+            return [
+                Finding(
+                    check="runtime.startup",
+                    title="prompts to train on",
+                    severity="failed",
+                    told='prompts("train") is empty; expected at least one prompt',
+                )
+            ]
+        held_out = await self.player.prompts("validation")
+        turns = self.player.environment.max_turns
+        step = max(1, len(self.train) // max(self.extent.prompts, ROUNDS))
+        known = await self.player.solve(self.train[:: max(1, len(self.train) // 256)])
+        self.some = self.train[::step][: self.extent.prompts]
+        return [
+            await asyncio.to_thread(texts.split_leakage, self.train, held_out, turns),
+            await asyncio.to_thread(texts.duplicates, self.train, turns),
+            texts.in_prompt(known),
+            rewards.majority(known),
+        ]
+
+    # ------------------------------------------------------------------------------ solutions and nonsense
+
+    async def _solutions(self) -> list[Finding]:
+        await self.player.solve(self.some[:FEWEST])
+        self._first = await self._play(self._opening())
+        few = self.some[:FEWEST]
+        _, seconds = await self.player.each(
+            [Reply(prompt=p, text=replies.NONSENSE[0], kind="time") for p in few]
+        )
+        self._call = min(seconds)
+        self.some = self.some[: self._affordable()]
+        known = [one for one in await self.player.solve(self.some) if one.text is not None]
+        self._right = await self._play(
+            [Reply(prompt=one.prompt, text=None, kind="solution") for one in known]
+        )
+        got = {trial.prompt.id: trial for trial in self._right if trial.ended}
+        self.solutions = [
+            evolve(one, reward=got[one.prompt.id].reward, turns=got[one.prompt.id].turns)
+            if one.prompt.id in got
+            else one
+            for one in known
+        ]
+        return [rewards.oracle(self._right, self.player.environment.success)]
+
+    def _opening(self) -> list[Reply]:
+        """The first replies of a process: a wrong one, a right one, and the wrong one again."""
+        wrong = [Reply(prompt=p, text=replies.NONSENSE[0], kind="first") for p in self.some[:FEWEST]]
+        right = [Reply(prompt=p, text=None, kind="first") for p in self.some[:FEWEST]]
+        solved = [one for one in right if one.prompt.id in self.player.solutions]
+        return [*wrong, *solved]
+
+    def _affordable(self) -> int:
+        """Return the number of prompts that can be played in time, as far as the first calls show it."""
+        if self._agent:
+            return len(self.some)
+        per_prompt = 75
+        rest = max(1.0, 0.55 * self.extent.seconds - ALONE * self._call)
+        each = max(self.player.per_episode, self._call / self.max_batch)
+        if self.player.environment.slots == "all":
+            each = self._call / AT_ONCE
+        return max(FEWEST, min(len(self.some), int(rest / max(1e-6, each * per_prompt))))
+
+    async def _floor(self) -> list[Finding]:
+        nonsense = [
+            Reply(prompt=p, text=text, kind="nonsense") for text in replies.NONSENSE for p in self.some
+        ]
+        trials = await self._play(nonsense)
+        known = {one.prompt.id: one for one in self.solutions}
+        scale = Scale(solutions=known, success=self.player.environment.success, floor=0.0)
+        got = [t.reward for t in trials if t.reward is not None and not scale.deserves(t)]
+        self.scale = evolve(scale, floor=fmean(got) if got else 0.0)
+        return [rewards.floor(trials, self.scale)]
+
+    # ------------------------------------------------------------------------------ what answers nothing
+
+    async def _panels(self) -> list[Finding]:
+        constant = await self._play(list(replies.constant_replies(self.some)))
+        copied = await self._play(list(replies.copied_prompts(self.some)))
+        foreign = await self._play(list(replies.foreign_solutions(self.solutions)))
+        injected = [t for t in constant if t.kind == "injected instruction"]
+        plain = [t for t in constant if t.kind != "injected instruction"]
+        by_text, by_kind = (lambda trial: trial.said), (lambda trial: trial.kind)
+        compare = (
+            "compare the reply with the prompt's answer: a model finds such a reply, and says nothing else"
+        )
+        data = "let no words of the reply decide; a judge gets the reply as data"
+        panel, scale = rewards.panel, self.scale
+        return [
+            panel("semantic.canary_floor", "empty and constant replies", plain, scale, by_text, compare),
+            panel("statistical.adversarial_floor", "injected instructions", injected, scale, by_text, data),
+            panel("reward.copied_prompt", "the prompt as a reply", copied, scale, by_kind, compare),
+            panel("reward.foreign_solution", "another prompt's solution", foreign, scale, by_kind, compare),
+        ]
+
+    async def _forms(self) -> list[Finding]:
+        surface = list(replies.surfaces(self.solutions))
+        listed = list(replies.listings(self.solutions, self.extent.seed))
+        if self.player.environment.max_turns > 1:  # each turn has another solution
+            surface = []
+        long, read = list(replies.lengthening(self.some)), list(replies.shortcuts(self.some))
+        if self._agent:  # each rollout of an agent is a conversation
+            listed, long, read = [], [], []
+        return [
+            rewards.surface_forms(await self._play(surface), self.scale),
+            rewards.listing(await self._play(listed), self.scale),
+            rewards.length(await self._play(long), self.scale),
+            rewards.shortcuts(await self._play(read), self.scale),
+        ]
+
+    async def _search(self) -> list[Finding]:
+        check, title = "statistical.gameability_gap", "a search for a reply that is always paid"
+        few, others = self.some[:SEARCHED], self.some[SEARCHED:]
+        if self._agent:
+            return [not_applicable(check, title, "an agent plays by itself")]
+        if len(others) < FEWEST:
+            why = f"it needs {SEARCHED + FEWEST} prompts, and has {len(self.some)}"
+            return [not_applicable(check, title, why)]
+        unknown = [Solution(prompt=p, text=None) for p in self.some]
+        search = Search(self.solutions or unknown, self.extent.seed)
+        for _ in range(SEARCH_ROUNDS):
+            tried = search.round()
+            trials = await self._play([Reply(prompt=p, text=t, kind="search") for t in tried for p in few])
+            search.tell({text: self._score([t for t in trials if t.reply.text == text]) for text in tried})
+        best = [Reply(prompt=p, text=t, kind="found by search") for t in search.best(3) for p in others]
+        trials = await self._play(best)
+        advice = "look at how this reply is judged: a policy finds it as well"
+        found = rewards.panel(check, title, trials, self.scale, lambda trial: trial.said, advice)
+        return [evolve(found, told=f"{found.told} ({len(search.scores)} replies tried)")]
+
+    def _score(self, trials: Sequence[Trial]) -> float:
+        """Return the mean share of a solution's reward for prompts that a reply does not answer."""
+        return fmean(0.0 if self.scale.deserves(t) else self.scale.share(t) for t in trials)
+
+    # ------------------------------------------------------------------------------ behaviour
+
+    async def _repeat(self) -> list[Finding]:
+        mixed = self._mixed(min(ALONE, len(self.some)))
+        for number in range(2 if self._agent else ROUNDS):
+            if number:
+                await asyncio.sleep(self.pause)
+            self._rounds.append(await self._play(mixed))
+        found = behaviour.determinism(self._rounds, self._range)
+        self._steady = found.severity == "passed"
+        return [found]
+
+    def _mixed(self, number: int) -> list[Reply]:
+        """Right and wrong replies, side by side."""
+        known = {one.prompt.id for one in self.solutions}
+        wrong = ["1", *replies.NONSENSE, "0", "yes"]
+        return [
+            Reply(
+                prompt=prompt,
+                text=None if place % 2 and prompt.id in known else wrong[place % len(wrong)],
+                kind="again",
+            )
+            for place, prompt in enumerate(self.some[:number])
+        ]
+
+    async def _company(self) -> list[Finding]:
+        check, title = "reward.batch_independence", "the batch makes no difference"
+        if not self._steady or self._agent:
+            why = "an agent plays alone" if self._agent else "rewards differ from call to call"
+            return [not_applicable(check, title, why)]
+        mixed = self._mixed(min(ALONE, len(self.some), max(FEWEST, int(8 / max(self._call, 1e-3)))))
+        alone, self._seconds = await self.player.each(mixed)
+        self.everything += alone
+        threes: list[Trial] = []
+        for place in range(0, len(mixed), 3):
+            threes += await self._play(mixed[place : place + 3])
+        ways: Mapping[str, Sequence[Trial]] = {
+            "in one batch": self._rounds[-1][: len(mixed)],
+            "in one batch, backwards": (await self._play(mixed[::-1]))[::-1],
+            "in batches of 3": threes,
+        }
+        return [behaviour.company(alone, ways)]
+
+    async def _elsewhere(self) -> list[Finding]:
+        """Compare with a process that has played nothing yet, and with this one's first trials."""
+        portable = ("semantic.verifier_portability", "the same rewards in another process")
+        isolated = ("runtime.episode_isolation", "no state between sessions")
+        other = self.make()
+        try:
+            await other.start()
+            again = await other.prompts("train")
+            seed = behaviour.seed_control(self.train, again)
+            if not self._steady:
+                why = "rewards differ from call to call"
+                return [seed, not_applicable(*portable, why), not_applicable(*isolated, why)]
+            player = Player(other, self.max_batch, solutions=dict(self.player.solutions))
+            there = (await player.play(self._mixed(min(ALONE, len(self.some)))[::-1]))[::-1]
+        finally:
+            await other.aclose()
+        after = f"after {self.player.episodes:,} episodes of other sessions"
+        now = await self._play([trial.reply for trial in self._first])
+        advice = "keep nothing of a rollout in the object or the module: a run has several processes"
+        anew = "in a new process, in another order"
+        return [
+            seed,
+            behaviour.compared(*portable, self._rounds[0], there, anew, advice),
+            behaviour.compared(*isolated, self._first, now, after, advice),
+        ]
+
+    async def _latency(self) -> list[Finding]:
+        one = self._mixed(1)
+        if not self._seconds:
+            _, self._seconds = await self.player.each(one * FEWEST)
+        if self._agent:
+            return [behaviour.latency(self._seconds, max(self._seconds), 1, max(self._seconds), 1)]
+        size = max(1, self.max_batch // (3 if self.player.environment.needs_group else 1))
+        mixed = self._mixed(len(self.some))
+        full = [mixed[place % len(mixed)] for place in range(size)]
+        begin = time.perf_counter()
+        await self.player.batch(full)
+        whole = time.perf_counter() - begin
+        begin = time.perf_counter()
+        await asyncio.gather(*(Player(self.player.environment, 1).batch(one) for _ in range(AT_ONCE)))
+        together = time.perf_counter() - begin
+        return [behaviour.latency(self._seconds, whole, size, together, AT_ONCE)]
+
+    # ------------------------------------------------------------------------------ all together
+
+    async def _levels(self) -> list[Finding]:
+        wrong = [trial for trial in self.everything if trial.kind in ("nonsense", "empty", "degenerate")]
+        found = rewards.scored(self.everything)
+        bad = [each for each in self.incidents if each.kind in ("deadline", "died")]
+        if bad and found.severity == "passed":
+            found = evolve(found, severity="failed", told=f"{found.told}, but: {bad[0].message}")
+        return [
+            found,
+            rewards.reach(self.everything, self.scale),
+            rewards.bounds(self.everything, self.scale),
+            rewards.parts(self._right, wrong),
+        ]
+
+    async def _touched(self, environment: Audited) -> list[Finding]:
+        events = await environment.watched()
+        return [behaviour.files(events, tempfile.gettempdir()), behaviour.network(events)]
+
+    @property
+    def _agent(self) -> bool:
+        return self.player.environment.runs_agents
+
+    @property
+    def _range(self) -> float:
+        return spread([trial.reward for trial in self.everything if trial.reward is not None])
+
+    async def _play(self, given: Sequence[Reply]) -> list[Trial]:
+        trials = await self.player.play(given)
+        self.everything += trials
+        return trials

@@ -1,0 +1,226 @@
+"""Plays replies against an environment that runs as in a run, and keeps what they got."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+from attrs import define, evolve, field
+
+from grpo_core.audit.records import Reply, Solution, Trial
+from grpo_core.environments.pool import EnvironmentWorker
+from grpo_core.records import Episode, Feedback, Prompt
+from grpo_core.testing.agents import play_agent
+from grpo_core.tool_calls import assistant_message
+
+CHARACTERS = 4
+"""Characters of a token, about."""
+BESIDE = ("I do not know.", "No.")
+"""Replies beside which a reply is judged, where the environment compares the rollouts of a group."""
+
+
+@define(eq=False)
+class _Game:
+    """A rollout while it is played."""
+
+    reply: Reply
+    episode: Episode
+    feedback: Feedback = field(factory=lambda: Feedback(done=False))
+    reward: float | None = None
+    said: str = ""
+    answers: tuple[str, ...] = ()
+    turns: int = 0
+    over: bool = False
+    stuck: bool = False
+    """Its own solution does not know how to go on."""
+
+
+@define(eq=False)
+class Player:
+    """Plays replies, each in a session of its own, to the end of its rollout.
+
+    A reply is said in each turn; own solutions ask ``solve`` what to say next.  Rewards of turns add up.
+
+    Args:
+        environment: started already.
+        max_batch: number of episodes of the largest call.
+    """
+
+    environment: EnvironmentWorker
+    max_batch: int
+    episodes: int = 0
+    """Number of episodes that were judged so far."""
+    seconds: float = 0.0
+    """Time that this took."""
+    last_call: float = 0.0
+    """Time of the last call of ``evaluate``."""
+    solutions: dict[str, str] = field(factory=dict)
+    """Own solutions by the id of their prompt, for members of groups."""
+    _names: Iterator[int] = field(factory=itertools.count)
+    _tools: bool = field(init=False, default=False)
+
+    async def prompts(self, split: str) -> list[Prompt]:
+        return await self.environment.prompts(split)
+
+    async def solve(self, prompts: Sequence[Prompt]) -> list[Solution]:
+        """Return what the environment knows about prompts."""
+        texts = await self.environment.solve(prompts)
+        found = [Solution(prompt=one, text=text) for one, text in zip(prompts, texts, strict=True)]
+        self.solutions |= {one.prompt.id: one.text for one in found if one.text is not None}
+        return found
+
+    @property
+    def per_episode(self) -> float:
+        """Seconds of an episode in a batch, as far as it is known."""
+        return self.seconds / self.episodes if self.episodes else 0.0
+
+    async def play(self, replies: Sequence[Reply]) -> list[Trial]:
+        """Play replies in batches of the size that a run has at most."""
+        if self.environment.runs_agents:
+            return await self._agents(replies)
+        trials: list[Trial] = []
+        size = max(1, self.max_batch // self._members)
+        for begin in range(0, len(replies), size):
+            trials += await self.batch(replies[begin : begin + size])
+        return trials
+
+    async def each(self, replies: Sequence[Reply]) -> tuple[list[Trial], list[float]]:
+        """Play each reply by itself; return also the seconds of the first call of each."""
+        trials, seconds = [], []
+        for reply in replies:
+            begin = time.perf_counter()
+            trials += await self.play([reply])
+            seconds.append(time.perf_counter() - begin if self.environment.runs_agents else self.last_call)
+        return trials, seconds
+
+    async def batch(self, replies: Sequence[Reply]) -> list[Trial]:
+        """Play replies together: each turn of all of them is one call."""
+        games = await self._opened(replies)
+        try:
+            for turn in range(self.environment.max_turns):
+                going = [game for game in games if not game.over]
+                if not going:
+                    break
+                last = turn + 1 == self.environment.max_turns
+                await self._say(going, last=last)
+                going = [game for game in going if not game.over]
+                await self._judge(going, self._shown(games, going), last=last)
+        finally:
+            await self.environment.close([str(game.episode.session) for game in games])
+        return [_trial(game) for game in games[:: self._members]]
+
+    @property
+    def _members(self) -> int:
+        """Number of episodes of a reply: where the environment compares, each is one of a group of three."""
+        return 3 if self.environment.needs_group else 1
+
+    def _group(self, reply: Reply) -> list[Reply]:
+        if not self.environment.needs_group:
+            return [reply]
+        known = self.solutions.get(reply.prompt.id)
+        said = known if reply.text is None else reply.text
+        others = [text for text in (*([] if known is None else [known]), *BESIDE) if text != said]
+        beside = [evolve(reply, text=None if text == known else text) for text in others]
+        return [reply, *beside][: self._members]
+
+    async def _opened(self, replies: Sequence[Reply]) -> list[_Game]:
+        given = [member for reply in replies for member in self._group(reply)]
+        names = [f"audit {next(self._names)}" for _ in given]
+        prompts = {name: reply.prompt for name, reply in zip(names, given, strict=True)}
+        opened = await self.environment.open(prompts)
+        games = []
+        for place, (name, reply) in enumerate(zip(names, given, strict=True)):
+            prompt = reply.prompt
+            group = names[place - place % self._members]
+            game = _Game(reply, Episode(prompt=prompt, messages=prompt.messages, session=name, group=group))
+            if (error := opened[place].error) is not None:
+                game.feedback, game.over = Feedback(error=f"there is no session: {error}"), True
+            games.append(game)
+        self._tools = any(one.tools for one in opened)
+        return games
+
+    async def _say(self, going: Sequence[_Game], *, last: bool) -> None:
+        """Let each rollout say its next reply; one that knows none ends without an end."""
+        asking = [game for game in going if game.reply.text is None]
+        prompts = [evolve(game.episode.prompt, messages=game.episode.messages) for game in asking]
+        solved = iter(await self.environment.solve(prompts) if asking else [])
+        for game in going:
+            text = next(solved) if game.reply.text is None else game.reply.text
+            if text is None:
+                game.over = game.stuck = True
+                continue
+            game.said = game.said if game.turns else text
+            message = assistant_message(text, tools=self._tools)
+            game.episode = evolve(
+                game.episode,
+                messages=(*game.episode.messages, message),
+                turn=game.turns,
+                # after a last turn nobody would read what tools answer: none is run
+                finish_reason="turns" if last and message.get("tool_calls") else "stop",
+                completion_tokens=game.episode.completion_tokens + len(text) // CHARACTERS + 1,
+            )
+            game.turns += 1
+
+    def _shown(self, games: Sequence[_Game], going: Sequence[_Game]) -> Sequence[_Game]:
+        """Return the rollouts that are evaluated: those that go on, or the groups that they belong to."""
+        if not self.environment.needs_group:
+            return going
+        groups = {game.episode.group for game in going}
+        return [game for game in games if game.episode.group in groups and game.turns]
+
+    async def _judge(self, going: Sequence[_Game], shown: Sequence[_Game], *, last: bool) -> None:
+        if not going:
+            return
+        begin = time.perf_counter()
+        judged = await self.environment.evaluate([game.episode for game in shown])
+        self.last_call = time.perf_counter() - begin
+        self.seconds += self.last_call
+        self.episodes += len(shown)
+        for game, feedback in zip(shown, judged, strict=True):
+            if game.over:  # shown once more for the sake of its group
+                continue
+            game.feedback = feedback
+            if feedback.error is None and (feedback.reward is not None or not feedback.done):
+                game.reward = (game.reward or 0.0) + (feedback.reward or 0.0)
+            game.over = last or feedback.done or feedback.error is not None
+            if not game.over:
+                game.answers += tuple(str(message.get("content")) for message in feedback.messages)
+                game.episode = evolve(game.episode, messages=(*game.episode.messages, *feedback.messages))
+
+    async def _agents(self, replies: Sequence[Reply]) -> list[Trial]:
+        """Let an agent play with a model that always says the same."""
+        given = [(reply, self._constant(reply)) for reply in replies]
+        begin = time.perf_counter()
+        rollouts = await play_agent(self.environment, [(reply.prompt, said) for reply, said in given])
+        self.seconds += time.perf_counter() - begin
+        self.episodes += len(replies)
+        return [
+            Trial(
+                reply=reply,
+                said=said,
+                reward=rollout.reward,
+                error=rollout.error,
+                parts=dict(rollout.metrics),
+                turns=rollout.turns,
+            )
+            for (reply, said), rollout in zip(given, rollouts, strict=True)
+        ]
+
+    def _constant(self, reply: Reply) -> str:
+        said = self.solutions.get(reply.prompt.id) if reply.text is None else reply.text
+        return BESIDE[0] if said is None else said
+
+
+def _trial(game: _Game) -> Trial:
+    error = game.feedback.error
+    return Trial(
+        reply=game.reply,
+        said=game.said,
+        reward=None if error is not None else game.reward,
+        error=error,
+        ended=not game.stuck,
+        parts=dict(game.feedback.metrics),
+        answers=game.answers,
+        turns=game.turns,
+    )

@@ -1,0 +1,480 @@
+"""Judgements of rewards: of right replies, of replies that answer nothing, and of their levels.  Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+
+from attrs import frozen
+
+from grpo_core.audit.records import (
+    TOLERANCE,
+    Finding,
+    Rate,
+    Severity,
+    Solution,
+    Trial,
+    bare,
+    short,
+    spread,
+)
+from grpo_core.audit.replies import LISTINGS, SURFACES
+
+SURE = 0.10
+"""A rate is at fault if the lower end of its interval is above this."""
+LARGE, WHOLE = 0.25, 0.75
+"""Shares of a solution's reward for a reply that answers nothing: from here on it is warned, and failed."""
+MARGIN = 0.10
+"""Share of the range of rewards by which a solution exceeds nonsense, at least; RFC 008 takes the same."""
+
+
+@frozen(kw_only=True)
+class Scale:
+    """What rewards mean: what a right reply gets, and what nonsense gets."""
+
+    solutions: Mapping[str, Solution]
+    """Solutions by the id of their prompt."""
+    success: float | None
+    """The reward of a success, as the environment declares it."""
+    floor: float
+    """Mean reward of nonsense."""
+
+    def full(self, trial: Trial) -> float | None:
+        """Return the reward from which a reply to this prompt counts as right; None: it is not known."""
+        if self.success is not None:
+            return self.success
+        return self.best(trial)
+
+    def best(self, trial: Trial) -> float | None:
+        """Return the reward of the own solution; None if it gets no more than nonsense, or there is none."""
+        known = self.solutions.get(trial.prompt.id)
+        if known is None or known.reward is None:
+            return None if self.success is None else max(self.success, self.floor + TOLERANCE)
+        return known.reward if known.reward > self.floor + TOLERANCE else None
+
+    def wins(self, trial: Trial) -> bool:
+        full = self.full(trial)
+        return full is not None and trial.reward is not None and trial.reward >= full - TOLERANCE
+
+    def share(self, trial: Trial) -> float:
+        """Return the reward as a share of the way from nonsense to the own solution."""
+        best = self.best(trial)
+        if best is None or trial.reward is None:
+            return 0.0
+        return (trial.reward - self.floor) / (best - self.floor)
+
+    def deserves(self, trial: Trial) -> bool:
+        known = self.solutions.get(trial.prompt.id)
+        return known is not None and known.deserves(trial.said)
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what a right reply gets."""
+        return self.success is not None or any(one.reward is not None for one in self.solutions.values())
+
+
+def severity_of(rate: Rate, share: float = 0.0) -> Severity:
+    """Return how bad it is that replies which answer nothing get full marks, or a share of them."""
+    if rate.interval[0] > SURE or share >= WHOLE:
+        return "failed"
+    if rate.successes >= 2 or share >= LARGE:
+        return "warned"
+    return "noted" if rate.successes else "passed"
+
+
+# ---------------------------------------------------------------------------------- right replies
+
+
+def oracle(trials: Sequence[Trial], success: float | None) -> Finding:
+    """Judge the environment's own solutions."""
+    check, title = "semantic.oracle_max", "its own solutions"
+    ended = [trial for trial in trials if trial.ended]
+    if not ended:
+        why = (
+            "solve(prompt) knows how to begin, but not how to end"
+            if trials
+            else "solve(prompt) knows no reply"
+        )
+        return Finding(
+            check=check,
+            title=title,
+            severity="not applicable",
+            told=f"{why}: false positives and negatives can be told in part only",
+            advice="define solve(prompt), by default the prompt's answer, so that right replies are known",
+        )
+    best = max((trial.reward for trial in ended if trial.reward is not None), default=None)
+    full = best if success is None else success
+    right = [t for t in ended if full is not None and t.reward is not None and t.reward >= full - TOLERANCE]
+    rate = Rate(len(right), len(ended))
+    wrong = next((trial for trial in ended if trial not in right), None)
+    what = f"at least {full:g}, which it declares as success" if success is not None else f"the most, {full}"
+    return Finding(
+        check=check,
+        title=title,
+        severity="passed" if wrong is None else "failed" if success is not None else "warned",
+        told=f"{rate} get {what}",
+        evidence="" if wrong is None else str(wrong),
+        advice="" if wrong is None else "correct evaluate, solve or the answers: right replies are punished",
+        measured=rate.measured() | {"oracle_reward": best},
+    )
+
+
+def floor(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge how far solutions are above nonsense."""
+    check, title = "semantic.floor_gap", "solutions above nonsense"
+    known = [one for one in scale.solutions.values() if one.reward is not None]
+    if not known:
+        return not_applicable(check, title, "no solution is known")
+    worst: dict[str, Trial] = {}
+    for trial in trials:
+        if trial.reward is not None and not scale.deserves(trial):
+            best = worst.setdefault(trial.prompt.id, trial)
+            if trial.reward > (best.reward or 0.0):
+                worst[trial.prompt.id] = trial
+    compared = [(one.reward or 0.0, worst[one.prompt.id]) for one in known if one.prompt.id in worst]
+    whole = spread([reward for reward, _ in compared] + [t.reward or 0.0 for _, t in compared])
+    bad = [t for reward, t in compared if reward - (t.reward or 0.0) <= max(MARGIN * whole, TOLERANCE)]
+    rate = Rate(len(compared) - len(bad), len(compared))
+    mean = fmean(reward for reward, _ in compared) if compared else 0.0
+    return Finding(
+        check=check,
+        title=title,
+        severity="failed" if 2 * len(bad) >= max(1, len(compared)) else "warned" if bad else "passed",
+        told=f"{rate}; solutions get {mean:.3g} on average, nonsense {scale.floor:.3g}",
+        evidence=f"{bad[0]}, its solution gets {scale.solutions[bad[0].prompt.id].reward:g}" if bad else "",
+        advice="nothing can be learned where a solution gets no more than nonsense" if bad else "",
+        measured=rate.measured() | {"oracle_mean": mean, "floor_mean": scale.floor},
+    )
+
+
+def surface_forms(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge right replies in other forms: false negatives, which are noted only."""
+    check, title = "reward.surface_forms", "right replies in other forms"
+    by_kind = {kind: [t for t in trials if t.kind == kind] for kind in SURFACES}
+    rates = {kind: Rate(sum(map(scale.wins, each)), len(each)) for kind, each in by_kind.items() if each}
+    if not rates or not scale.known:
+        return not_applicable(check, title, "no solution is known, or each turn has another one")
+    refused = [kind for kind, rate in rates.items() if 2 * rate.successes < rate.trials]
+    taken = [kind for kind in rates if kind not in refused]
+    total = Rate(sum(r.trials - r.successes for r in rates.values()), sum(r.trials for r in rates.values()))
+    example = next((t for t in trials if t.kind in refused and not scale.wins(t)), None)
+    told = f"{total} are not accepted"
+    told += f"; refused: {', '.join(refused)}" if refused else ""
+    told += f"; accepted: {', '.join(taken)}" if taken else ""
+    return Finding(
+        check=check,
+        title=title,
+        severity="noted" if refused else "passed",
+        told=told,
+        evidence="" if example is None else str(example),
+        advice="let the prompt ask for the exact form, or accept the forms that mean the same"
+        if refused
+        else "",
+        measured={kind: rate.measured() for kind, rate in rates.items()},
+    )
+
+
+# ---------------------------------------------------------------------------------- rewards for nothing
+
+
+@frozen(kw_only=True)
+class _Exploit:
+    """A reply, or a way to make replies, and what it gets where it is wrong."""
+
+    rate: Rate
+    share: float
+    example: Trial
+
+    @property
+    def severity(self) -> Severity:
+        return severity_of(self.rate, self.share)
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return self.rate.interval[0], self.share
+
+
+def exploits(trials: Iterable[Trial], scale: Scale, by: Callable[[Trial], str]) -> list[_Exploit]:
+    """Return what each set of replies gets for prompts to which it is no answer, the worst first."""
+    groups: dict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        if not scale.deserves(trial):
+            groups[by(trial)].append(trial)
+    found = []
+    for each in groups.values():
+        rate = Rate(sum(map(scale.wins, each)), len(each))
+        share = fmean(map(scale.share, each)) if len(each) >= 4 else 0.0
+        example = max(each, key=lambda trial: (scale.wins(trial), scale.share(trial)))
+        found.append(_Exploit(rate=rate, share=share, example=example))
+    return sorted(found, key=lambda one: one.size, reverse=True)
+
+
+def panel(
+    check: str, title: str, trials: Sequence[Trial], scale: Scale, by: Callable[[Trial], str], advice: str
+) -> Finding:
+    """Judge replies that answer no prompt; the worst of them is told."""
+    if not trials:
+        return not_applicable(check, title, "it was not played")
+    if not scale.known:
+        return not_applicable(check, title, "cannot be told: declare success, or define solve(prompt)")
+    found = exploits(trials, scale, by)
+    if not found:
+        return not_applicable(check, title, "each of these replies is an answer")
+    worst = found[0]
+    if worst.severity == "passed":
+        told = f"none of {len(found)} kinds of replies gets full marks: {worst.rate} for the best of them"
+        return Finding(check=check, title=title, severity="passed", told=told, measured=_measured(found))
+    many = sum(one.severity in ("failed", "warned") for one in found)
+    return Finding(
+        check=check,
+        title=title,
+        severity=worst.severity,
+        told=f"{worst.example.kind}: full marks for {worst.rate} prompts, {worst.share:.0%} of a solution's "
+        f"reward on average{f'; and {many - 1} more kinds' if many > 1 else ''}",
+        evidence=str(worst.example),
+        advice=advice,
+        measured=_measured(found),
+    )
+
+
+def _measured(found: Sequence[_Exploit]) -> dict[str, object]:
+    return {
+        "kinds": [
+            {"kind": one.example.kind, "reply": one.example.said[:200], "share": round(one.share, 6)}
+            | one.rate.measured()
+            for one in found[:12]
+        ]
+    }
+
+
+def listing(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge replies that name the right answer among others: a policy that knows nothing can list all."""
+    check, title = "reward.listing", "listing every option"
+    rates = {}
+    for each in LISTINGS:
+        given = [trial for trial in trials if trial.kind == each.kind]
+        if given:
+            rates[each] = Rate(sum(map(scale.wins, given)), len(given))
+    if not rates or not scale.known:
+        return not_applicable(check, title, "no solutions with different answers are known")
+    severity: Severity = "passed"
+    told = "no list of answers gets full marks"
+    guilty = ""
+    for formatted in (False, True):
+        wins = [one for one, rate in rates.items() if one.formatted == formatted and rate.interval[0] > SURE]
+        tried = [one for one in rates if one.formatted == formatted]
+        if wins and len(wins) == len(tried):
+            severity, guilty = "failed", wins[0].kind
+            told = f"a list of {_named(formatted)} gets full marks wherever the right one is"
+            break
+        if wins and severity == "passed":
+            severity, guilty = "noted" if formatted else "warned", wins[0].kind
+            told = f"of several {_named(formatted)} the {wins[0].place} one counts"
+    example = next((t for t in trials if t.kind == guilty and scale.wins(t)), None)
+    numbers = ", ".join(f"{one.place} {rate.successes}/{rate.trials}" for one, rate in rates.items())
+    return Finding(
+        check=check,
+        title=title,
+        severity=severity,
+        told=f"{told} ({numbers})",
+        evidence="" if example is None else str(example),
+        advice=""
+        if severity == "passed"
+        else "judge one answer, in a form that the prompt asks for, and give a reply with several nothing",
+        measured={one.kind: rate.measured() for one, rate in rates.items()},
+    )
+
+
+def _named(formatted: bool) -> str:
+    return "solutions" if formatted else "answers"
+
+
+def length(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge whether nonsense gets more the longer it is."""
+    check, title = "reward.length", "long nonsense"
+    by_kind: dict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        if trial.reward is not None and trial.kind.startswith("nonsense of"):
+            by_kind[trial.kind].append(trial)
+    means = {kind: fmean(trial.reward or 0.0 for trial in each) for kind, each in by_kind.items()}
+    if len(means) < 2:
+        return not_applicable(check, title, "it was not played")
+    values = list(means.values())
+    best = [one.reward for one in scale.solutions.values() if one.reward is not None]
+    whole = max(spread([*values, *best]), TOLERANCE)
+    grows = all(after >= before - TOLERANCE for before, after in itertools.pairwise(values))
+    longer = grows and values[-1] - values[0] > MARGIN * whole
+    told = ", ".join(f"{kind.split()[2]} characters {value:.3g}" for kind, value in means.items())
+    return Finding(
+        check=check,
+        title=title,
+        severity="failed" if longer else "passed",
+        told=f"mean rewards: {told}",
+        evidence=str(by_kind[list(means)[-1]][0]) if longer else "",
+        advice="do not pay for length: a policy grows its replies up to the limit" if longer else "",
+        measured={"means": means},
+    )
+
+
+def shortcuts(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge replies that can be read off the prompt: they are noted, since copying may be the task."""
+    check, title = "reward.shortcuts", "what can be read off the prompt"
+    by_kind: dict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        by_kind[trial.kind].append(trial)
+    if not by_kind:
+        return not_applicable(check, title, "it was not played, or each prompt is one word")
+    if not scale.known:
+        return not_applicable(check, title, "cannot be told: declare success, or define solve(prompt)")
+    rates = {kind: Rate(sum(map(scale.wins, each)), len(each)) for kind, each in by_kind.items()}
+    kind, rate = max(rates.items(), key=lambda one: one[1].interval[0])
+    guilty = rate.interval[0] > SURE
+    return Finding(
+        check=check,
+        title=title,
+        severity="noted" if guilty else "passed",
+        told=f"{kind} gets full marks for {rate} prompts",
+        evidence=str(next(t for t in by_kind[kind] if scale.wins(t))) if guilty else "",
+        advice="if copying is not the task, change the prompts" if guilty else "",
+        measured={name: one.measured() for name, one in rates.items()},
+    )
+
+
+# ---------------------------------------------------------------------------------- levels
+
+
+def reach(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge whether the rewards of one prompt can differ at all: a group of equal rewards teaches nothing."""
+    rewards: dict[str, set[float]] = defaultdict(set)
+    for trial in trials:
+        if trial.reward is not None:
+            rewards[trial.prompt.id].add(round(trial.reward, 9))
+    rate = Rate(sum(len(each) > 1 for each in rewards.values()), len(rewards))
+    levels = Counter(round(trial.reward, 6) for trial in trials if trial.reward is not None)
+    total = max(1, levels.total())
+    shown = ", ".join(f"{value:g} for {count / total:.0%}" for value, count in sorted(levels.most_common(5)))
+    none = rate.successes == 0
+    sure = any(one.reward is not None for one in scale.solutions.values())
+    severity: Severity = "passed"
+    if none:
+        severity = "failed" if sure else "warned"
+    elif rate.share < 0.5:
+        severity = "warned"
+    return Finding(
+        check="statistical.reward_reachability",
+        title="rewards vary within a group",
+        severity=severity,
+        told=f"for {rate} prompts; {len(levels)} levels in {total} replies: {shown}",
+        evidence=str(trials[0]) if severity != "passed" and trials else "",
+        advice="a group whose rewards are equal has no advantage: give partial credit, or other prompts"
+        if severity != "passed"
+        else "",
+        measured=rate.measured()
+        | {"levels": {f"{value:g}": count for value, count in levels.most_common(20)}},
+    )
+
+
+def bounds(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge whether something gets more than a solution, or far more than what is declared as a success."""
+    check, title = "reward.range", "no reward above a solution's"
+    scored = [trial for trial in trials if trial.reward is not None]
+    if not scored:
+        return not_applicable(check, title, "no reply has a reward")
+    low, high = min(t.reward or 0.0 for t in scored), max(t.reward or 0.0 for t in scored)
+    known = [one.reward for one in scale.solutions.values() if one.reward is not None]
+    declared = None if scale.success is None else max(1.0, scale.success)
+    top = max(scored, key=lambda trial: trial.reward or 0.0)
+    severity: Severity = "passed"
+    advice = ""
+    if known and high > max(known) + TOLERANCE:
+        severity = "failed"
+        advice = f"a reply gets {high:g}, a solution at most {max(known):g}: cap the reward"
+    elif declared is not None and high > 2 * declared:
+        severity = "warned"
+        advice = (
+            f"rewards reach {high:g} where {scale.success:g} is a success: scale them, or correct success"
+        )
+    elif not known and declared is None:
+        return not_applicable(check, title, f"rewards from {low:g} to {high:g}; no range is declared")
+    return Finding(
+        check=check,
+        title=title,
+        severity=severity,
+        told=f"rewards from {low:g} to {high:g}",
+        evidence=str(top) if severity != "passed" else "",
+        advice=advice,
+        measured={"low": low, "high": high},
+    )
+
+
+def parts(right: Sequence[Trial], wrong: Sequence[Trial]) -> Finding:
+    """Tell the parts of the reward: the metrics of feedback, for solutions and for nonsense."""
+    check, title = "runtime.reward_attribution", "parts of the reward"
+    names = sorted({name for trial in (*right, *wrong) for name in trial.parts})
+    if not names:
+        return not_applicable(check, title, "the feedback has no metrics")
+
+    def mean(trials: Sequence[Trial], name: str) -> float | None:
+        values = [trial.parts[name] for trial in trials if name in trial.parts]
+        return fmean(values) if values else None
+
+    table = {name: (mean(right, name), mean(wrong, name)) for name in names}
+    still = [n for n in names if spread([t.parts[n] for t in (*right, *wrong) if n in t.parts]) <= TOLERANCE]
+    told = ", ".join(f"{name} {_figure(one)} / {_figure(other)}" for name, (one, other) in table.items())
+    return Finding(
+        check=check,
+        title=title,
+        severity="noted" if still else "passed",
+        told=f"means for solutions / for other replies: {told}",
+        advice=f"{', '.join(still)} never changes here: it teaches nothing" if still else "",
+        measured={name: {"solutions": one, "others": other} for name, (one, other) in table.items()},
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def majority(solutions: Sequence[Solution]) -> Finding:
+    """Tell how far a policy gets that always gives the most frequent answer."""
+    check, title = "data.majority_answer", "the most frequent answer"
+    given = {bare(one.answer): one.answer for one in solutions if one.answer is not None}
+    answers = Counter(bare(one.answer) for one in solutions if one.answer is not None)
+    if not answers:
+        return not_applicable(check, title, "no answer is known")
+    answer, count = answers.most_common(1)[0]
+    rate = Rate(count, answers.total())
+    severity: Severity = "passed"
+    if rate.trials >= 4:
+        severity = "warned" if rate.share > 0.9 else "noted" if rate.share > 0.2 else "passed"
+    return Finding(
+        check=check,
+        title=title,
+        severity=severity,
+        told=f"{short(given[answer], 40)} is right for {rate}",
+        advice="balance the answers: a constant reply gets this reward without a thought"
+        if severity in ("warned", "noted")
+        else "",
+        measured=rate.measured() | {"different_answers": len(answers)},
+    )
+
+
+def scored(trials: Sequence[Trial]) -> Finding:
+    """Judge whether every reply gets a reward."""
+    lost = [trial for trial in trials if trial.reward is None and trial.ended]
+    rate = Rate(len(lost), len(trials))
+    return Finding(
+        check="runtime.reward_well_formed",
+        title="every reply is scored",
+        severity="failed" if lost else "passed",
+        told=f"{rate} are unscored" if lost else f"{len(trials):,} replies",
+        evidence=str(lost[0]) if lost else "",
+        advice="a reply that cannot be read is a wrong one: give it the lowest reward" if lost else "",
+        measured=rate.measured(),
+    )
+
+
+def not_applicable(check: str, title: str, why: str) -> Finding:
+    return Finding(check=check, title=title, severity="not applicable", told=why)

@@ -1,0 +1,147 @@
+"""Judgements of prompts: leakage between splits, duplicates, and answers that stand in the prompt.  Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from grpo_core.audit.records import Finding, Rate, Severity, Solution, bare, short, text_of
+from grpo_core.audit.rewards import SURE, not_applicable
+from grpo_core.data.leakage import digest, leaked, nearly_leaked
+from grpo_core.data.leakage import text_of as words_of
+from grpo_core.records import Prompt
+
+COMPARED = 20_000
+"""Number of training prompts, evenly spread, among which near duplicates are looked for."""
+MEASURED = 2_000
+"""Number of held-out prompts that are compared."""
+MANY = 0.10
+"""Share of repeated prompts from which on they are warned."""
+MARKS = re.compile(
+    r"((answers?|solutions?|results?|keys?|labels?|gold|targets?|hints?|expected|reference|truth|secret)"
+    r"( (is|was|are))?|<!--|\[\[|\{\{)\W{0,6}$",
+    re.IGNORECASE,
+)
+"""The words before an answer that give it away."""
+ENDED = re.compile(r"\s*([.)\]}>\"'`;]|-->|\n|$)")
+"""The end of an answer that is given away; a list of options goes on."""
+
+
+def _identity(prompt: Prompt, turns: int) -> int:
+    """Return what identifies a prompt's task: with several turns, the first message is not enough."""
+    return hash((digest(prompt), repr(prompt.answer) if turns > 1 else ""))
+
+
+def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: int) -> Finding:
+    """Judge whether held-out prompts are trained on, letter by letter or nearly."""
+    check, title = "data.split_leakage", "held-out prompts that are trained on"
+    if not held_out:
+        return not_applicable(check, title, 'prompts("validation") is empty: nothing will be measured')
+    some = held_out[:MEASURED]
+    both = leaked([_identity(p, turns) for p in train], [_identity(p, turns) for p in some])
+    compared = train[:: max(1, len(train) // COMPARED)]
+    near: dict[int, int] = {}
+    if turns == 1:
+        found = nearly_leaked([words_of(p) for p in compared], [words_of(p) for p in some])
+        near = {place: other for place, other in found.items() if place not in set(both)}
+    rate, nearly = Rate(len(both), len(some)), Rate(len(near), len(some))
+    severity: Severity = "passed"
+    evidence = ""
+    if both or near:
+        severity = "failed" if Rate(len(both) + len(near), len(some)).interval[0] > SURE else "warned"
+    if both:
+        evidence = f"held-out prompt {some[both[0]].id}: {short(text_of(some[both[0]]))}"
+    elif near:
+        place, other = next(iter(near.items()))
+        evidence = f"{short(text_of(some[place]))} is almost {short(text_of(compared[other]))}"
+    return Finding(
+        check=check,
+        title=title,
+        severity=severity,
+        told=f"{rate} exactly, {nearly} nearly; {len(train):,} prompts to train on",
+        evidence=evidence,
+        advice="validation measures memory in part: split before prompts are drawn" if evidence else "",
+        measured={"exact": rate.measured(), "near": nearly.measured()},
+    )
+
+
+def duplicates(train: Sequence[Prompt], turns: int) -> Finding:
+    """Judge prompts that occur several times, and those whose answers then differ."""
+    check, title = "data.duplicates", "repeated prompts"
+    answers: dict[int, set[str]] = defaultdict(set)
+    times: Counter[int] = Counter()
+    first: dict[int, Prompt] = {}
+    for prompt in train:
+        name = _identity(prompt, turns)
+        times[name] += 1
+        first.setdefault(name, prompt)
+        answers[name].add(repr(prompt.answer))
+    rate = Rate(len(train) - len(times), len(train))
+    torn = [name for name, each in answers.items() if len(each) > 1]
+    severity: Severity = "passed"
+    if torn or rate.share > MANY:
+        severity = "warned"
+    elif rate.successes:
+        severity = "noted"
+    shown = torn[0] if torn else times.most_common(1)[0][0] if times else 0
+    told = f"{rate} repeat another one"
+    if torn:
+        told += f"; {len(torn):,} prompts have several answers"
+    return Finding(
+        check=check,
+        title=title,
+        severity=severity,
+        told=told,
+        evidence=f"{short(text_of(first[shown]))}, {times[shown]} times" if severity != "passed" else "",
+        advice="leave out the repetitions, which count more than others" if severity != "passed" else "",
+        measured=rate.measured() | {"several_answers": len(torn)},
+    )
+
+
+def in_prompt(solutions: Sequence[Solution]) -> Finding:
+    """Judge answers that stand in their prompt; after a word such as "answer" they give themselves away.
+
+    An answer is looked for as a word.  Where the prompts of others hold it as often, as the letters of a
+    multiple choice do, it says nothing.
+    """
+    check, title = "semantic.no_solution_leakage", "answers in the prompt"
+    known = [one for one in solutions if one.answer is not None and bare(one.answer)]
+    if len(known) < 2:
+        return not_applicable(check, title, "no answer is known")
+    own = marked = other = 0
+    example = ""
+    for place, each in enumerate(known):
+        text, answer = text_of(each.prompt), str(each.answer).strip()
+        found = list(re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text))
+        foreign = known[(place + 1) % len(known)]
+        other += bool(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text_of(foreign.prompt)))
+        own += bool(found)
+        if any(MARKS.search(text[: one.start()]) and ENDED.match(text[one.end() :]) for one in found):
+            marked += 1
+            example = (
+                example or f"prompt {short(text_of(each.prompt), 120)} holds its answer {short(answer, 40)}"
+            )
+    rate, chance, given = Rate(own, len(known)), Rate(other, len(known)), Rate(marked, len(known))
+    excess = rate.interval[0] > chance.interval[1]
+    severity: Severity = "passed"
+    if excess and given.interval[0] > SURE:
+        severity = "failed"
+    elif excess and marked >= 2:
+        severity = "warned"
+    elif excess:
+        severity = "noted"
+    return Finding(
+        check=check,
+        title=title,
+        severity=severity,
+        told=f"{rate} hold their answer as a word, {given} after a word that gives it away; {chance} hold "
+        "another prompt's",
+        evidence=example if severity in ("failed", "warned") else "",
+        advice="leave the answer out of the messages"
+        if severity in ("failed", "warned")
+        else "right for tasks that pick something out of the prompt"
+        if severity == "noted"
+        else "",
+        measured={"own": rate.measured(), "marked": given.measured(), "chance": chance.measured()},
+    )

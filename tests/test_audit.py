@@ -1,0 +1,362 @@
+"""``grpo-core audit``: whether the rewards of an environment mean anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import grpo_core as grpo
+from grpo_core.app import auditing
+from grpo_core.audit import replies, rewards
+from grpo_core.audit.audit import Audit, Extent
+from grpo_core.audit.card import Card
+from grpo_core.audit.records import Finding, Rate, Solution, bare
+from grpo_core.audit.watch import Watch
+from grpo_core.cli import app
+from grpo_core.testing.hosted import HostedEnvironment
+
+ROOT = Path(__file__).parent.parent
+
+
+class Sums(grpo.Environment):
+    """A clean environment."""
+
+    success = 1.0
+
+    def prompts(self, split):
+        numbers = range(2, 60, 2) if split == "train" else range(61, 81, 2)
+        return [grpo.Prompt(messages=f"What is {n} + {3 * n}?", answer=str(4 * n)) for n in numbers]
+
+    def evaluate(self, episodes):
+        return [self.judge(e.reply, e.prompt) for e in episodes]
+
+    def judge(self, reply, prompt):
+        return float(reply.strip() == prompt.answer)
+
+
+class Audited(HostedEnvironment):
+    """An environment of this process, which tells of no files."""
+
+    async def watched(self):
+        return []
+
+
+def audited(environment, **extent):
+    """Return the findings about a class, by check."""
+
+    async def found():
+        audit = Audit(lambda: Audited(environment()), 64, Extent(**extent), pause=0.0)
+        return {finding.check: finding async for finding in audit.run()}
+
+    return grpo.testing.run(found())
+
+
+def severe(findings):
+    return {name for name, each in findings.items() if each.severity in ("failed", "warned")}
+
+
+# ---------------------------------------------------------------------------------- numbers
+
+
+def test_an_interval_of_wilson_is_that_of_the_tables():
+    low, high = Rate(0, 10).interval
+    assert (round(low, 3), round(high, 3)) == (0.0, 0.278)
+    low, high = Rate(7, 20).interval
+    assert (round(low, 3), round(high, 3)) == (0.181, 0.567)
+    assert Rate(0, 0).interval == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["42", " 42.\n", "42.0", "\\boxed{42}", "<answer> 42 </answer>", "#### 42", "The answer is 42."]
+)
+def test_an_answer_is_known_in_whatever_form(text):
+    assert bare(text) == bare("42")
+    assert bare("43") != bare("42")
+
+
+def test_a_reply_with_the_right_answer_deserves_its_reward():
+    yes = Solution(prompt=grpo.Prompt(messages="Is 4 even?", answer="yes"), text="\\boxed{yes}")
+    assert yes.deserves("Yes.")
+    assert not yes.deserves("no")
+    assert not yes.deserves("")
+
+
+def test_a_list_has_the_right_answer_in_three_places():
+    known = [
+        Solution(prompt=grpo.Prompt(messages=f"{n}?", answer=str(n), id=str(n)), text=str(n))
+        for n in range(9)
+    ]
+    lists = [reply for reply in replies.listings(known, seed=0) if reply.prompt.id == "5"]
+    assert [reply.text.split(", ").index("5") for reply in lists] == [0, 3, 6]
+
+
+# ---------------------------------------------------------------------------------- environments
+
+
+def test_nothing_is_found_where_nothing_is_wrong():
+    findings = audited(Sums)
+    assert not severe(findings)
+    assert findings["semantic.oracle_max"].told.startswith("24 of 24")
+    assert findings["reward.surface_forms"].severity == "noted"
+
+
+def test_yes_is_no_mistake_of_a_task_whose_answers_are_yes_and_no():
+    class Even(Sums):
+        def prompts(self, split):
+            begin = 0 if split == "train" else 40
+            return [
+                grpo.Prompt(messages=f"Is {n} even? Answer yes or no.", answer="no" if n % 2 else "yes")
+                for n in range(begin, begin + 40)
+            ]
+
+        def judge(self, reply, prompt):
+            return float(reply.strip(" .").lower() == prompt.answer)
+
+    findings = audited(Even)
+    assert not severe(findings)
+    assert findings["data.majority_answer"].severity == "noted"
+
+
+def paid(check, severity):
+    """Name the check that finds a way of judging, and how severe it is."""
+
+    def named(judge):
+        CASES.append(pytest.param(judge, check, severity, id=judge.__name__))
+        return judge
+
+    return named
+
+
+CASES: list = []
+
+
+@paid("semantic.canary_floor", "failed")
+def pays_for_silence(self, reply, prompt):
+    return float(not reply.strip() or reply.strip() == prompt.answer)
+
+
+@paid("reward.listing", "failed")
+def looks_for_the_answer_anywhere(self, reply, prompt):
+    return float(prompt.answer in re.findall(r"\d+", reply))
+
+
+@paid("reward.listing", "warned")
+def takes_the_last_number(self, reply, prompt):
+    return float([prompt.answer] == re.findall(r"\d+", reply)[-1:])
+
+
+@paid("statistical.adversarial_floor", "failed")
+def obeys(self, reply, prompt):
+    return float("correct" in reply.lower() or reply.strip() == prompt.answer)
+
+
+@paid("reward.length", "failed")
+def pays_by_the_word(self, reply, prompt):
+    return max(float(reply.strip() == prompt.answer), min(0.9, len(reply) / 6000))
+
+
+@paid("reward.foreign_solution", "failed")
+def accepts_any_number(self, reply, prompt):
+    return float(reply.strip().isdigit())
+
+
+@paid("statistical.gameability_gap", "failed")
+def likes_to_be_thanked(self, reply, prompt):
+    return float("thank you" in reply or reply.strip() == prompt.answer)
+
+
+@paid("semantic.floor_gap", "failed")
+def turns_the_sign_around(self, reply, prompt):
+    return 1.0 - float(reply.strip() == prompt.answer)
+
+
+@paid("statistical.reward_reachability", "failed")
+def always_pays_the_same(self, reply, prompt):
+    return 1.0
+
+
+@paid("reward.range", "failed")
+def pays_extra(self, reply, prompt):
+    return float(reply.strip() == prompt.answer) + 2 * reply.startswith("The answer is")
+
+
+@pytest.mark.parametrize(("judge", "check", "severity"), CASES)
+def test_a_reward_that_means_something_else_is_found(judge, check, severity):
+    findings = audited(type("Flawed", (Sums,), {"judge": judge}))
+    assert findings[check].severity == severity
+    assert findings[check].evidence
+    assert findings[check].advice
+
+
+def test_a_reward_that_depends_on_the_batch_is_found():
+    class Relative(Sums):
+        def evaluate(self, episodes):
+            most = max(len(e.reply) for e in episodes)
+            return [self.judge(e.reply, e.prompt) - 0.1 * (len(e.reply) == most) for e in episodes]
+
+    assert audited(Relative)["reward.batch_independence"].severity == "failed"
+
+
+def test_a_reward_that_depends_on_chance_is_found():
+    calls = iter(range(10**6))
+
+    class Moody(Sums):
+        def judge(self, reply, prompt):
+            return super().judge(reply, prompt) if next(calls) % 7 else 0.5
+
+    assert audited(Moody)["semantic.verifier_determinism"].severity == "failed"
+
+
+def test_state_that_outlives_a_session_is_found():
+    class Tired(Sums):
+        seen = 0
+
+        def judge(self, reply, prompt):
+            self.seen += 1
+            return super().judge(reply, prompt) * (self.seen < 200)
+
+    assert audited(Tired)["runtime.episode_isolation"].severity == "failed"
+
+
+def test_an_answer_that_the_prompt_gives_away_is_found():
+    class Told(Sums):
+        def prompts(self, split):
+            return [
+                grpo.Prompt(messages=f"{p.messages[0]['content']} (answer: {p.answer})", answer=p.answer)
+                for p in super().prompts(split)
+            ]
+
+    assert audited(Told)["semantic.no_solution_leakage"].severity == "failed"
+
+
+def test_splits_that_overlap_are_found():
+    class Overlapping(Sums):
+        def prompts(self, split):
+            return super().prompts("train")
+
+    findings = audited(Overlapping)
+    assert findings["data.split_leakage"].severity == "failed"
+    assert "29 of 29" in findings["data.split_leakage"].told
+
+
+def test_several_turns_are_played_to_the_end():
+    class Twice(Sums):
+        max_turns = 2
+
+        def evaluate(self, episodes):
+            return [
+                grpo.Feedback(
+                    reward=0.5 * self.judge(e.reply, e.prompt), done=bool(e.turn), messages="Once more."
+                )
+                for e in episodes
+            ]
+
+    findings = audited(Twice)
+    assert not severe(findings)
+    assert findings["reward.range"].told == "rewards from 0 to 1"
+
+
+def test_without_a_solution_it_says_what_cannot_be_judged():
+    class Open(Sums):
+        def solve(self, prompt):
+            return None
+
+    findings = audited(Open)
+    assert findings["semantic.oracle_max"].severity == "not applicable"
+    assert findings["semantic.canary_floor"].severity == "passed"
+
+
+# ---------------------------------------------------------------------------------- the watch, the card
+
+
+def test_the_watch_sees_what_is_written_and_connected(tmp_path):
+    watch = Watch()
+    watch.phase = "play"
+    watch.hook("open", (str(tmp_path / "read"), "r", 0))
+    watch.hook("open", (str(tmp_path / "written"), "w", 577))
+    watch.hook("os.remove", (str(tmp_path / "removed"), -1))
+    watch.hook("socket.connect", (None, ("198.51.100.7", 80)))
+    watch.hook("open", (3, "w", None))
+    assert [(kind, what.rpartition("/")[2]) for _, kind, what in watch.seen] == [
+        ("file", "written"),
+        ("file", "removed"),
+        ("socket", "('198.51.100.7', 80)"),
+    ]
+
+
+def test_a_card_has_the_fields_of_rfc_008_and_escapes_what_it_shows():
+    finding = Finding(
+        check="reward.listing",
+        title="lists",
+        severity="warned",
+        told="<script>alert(1)</script>",
+        advice="no",
+    )
+    card = Card(name="x", offer="x", options={"length": 3}, findings=[finding], seconds=1.0)
+    (result,) = card.report()["results"]
+    assert set(result) == {
+        "check_id", "status", "measured", "evidence", "remediation", "duration_s",
+    }  # fmt: skip
+    assert (result["status"], result["measured"]["severity"]) == ("fail", "warned")
+    assert card.report()["verdict"] == "warn"
+    assert "<script" not in card.page()
+    assert "&lt;script&gt;" in card.page()
+
+
+def test_every_check_of_the_page_exists_and_every_check_is_on_it():
+    page = (ROOT / "docs/audit.md").read_text()
+    named = set(re.findall(r"`((?:data|semantic|statistical|reward|runtime)\.\w+)`", page))
+    played = set(audited(Sums)) | {"runtime.startup"}
+    assert named | {"runtime.startup"} == played
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.long
+def test_the_page_shows_what_the_program_prints(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(ROOT)
+    card, page = tmp_path / "card.json", tmp_path / "card.html"
+    name = "./examples/capitals.py:Capitals"
+    status = app(["audit", name, "--json", str(card), "--html", str(page)], result_action="return_value")
+    assert status == 1
+    shown = re.search(
+        r"\$ grpo-core audit \./examples/capitals.*?\n(.*?)```", (ROOT / "docs/audit.md").read_text(), re.S
+    )
+    assert without_times(capsys.readouterr().out) == without_times(shown[1])
+    assert json.loads(card.read_text())["verdict"] == "fail"
+    assert "listing every option" in page.read_text()
+
+
+def without_times(text):
+    return re.sub(r"[\d,.]+(?= m?s\b)", "#", text)
+
+
+@pytest.mark.long
+def test_files_that_an_environment_writes_are_seen_in_its_process(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    (tmp_path / "writes.py").write_text(
+        "import grpo_core as grpo\n"
+        "class Writes(grpo.Environment):\n"
+        "    def prompts(self, split):\n"
+        "        return [grpo.Prompt(messages=f'{split} {n}', answer=str(n)) for n in range(12)]\n"
+        "    def evaluate(self, episodes):\n"
+        "        open('seen.txt', 'a').write('x')\n"
+        "        return [float(e.reply == e.prompt.answer) for e in episodes]\n"
+    )
+    assert app(["audit", "./writes.py:Writes", "--prompts", "4"], result_action="return_value") == 1
+    assert "seen.txt" in capsys.readouterr().out
+
+
+def test_bad_input_is_said_before_anything_starts(capsys):
+    with pytest.raises(grpo.ConfigError, match="--prompts is 0"):
+        app(["audit", "x", "--prompts", "0"], result_action="return_value")
+    with pytest.raises(grpo.ConfigError, match="there is no directory"):
+        auditing.main(
+            "x", extent=Extent(), settings=[], json_file=Path("/nowhere/card.json"), html_file=None, block=[]
+        )
+    assert rewards.severity_of(Rate(0, 24)) == "passed"
