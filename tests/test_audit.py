@@ -338,7 +338,6 @@ def without_times(text):
 @pytest.mark.long
 def test_files_that_an_environment_writes_are_seen_in_its_process(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", "/nowhere")
     (tmp_path / "writes.py").write_text(
         "import grpo_core as grpo\n"
         "class Writes(grpo.Environment):\n"

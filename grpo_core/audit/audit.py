@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -382,7 +383,7 @@ class Audit:
 
     async def _touched(self, environment: Audited) -> list[Finding]:
         events = await environment.watched()
-        return [behaviour.files(events, tempfile.gettempdir()), behaviour.network(events)]
+        return [behaviour.files(events, tempfile.gettempdir(), os.getcwd()), behaviour.network(events)]
 
     @property
     def _agent(self) -> bool:

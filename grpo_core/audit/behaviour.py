@@ -150,11 +150,18 @@ def latency(calls: Sequence[float], full: float, size: int, together: float, num
     )
 
 
-def files(events: Sequence[Mapping[str, Any]], temporary: str) -> Finding:
-    """Judge files that were written, made or removed while episodes were played."""
+def files(events: Sequence[Mapping[str, Any]], temporary: str, working: str) -> Finding:
+    """Judge files that were written, made or removed while episodes were played.
+
+    Args:
+        events: what the process has told.
+        temporary: directory for temporary files, where anybody may write.
+        working: working directory, where nobody may, even if it is a temporary one.
+    """
     check, title = "runtime.host_containment", "files that it writes"
     paths = sorted({str(e["what"]) for e in events if e["kind"] == "file" and e["phase"] == "play"})
-    outside = [path for path in paths if not _within(path, temporary)]
+    here = _within(working, temporary)
+    outside = [p for p in paths if not _within(p, temporary) or (here and _within(p, working))]
     programs = sorted({str(e["what"]) for e in events if e["kind"] == "program" and e["phase"] == "play"})
     told = f"{len(outside)} outside of the directory for temporary files, {len(paths) - len(outside)} in it"
     if programs:
