@@ -28,7 +28,7 @@ STATUS: Mapping[Severity, str] = {
 
 @frozen(kw_only=True)
 class Card:
-    """What an audit has found.
+    """The findings of an audit.
 
     Attributes:
         name: name of the environment, as it was given.

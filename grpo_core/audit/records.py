@@ -69,7 +69,7 @@ class Finding:
     evidence: str = ""
     """One example."""
     advice: str = ""
-    """What the author can do."""
+    """Advice for the author."""
     measured: Mapping[str, Any] = field(factory=dict)
     """Numbers of the check, plain data."""
     seconds: float = 0.0
@@ -125,7 +125,7 @@ class Trial:
 
 @frozen(kw_only=True)
 class Solution:
-    """What is known about a right reply to a prompt."""
+    """A right reply to a prompt, as far as one is known."""
 
     prompt: Prompt
     text: str | None

@@ -32,7 +32,7 @@ MARGIN = 0.10
 
 @frozen(kw_only=True)
 class Scale:
-    """What rewards mean: what a right reply gets, and what nonsense gets."""
+    """The scale of rewards: from those of nonsense to those of a right reply."""
 
     solutions: Mapping[str, Solution]
     """Solutions by the id of their prompt."""
