@@ -367,7 +367,12 @@ if [ "$said" = 7 ]; then echo '{"reward": 1}'; else echo '{"reward": 0}'; fi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "turns"), [("./loop.py", 2), ("./framework.py", 1), ("agent:sh ./curl.sh", 1)]
+    ("env", "turns"),
+    [
+        ("./loop.py", 2),
+        pytest.param("./framework.py", 1, marks=pytest.mark.nightly),
+        pytest.param("agent:sh ./curl.sh", 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_clients_that_know_nothing_of_us_are_trained(env, turns, tmp_path):
     (tmp_path / "loop.py").write_text(WORDS + LOOP)

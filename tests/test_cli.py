@@ -469,7 +469,9 @@ FORTY = ["--env", "./envs.py:Words"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL]
+)
 def test_a_run_that_is_ended_continues_where_it_was(here, how):
     """40 prompts an epoch, 30 steps of 4: three whole epochs, each prompt once an epoch."""
     run = here / "run"
@@ -502,7 +504,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_second_ctrl_c_ends_it_at_once(here, how):
     """The step never ends, so that the first signal alone would not end the run."""
     (here / "losses.py").write_text("import time\n\ndef hangs(inputs):\n    time.sleep(3600)\n")

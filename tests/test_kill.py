@@ -121,8 +121,8 @@ def model(tmp_path_factory):
     ("process", "fault", "moment"),
     [
         ("main", "SIGSTOP", "weight sync"),
-        ("trainer", "SIGSEGV", "checkpoint"),
-        ("engine", "limit", "validation"),
+        pytest.param("trainer", "SIGSEGV", "checkpoint", marks=pytest.mark.nightly),
+        pytest.param("engine", "limit", "validation", marks=pytest.mark.nightly),
         ("environment", "SIGSTOP", "training"),
     ],
 )

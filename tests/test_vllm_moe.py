@@ -26,7 +26,14 @@ PROMPTS = ((5, 6, 7), tuple(range(20, 60)))
 
 
 @pytest.mark.parametrize("layerwise", ["0", "1"], ids=["in place", "layer by layer, as on a GPU"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral",
+        pytest.param("qwen3_moe", marks=pytest.mark.nightly),
+        pytest.param("glm4_moe", marks=pytest.mark.nightly),
+    ],
+)
 def test_vllm_computes_the_trainers_logprobs_after_each_update(family, layerwise, tmp_path, monkeypatch):
     monkeypatch.setenv(LAYERWISE, layerwise)
     model = make_moe_model(tmp_path / "m", family)

@@ -154,6 +154,7 @@ IN_ORDER = [
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_two_ranks_train_the_same_weights_in_order_with_either_plane(tmp_path):
     (tmp_path / "length.py").write_text(LENGTH)
