@@ -313,6 +313,29 @@ def bisect(run_a: Path, run_b: Path) -> int:
 
 
 @app.command
+def watch(directory: Path, *, port: int = 0, refresh: int = 15) -> int:
+    """Show the report of a run in a browser while the run goes on.
+
+    The page is served on the loopback address, until ctrl-C.
+
+    Parameters
+    ----------
+    directory
+        Directory of the run.
+    port
+        Port of the page.  0 is any free one.
+    refresh
+        Seconds after which the page is loaded again while the run goes on.  0 is never.
+    """
+    import asyncio
+
+    from grpo_core.app import watch as live
+
+    asyncio.run(live.watch(directory, port=port, refresh=refresh))
+    return 0
+
+
+@app.command
 def report(run: Path) -> int:
     """Write report.html for a finished, running or killed run.
 

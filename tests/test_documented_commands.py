@@ -44,6 +44,7 @@ WITH_BLOCKS = [page for page in RUN_HERE if page.name != "python.md" and next(bl
 """Pages whose Python blocks are run here: those of docs/python.md train, and test_api.py makes them small."""
 
 NOT_RUN = {
+    r"watch runs/": "it serves a page until ctrl-C; tests/test_watch.py does that",
     r"--engine vllm|check vllm": "vLLM is large; the tests of grpo-plugin-vllm run it",
     r"--ray": "needs a cluster; plugins/grpo-plugin-ray/tests/test_ray.py starts one",
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",

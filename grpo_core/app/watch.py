@@ -1,0 +1,113 @@
+"""``grpo-core watch``: serves the report of a run that goes on, on the loopback address.
+
+The page is the one that ``report.html`` is.  It is made again when somebody asks for it and the run has written
+something since.  The address has a random part, without which it answers 404.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from pathlib import Path
+
+from aiohttp import web
+
+from grpo_core.complaints import say
+from grpo_core.errors import ConfigError
+from grpo_core.reporting.report import Files, render
+from grpo_core.run_directory import RunDirectory
+
+HOST = "127.0.0.1"
+REFRESH = 15
+"""Seconds after which a browser asks for the page again while the run goes on."""
+CLOSING = 1.0
+"""Seconds that open connections have when the server ends."""
+WATCHED = ("metrics.jsonl", "events.jsonl")
+"""Files whose change makes a new page."""
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+"""The address is a secret: a browser neither keeps the page nor tells others where it was."""
+
+
+class Page:
+    """The report of a run, which is made again if the run has changed."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self._seen: tuple[tuple[int, int], ...] | None = None
+        self._html = ""
+        self._lock = asyncio.Lock()
+
+    async def html(self) -> str:
+        """Return the page; several who ask at once wait for the same one."""
+        async with self._lock:
+            if (now := self._state()) != self._seen:
+                self._html = await asyncio.to_thread(lambda: render(Files.read(self.run.path)))
+                self._seen = now
+            return self._html
+
+    def _state(self) -> tuple[tuple[int, int], ...]:
+        paths = [self.run.path / name for name in WATCHED]
+        found = [path.stat() for path in paths if path.exists()]
+        return tuple((each.st_mtime_ns, each.st_size) for each in found)
+
+
+class WatchServer:
+    """Serves a page on the loopback address.
+
+    Args:
+        port: 0 takes any free one.
+        refresh: seconds until a browser asks again; 0 is never.
+    """
+
+    def __init__(self, page: Page, *, port: int = 0, refresh: int = REFRESH) -> None:
+        self._page, self._port, self._refresh = page, port, refresh
+        self._token = secrets.token_urlsafe(16)
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Open the port; return the address.  Raises ConfigError if the port is taken."""
+        app = web.Application()
+        app.router.add_get("/{token}/", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSING)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, self._port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self.aclose()
+            raise ConfigError(
+                f"--port {self._port}: cannot be opened: {error.strerror}; leave it out to take a free one"
+            ) from error
+        _, port = self._runner.addresses[0][:2]
+        return f"http://{HOST}:{port}/{self._token}/"
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if not hmac.compare_digest(request.match_info["token"].encode(), self._token.encode()):
+            raise web.HTTPNotFound()
+        html = await self._page.html()
+        headers = dict(HEADERS)
+        if self._refresh and self._page.run.is_running:
+            headers["Refresh"] = str(self._refresh)
+        body = html.encode("utf-8", errors="xmlcharrefreplace")
+        return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
+
+    async def aclose(self) -> None:
+        """Close the port."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+async def watch(directory: Path, *, port: int, refresh: int) -> None:
+    """Serve the report of a run until the task is cancelled."""
+    run = RunDirectory.existing(directory)
+    if refresh < 0:
+        raise ConfigError(f"--refresh is {refresh}; expected a number of seconds, or 0 for never")
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port is {port}; expected a number from 0 to 65535")
+    server = WatchServer(Page(run), port=port, refresh=refresh)
+    say(f"{await server.start()}\nthe report of {directory}; ctrl-C ends this, and not the run")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.aclose()
