@@ -60,7 +60,8 @@ def served(run, story, **options):
 def test_the_page_is_the_report_and_follows_the_run(run):
     async def story(url, fetch):
         html, headers = await fetch(url)
-        assert "Content-Security-Policy" in html and "<h1>r</h1>" in html
+        assert "Content-Security-Policy" in html
+        assert "<h1>r</h1>" in html
         assert headers["Refresh"] == "15"
         assert headers["Cache-Control"] == "no-store"
         assert "1 of 4" in html

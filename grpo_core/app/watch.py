@@ -1,7 +1,7 @@
 """``grpo-core watch``: serves the report of a run that goes on, on the loopback address.
 
-The page is the one that ``report.html`` is.  It is made again when somebody asks for it and the run has written
-something since.  The address has a random part, without which it answers 404.
+The page is the one that ``report.html`` is.  It is made again when somebody asks for it and the run has
+written something since.  The address has a random part, without which it answers 404.
 """
 
 from __future__ import annotations
