@@ -44,7 +44,7 @@ def fetched(url):
 
 
 def served(run, story, **options):
-    """What a story returns that gets the address and a function that fetches it."""
+    """Run a story with the address and a function that fetches it; return its result."""
 
     async def main():
         server = WatchServer(Page(run), **options)
