@@ -446,6 +446,7 @@ class Renderer(Protocol):
         said: Message,
         end: int | None,
         tools: Sequence[Mapping[str, Any]] = (),
+        sampled: Ids | None = None,
     ) -> tuple[int, ...] | None: ...
     def message(
         self,

@@ -25,6 +25,7 @@ from grpo_core.config import ModelConfig
 from grpo_core.errors import ModelError
 from grpo_core.loop.rendering import Renderer
 from grpo_core.models import chat_template
+from grpo_core.tokens import as_ids
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 
@@ -170,7 +171,7 @@ class Played:
         self.segments[-1] += [(token, True) for token in sampled]
         end = sampled[-1] if sampled[-1] in self.renderer.stop_token_ids else None
         new = self.renderer.continuation_ids(
-            answers, before=self.messages, said=message, end=end, tools=self.tools
+            answers, before=self.messages, said=message, end=end, tools=self.tools, sampled=as_ids(sampled)
         )
         self.messages += [message, *answers]
         if new is None:
@@ -263,6 +264,44 @@ def test_another_token_at_the_end_of_earlier_turns_ends_a_segment():
 
 def test_after_a_stop_string_the_template_ends_the_turn():
     found, played = counts(make_renderer(PLAIN), (said("yes"), "yes", [user("again")]))
+    assert found == [1]
+    assert played.row() == played.text()
+
+
+OWN_END = PLAIN.replace("<|end|>", "[end]")
+"""Ends a turn with a text that is no token."""
+
+CALLS_END = PLAIN.replace(
+    "{{ m.content }}<|end|>", "{{ m.content }}" + CALLS + "{{ '<|calls|>' if m.tool_calls else '<|end|>' }}"
+)
+"""Ends a call with another token than other turns."""
+
+
+def test_an_end_of_the_turn_that_was_sampled_is_not_written_twice():
+    ended = (said("yes[end]"), "yes[end]", [user("again")])
+    cut = (said("yes"), "yes", [user("again")])
+    found, played = counts(make_renderer(OWN_END), ended, cut, ended)
+    assert found == [1, 1, 1]
+    assert played.row().count("[end]") == 7
+    assert "[end][end]" not in played.row()
+
+
+@pytest.mark.parametrize("ended", ["", "<|calls|>"])
+def test_an_answer_is_read_although_the_first_stop_token_stands_behind_it(ended):
+    reply = (said("yes", "price"), f"yes{CALL}{ended}", answered("price"))
+    found, played = counts(make_renderer(CALLS_END), reply, tools=[TOOL])
+    assert found == [1]
+    assert "costs 0" in played.row()
+    found, played = counts(make_renderer(CALLS_END), (reply[0], f"yes{CALL}<|end|>", reply[2]), tools=[TOOL])
+    assert found == [2], "the model ends its calls as the template does not"
+    assert played.row() == played.text()
+
+
+def test_a_stop_token_in_a_later_message_does_not_hide_that_message():
+    template = PLAIN.replace(
+        "{{ m.content }}<|end|>", "{{ m.content }}{{ '.' if m.role == 'assistant' else '<|end|>' }}"
+    )
+    found, played = counts(make_renderer(template), (said("yes"), "yes", [user("again")]))
     assert found == [1]
     assert played.row() == played.text()
 

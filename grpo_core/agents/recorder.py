@@ -225,6 +225,7 @@ def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: 
         said=node.said,
         end=last if last in renderer.stop_token_ids else None,
         tools=tools,
+        sampled=node.tokens.ids,
     )
     if new is None:
         return None

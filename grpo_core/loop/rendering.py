@@ -14,6 +14,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,6 +44,9 @@ _RENDERS = "transformers.tokenization_utils_base"
 INLINE = 4000
 """Characters that are rendered and encoded at once, in about 1 ms: a thread that computes in Python may keep
 the interpreter from the event loop for 5 ms."""
+
+_TAIL = 64
+"""Tokens of a completion in which the text that ends its turn is looked for."""
 
 T = TypeVar("T")
 
@@ -194,6 +198,7 @@ class Renderer:
         said: Message,
         end: int | None,
         tools: Sequence[Mapping[str, Any]] = (),
+        sampled: Ids | None = None,
     ) -> tuple[int, ...] | None:
         """Encode the messages after a completion, up to the model's next turn.
 
@@ -206,6 +211,8 @@ class Renderer:
             said: the completion's message.
             end: stop token at the end of the completion; if it is None, the template's is added.
             tools: JSON schemas that the prompt shows.
+            sampled: tokens of the completion.  If they end with the template's end of a turn, which may be a
+                stop string, it is not written again.
 
         Returns None if the template renders the conversation differently once it goes on: the next turn then
         follows ``prompt_ids`` of all messages.
@@ -226,29 +233,70 @@ class Renderer:
         if not whole.startswith(start) or forgotten:
             return None
         after = after if shown else own  # some templates leave out what is said beside a call
+        last = partial(self._text, [*history, spoken], generation=False, tools=tools)
         if not spoken.get("tool_calls"):
-            return self._after_end(after, end, rest=after)
-        last = self._text([*history, spoken], generation=False, tools=tools)
-        if shown and len(own) > len(last[len(start) :].partition(content)[0]):
+            answer = str(messages[0].get("content") or "") if messages else ""
+            return self._after_end(
+                after,
+                end,
+                in_turn=lambda text: not answer or answer not in text,
+                rest=lambda: self._unsaid(after, last()[len(start) :].partition(content)[2], sampled),
+            )
+        turn = last()
+        if shown and len(own) > len(turn[len(start) :].partition(content)[0]):
             return None  # the answer of the tool stands before what was said beside the call
-        return self._after_end(after, end, rest=whole[len(last) :] if whole.startswith(last) else None)
+        rest = whole[len(turn) :] if whole.startswith(turn) else None
+        calls = after[: len(after) - len(rest or "")]
+        return self._after_end(
+            after,
+            end,
+            in_turn=lambda text: len(text) <= len(calls),
+            rest=lambda: None if end is not None and self._closes(calls) else rest,
+        )
 
-    def _after_end(self, text: str, end: int | None, *, rest: str | None) -> tuple[int, ...] | None:
+    def _after_end(
+        self, text: str, end: int | None, *, in_turn: Callable[[str], bool], rest: Callable[[], str | None]
+    ) -> tuple[int, ...] | None:
         """Encode what follows the end of a completion; None if the template writes another end.
 
         Args:
             text: what the template writes after a completion; it may begin with its tool calls.
             end: as in ``continuation_ids``.
-            rest: what follows if there is no stop token; None if that is not known.
+            in_turn: whether a beginning of ``text`` is of the completion's turn, and not of a later message.
+            rest: what follows if no stop token ends the turn; None if that is not known.
         """
         ids = self._encode(text)
         ends = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
+        if ends and not in_turn(self._decode(ids[:ends])):
+            ends = None
         if ends is not None:
             same = end in (None, ids[ends])
             return (ids[ends:] if end is None else ids[ends + 1 :]) if same else None
         if end is not None and ids and ids[0] in self._tokenizer.all_special_ids:
             return None
-        return None if rest is None else self._encode(rest)
+        following = rest()
+        return None if following is None else self._encode(following)
+
+    def _closes(self, text: str) -> bool:
+        """Return whether a special token is at the end of a text."""
+        ids = self._encode(text.rstrip())
+        return bool(ids) and ids[-1] in self._tokenizer.all_special_ids
+
+    def _unsaid(self, text: str, last: str, sampled: Ids | None) -> str:
+        """Return what the template writes after a completion, without an end of the turn that it has already.
+
+        Args:
+            text: what the template writes after a completion.
+            last: what it writes after the completion if that is the last message.
+            sampled: tokens of the completion.
+        """
+        ids, alone = self._encode(text), self._encode(last)
+        same = next((i for i, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), len(alone))
+        end = self._decode(ids[:same])
+        said = "" if sampled is None else self._decode(sampled[-_TAIL:].tolist())
+        if not end.strip() or not text.startswith(end) or not said.rstrip().endswith(end.strip()):
+            return text
+        return text[len(end) :] if said.endswith(end) else text[len(end.rstrip()) :]
 
     def message(
         self, text: str, *, token_ids: Ids, before: Ids, tools: Sequence[Mapping[str, Any]]
@@ -327,6 +375,9 @@ class Renderer:
         if (template := self._compiled.get(source)) is None:
             template = self._compiled[source] = ChatTemplate(source)
         return template.render({**self._special_tokens, "documents": None, **given, "messages": shown})
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
         # a template writes its special tokens itself; plain text gets the model's, only at its start

@@ -359,10 +359,13 @@ class RolloutState:
 
     def continuation(self, messages: tuple[Message, ...], renderer: Renderer) -> Continuation:
         """Encode the environment's answer up to the model's next turn.  Changes nothing."""
-        last = next(iter(self.parts[-1].ids[-1:].tolist()), None)
+        sampled = self.parts[-1].ids
+        last = next(iter(sampled[-1:].tolist()), None)
         end = last if last in renderer.stop_token_ids else None
         *before, said = self.messages
-        new = renderer.continuation_ids(messages, before=before, said=said, end=end, tools=self.tools)
+        new = renderer.continuation_ids(
+            messages, before=before, said=said, end=end, tools=self.tools, sampled=sampled
+        )
         ids = renderer.prompt_ids((*self.messages, *messages), self.tools) if new is None else new
         return Continuation(messages, as_ids(ids), rewritten=new is None)
 
