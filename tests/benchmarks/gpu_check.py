@@ -52,8 +52,13 @@ from grpo_core.weights.shm import SharedMemoryWriter
 
 START = 600.0
 """Seconds for the first start of an engine on a GPU, which compiles and captures graphs."""
-EXACT = ("tokens do not depend on what else is decoded", "a stop string ends a completion and stays in it")
-"""Laws that compare tokens, which differ in bfloat16: kernels are chosen by the size of the batch."""
+EXACT = (
+    "tokens do not depend on what else is decoded",
+    "a stop string ends a completion and stays in it",
+    "top k top p and min p cut the distribution",
+)
+"""Laws that compare tokens, which differ in bfloat16: kernels are chosen by the size of the batch, and one of
+two tokens that are about as likely is cut off."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
 """Tolerance of a logprob.  The versions of the test model lie far apart, and so do their logits."""
 NOTICED = 1.0
