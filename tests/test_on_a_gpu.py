@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import json
@@ -32,6 +33,7 @@ from grpo_core.training import trainer as trainers
 from grpo_core.training.budget import overhead
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.model import ModelSource
+from grpo_core.training.passes import Passes
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.training.snapshot import Snapshot
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
@@ -233,6 +235,35 @@ def test_a_trainer_that_rests_gives_the_memory_that_torch_keeps_to_the_engine_on
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     trainer.publish()
     assert seen == [{0}] * times, "after the state has left"
+
+
+def test_what_layers_keep_is_moved_to_pinned_memory_from_a_gpu_alone():
+    offload = Passes(activations="offload")
+    moved = offload.around(torch.device("cuda", 1))
+    assert (moved.func, moved.keywords) == (torch.autograd.graph.save_on_cpu, {"pin_memory": True})
+    with moved():
+        pass  # torch takes the arguments
+    others = (offload.around(CPU), Passes(activations="recompute").around(CUDA))
+    assert others == (contextlib.nullcontext, contextlib.nullcontext)
+
+
+def test_updates_of_8_bits_are_compiled_on_a_gpu_and_not_on_a_cpu(monkeypatch):
+    optimizers = pytest.importorskip("torchao.optim")
+    stances = []
+
+    @contextlib.contextmanager
+    def set_stance(stance):
+        stances.append(stance)
+        yield
+        stances.pop()
+
+    monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
+    monkeypatch.setattr(optimizers.AdamW8bit, "step", lambda self: seen.append(tuple(stances)))
+    seen = []
+    for device in ("cpu", "meta"):
+        parameter = torch.nn.Parameter(torch.zeros(4, device=device))
+        narrow.torchao_adamw([{"params": [parameter]}], eps=1e-8).step()
+    assert seen == [("force_eager",), ()]
 
 
 def test_a_digest_names_the_gpu_that_rounded(monkeypatch):
