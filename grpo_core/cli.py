@@ -40,6 +40,8 @@ def train(
     resume: str | None = None,
     until: str | None = None,
     profile: int | None = None,
+    quiet: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
     ray: str | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
@@ -68,6 +70,10 @@ def train(
     profile
         Time this many steps after the first two, trace as many more, and print where the time of every
         process went.
+    quiet
+        Print warnings, what the run survived, and its summary only.
+    json
+        Print events as JSON, one a line, on standard output, and everything else on standard error.
     ray
         Run engines and environments on the Ray cluster at this address ("auto", "host:6379").  Without a
         value, start a local cluster for this run.
@@ -75,12 +81,17 @@ def train(
         Do not load this installed plugin; may be repeated.
     """
     from grpo_core.app import commands
+    from grpo_core.errors import ConfigError
 
+    if quiet and json:
+        raise ConfigError("--quiet and --json: leave one of them out")
     chosen = {"sampler": sampler, "validation": validation, "engine": engine}
     settings = [
         *(set_ or []),
         *([] if until is None else [commands.time_limit(until)]),
         *([] if profile is None else [f"trainer.profile={profile}"]),
+        *(['tracking.terminal.view="quiet"'] if quiet else []),
+        *(['tracking.terminal.view="json"'] if json else []),
     ]
     return commands.train(
         config_file=config,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from grpo_core import chain
 from grpo_core.config import Config, TrackingConfig, TrainerConfig, as_table
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, PluginError
 from grpo_core.events import (
     GroupsReady,
     IncidentReported,
@@ -138,7 +138,7 @@ def test_a_directory_without_a_run(tmp_path):
         RunDirectory.latest(tmp_path)
 
 
-def shown(*, terminal, events=EVENTS):
+def shown(*, terminal, events=EVENTS, view="live"):
     out = io.StringIO()
 
     class Terminal(TerminalTracker):
@@ -147,10 +147,10 @@ def shown(*, terminal, events=EVENTS):
             return Console(file=out, force_terminal=terminal, width=100, color_system=None, _environ={})
 
     config = as_table(Config(trainer=TrainerConfig(steps=10)))
-    view = Terminal(RunInfo(name="run", directory=Path("run"), config=config))
+    tracker = Terminal(RunInfo(name="run", directory=Path("run"), config=config), view=view)
     for event in events:
-        call(view, event)
-    view.close()
+        call(tracker, event)
+    tracker.close()
     return out.getvalue()
 
 
@@ -173,6 +173,30 @@ def test_in_a_terminal_the_view_shows_progress_reward_validation_and_a_sample():
         "prompt 0 → 12345",
     ):
         assert part in text, part
+
+
+def test_lines_may_be_wanted_in_a_terminal_too():
+    assert shown(terminal=True, view="lines") == shown(terminal=False)
+
+
+def test_a_quiet_view_says_what_went_wrong_and_nothing_else():
+    assert shown(terminal=True, view="quiet") == ""
+    assert shown(terminal=True, view="quiet", events=INCIDENTS) == shown(terminal=False, events=INCIDENTS)
+
+
+def test_events_are_printed_as_json_but_for_those_of_single_prompts():
+    lines = [json.loads(line) for line in shown(terminal=True, view="json").splitlines()]
+    kinds = [line["event"] for line in lines]
+    assert "StepEnded" in kinds
+    assert "GroupsReady" not in kinds
+    step = next(line for line in lines if line["event"] == "StepEnded")
+    assert step["step"] == 1
+    assert step["metrics"] == {"reward/sort": 0.25, "loss": None, "staleness_max": 1.0}, "JSON has no NaN"
+
+
+def test_a_view_that_does_not_exist_is_named():
+    with pytest.raises(PluginError, match=r"\.view is 'loud'; expected one of live, lines, quiet"):
+        shown(terminal=True, view="loud")
 
 
 def incident(time, kind="retried", *, count=1, component="engine 0"):

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from grpo_core.app import measuring, profile, run
 from grpo_core.app.launch import RUNS, configure, continued, new_run, tasks_of
-from grpo_core.complaints import say
+from grpo_core.complaints import complain, say
 from grpo_core.config import Config, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.inert import inert
@@ -56,13 +56,15 @@ def train(
             )
         path = RunDirectory.latest(RUNS) if resume == "latest" else Path(resume)
         start = continued(path, changes, block)
+    view = start.config.tracking.options.get("terminal", {}).get("view")
+    tell = complain if view == "json" else say  # standard output has JSON and nothing else
     for note in start.notes:
-        say(note)
+        tell(note)
     directory, again = start.directory, start.again(block)
     try:
         outcome = run.to_the_end(run.train(start.config, directory, host=start.host, resume=start.found))
     except KeyboardInterrupt:
-        say(f"interrupted at once; run: {directory.path} (continue with: {again})")
+        tell(f"interrupted at once; run: {directory.path} (continue with: {again})")
         return INTERRUPTED
     except (GrpoError, OSError) as error:
         if directory.has_trained():
@@ -71,8 +73,8 @@ def train(
     finally:
         directory.unlock()
     if start.config.trainer.profile:
-        say(profile.told(directory.profile, start.config.trainer.profile))
-    say(_summary(outcome, again))
+        tell(profile.told(directory.profile, start.config.trainer.profile))
+    tell(_summary(outcome, again))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
 

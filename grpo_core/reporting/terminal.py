@@ -1,11 +1,11 @@
-"""The tracker ``terminal``: shows a run as a live view, or as lines where there is no terminal."""
+"""The tracker ``terminal``: shows a run as a live view, as lines, as JSON, or shows only what went wrong."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_core.errors import cut
+from grpo_core.errors import PluginError, cut
 from grpo_core.events import (
     ErrorRaised,
     Event,
@@ -32,8 +32,16 @@ from grpo_core.inert import inert
 from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
+from grpo_core.reporting.files import plain
+from grpo_core.reporting.stored import as_json
 from grpo_core.validation.results import interval, measured, shown
 
+View = Literal["live", "lines", "quiet", "json"]
+_AS_JSON = (
+    *(StatusChanged, RunStarted, StepEnded, Validated, Saved),
+    *(WarningRaised, IncidentReported, ErrorRaised, RunEnded),
+)
+"""Events that are printed as JSON; the others are of single prompts and rollouts."""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
 _RECENT = 10
@@ -48,9 +56,22 @@ def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
 
 
 class TerminalTracker(Tracker):
-    """Shows the run on standard output."""
+    """Shows the run on standard output.
 
-    def __init__(self, run: RunInfo) -> None:
+    Args:
+        view: "live" redraws a few lines, and prints lines where standard output is no terminal; "lines"
+            prints a line for each step and each validation; "quiet" prints warnings and what was survived;
+            "json" prints events as ``events.jsonl`` has them, without those of single prompts.
+
+    Raises PluginError if there is no such view.
+    """
+
+    def __init__(self, run: RunInfo, *, view: View = "live") -> None:
+        if view not in get_args(View):
+            raise PluginError(
+                f"tracking.terminal.view is {view!r}; expected one of {', '.join(get_args(View))}"
+            )
+        self._view = view
         self.console = self.make_console()
         self._steps: int = run.config["trainer"]["steps"]
         self._started = time.monotonic()
@@ -68,7 +89,7 @@ class TerminalTracker(Tracker):
         self._sample: tuple[str, str, float] | None = None
         self._live = (
             Live(get_renderable=self._draw, console=self.console, refresh_per_second=8, transient=False)
-            if self.console.is_terminal
+            if view == "live" and self.console.is_terminal
             else None
         )
 
@@ -87,14 +108,17 @@ class TerminalTracker(Tracker):
         self.console.print(Text(inert(text)), soft_wrap=True)
 
     def event(self, event: Event) -> None:
-        """Draw what the event changes."""
+        """Show what the event changes."""
+        if self._view == "json":
+            if isinstance(event, _AS_JSON):
+                print(as_json({"time": event.time, **plain(event)}), file=self.console.file, flush=True)
+            return
         if self._live and not self._live.is_started:
             self._live.start()
         match event:
             case StatusChanged():
                 self._status = event.message
-                if not self._live:
-                    self.say(event.message)
+                self._line(event.message)
             case RunStarted():
                 self._status = "generating the first groups"
                 self._step = self._first_step = event.step
@@ -109,18 +133,15 @@ class TerminalTracker(Tracker):
                 self._step = event.step
                 self._recent.append(event.metrics)
                 self._rewards.append(_mean_of(event.metrics, "reward/"))
-                if not self._live:
-                    self.say(self._line())
+                self._line(self._of_step())
             case Validated():
                 for task, metrics in event.results.items():
                     if (name := headline(metrics)) is not None:
                         self._validation.setdefault(task, []).append((name, metrics[name]))
-                    if not self._live:
-                        text = ", ".join(_with_interval(name, metrics) for name in measured(metrics))
-                        self.say(f"validation of version {event.version}: {task}: {text}")
+                    text = ", ".join(_with_interval(name, metrics) for name in measured(metrics))
+                    self._line(f"validation of version {event.version}: {task}: {text}")
             case Saved():
-                if not self._live:
-                    self.say(f"saved {event.directory}")
+                self._line(f"saved {event.directory}")
             case WarningRaised() if event.cause not in self._warned:
                 self._warned.add(event.cause)
                 self.say(f"warning, step {event.step}: {event.message}")
@@ -130,6 +151,11 @@ class TerminalTracker(Tracker):
                 self._status = "failed"
             case RunEnded() if self._survived:
                 self.say(f"survived in this run: {by_kind(self._survived)} (the report has each)")
+
+    def _line(self, text: str) -> None:
+        """Print what a live view shows by itself, and a quiet one does not show."""
+        if not self._live and self._view != "quiet":
+            self.say(text)
 
     def _survive(self, event: IncidentReported) -> None:
         """Count incidents, and say a line of them if it is due."""
@@ -146,7 +172,7 @@ class TerminalTracker(Tracker):
         weighed = sum(time * m.get(name, 0.0) for time, m in zip(times, self._recent, strict=True))
         return weighed / (sum(times) or 1.0)
 
-    def _line(self) -> str:
+    def _of_step(self) -> str:
         return (
             f"step {self._step}/{self._steps}  reward {self._rewards[-1]:.3f}  "
             f"staleness {self._recent[-1].get('staleness_mean', 0):.2f}  "
