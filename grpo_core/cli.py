@@ -398,6 +398,8 @@ def audit(
     prompts: int = 24,
     seconds: float = 60.0,
     seed: int = 0,
+    model: str | None = None,
+    engine: str | None = None,
     json: Path | None = None,
     html: Path | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
@@ -418,6 +420,11 @@ def audit(
         Time that the audit may take, about; a slow environment plays fewer prompts.
     seed
         Seed of the replies that are tried.
+    model
+        Model that plays groups of rollouts at the end, to see how many would teach it: a directory, a hub
+        id, a name as "tiny", or the directory of a run.
+    engine
+        Engine of this model.
     json
         File for the quality card as JSON.
     html
@@ -427,10 +434,17 @@ def audit(
     """
     from grpo_core.app import auditing
     from grpo_core.audit.audit import Extent
+    from grpo_core.audit.training import PlayingModel
+    from grpo_core.errors import ConfigError
 
+    if engine is not None and model is None:
+        raise ConfigError("--engine is for a model that plays: add --model")
     return auditing.main(
         name,
         extent=Extent(prompts=prompts, seconds=seconds, seed=seed),
+        model=None
+        if model is None
+        else PlayingModel(target=model, engine=engine, prompts=prompts, seed=seed),
         settings=set_ or [],
         json_file=json,
         html_file=html,

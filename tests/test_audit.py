@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from planted import DEFECTS, planted
 
 import grpo_core as grpo
 from grpo_core.app import auditing
@@ -14,6 +15,7 @@ from grpo_core.audit import replies, rewards
 from grpo_core.audit.audit import Audit, Extent
 from grpo_core.audit.card import Card
 from grpo_core.audit.records import Finding, Rate, Solution, bare
+from grpo_core.audit.training import training_signal
 from grpo_core.audit.watch import Watch
 from grpo_core.cli import app
 from grpo_core.testing.hosted import HostedEnvironment
@@ -269,6 +271,33 @@ def test_without_a_solution_it_says_what_cannot_be_judged():
     assert findings["semantic.canary_floor"].severity == "passed"
 
 
+def test_groups_of_equal_rewards_teach_nothing():
+    taught = training_signal([[0.0, 1.0], [0.0, None, 0.0], [1.0, 1.0], [None]], success=1.0, model="m")
+    assert taught.measured["rate"] == pytest.approx(1 / 3, abs=1e-6)
+    assert (taught.measured["hopeless"], taught.measured["solved"]) == (1, 1)
+    assert training_signal([[0.0, 0.0]] * 9, success=None, model="m").severity == "warned"
+    assert training_signal([[None, None]], success=None, model="m").severity == "not applicable"
+
+
+# ---------------------------------------------------------------------------------- ground truth
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("base", ["tagged", "duel", "yesno"])
+def test_a_clean_environment_raises_no_alarm(base):
+    assert not severe(audited(lambda: planted(base)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("defect", "base"),
+    [("any answer", "sort"), ("global state", "duel"), ("above the range", "choice"), ("breaks", "arrivals")],
+)
+def test_a_planted_defect_is_found_by_a_check_that_names_it(defect, base):
+    """Ask for a few of them; ``tests/benchmarks/bench_audit.py`` asks for all."""
+    assert severe(audited(lambda: planted(base, defect))) & DEFECTS[defect][2]
+
+
 # ---------------------------------------------------------------------------------- the watch, the card
 
 
@@ -309,7 +338,7 @@ def test_a_card_has_the_fields_of_rfc_008_and_escapes_what_it_shows():
 def test_every_check_of_the_page_exists_and_every_check_is_on_it():
     page = (ROOT / "docs/audit.md").read_text()
     named = set(re.findall(r"`((?:data|semantic|statistical|reward|runtime)\.\w+)`", page))
-    played = set(audited(Sums)) | {"runtime.startup"}
+    played = set(audited(Sums)) | {"runtime.startup", "statistical.training_signal"}
     assert named | {"runtime.startup"} == played
 
 
@@ -349,6 +378,25 @@ def test_files_that_an_environment_writes_are_seen_in_its_process(tmp_path, caps
     )
     assert app(["audit", "./writes.py:Writes", "--prompts", "4"], result_action="return_value") == 1
     assert "seen.txt" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_model_shows_how_many_groups_would_teach_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = {
+        "trainer.steps": 1,
+        "trainer.prompts_per_step": 2,
+        "rollout.group_size": 2,
+        "validation.every": 0,
+        "model.options.warm_start_steps": 2,
+    }
+    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    train = ["train", "--env", "math:sort", *sets, "--output", "run"]
+    assert app(train, result_action="return_value") == 0
+    capsys.readouterr()
+    status = app(["audit", "math:sort", "--model", "run", "--prompts", "4"], result_action="return_value")
+    assert status == 0
+    assert re.search(r"groups that would teach .*: \d of 4 ", capsys.readouterr().out)
 
 
 def test_bad_input_is_said_before_anything_starts(capsys):

@@ -87,6 +87,13 @@ def test_an_installed_plugin_is_listed_with_its_offers(install):
     assert json.loads(json.dumps(listing(host))) == listing(host)
 
 
+def test_an_option_may_have_any_name(tmp_path):
+    file = tmp_path / "named.py"
+    file.write_text("def words(name, kind='x'):\n    return [name, kind]\n")
+    made = PluginHost.discover().make("environment", f"{file}:words", name="a", kind="b")
+    assert made == ["a", "b"]
+
+
 def test_a_plugin_that_is_left_out_is_not_imported(install, monkeypatch):
     install("grpo-plugin-words", WORDS, entry="words")
     install("bomb", "raise SystemExit('I was imported')")

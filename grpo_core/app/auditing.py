@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
 from rich.console import Console
 from rich.text import Text
 
@@ -18,6 +19,7 @@ from grpo_core.audit.audit import Audit, Extent
 from grpo_core.audit.card import Card
 from grpo_core.audit.process import WatchedProcess
 from grpo_core.audit.records import Finding, Severity
+from grpo_core.audit.training import PlayingModel
 from grpo_core.config import merge, parse_setting
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.incidents import Incident, reported_to
@@ -39,6 +41,7 @@ def main(
     name: str,
     *,
     extent: Extent,
+    model: PlayingModel | None = None,
     settings: Sequence[str],
     json_file: Path | None,
     html_file: Path | None,
@@ -61,7 +64,10 @@ def main(
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(inert(str(offer)), style="bold"))
     begin = time.monotonic()
+    given = dict(options)
     found = asyncio.run(_all(host, offer, options, extent, functools.partial(_show, console)))
+    if model is not None and not any(one.check == "runtime.startup" for one in found):
+        found.append(_signal(name, model, given, block, console))
     card = Card(
         name=name, offer=str(offer), options=options, findings=found, seconds=time.monotonic() - begin
     )
@@ -73,6 +79,25 @@ def main(
     if html_file is not None:
         card.write_page(html_file)
     return 1 if counts["failed"] else 0
+
+
+def _signal(
+    name: str, model: PlayingModel, options: dict[str, Any], block: Sequence[str], console: Console
+) -> Finding:
+    """Return, and print, what groups of a model would teach."""
+    from grpo_core.app.run import to_the_end  # they load torch
+    from grpo_core.app.signal import signal
+
+    errors = Console(stderr=True)
+
+    def tell(text: str) -> None:
+        errors.print(Text(inert(text), style="dim"), soft_wrap=True)
+
+    begin = time.monotonic()
+    finding: Finding = to_the_end(signal(name, model, options, block, tell))
+    finding = evolve(finding, seconds=time.monotonic() - begin)
+    _show(console, finding)
+    return finding
 
 
 async def _all(

@@ -132,7 +132,7 @@ async def _by_model(
     console: Console,
 ) -> None:
     with wrong_input():
-        config, host, measured, task = _measured(name, target, engine, options, block)
+        config, host, measured, task = measured_task(name, target, engine, options, block)
     check(config, host, trains=False)
     transcript = Transcript(console, echo=True)
     errors = Console(stderr=True)
@@ -165,7 +165,7 @@ async def _by_model(
         await _play(tasks, task, choice, shown, decoder, renderer, params, transcript)
 
 
-def _measured(
+def measured_task(
     name: str, target: str, engine: str | None, options: dict[str, Any], block: Sequence[str]
 ) -> tuple[Config, PluginHost, EvalTarget, str]:
     """Return the configuration of a model's target with one task, and the task's name."""

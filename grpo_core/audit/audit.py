@@ -129,7 +129,7 @@ class Audit:
                 findings = [self._broken(stage, error)]
             for finding in findings:
                 yield evolve(finding, seconds=(time.monotonic() - begin) / len(findings))
-            if not self.train:
+            if not self.some:
                 return
 
     def _broken(self, stage: Any, error: GrpoError) -> Finding:
@@ -155,11 +155,11 @@ class Audit:
                     told='prompts("train") is empty; expected at least one prompt',
                 )
             ]
-        held_out = await self.player.prompts("validation")
-        turns = self.player.environment.max_turns
-        step = max(1, len(self.train) // max(self.extent.prompts, ROUNDS))
+        step = max(1, len(self.train) // self.extent.prompts)
         known = await self.player.solve(self.train[:: max(1, len(self.train) // 256)])
         self.some = self.train[::step][: self.extent.prompts]
+        turns = self.player.environment.max_turns
+        held_out = await self.player.prompts("validation")
         return [
             await asyncio.to_thread(texts.split_leakage, self.train, held_out, turns),
             await asyncio.to_thread(texts.duplicates, self.train, turns),
@@ -202,7 +202,7 @@ class Audit:
         """Return the number of prompts that can be played in time, as far as the first calls show it."""
         if self._agent:
             return len(self.some)
-        per_prompt = 75
+        per_prompt = 100
         rest = max(1.0, 0.55 * self.extent.seconds - ALONE * self._call)
         each = max(self.player.per_episode, self._call / self.max_batch)
         if self.player.environment.slots == "all":
@@ -223,7 +223,9 @@ class Audit:
     # ------------------------------------------------------------------------------ what answers nothing
 
     async def _panels(self) -> list[Finding]:
-        constant = await self._play(list(replies.constant_replies(self.some)))
+        constant = await self._play(
+            list(replies.constant_replies(self.some, replies.form_of(self.solutions, self.some)))
+        )
         copied = await self._play(list(replies.copied_prompts(self.some)))
         foreign = await self._play(list(replies.foreign_solutions(self.solutions)))
         injected = [t for t in constant if t.kind == "injected instruction"]

@@ -30,6 +30,8 @@ CONSTANT: Mapping[str, tuple[str, ...]] = {
 }
 """Kinds of replies that are the same for each prompt: none of them answers it, unless by luck."""
 
+LONGEST_FORM = 200
+"""Largest length of what stands around an answer in all solutions."""
 LENGTHS = (10, 100, 1000, 6000)
 """Characters of replies that say the same nonsense more and more often."""
 
@@ -69,12 +71,36 @@ class Listing:
 LISTINGS = tuple(Listing(place, form) for form in (False, True) for place in ("first", "middle", "last"))
 
 
-def constant_replies(prompts: Sequence[Prompt]) -> Iterator[Reply]:
-    """Yield the replies that are the same for each prompt."""
+ASKED = (("<answer>", "</answer>"), ("\\boxed{", "}"), ("#### ", ""))
+"""Forms of answers that prompts ask for, if no solution shows them."""
+
+
+def form_of(solutions: Sequence[Solution], prompts: Sequence[Prompt] = ()) -> tuple[str, str]:
+    """Return what stands before and after the answer in all solutions, such as tags; empty without any.
+
+    Without solutions it is what all prompts ask for.
+    """
+    if not solutions:
+        asked = [form for form in ASKED if all(form[0].strip() in text_of(prompt) for prompt in prompts)]
+        return (*asked, ("", ""))[0]
+    forms = set()
+    for one in solutions:
+        before, found, after = (one.text or "").partition(one.answer or "\0")
+        if one.turns > 1 or not found or len(before) + len(after) > LONGEST_FORM:
+            return "", ""
+        forms.add((before, after))
+    return forms.pop() if len(forms) == 1 else ("", "")
+
+
+def constant_replies(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")) -> Iterator[Reply]:
+    """Yield the replies that are the same for each prompt, also in the form that solutions have."""
+    before, after = form
     for kind, texts in CONSTANT.items():
         for text in texts:
-            for prompt in prompts:
-                yield Reply(prompt=prompt, text=text, kind=kind)
+            forms = dict.fromkeys((text, f"{before}{text}{after}"))
+            for said in forms:
+                for prompt in prompts:
+                    yield Reply(prompt=prompt, text=said, kind=kind)
 
 
 def copied_prompts(prompts: Sequence[Prompt]) -> Iterator[Reply]:

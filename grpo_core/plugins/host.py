@@ -177,21 +177,21 @@ class PluginHost:
         return functools.partial(offer.load(), *offer.args) if offer.args else offer.load()
 
     @overload
-    def make(self, kind: Literal["environment"], name: str, *args: Any, **options: Any) -> Environment: ...
+    def make(self, kind: Literal["environment"], name: str, /, *args: Any, **options: Any) -> Environment: ...
     @overload
-    def make(self, kind: Literal["sampler"], name: str, *args: Any, **options: Any) -> Sampler: ...
+    def make(self, kind: Literal["sampler"], name: str, /, *args: Any, **options: Any) -> Sampler: ...
     @overload
     def make(
-        self, kind: Literal["validation_strategy"], name: str, *args: Any, **options: Any
+        self, kind: Literal["validation_strategy"], name: str, /, *args: Any, **options: Any
     ) -> ValidationStrategy: ...
     @overload
-    def make(self, kind: Literal["engine"], name: str, *args: Any, **options: Any) -> Engine: ...
+    def make(self, kind: Literal["engine"], name: str, /, *args: Any, **options: Any) -> Engine: ...
     @overload
-    def make(self, kind: Literal["trainer"], name: str, *args: Any, **options: Any) -> Trainer: ...
+    def make(self, kind: Literal["trainer"], name: str, /, *args: Any, **options: Any) -> Trainer: ...
     @overload
-    def make(self, kind: Kind, name: str, *args: Any, **options: Any) -> Any: ...
+    def make(self, kind: Kind, name: str, /, *args: Any, **options: Any) -> Any: ...
 
-    def make(self, kind: Kind, name: str, *args: Any, **options: Any) -> Any:
+    def make(self, kind: Kind, name: str, /, *args: Any, **options: Any) -> Any:
         """Call the factory.
 
         Raises PluginError for unknown, missing or mistyped options and if the factory raises.
@@ -212,20 +212,22 @@ class PluginHost:
             _making.reset(making)
 
     @overload
-    def function(self, kind: Literal["loss"], name: str, **options: Any) -> Bound[LossInputs, LossOutput]: ...
+    def function(
+        self, kind: Literal["loss"], name: str, /, **options: Any
+    ) -> Bound[LossInputs, LossOutput]: ...
     @overload
     def function(
-        self, kind: Literal["advantage"], name: str, **options: Any
+        self, kind: Literal["advantage"], name: str, /, **options: Any
     ) -> Bound[Sequence[Group], Sequence[Sequence[float | NDArray[np.float64] | None]]]: ...
 
     @overload
-    def function(self, kind: Literal["filter"], name: str, **options: Any) -> Bound[Group, str | None]: ...
+    def function(self, kind: Literal["filter"], name: str, /, **options: Any) -> Bound[Group, str | None]: ...
     @overload
     def function(
-        self, kind: Literal["optimizer"], name: str, **options: Any
+        self, kind: Literal["optimizer"], name: str, /, **options: Any
     ) -> Bound[Sequence[ParameterGroup], Sequence[Optimizer] | Optimizer]: ...
 
-    def function(self, kind: Kind, name: str, **options: Any) -> Bound[Any, Any]:
+    def function(self, kind: Kind, name: str, /, **options: Any) -> Bound[Any, Any]:
         """Fill in the options of a loss, advantage, filter or optimizer: its keyword-only parameters.
 
         Raises PluginError for unknown, missing or mistyped options.
@@ -453,7 +455,7 @@ def _check_known(names: Iterable[str], known: set[str], source: str) -> None:
             )
 
 
-def make_environment(name: str, **options: Any) -> Any:
+def make_environment(name: str, /, **options: Any) -> Any:
     """Make another environment by its name, for the factory of one that adds something to it.
 
     Raises PluginError or ConfigError if there is none, or for its options.

@@ -1,0 +1,82 @@
+"""``grpo-core audit`` against the ground truth: planted defects that it finds, and false alarms.
+
+    python tests/benchmarks/bench_audit.py [RUNS]
+
+Each defect of ``tests/planted.py`` is planted in three environments and audited as the command does it, in a
+process of its own.  A defect is found if a check that names its class fails or warns.  The clean environments
+are audited RUNS times (10 by default), each time with another seed; whatever fails or warns then is an alarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+from grpo_core.app.auditing import findings
+from grpo_core.audit.audit import Extent
+from grpo_core.audit.records import Finding, Rate
+from grpo_core.plugins.host import PluginHost
+
+HERE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(HERE))
+from planted import CLEAN, DEFECTS  # noqa: E402
+
+RECALL, ALARMS, SECONDS = 0.95, 0.02, 60.0
+"""Limits: found defects, alarms about clean environments, seconds of an audit."""
+
+
+async def audit(base: str, defect: str | None, seed: int) -> tuple[list[Finding], float]:
+    """Return the findings about an environment, and the seconds that they took."""
+    host = PluginHost.discover()
+    offer = host.find("environment", f"{HERE / 'planted.py'}:planted")
+    options = {"base": base} | ({} if defect is None else {"defect": defect})
+    begin = time.monotonic()
+    found = [each async for each in findings(host, offer, options, Extent(seed=seed))]
+    return found, time.monotonic() - begin
+
+
+def severe(found: list[Finding]) -> set[str]:
+    return {each.check for each in found if each.severity in ("failed", "warned")}
+
+
+def main(runs: int) -> bool:
+    """Print the figures; return whether all are within their limits."""
+    seconds: list[float] = []
+    hits: dict[str, list[bool]] = defaultdict(list)
+    for name, (_, bases, checks) in DEFECTS.items():
+        for base in bases:
+            found, took = asyncio.run(audit(base, name, 0))
+            seconds.append(took)
+            hits[name].append(bool(severe(found) & checks))
+            if not hits[name][-1]:
+                print(f"missed: {name} in {base}; told instead: {', '.join(sorted(severe(found))) or '-'}")
+        print(f"{name:28} {sum(hits[name])} of {len(hits[name])}", flush=True)
+    checks_made = alarms = alarmed = 0
+    for base in CLEAN:
+        for seed in range(runs):
+            found, took = asyncio.run(audit(base, None, seed))
+            seconds.append(took)
+            checks_made += len(found)
+            alarms += len(severe(found))
+            alarmed += bool(severe(found))
+            if severe(found):
+                print(f"alarm: {base}, seed {seed}: {', '.join(sorted(severe(found)))}", flush=True)
+    recall = Rate(sum(map(sum, hits.values())), sum(map(len, hits.values())))
+    false = Rate(alarmed, runs * len(CLEAN))
+    print(f"found defects                {recall}, limit {RECALL:.0%}")
+    print(f"clean audits with an alarm   {false}, limit {ALARMS:.0%}; {alarms} of {checks_made} checks")
+    took = f"median {median(seconds):.1f}, most {max(seconds):.1f}"
+    print(f"seconds of an audit          {took}, limit {SECONDS:.0f}")
+    return recall.share >= RECALL and false.share <= ALARMS and max(seconds) <= SECONDS
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        sys.exit(not main(int(sys.argv[1]) if len(sys.argv) > 1 else 10))
