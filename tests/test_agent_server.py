@@ -407,7 +407,7 @@ def test_a_stream_whose_client_has_gone_is_there_for_the_one_that_asks_again():
     story(play, "yes", "no", ping=0.01)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_clients_that_give_up_after_a_short_silence_read_a_stream_that_takes_longer():
     anthropic = pytest.importorskip("anthropic")
 
@@ -425,10 +425,13 @@ def test_clients_that_give_up_after_a_short_silence_read_a_stream_that_takes_lon
 
     async def play(scene):
         base = scene.client.env_vars()["ANTHROPIC_BASE_URL"]
-        options = {"api_key": scene.client.api_key, "max_retries": 0, "timeout": 1.0}
+        options = {"api_key": scene.client.api_key, "max_retries": 0}
+        silence = {"timeout": None, "read": 1.5}
         async with (
-            openai.AsyncOpenAI(base_url=scene.client.base_url, **options) as one,
-            anthropic.AsyncAnthropic(base_url=base, **options) as other,
+            openai.AsyncOpenAI(
+                base_url=scene.client.base_url, timeout=openai.Timeout(**silence), **options
+            ) as one,
+            anthropic.AsyncAnthropic(base_url=base, timeout=anthropic.Timeout(**silence), **options) as other,
         ):
             assert await asyncio.gather(chat(one), responses(one), messages(other)) == ["yes"] * 3
             with pytest.raises(openai.APITimeoutError):
@@ -438,7 +441,7 @@ def test_clients_that_give_up_after_a_short_silence_read_a_stream_that_takes_lon
                 with pytest.raises((openai.APIError, anthropic.APIError), match="asked again, please"):
                     await asked(model)
 
-    story(play, "yes", seconds=2.5, ping=0.1)
+    story(play, "yes", seconds=3.0, ping=0.1)
 
 
 # ---------------------------------------------------------------------------------- faults

@@ -175,10 +175,10 @@ def _digest(key: str) -> bytes:
 
 
 def _attempt(request: web.Request, body: bytes) -> Attempt:
-    retries = request.headers.get("x-stainless-retry-count", "")
+    retries, protocol = request.headers.get("x-stainless-retry-count", ""), request.protocol
 
-    def gone() -> bool:
-        return request.transport is None or request.transport.is_closing()
+    def gone() -> bool:  # a session keeps this as long as it runs, and not the request with its body
+        return protocol.transport is None or protocol.transport.is_closing()
 
     return Attempt(
         body=attempt_digest(request.path, body),
