@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from grpo_core.aio import Slots
+from grpo_core.app.parts import rollout_places
+from grpo_core.config import RolloutConfig
 from grpo_core.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -120,7 +121,7 @@ class CountingEngine(FakeEngine):
 def test_no_more_rollouts_are_played_at_the_same_time_than_there_are_places(places, most):
     """Groups have four rollouts, which begin together."""
     engine = CountingEngine()
-    story = Run(engine=engine, places=Slots(places))()
+    story = Run(engine=engine, places=rollout_places(RolloutConfig(max_in_flight=places)))()
     assert story.result == "finished"
     assert engine.most == most
     assert len(story.trained) == len(set(story.trained)) == 48
