@@ -77,6 +77,8 @@ class EngineUnderTest:
     """Requests that are given up at once."""
     kill: Callable[[], None] | None = None
     """Ends the process that decodes, as an accident would; None: there is none."""
+    patience: float = PATIENCE
+    """Seconds for an answer.  An engine that has died is replaced in this time."""
     version: int = 0
     writer: Writer = field(factory=SharedMemoryWriter)
     _module: Any = field(default=None, init=False)
@@ -108,12 +110,12 @@ class EngineUnderTest:
 
     async def ask(self, *requests: GenerationRequest) -> list[Completion]:
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(self.patience):
                 return await self.engine.generate(requests)
         except TimeoutError:
             longest = max(request.max_tokens for request in requests)
             asked = f"{len(requests)} requests for at most {longest} tokens each"
-            raise AssertionError(f"{asked} took longer than {PATIENCE:g} s") from None
+            raise AssertionError(f"{asked} took longer than {self.patience:g} s") from None
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int], version: int, temperature: float = 1.0) -> torch.Tensor:

@@ -51,7 +51,7 @@ from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 
 START = 600.0
-"""Seconds for the first start of an engine on a GPU, which compiles and captures graphs."""
+"""Seconds for a start of an engine on a GPU, which compiles and captures graphs."""
 EXACT = (
     "tokens do not depend on what else is decoded",
     "a stop string ends a completion and stays in it",
@@ -129,6 +129,7 @@ async def _broken(
         recomputes=recomputes,
         tolerance=TOLERANCE[dtype],
         writer=writer,
+        patience=START,
         kill=lambda: os.kill(engine.pid, signal.SIGKILL),
     )
     broken = []

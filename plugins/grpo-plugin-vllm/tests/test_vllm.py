@@ -17,7 +17,7 @@ import torch
 from adapted import AdaptedEngine
 from killing import Run, left_after
 
-from grpo_core import ConfigError, EngineError, GenerationRequest, ModelError
+from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, ModelError
 from grpo_core.testing import (
     ENGINE_LAWS,
     CollectiveWriter,
@@ -125,8 +125,12 @@ def test_vllm_shares_a_gpu_with_the_trainer(sleep_after, tmp_path):
     options = {"memory_fraction": 0.3, "sleep_after": sleep_after, "dtype": "float32", "max_rows": 64}
 
     async def story():
-        engine = await start_engine(VllmEngine, make_test_model(tmp_path), device="cuda", **options)
-        tried = EngineUnderTest(engine=engine, model=tmp_path / "m", recomputes=True, tolerance=1e-3)
+        model = make_test_model(tmp_path)
+        setup = EngineSetup(
+            model=str(model), log_directory=str(tmp_path), deadline=600.0
+        )  # it compiles first
+        engine = VllmEngine(setup, device="cuda", **options)
+        tried = EngineUnderTest(engine=engine, model=model, recomputes=True, tolerance=1e-3)
         beside = torch.empty(torch.cuda.mem_get_info()[1] // 2, dtype=torch.uint8, device="cuda")
         for law in ENGINE_LAWS:
             await ENGINE_LAWS[law](tried)
