@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
+from pathlib import Path
 
 import pytest
 
 from grpo_core import EngineSetup
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.options import BATCHED_TOKENS, Options, arguments
+
+FOUND = importlib.util.find_spec("vllm")
 
 
 def options(**chosen):
@@ -41,3 +46,14 @@ def test_replicas_are_refused_since_only_the_first_would_get_weights():
     with pytest.raises(ValueError, match=r"data_parallel_size = 2: only the first replica.*engine\.workers"):
         options(vllm={"data_parallel_size": 2})
     options(vllm={"data_parallel_size": 1})
+
+
+@pytest.mark.skipif(FOUND is None, reason="vLLM is not installed: make install-vllm")
+def test_every_argument_for_a_gpu_is_one_of_vllms():
+    """vLLM's code is read and not imported, which takes seconds."""
+    assert FOUND is not None
+    tree = ast.parse((Path(FOUND.origin).parent / "engine" / "arg_utils.py").read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    known = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}
+    asked = given(sleep_after=1.0, cache_mib=64, tensor_parallel=2)
+    assert {"gpu_memory_utilization", "enable_sleep_mode"} <= asked.keys() <= known

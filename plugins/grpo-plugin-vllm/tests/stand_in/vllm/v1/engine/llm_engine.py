@@ -41,17 +41,17 @@ class LLMEngine:
         self.requests = {}
 
     @classmethod
-    def from_engine_args(cls, given):
-        called("start", {**vars(given)}, {key: os.environ.get(key) for key in SETTINGS})
+    def from_engine_args(cls, engine_args):
+        called("start", {**vars(engine_args)}, {key: os.environ.get(key) for key in SETTINGS})
         return cls()
 
     def collective_rpc(self, method, args=(), kwargs=None):
         called(method)
         return [""]
 
-    def add_request(self, key, prompt, params, lora_request=None, priority=0):
+    def add_request(self, request_id, prompt, params, lora_request=None, priority=0):
         called("add_request")
-        self.requests[key] = prompt, params
+        self.requests[request_id] = prompt, params
 
     def step(self):
         called("step")
@@ -74,14 +74,14 @@ class LLMEngine:
             num_cached_tokens=0,
         )
 
-    def abort_request(self, keys):
+    def abort_request(self, request_ids):
         called("abort_request")
-        for key in keys:
+        for key in request_ids:
             del self.requests[key]
 
-    def set_weight_version(self, version):
+    def set_weight_version(self, weight_version):
         called("set_weight_version")
-        self.version = version
+        self.version = weight_version
 
     def reset_prefix_cache(self, reset_running_requests):
         called("reset_prefix_cache")
