@@ -12,9 +12,10 @@ child dies with its parent, leaves ctrl-C to the parent, and prints to its log.
 
 A method may return a ``concurrent.futures.Future``: it is answered when that is done, and other calls go on.
 
-The child leads a process group, and has an environment variable that no other has.  When it ends, for
+The child leads a process group, and has a mark that no other has (``grpo_core.orphans``).  When it ends, for
 whatever reason, its parent kills the rest of the group, and on Linux all processes that have inherited the
-variable: programs that the child has started may lead sessions of their own.
+mark: programs that the child has started may lead sessions of their own.  After a parent that was killed, its
+watcher does so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import io
 import itertools
 import os
 import pickle
-import secrets
 import selectors
 import signal
 import socket
@@ -38,7 +38,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -46,15 +46,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from attrs import frozen
 
-from grpo_core import errors
+from grpo_core import errors, orphans
 
 if TYPE_CHECKING:
     from grpo_core.interpreters import Interpreter
 
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
-_MARK = "GRPO_CORE_CHILD"
-"""Environment variable that tells the descendants of a child from all other processes."""
 
 
 @frozen
@@ -97,6 +95,7 @@ class Running(Protocol):
 
 
 _CHILDREN: weakref.WeakSet[Child] = weakref.WeakSet()
+_MARKS = orphans.Marks()
 
 
 def living() -> dict[int, str]:
@@ -137,7 +136,7 @@ class Child:
         self._heard = 0.0
         """Time of the last answer."""
         self._death: errors.GrpoError | None = None
-        self._mark = secrets.token_hex(16)
+        self._mark = ""
         self._socket, theirs = socket.socketpair()
         try:
             self._process = self._launch(theirs, environ or {}, interpreter)
@@ -152,6 +151,7 @@ class Child:
     ) -> Running:
         """Start what answers at the other end of the socket."""
         _CHILDREN.add(self)
+        self._mark = _MARKS.make()
         with open(self._log, "ab") if self._log else os.fdopen(os.dup(2), "wb") as output:
             ours = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())]
             inherited = interpreter.variables(os.environ) if interpreter else os.environ
@@ -161,7 +161,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**inherited, **environ, _MARK: self._mark},
+                env={**inherited, **environ, orphans.MARK: self._mark},
                 # for killpg, and out of ctrl-C's reach; no session: where Linux shares the cores among
                 # sessions, those that compute may keep the one that wakes up waiting for a second
                 process_group=0,
@@ -274,13 +274,8 @@ class Child:
 
     def _kill_marked(self) -> None:
         """Kill what has left the group, or was never in it, once the child can start no more."""
-        mark = f"{_MARK}={self._mark}".encode()
         for _ in range(10):  # they may start others meanwhile
-            found = [pid for pid, variables in _environments() if mark in variables]
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if not found:
+            if not self._mark or not orphans.kill_marked(self._mark):
                 return
 
     async def _connect(self) -> None:
@@ -370,13 +365,6 @@ class Child:
 
 class RemoteTraceback(Exception):  # noqa: N818
     """The traceback of a child, shown as the cause of the error in the parent."""
-
-
-def _environments() -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the processes of this user with the environment variables that they began with (Linux only)."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            yield int(path.parent.name), path.read_bytes().split(b"\0")
 
 
 def _exit(code: int) -> str:

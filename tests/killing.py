@@ -133,7 +133,8 @@ class Run:
                 log = Path(os.readlink(f"/proc/{child}/fd/1")).name
             except OSError:
                 continue
-            found[log.removesuffix(".log").split("-")[0]] = int(child)
+            if log.endswith(".log"):  # not what watches over the others (grpo_core.orphans)
+                found[log.removesuffix(".log").split("-")[0]] = int(child)
         return found
 
     def everything(self) -> list[int]:

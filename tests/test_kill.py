@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 from crashing import check, crash, make_model
-from killing import Run, check_accounting, left_after
+from killing import WORDS, Run, check_accounting, left_after
 
 from grpo_core.incidents import by_kind as told_by_kind
 from grpo_core.reporting.report import Files
@@ -96,14 +96,22 @@ def test_a_run_whose_trainer_dies_says_so_in_seconds_and_how_to_go_on(tmp_path):
     check_accounting(run.directory)
 
 
+SANDBOX = """
+import subprocess
+subprocess.run(["sh", "-c", "setsid sleep 1234 >/dev/null 2>&1 &"], check=True)
+"""
+
+
 def test_a_run_that_is_killed_again_and_again_leaves_nothing_behind_and_loses_nothing(tmp_path):
-    run = Run(tmp_path)
+    run = Run(tmp_path, environment=SANDBOX + WORDS.format(seconds=0.0))
     for who, step in [("main", 2), ("all", 20), ("main", 40)]:
         run.wait(lambda step=step: run.steps >= step)
+        started = run.everything()
         pids = run.kill(who)
         run.end()
         assert len(pids) == 4
-        assert not left_after(pids)
+        assert len(started) > len(pids), "the sandbox and what watches over it"
+        assert not left_after(started)
         assert not any(path.exists() for path in run.memory)
         assert not [path for path in run.temporary.rglob("*") if not path.is_dir()]
         run.resume()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_core import orphans
 from grpo_core.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
 from grpo_core.processes import Child, RemoteTraceback
 
@@ -298,6 +299,49 @@ def test_no_child_outlives_its_parent(sent):
         while _running(pid):
             assert time.monotonic() < end, "the child is still there"
             time.sleep(0.01)
+
+
+def test_nothing_that_a_child_has_started_outlives_a_parent_that_is_killed():
+    hows = ("in its group", "in its session", "as a daemon")
+    script = (
+        "import asyncio; from test_processes import child\n"
+        "async def main():\n"
+        "    c = child()\n"
+        f"    pids = [await c.call('start_another', how, seconds=20) for how in {hows}]\n"
+        "    print(c.pid, *pids, flush=True)\n"
+        "    await c.call('hang', seconds=None)\n"
+        "asyncio.run(main())"
+    )
+    # the parent itself is a descendant of some child, as a run that an environment starts would be
+    variables = {**os.environ, "PYTHONPATH": PYTHONPATH, orphans.MARK: "of an outer process"}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=variables, text=True, process_group=0
+    )
+    with parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert [_running(pid) for pid in pids] == [True] * 4
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+    assert [pid for pid in pids if not _is_gone(pid)] == []
+
+
+def test_what_ends_a_run_from_outside_does_not_end_its_watcher():
+    script = (
+        "import os, subprocess; from grpo_core import orphans\n"
+        "mark = orphans.Marks().make()\n"
+        "watcher = open(f'/proc/self/task/{os.getpid()}/children').read()\n"
+        "started = subprocess.Popen(['sleep', '1234'], env={**os.environ, orphans.MARK: mark})\n"
+        "print(watcher, started.pid, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        watcher, started = (int(pid) for pid in parent.stdout.readline().split())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(watcher, number)
+        parent.kill()
+    assert _is_gone(started)
+    assert _is_gone(watcher)
 
 
 @pytest.mark.long
