@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
+
 from grpo_core.app.paths import plugin_files, with_absolute_paths
 from grpo_core.config import build
+from grpo_core.errors import PluginError
 from grpo_core.plugins.host import PluginHost
 
 
@@ -28,3 +34,99 @@ def test_every_plugin_in_a_file_has_an_absolute_path_in_the_run(tmp_path, monkey
 def test_the_file_of_a_filter_is_watched_for_changes(tmp_path):
     config = build([{"filters": {f"{tmp_path}/mine.py:odd": {}}}])
     assert plugin_files(config) == {tmp_path / "mine.py"}
+
+
+# ---------------------------------------------------------------------------------- options of plugins
+
+MINE = """
+from collections.abc import Sequence
+from pathlib import Path
+
+class Mine:
+    def __init__(self, file: Path, *, spare: Path | None = None, more: Sequence[Path] = (), text: str = ""):
+        self.given = (file, spare, list(more), text)
+    def prompts(self, split): return []
+    def evaluate(self, episodes): return []
+
+def keep(group, *, file: "Path | None" = None): return None
+"""
+OPTIONS = {"file": "a.txt", "spare": "../b", "more": ["c", "/d"], "text": "e.txt"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "made").mkdir()
+    monkeypatch.chdir(tmp_path / "made")
+    (tmp_path / "made" / "mine.py").write_text(MINE)
+    return tmp_path / "made"
+
+
+def absolute(given):
+    return with_absolute_paths(build([given]), PluginHost.discover())
+
+
+def test_options_that_are_annotated_as_paths_count_from_where_the_run_was_made(here):
+    expected = {
+        "file": f"{here}/a.txt",
+        "spare": f"{here.parent}/b",
+        "more": [f"{here}/c", "/d"],
+        "text": "e.txt",
+    }
+    own = {"env": "./mine.py:Mine", "python": sys.executable}  # a file that is not imported in this process
+    config = absolute(
+        {
+            "tasks": {
+                "one": {"env": "./mine.py:Mine", "options": OPTIONS},
+                "other": {**own, "options": OPTIONS},
+            },
+            "validation": {"sets": {"held": {"env": "./mine.py:Mine", "env_options": OPTIONS}}},
+            "filters": {"./mine.py:keep": {"file": "~/seen"}},
+        }
+    )
+    assert [task.options for task in config.tasks.values()] == [expected, expected]
+    assert config.validation.sets["held"].env_options == expected
+    assert config.filters == {f"{here}/mine.py:keep": {"file": str(Path.home() / "seen")}}
+
+
+def test_environments_that_are_not_imported_and_parts_of_others_have_absolute_paths(here):
+    rows = {"path": "train.jsonl", "instruction": "train.jsonl"}
+    parts = {
+        "right": {"env": "math:gsm8k", "options": rows},
+        "mine": {"env": "./mine.py:Mine", "options": {"file": "a.txt"}, "requires": {"right": 1.0}},
+    }
+    program = {"env": "agent:./play.sh", "options": {"reward": "./mine.py:Mine"}}
+    config = absolute(
+        {
+            "tasks": {
+                "sums": {"env": "math:gsm8k", "options": rows},
+                "both": {"env": "compose", "options": {"parts": parts}},
+                "agent": program,
+            }
+        }
+    )
+    expected = {"path": f"{here}/train.jsonl", "instruction": "train.jsonl"}
+    assert config.tasks["sums"].options == expected
+    assert config.tasks["both"].options["parts"] == {
+        "right": {"env": "math:gsm8k", "options": expected},
+        "mine": {
+            "env": f"{here}/mine.py:Mine",
+            "options": {"file": f"{here}/a.txt"},
+            "requires": {"right": 1.0},
+        },
+    }
+    assert config.tasks["agent"].options == {"reward": f"{here}/mine.py:Mine"}
+
+
+def test_options_of_what_is_not_here_stay_as_they_are(here):
+    given = {"env": "nowhere:game", "python": sys.executable, "options": {"file": "a.txt"}}
+    assert absolute({"tasks": {"one": given}}).tasks["one"].options == {"file": "a.txt"}
+
+
+def test_a_factory_gets_a_path_where_it_expects_one_and_nothing_else_is_one(here):
+    host = PluginHost.discover()
+    made = host.make("environment", "./mine.py:Mine", **OPTIONS)
+    assert made.given == (Path("a.txt"), Path("../b"), [Path("c"), Path("/d")], "e.txt")
+    assert host.make("environment", "./mine.py:Mine", file=Path("a")).given == (Path("a"), None, [], "")
+    for wrong in (3, ""):
+        with pytest.raises(PluginError, match=rf"option 'file' is {wrong!r}; expected Path"):
+            host.make("environment", "./mine.py:Mine", file=wrong)

@@ -565,12 +565,27 @@ EXACT = options("pipeline.policy=in_order", "pipeline.max_staleness=0", "engine.
 """One row at a time: the last bits of logits depend on the rows that are decoded together."""
 
 
+FROM_A_FILE = """
+from pathlib import Path
+
+class FromAFile(Digits):
+    def __init__(self, path: Path):
+        self.digits = path.read_text().split()
+
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"{digit}=", answer=digit) for digit in self.digits]
+"""
+
+
 @pytest.mark.long
 def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here):
     """Relative paths, settings and hints hold in any directory, and the weights are the same bit for bit."""
     for name in ("b", "c"):
         (here / name).mkdir()
-    command = ["train", "--env", "./envs.py:Digits", *QUICK, *EXACT]
+    (here / "envs.py").write_text(ENVIRONMENTS + FROM_A_FILE)
+    (here / "digits.txt").write_text("0 1 2 3 4 5 6 7")
+    env = ["--env", "./envs.py:FromAFile", *options("tasks.fromafile.options.path=digits.txt")]
+    command = ["train", *env, *QUICK, *EXACT]
     whole = grpo(here, *command, "--set", "trainer.steps=4", "--output", "whole", timeout=250)
     assert whole.returncode == 0, whole.stderr
     part = grpo(here, *command, "--set", "trainer.steps=2", "--output", "part", timeout=250)
@@ -588,8 +603,8 @@ def test_a_run_that_is_moved_and_resumed_from_elsewhere_is_the_unbroken_run(here
     for step in range(1, 5):
         rollouts = [path / "rollouts" / f"step-{step:06d}.jsonl.gz" for path in (here / "whole", run)]
         assert rollouts[0].read_bytes() == rollouts[1].read_bytes()
-    first = next(row["results"]["digits"]["reward"] for row in events(run, "Validated"))
-    assert f"digits: validation reward {shown('reward', first)} -> " in done.stdout.splitlines()[-1]
+    first = next(row["results"]["fromafile"]["reward"] for row in events(run, "Validated"))
+    assert f"fromafile: validation reward {shown('reward', first)} -> " in done.stdout.splitlines()[-1]
     for command in (["verify"], ["report"], ["validate"]):
         looked = grpo(elsewhere, *command, "../b/moved run")
         assert looked.returncode == 0, looked.stderr

@@ -4,45 +4,53 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from attrs import evolve, fields_dict
+from attrs import evolve, fields_dict, frozen
 
 from grpo_core.app.teacher import teacher_model
 from grpo_core.config import Config, PluginChoice, SourceConfig, ValidationSetConfig
 from grpo_core.data.files import LINES, TABLES
-from grpo_core.plugins.host import PluginHost
+from grpo_core.errors import GrpoError
+from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.installed import in_file
+from grpo_core.plugins.paths import absolute
+from grpo_core.plugins.paths import with_absolute_paths as with_absolute_options
+from grpo_core.plugins.paths import with_absolute_paths_of_file as with_absolute_options_of_file
+
+Choice = TypeVar("Choice", bound=PluginChoice)
 
 
 def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     """Return the configuration with absolute paths of files, sources, interpreters and models.
 
-    Options of plugins are left as they are: only their plugin knows what they mean.
+    Of the options of plugins, those are paths that their factories annotate so.
     """
-    model = config.model
+    options = _Options(host)
+    model = evolve(config.model, options=options.of("model", config.model.path, config.model.options))
     if not host.offers("model", model.path) and Path(model.path).expanduser().is_dir():
-        model = evolve(model, path=_absolute(model.path))
+        model = evolve(model, path=absolute(model.path))
     if model.chat_template and Path(model.chat_template).expanduser().is_file():
-        model = evolve(model, chat_template=_absolute(model.chat_template))
+        model = evolve(model, chat_template=absolute(model.chat_template))
     teacher = config.teacher
     if teacher.path and Path(teacher.path).expanduser().is_dir():
-        teacher = evolve(teacher, path=_absolute(teacher_model(teacher.path)))
+        teacher = evolve(teacher, path=absolute(teacher_model(teacher.path)))
     choices: dict[str, Any] = {
-        section: evolve(choice, name=_absolute_name(choice.name)) for section, choice in _choices(config)
+        section: options.of_choice(_kind(section), choice) for section, choice in _choices(config)
     }
     own = config.validation.engine
     choices["validation"] = evolve(
         choices["validation"],
-        engine=own and evolve(own, name=_absolute_name(own.name)),
-        sets={name: _absolute_set(one) for name, one in config.validation.sets.items()},
+        engine=own and options.of_choice("engine", own),
+        sets={name: _absolute_set(one, config, options) for name, one in config.validation.sets.items()},
     )
     tasks = {
         name: evolve(
             task,
             env=_absolute_name(task.env),
+            options=options.of_environment(task.env, task.options, task.python or config.environment.python),
             source=_absolute_source(task.source),
             python=_absolute_python(task.python),
         )
@@ -52,7 +60,10 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     tracking = evolve(
         config.tracking,
         trackers=[_absolute_name(name) for name in config.tracking.trackers],
-        options={_absolute_name(name): options for name, options in config.tracking.options.items()},
+        options={
+            _absolute_name(name): options.of("tracker", name, given)
+            for name, given in config.tracking.options.items()
+        },
     )
     return evolve(
         config,
@@ -61,9 +72,50 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         tasks=tasks,
         tracking=tracking,
         environment=environment,
-        filters={_absolute_name(name): options for name, options in config.filters.items()},
+        filters={
+            _absolute_name(name): options.of("filter", name, given) for name, given in config.filters.items()
+        },
         **choices,
     )
+
+
+@frozen
+class _Options:
+    """Makes the paths among the options of plugins absolute."""
+
+    host: PluginHost
+
+    def of(self, kind: Kind, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of an offer; those of one that is not there are left as they are."""
+        try:
+            found = with_absolute_options(self.host.find(kind, name), options) if options else {}
+        except GrpoError:  # whoever makes it says what is wrong
+            found = dict(options)
+        return {key: self._part(value) for key, value in found.items()}
+
+    def of_choice(self, kind: Kind, choice: Choice) -> Choice:
+        return evolve(
+            choice, name=_absolute_name(choice.name), options=self.of(kind, choice.name, choice.options)
+        )
+
+    def of_environment(self, env: str, options: Mapping[str, Any], python: str = "") -> dict[str, Any]:
+        """Return the options of an environment; with another interpreter its file is not imported here."""
+        if python and (place := in_file(env)):
+            found = with_absolute_options_of_file(*place, options)
+            return {key: self._part(value) for key, value in found.items()}
+        return self.of("environment", env, options)
+
+    def _part(self, value: Any) -> Any:
+        """Return the value of an option, which may name other offers, as those of ``compose`` do."""
+        if isinstance(value, str) and (place := in_file(value)) and place[1] and place[0].is_file():
+            return _absolute_name(value)
+        if not isinstance(value, Mapping):
+            return value
+        env, given = value.get("env"), value.get("options", {})
+        if isinstance(env, str) and isinstance(given, Mapping):
+            options = {"options": self.of("environment", env, given)} if given else {}
+            return {**value, "env": _absolute_name(env), **options}
+        return {key: self._part(each) for key, each in value.items()}
 
 
 def plugin_files(config: Config) -> set[Path]:
@@ -85,16 +137,23 @@ def _choices(config: Config) -> Iterator[tuple[str, PluginChoice]]:
             yield section, choice
 
 
+def _kind(section: str) -> Kind:
+    """Return the kind of what a section chooses."""
+    return "validation_strategy" if section == "validation" else cast("Kind", section)
+
+
 def _absolute_name(name: str) -> str:
     if (place := in_file(name)) is None:  # a command, perhaps, as in "agent:sh ./agent.sh"
         return re.sub(r"(?<=[: ])\.\.?/\S+", lambda found: os.path.abspath(found[0]), name)
     return ":".join(part for part in (os.path.abspath(place[0]), place[1]) if part)
 
 
-def _absolute_set(one: ValidationSetConfig) -> ValidationSetConfig:
+def _absolute_set(one: ValidationSetConfig, config: Config, options: _Options) -> ValidationSetConfig:
     return evolve(
         one,
         env=_absolute_name(one.env) if one.env else "",
+        env_options=options.of_environment(one.env, one.env_options, one.python or config.environment.python),
+        options=options.of("validation_strategy", one.name or config.validation.name, one.options),
         name=one.name and _absolute_name(one.name),
         source=_absolute_source(one.source),
         python=_absolute_python(one.python),
@@ -103,18 +162,14 @@ def _absolute_set(one: ValidationSetConfig) -> ValidationSetConfig:
 
 def _absolute_python(python: str) -> str:
     """Return the absolute path of an interpreter or virtual environment; a bare name may be a program."""
-    return _absolute(python) if python and Path(python).expanduser().exists() else python
+    return absolute(python) if python and Path(python).expanduser().exists() else python
 
 
 def _absolute_source(source: SourceConfig) -> SourceConfig:
     """Return the source with absolute paths; a hub id is not a path."""
     paths: dict[str, Any] = {
-        key: _absolute(path)
+        key: absolute(path)
         for key in ("path", "validation_path")
         if (path := getattr(source, key)) and (Path(path).suffix in (*LINES, *TABLES) or Path(path).exists())
     }
     return evolve(source, **paths)
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(Path(path).expanduser())

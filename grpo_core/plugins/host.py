@@ -55,6 +55,7 @@ from grpo_core.plugins.offers import (
     matching,
     spaced,
 )
+from grpo_core.plugins.paths import with_paths
 from grpo_core.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class PluginHost:
         check_options(offer, factory, options, given=len(args))
         making = _making.set(self)
         try:
-            return factory(*args, **options)
+            return factory(*args, **with_paths(factory, options))
         except (ConfigError, ValueError, TypeError) as error:
             raise SelectionError(f"{offer}: cannot be made: {describe(error)}") from error
         except Exception as error:
@@ -235,7 +236,7 @@ class PluginHost:
         offer = self.find(kind, name)
         function = offer.load()
         check_options(offer, function, options, given=None)
-        return Bound(offer, function, options)
+        return Bound(offer, function, with_paths(function, options))
 
     def check_options(
         self, kind: Kind, name: str, options: Mapping[str, Any], *, filled: Sequence[str] = ()
@@ -272,11 +273,12 @@ class PluginHost:
         Raises PluginError with what the check says.
         """
         offer = self.find(kind, name)
-        check = getattr(offer.load(), "check_options", None)
+        function = offer.load()
+        check = getattr(function, "check_options", None)
         if check is None:
             return
         try:
-            check(**known, **options)
+            check(**known, **with_paths(function, options))
         except ValueError as error:
             raise SelectionError(f"{offer}: {one_line(error)}") from error
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
@@ -231,7 +233,7 @@ def check_options(
                 f"{offer} has no option {name!r}.{did_you_mean(name, set(known))} "
                 f"Its options: {spelled or 'none'}"
             )
-        if not fits(hint := _hint(factory, known[name]), value):
+        if not fits(hint := hint_of(factory, known[name]), value):
             raise SelectionError(f"{offer}: option {name!r} is {value!r}; expected {_spelled(hint)}")
     present = {*options, *filled}
     missing = [name for name, p in known.items() if p.default is p.empty and name not in present]
@@ -239,15 +241,16 @@ def check_options(
         raise SelectionError(f"{offer} needs the option {missing[0]!r}. Its options: {spelled}")
 
 
-def _hint(factory: Factory, parameter: inspect.Parameter) -> Any:
-    """The parameter's annotation; Any if it has none, or one that only a type checker can read."""
+def hint_of(factory: Factory, parameter: inspect.Parameter) -> Any:
+    """Return the parameter's annotation; Any if it has none, or one that only a type checker can read."""
     hint = parameter.annotation
     if hint is parameter.empty:
         return Any
     if isinstance(hint, str):
         module = sys.modules.get(getattr(factory, "__module__", ""))
         try:
-            return eval(hint, vars(module) if module else {})  # what typing.get_type_hints does
+            # what typing.get_type_hints does; many modules import Path for type checkers only
+            return eval(hint, {"Path": Path, **(vars(module) if module else {})})
         except Exception:
             return Any
     return hint
@@ -265,6 +268,8 @@ def fits(hint: Any, value: Any) -> bool:
         return any(fits(each, value) for each in arguments)
     if origin is Literal:
         return value in arguments
+    if hint is Path:
+        return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
     if hint in _SCALARS:
         return isinstance(value, _SCALARS[hint]) and (hint is bool or not isinstance(value, bool))
     if (origin or hint) in (list, tuple, Sequence):

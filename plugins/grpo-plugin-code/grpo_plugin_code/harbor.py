@@ -80,7 +80,7 @@ class Harbor(grpo.Environment):
 
     def __init__(
         self,
-        directory: str,
+        directory: Path,
         *,
         oracle: bool = True,
         oracle_seconds: float = 100.0,
@@ -96,7 +96,7 @@ class Harbor(grpo.Environment):
         output: int = 16,
         at_once: int = 0,
     ) -> None:
-        found = tasks_in(Path(directory).expanduser())
+        found = tasks_in(directory)
         self._tasks = {name: task for name, task in found.items() if isinstance(task, HarborTask)}
         self._reasons = {name: why for name, why in found.items() if isinstance(why, str)}
         for name, task in list(self._tasks.items()):

@@ -154,7 +154,7 @@ def task(directory, name, *, docker="FROM ubuntu:24.04\nWORKDIR /app\nCOPY . .\n
 
 
 def harbor(directory, **options):
-    return Harbor(str(directory), **{"seconds": 10.0, "processes": 32, "space": 8, **options})
+    return Harbor(directory, **{"seconds": 10.0, "processes": 32, "space": 8, **options})
 
 
 def rewarded(environment, *commands):

@@ -20,18 +20,18 @@ class Cache:
     Raises ConfigError if the file cannot be opened.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._connection: sqlite3.Connection | None = None
-        if not path:
+        if path is None:
             return
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(path, timeout=WAIT, isolation_level=None)
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=OFF")  # what a crash loses is asked again
             self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
         except (OSError, sqlite3.Error) as error:
-            raise grpo.ConfigError(f"judge: the cache {path!r} cannot be opened: {error}") from error
+            raise grpo.ConfigError(f"judge: the cache {str(path)!r} cannot be opened: {error}") from error
 
     def get(self, key: str) -> str | None:
         if self._connection is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, median, pstdev
 from types import MappingProxyType
 from typing import Any, Literal
@@ -43,7 +44,7 @@ class Judge(grpo.Environment):
         template: Jinja template of the question, instead of the built-in one.
         pattern: regular expression with one group, which finds the score; the last match counts.
         scale: lowest and highest score that judges give.
-        cache: path of an SQLite file for answers; empty keeps none.
+        cache: SQLite file for answers; without it, none are kept.
         requests_per_minute: limit of each judge in each worker; 0 is no limit.
         requests_at_once: number of replies that are judged at once.
         timeout: seconds for each attempt of a request.
@@ -67,7 +68,7 @@ class Judge(grpo.Environment):
         template: str = TEMPLATE,
         pattern: str = PATTERN,
         scale: Sequence[float] = (0.0, 10.0),
-        cache: str = "",
+        cache: Path | None = None,
         requests_per_minute: float = 0.0,
         requests_at_once: int = 16,
         timeout: float = 60.0,

@@ -217,7 +217,7 @@ def test_a_quorum_is_enough_when_a_judge_is_out():
 
 
 def test_the_cache_on_disk_answers_the_same_question_the_second_time(tmp_path):
-    path = str(tmp_path / "deep" / "answers.sqlite")
+    path = tmp_path / "deep" / "answers.sqlite"
     (feedback,), judges = judged("please", model="kind", cache=path, rounds=2)
     assert (feedback.reward, feedback.metrics["cached"], len(judges.requests)) == (0.9, 1.0, 1)
 
@@ -232,7 +232,7 @@ def test_another_question_is_not_answered_by_the_cache(tmp_path, changed):
                 "rubric": "Is it kind?",
                 "model": "kind",
                 "url": judges.url,
-                "cache": str(tmp_path / "a.sqlite"),
+                "cache": tmp_path / "a.sqlite",
             }
             for options in (first, {**first, **changed}):
                 environment = Judge(**options)
@@ -244,7 +244,7 @@ def test_another_question_is_not_answered_by_the_cache(tmp_path, changed):
 
 
 def test_an_answer_without_a_score_is_not_kept(tmp_path):
-    _, judges = judged("please", model="mute", cache=str(tmp_path / "a.sqlite"), rounds=2)
+    _, judges = judged("please", model="mute", cache=tmp_path / "a.sqlite", rounds=2)
     assert len(judges.requests) == 2
 
 

@@ -42,8 +42,8 @@ class GSM8K(grpo.Environment):
 
     def __init__(
         self,
-        path: str | None = None,
-        validation_path: str | None = None,
+        path: Path | None = None,
+        validation_path: Path | None = None,
         dataset: str | None = None,
         configuration: str = "main",
         instruction: str = INSTRUCTION,
@@ -116,16 +116,18 @@ def _environment(episode: grpo.Episode) -> grpo.Feedback:
 _HUB_SPLITS = {"train": "train", "validation": "test"}
 
 
-def _from_files(path: str, validation_path: str | None, seed: int) -> dict[str, list[dict[str, str]]]:
+def _from_files(path: Path, validation_path: Path | None, seed: int) -> dict[str, list[dict[str, str]]]:
     if validation_path is None:
         return _held_out(_read(path), seed)
     return {"train": _read(path), "validation": _read(validation_path)}
 
 
-def _read(path: str) -> list[dict[str, str]]:
+def _read(path: Path) -> list[dict[str, str]]:
     try:
-        with open(Path(path).expanduser(), encoding="utf-8") as file:
-            return _checked(((n, json.loads(line)) for n, line in enumerate(file, 1) if line.strip()), path)
+        with open(path, encoding="utf-8") as file:
+            return _checked(
+                ((n, json.loads(line)) for n, line in enumerate(file, 1) if line.strip()), str(path)
+            )
     except FileNotFoundError:
         raise grpo.ConfigError(f"{path}: there is no such file; expected JSON lines") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

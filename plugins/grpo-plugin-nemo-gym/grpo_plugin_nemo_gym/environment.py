@@ -63,8 +63,8 @@ class NeMoGym(grpo.Environment):
         self,
         url: str,
         *,
-        path: str | None = None,
-        validation_path: str | None = None,
+        path: Path | None = None,
+        validation_path: Path | None = None,
         answer: str = "answer",
         max_turns: int = 16,
         reasoning_ends: str = "</think>",
@@ -295,7 +295,7 @@ def _prompt(row: Row, observation: str = "") -> grpo.Prompt:
     return grpo.Prompt(messages=messages, info={"row": dict(row), "observation": observation})
 
 
-def _files(path: str | None, validation_path: str | None) -> dict[str, list[Row]]:
+def _files(path: Path | None, validation_path: Path | None) -> dict[str, list[Row]]:
     """Return the rows of the splits that are known; every tenth is held out where there is one file."""
     if path is None:
         if validation_path is not None:
@@ -308,10 +308,10 @@ def _files(path: str | None, validation_path: str | None) -> dict[str, list[Row]
     return {"train": [row for i, row in enumerate(rows) if i % 10 or len(rows) == 1], "validation": held_out}
 
 
-def _read(path: str) -> list[Row]:
+def _read(path: Path) -> list[Row]:
     rows: list[Row] = []
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     row = json.loads(line)
@@ -319,7 +319,7 @@ def _read(path: str) -> list[Row]:
                         raise ValueError(f"line {number} is no object")
                     rows.append({key: value for key, value in row.items() if key != "response"})
     except (OSError, ValueError, RecursionError) as error:
-        raise grpo.ConfigError(f"nemo_gym: {path!r} cannot be read: {error}") from error
+        raise grpo.ConfigError(f"nemo_gym: {str(path)!r} cannot be read: {error}") from error
     if not rows:
-        raise grpo.ConfigError(f"nemo_gym: {path!r} has no rows")
+        raise grpo.ConfigError(f"nemo_gym: {str(path)!r} has no rows")
     return rows

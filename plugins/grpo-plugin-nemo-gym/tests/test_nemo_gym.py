@@ -292,7 +292,7 @@ def test_rows_come_from_files_and_a_tenth_is_held_out(tmp_path):
     lines = [json.dumps(row(response={"output": []}, number=n)) for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     with serving(Server().app) as url:
-        environment = NeMoGym(url, path=str(tmp_path / "rows.jsonl"))
+        environment = NeMoGym(url, path=tmp_path / "rows.jsonl")
     train, held_out = environment.prompts("train"), environment.prompts("validation")
     assert (len(train), [prompt.info["row"]["number"] for prompt in held_out]) == (18, [0, 10])
     assert "response" not in train[0].info["row"], "what was recorded is no part of a row"
@@ -441,7 +441,7 @@ def test_a_server_of_something_else_is_refused():
 def test_a_file_that_has_no_rows_of_nemo_gym_says_so(tmp_path, text, why):
     (tmp_path / "rows.jsonl").write_text(text)
     with serving(Server().app) as url, pytest.raises(grpo.ConfigError, match=why):
-        NeMoGym(url, path=str(tmp_path / "rows.jsonl")).prompts("train")
+        NeMoGym(url, path=tmp_path / "rows.jsonl").prompts("train")
 
 
 def test_without_rows_there_are_no_prompts():

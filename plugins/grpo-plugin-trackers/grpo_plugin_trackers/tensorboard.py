@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpo_core as grpo
@@ -24,8 +25,10 @@ class TensorBoard(grpo.Tracker):
 
     requires = {"tensorboard": "pip install 'grpo-plugin-trackers[tensorboard]'"}  # noqa: RUF012
 
-    def __init__(self, run: grpo.RunInfo, directory: str = "", completions: int = 8, every: int = 20) -> None:
-        self._directory = directory or str(run.directory / "tensorboard")
+    def __init__(
+        self, run: grpo.RunInfo, directory: Path | None = None, completions: int = 8, every: int = 20
+    ) -> None:
+        self._directory = directory or run.directory / "tensorboard"
         self._purge = None if run.resumed_from is None else run.resumed_from + 1
         self._completions, self._every = completions, max(1, every)
         self._made: SummaryWriter | None = None
@@ -37,7 +40,7 @@ class TensorBoard(grpo.Tracker):
             from torch.utils.tensorboard import SummaryWriter
 
             # what a killed run wrote after its checkpoint is hidden
-            self._made = SummaryWriter(self._directory, purge_step=self._purge)
+            self._made = SummaryWriter(str(self._directory), purge_step=self._purge)
         return self._made
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -81,7 +81,7 @@ class HttpEngine:
         setup: EngineSetup,
         *,
         url: str | list[str] = URL,
-        directory: str | None = None,
+        directory: Path | None = None,
         request_deadline: float = 600.0,
         connect_deadline: float = 10.0,
         attempts: int = 5,
@@ -101,7 +101,7 @@ class HttpEngine:
         )
         self._places = asyncio.Semaphore(connections(setup.max_requests or REQUESTS, servers=len(urls)))
         self._setup = setup
-        self._directory = Path(directory) if directory is not None else None
+        self._directory = directory
         self._file = f"weights-{setup.number}" if len(urls) > 1 else "weights"
         self._keep_cache = keep_cache
         self._seeds = seeds

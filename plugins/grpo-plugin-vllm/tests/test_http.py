@@ -273,7 +273,7 @@ def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_p
         tensors = read_weights(from_table(**sent))
         assert tensors["a"].tolist() == [0, 1, 2, 3, 4, 5]
 
-    played(story, directory=str(tmp_path / "w"))
+    played(story, directory=tmp_path / "w")
 
 
 # ---------------------------------------------------------------------------------- what goes wrong
@@ -769,7 +769,7 @@ def test_several_servers_share_the_groups_and_each_gets_all_weights(tmp_path):
         }
         assert len(files) == 2, "each server reads a file of its own"
 
-    played_on(story, directory=str(tmp_path))
+    played_on(story, directory=tmp_path)
 
 
 @pytest.mark.long

@@ -1,0 +1,125 @@
+"""Options of plugins that are paths: a factory annotates them as ``Path``, ``Path | None`` or a list of them.
+
+The process of a run makes them absolute when the run is made.  It does not import an environment that is
+offered as a string, or that has an interpreter of its own, since these may be loadable only in their own
+process.  Their annotations are read from the text of the module.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import pathlib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_core.plugins.offers import Factory, Offer, hint_of, signature_of
+
+_NAMES: Mapping[str, Any] = {
+    "Path": Path,
+    "pathlib": pathlib,
+    "Optional": typing.Optional,
+    "Sequence": Sequence,
+    "__builtins__": {"list": list, "tuple": tuple, "str": str},
+}
+"""What an annotation of a path may consist of."""
+
+
+def with_absolute_paths(offer: Offer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an offer with absolute paths, as strings.
+
+    Raises PluginError if an offer that is not an environment cannot be imported.
+    """
+    if offer.kind == "environment" and isinstance(offer.given, str):
+        module, _, attribute = offer.given.partition(":")
+        return _absolute(_read_hints(_file_of(module), attribute), options)
+    return _absolute(_hints(offer.load()), options)
+
+
+def with_absolute_paths_of_file(file: Path, attribute: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Do the same for an environment in a file that is not imported here."""
+    return _absolute(_read_hints(file, attribute), options)
+
+
+def with_paths(factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a factory with a ``Path`` wherever it expects one."""
+    hints = _hints(factory)
+    return {name: _mapped(hints.get(name, Any), value, _path) for name, value in options.items()}
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return the path from the root of the file system; ``~`` is the user's home."""
+    return os.path.abspath(Path(path).expanduser())
+
+
+def _path(path: str) -> Path:
+    return Path(path).expanduser()
+
+
+def _absolute(hints: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _mapped(hints.get(name, Any), value, absolute) for name, value in options.items()}
+
+
+def _mapped(hint: Any, value: Any, change: Callable[[str], Any]) -> Any:
+    """Return the value with its paths changed, as the annotation says which parts of it are paths."""
+    arguments = typing.get_args(hint)
+    if hint is Path and isinstance(value, str | os.PathLike):
+        return change(os.fspath(value))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        several = [each for each in arguments if each is not types.NoneType]
+        return _mapped(several[0], value, change) if len(several) == 1 else value
+    if arguments and typing.get_origin(hint) in (list, tuple, Sequence) and isinstance(value, list | tuple):
+        return type(value)(_mapped(arguments[0], each, change) for each in value)
+    return value
+
+
+def _hints(factory: Factory) -> dict[str, Any]:
+    """Return the annotations of a factory's parameters."""
+    signature = signature_of(factory)
+    parameters = signature.parameters.values() if signature else ()
+    return {parameter.name: hint_of(factory, parameter) for parameter in parameters}
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module, of which only the packages above it are imported."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception:  # it can be loaded in another process only
+        return None
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _read_hints(file: Path | None, attribute: str) -> dict[str, Any]:
+    """Return the annotations of a factory's parameters as the text of its module has them."""
+    try:
+        tree = ast.parse(file.read_bytes()) if file else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return {}  # whoever imports it says what is wrong
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute:
+            return {name: _evaluated(hint) for name, hint in _annotations(node).items()}
+    return {}
+
+
+def _annotations(node: ast.FunctionDef | ast.ClassDef) -> dict[str, ast.expr]:
+    """Return the annotations of a function's parameters, or of a class's: its ``__init__``, or its fields."""
+    if isinstance(node, ast.FunctionDef):
+        parameters = [*node.args.args, *node.args.kwonlyargs]
+        return {each.arg: each.annotation for each in parameters if each.annotation}
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            return _annotations(each)
+    fields = (each for each in node.body if isinstance(each, ast.AnnAssign))
+    return {each.target.id: each.annotation for each in fields if isinstance(each.target, ast.Name)}
+
+
+def _evaluated(hint: ast.expr) -> Any:
+    try:
+        text = str(hint.value) if isinstance(hint, ast.Constant) else ast.unparse(hint)
+        return eval(text, dict(_NAMES))
+    except Exception:  # it consists of something else
+        return Any
