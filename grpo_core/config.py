@@ -365,6 +365,10 @@ class RolloutConfig:
     """Sampling temperature of the completions."""
     max_tokens: int = field(default=256, validator=ge(1))
     """Largest number of tokens in one completion."""
+    max_prompt_tokens: int = field(default=0, validator=ge(0))
+    """Training and held-out prompts with more tokens than this are left out before the run begins, and a
+    message tells their number; 0 keeps all.  Prompts that leave no room for `max_tokens` are skipped when
+    they are drawn.  An agent writes its own prompts, which this does not limit."""
     max_turns: int = field(default=0, validator=ge(0))
     """Largest number of completions in a rollout, if its environment allows more; 0 leaves it to the
     environment."""

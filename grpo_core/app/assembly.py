@@ -15,6 +15,7 @@ from grpo_core.aio import Slots
 from grpo_core.app import workers
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
+from grpo_core.app.lengths import RunPrompts, has_tokenizer
 from grpo_core.app.memory import checked
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
@@ -39,6 +40,7 @@ from grpo_core.app.parts import (
     reproducible,
     rollout_places,
     sampling_params,
+    with_steps,
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.resume import identity
@@ -102,25 +104,38 @@ class RunContext:
         self.after(event)
 
 
-async def assemble(config: Config, run: RunContext) -> Pipeline:
-    """Make the pipeline of a run, and start everything that it needs."""
-    prompts = await run.tasks.prompts("train")
+async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
+    """Make the pipeline of a run, and start everything that it needs.
+
+    Returns the configuration with the number of steps, too.
+    """
     chosen = config.validation
-    held_out = await run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every))
+    found = RunPrompts(
+        prompts=await run.tasks.prompts("train"),
+        held_out=await run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
+    )
     assembly = Assembly(config, run, await choose_devices(config, run))
     plane = await assembly.data_plane()
-    start = await assembly.start_model(prompts)
+    start = await assembly.start_model(found.prompts)
     teacher = await assembly.teacher()
     check_lengths(config.rollout, start.positions)
     model = start.path
+    renderer = None
+    if config.rollout.max_prompt_tokens and has_tokenizer(config, start):
+        renderer = await assembly.renderer(model)
+        found = await assembly.short_enough(found, renderer)
+    config = assembly.config = with_steps(config, found.prompts)
     trainer = assembly.trainer(start, teacher)
     buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
     engine = assembly.engine(model)
     own = assembly.validation_engine(model)
     await asyncio.to_thread(_import_what_is_needed_soon)
     await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
-    renderer = await assembly.renderer(model)
-    run.warnings.extend(await assembly.first_look(prompts, renderer))
+    if renderer is None:
+        renderer = await assembly.renderer(model)
+        found = await assembly.short_enough(found, renderer)
+    prompts, held_out = found.prompts, found.held_out
+    run.warnings.extend(await assembly.first_look(prompts, held_out, renderer))
     run.warnings.extend(await asyncio.to_thread(leaks, assembly.step, prompts, held_out))
     loaders = assembly.loaders(prompts)
     stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
@@ -163,7 +178,7 @@ async def assemble(config: Config, run: RunContext) -> Pipeline:
     )
     if config.trainer.stop_when:
         run.after = stop_at(Goal.parse(config.trainer.stop_when), pipeline)
-    return pipeline
+    return config, pipeline
 
 
 def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any) -> None:
@@ -381,10 +396,22 @@ class Assembly:
         engines = [each for each in sections if each is not None]
         return await asyncio.to_thread(load_renderer, model, self.config.model, engines)
 
-    async def first_look(self, prompts: Prompts, renderer: Renderer) -> list[WarningRaised]:
+    async def first_look(
+        self, prompts: Prompts, held_out: Sequence[HeldOut], renderer: Renderer
+    ) -> list[WarningRaised]:
         """Return warnings about what would keep the model from learning."""
         environments = self.run.tasks.environments
-        return await first_look(self.step, self.config.rollout, environments, prompts, renderer)
+        return await first_look(self.step, self.config.rollout, environments, prompts, renderer, held_out)
+
+    async def short_enough(self, found: RunPrompts, renderer: Renderer) -> RunPrompts:
+        """Return the prompts without those that are too long by ``rollout.max_prompt_tokens``."""
+        kept, told = await found.short_enough(
+            self.config.rollout.max_prompt_tokens, self.run.tasks.environments, renderer
+        )
+        self.run.warnings.extend(
+            WarningRaised(step=self.step, cause=cause, message=message) for cause, message in told.items()
+        )
+        return kept
 
     def loaders(self, prompts: Prompts) -> dict[str, TaskLoader]:
         tasks, seed = self.config.tasks, self.config.seed

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from typing import overload
 
+from grpo_core.app.lengths import Tools, shown_tools, unplayable
 from grpo_core.config import RolloutConfig
 from grpo_core.data.leakage import digest, leaked, nearly_leaked, text_of
 from grpo_core.data.sources import Source
 from grpo_core.environments.pool import EnvironmentPool
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, ModelError
 from grpo_core.events import WarningRaised
 from grpo_core.loop.rendering import Renderer
 from grpo_core.records import Prompt
@@ -27,12 +29,15 @@ async def first_look(
     environments: Mapping[str, EnvironmentPool],
     prompts: Mapping[str, Sequence[Prompt]],
     renderer: Renderer,
+    held_out: Sequence[HeldOut] = (),
 ) -> list[WarningRaised]:
     """Return warnings about settings with which a run would learn little or nothing.
 
-    An environment that cannot be asked is passed over: the run itself will say why.
+    An environment that cannot be asked is passed over: the run itself will say why.  Raises ConfigError if no
+    prompt of a task can be played.
     """
     told = {}
+    tools: dict[str, Tools] = {}
     if not renderer.stop_token_ids and not rollout.stop:
         told["no_stop"] = (
             "the tokenizer has no end-of-sequence token and rollout.stop is empty: every completion runs to "
@@ -40,11 +45,37 @@ async def first_look(
         )
     for task, part in prompts.items():
         try:
-            async for cause, message in _look(task, part, environments[task], rollout, renderer):
+            async for cause, message in _look(task, part, environments[task], rollout, renderer, tools):
                 told[f"{cause}/{task}"] = f"task {task!r}: {message}"
         except GrpoError:
             continue
+    asking = {task: part for task, part in prompts.items() if environments[task].agents is None}
+    told |= await _long_prompts(rollout, asking, held_out, renderer, tools)
     return [WarningRaised(step=step, cause=cause, message=message) for cause, message in told.items()]
+
+
+async def _long_prompts(
+    rollout: RolloutConfig,
+    prompts: Mapping[str, Sequence[Prompt]],
+    held_out: Sequence[HeldOut],
+    renderer: Renderer,
+    tools: Mapping[str, Tools],
+) -> dict[str, str]:
+    """Return the messages about prompts that no rollout can play, by cause.  Raises ConfigError."""
+    trained = [(f"long_prompts/{name}", f"task {name!r}", name, own) for name, own in prompts.items()]
+    measured = [
+        (f"long_held_out/{name}", f"validation of {name!r}", name, own[: part.config.prompts])
+        for part in held_out
+        for name, own in part.prompts.items()
+        if part.environments[name].agents is None
+    ]
+    told: dict[str, str] = {}
+    for cause, what, name, own in (*trained, *measured):
+        if own:
+            with contextlib.suppress(ModelError):  # a template that refuses a prompt is an error later
+                message = await unplayable(what, own, rollout, renderer, tools.get(name, ()))
+                told |= {cause: f"{what}: {message}"} if message else {}
+    return told
 
 
 def leaks(
@@ -130,8 +161,9 @@ async def _look(
     environment: EnvironmentPool,
     rollout: RolloutConfig,
     renderer: Renderer,
+    tools: dict[str, Tools],
 ) -> AsyncIterator[tuple[str, str]]:
-    """Yield cause and message of each warning about a task."""
+    """Yield cause and message of each warning about a task, and remember its tools."""
     if isinstance(prompts, Source) and 0 < prompts.without_answer < len(prompts):
         yield (
             "no_answer",
@@ -154,12 +186,10 @@ async def _look(
             f"{rollout.max_tokens} (the longest has {max(too_long)} tokens), and no such reply can be "
             "sampled; raise rollout.max_tokens",
         )
-    if environment.max_turns > 1 and not environment.runs_agents:
-        (opened,) = await environment.open({"first look": some[0]})
-        await environment.close(["first look"])
-        if opened.tools and renderer.ignores(opened.tools):
-            yield (
-                "tools_unseen",
-                f"its {len(opened.tools)} tools are not in the prompt, because the chat template ignores "
-                "tools; use a template that shows them, or describe them in the prompts",
-            )
+    shown = tools[task] = await shown_tools(environment, some)
+    if shown and renderer.ignores(shown):
+        yield (
+            "tools_unseen",
+            f"its {len(shown)} tools are not in the prompt, because the chat template ignores tools; use a "
+            "template that shows them, or describe them in the prompts",
+        )

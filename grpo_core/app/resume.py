@@ -22,6 +22,7 @@ FIXED = (
     "seed",
     "trainer.prompts_per_step",
     "rollout.group_size",
+    "rollout.max_prompt_tokens",
     "model.path",
     "model.options",
     "optimizer.name",

@@ -20,6 +20,7 @@ from attrs import asdict, evolve, frozen
 
 from grpo_core.app import provenance, workers
 from grpo_core.app.assembly import RunContext, assemble
+from grpo_core.app.lengths import RunPrompts
 from grpo_core.app.parts import (
     canary_tolerance,
     engine_setup,
@@ -28,7 +29,6 @@ from grpo_core.app.parts import (
     make_placement,
     make_validation,
     rollout_places,
-    with_steps,
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.profile import ProfileTracker
@@ -266,9 +266,14 @@ async def validate(
             stack=stack,
             status=status,
         )
+        found, told = await RunPrompts(held_out=held_out).short_enough(
+            config.rollout.max_prompt_tokens, {}, renderer
+        )
+        for message in told.values():
+            status(message)
         status("validating")
         validation = make_validation(
-            held_out,
+            found.held_out,
             config.rollout,
             host,
             seed=config.seed,
@@ -390,8 +395,7 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
     sets = config.validation.due_sets
     around = started_tasks(config, run.placement, sets=sets, logs=run.directory.logs)
     run.tasks = await run.stack.enter_async_context(around)
-    config = with_steps(config, await run.tasks.prompts("train"))
-    pipeline = await assemble(config, run)
+    config, pipeline = await assemble(config, run)
     run.emit(_started(config, run, pipeline))
     for warning in run.warnings:
         run.emit(warning)

@@ -10,14 +10,16 @@ bad row is an error before the run begins.  A pickled source opens its file agai
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from grpo_core.config import SourceConfig
 from grpo_core.data.files import Rows, read
 from grpo_core.data.leakage import digest
 from grpo_core.data.loaders import fingerprint
+from grpo_core.data.sizes import size
 from grpo_core.errors import ConfigError
 from grpo_core.records import Prompt
 from grpo_core.unicode import lone_surrogate, unreadable
@@ -50,6 +52,8 @@ class Source(Sequence[Prompt]):
         """Numbers of rows that ``where`` and ``deduplicate`` leave out; set by ``open``."""
         self.digests = array("Q")
         """Digest of each prompt's text, see ``grpo_core.data.leakage``; set by ``open``."""
+        self.sizes = array("I")
+        """Upper bound of each prompt's tokens, see ``grpo_core.data.sizes``; set by ``open``."""
         self._kept = array("q")
         """Places of the rows that are prompts, if some are not."""
         who = f"task {task!r}: source"
@@ -80,6 +84,16 @@ class Source(Sequence[Prompt]):
     def open(self) -> None:
         """Read every row once; further calls do nothing."""
         self._opened()
+
+    def leave_out(self, places: Collection[int]) -> None:
+        """Leave out the prompts at some places; those behind them move up."""
+        left = [nth for nth in range(len(self)) if nth not in places]
+        kept = self._kept or range(len(self._opened()))
+        self._kept = array("q", (kept[nth] for nth in left))
+        self.digests = array("Q", (self.digests[nth] for nth in left))
+        self.sizes = array("I", (self.sizes[nth] for nth in left))
+        known = f"{self.fingerprint} without {sorted(places)}"
+        self.fingerprint = hashlib.sha256(known.encode()).hexdigest()[:16]
 
     def _opened(self) -> Rows:
         if self._rows is None:
@@ -114,7 +128,7 @@ class Source(Sequence[Prompt]):
     def _kept_of(self, rows: Rows) -> Iterator[tuple[int, Prompt]]:
         """Yield the prompts that are kept with their places, and count those without an answer."""
         self.without_answer = self.left_out = self.repeated = 0
-        self.digests, self._kept = array("Q"), array("q")
+        self.digests, self.sizes, self._kept = array("Q"), array("I"), array("q")
         seen: set[int] = set()
         for place, row in enumerate(rows):
             if self._where is not None and not self._where.holds(row, place):
@@ -129,6 +143,7 @@ class Source(Sequence[Prompt]):
                 seen.add(found)
             self._kept.append(place)
             self.digests.append(found)
+            self.sizes.append(size(prompt))
             self.without_answer += self._answer is None and self._config.answer not in row
             yield place, prompt
 

@@ -1,0 +1,211 @@
+"""Finds prompts that are too long, before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import evolve, field, frozen
+from numpy.typing import NDArray
+
+from grpo_core.config import Config, RolloutConfig
+from grpo_core.data.sizes import sizes
+from grpo_core.data.sources import Source
+from grpo_core.errors import ConfigError, ModelError
+from grpo_core.loop.rendering import Renderer
+from grpo_core.model_sources import StartModel
+from grpo_core.protocols import EnvironmentClient
+from grpo_core.records import Prompt
+from grpo_core.validation.sets import HeldOut
+
+LOOKED_AT = 200
+"""Number of prompts of a task that are encoded for a warning: the longest ones."""
+TOGETHER = 64
+"""Number of prompts that are encoded while the event loop waits for nothing else."""
+_SHORT = {"role": "user", "content": "?"}
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@frozen(kw_only=True)
+class Room:
+    """The room that a rollout leaves for its prompt."""
+
+    tokens: int
+    """Largest number of tokens of a prompt."""
+    why: str
+
+    @classmethod
+    def of(cls, config: RolloutConfig, positions: int) -> Room:
+        if config.max_total_tokens:
+            most = config.max_total_tokens - 1
+            return cls(tokens=most, why=f"rollout.max_total_tokens = {config.max_total_tokens} allows {most}")
+        most = positions - config.max_tokens
+        return cls(
+            tokens=most,
+            why=f"the model has {positions:,} positions, of which rollout.max_tokens = {config.max_tokens} "
+            f"leaves {most:,} to a prompt",
+        )
+
+
+async def unplayable(
+    what: str, prompts: Sequence[Prompt], config: RolloutConfig, renderer: Renderer, tools: Tools = ()
+) -> str:
+    """Return a warning about prompts that are too long for any rollout, or an empty string.
+
+    Only the longest prompts are encoded.  Raises ConfigError if even the shortest prompt is too long.
+    """
+    room = Room.of(config, renderer.context)
+    found = await _longer(prompts, room.tokens, renderer, tools, most=LOOKED_AT)
+    if not found:
+        return ""
+    place = max(found, key=lambda each: found[each])
+    example = f"{prompts[place].id!r} with {found[place]:,} tokens"
+    if len(found) == min(LOOKED_AT, len(prompts)):
+        shortest = prompts[int(np.argmin(_bounds(prompts)))]
+        if (tokens := len(renderer.prompt_ids(shortest.messages, tools))) > room.tokens:
+            raise ConfigError(
+                f"{what}: no prompt is short enough to be played; even {shortest.id!r} has {tokens:,} "
+                f"tokens: {room.why}. Choose shorter prompts, a smaller rollout.max_tokens or another model"
+            )
+    number = f"at least {len(found):,}" if len(found) == LOOKED_AT else f"{len(found):,}"
+    return (
+        f"no rollout can play {number} of its {len(prompts):,} prompts, such as {example}: {room.why}. Such "
+        f"a prompt is skipped whenever it is drawn; rollout.max_prompt_tokens = {room.tokens} leaves it out"
+    )
+
+
+async def left_out(
+    what: str, prompts: Sequence[Prompt], most: int, renderer: Renderer, tools: Tools = ()
+) -> tuple[Sequence[Prompt], str]:
+    """Return the prompts that have at most ``most`` tokens, and a message about the others, if there are any.
+
+    Raises ConfigError if no prompt is left.
+    """
+    found = await _longer(prompts, most, renderer, tools)
+    if not found:
+        return prompts, ""
+    if len(found) == len(prompts):
+        place = min(found, key=lambda each: found[each])
+        raise ConfigError(
+            f"{what}: all of its {len(prompts):,} prompts have more than rollout.max_prompt_tokens = {most} "
+            f"tokens; the shortest, {prompts[place].id!r}, has {found[place]:,}"
+        )
+    place = max(found, key=lambda each: found[each])
+    message = (
+        f"rollout.max_prompt_tokens = {most} leaves out {len(found):,} of its {len(prompts):,} prompts, such "
+        f"as {prompts[place].id!r} with {found[place]:,} tokens"
+    )
+    if isinstance(prompts, Source):
+        prompts.leave_out(found)
+        return prompts, message
+    return [prompt for place, prompt in enumerate(prompts) if place not in found], message
+
+
+@frozen(kw_only=True, eq=False)
+class RunPrompts:
+    """The prompts of a run."""
+
+    prompts: Mapping[str, Sequence[Prompt]] = field(factory=dict)
+    """Training prompts by task."""
+    held_out: Sequence[HeldOut] = ()
+
+    async def short_enough(
+        self, most: int, environments: Mapping[str, EnvironmentClient], renderer: Renderer
+    ) -> tuple[RunPrompts, dict[str, str]]:
+        """Return those with at most ``most`` tokens (0: all), and messages about the others, by cause.
+
+        Raises ConfigError if none are left of a task or set.
+        """
+        told: dict[str, str] = {}
+        if not most:
+            return self, told
+
+        async def kept(
+            prompts: Mapping[str, Sequence[Prompt]],
+            environments: Mapping[str, EnvironmentClient],
+            who: str,
+            cause: str,
+        ) -> dict[str, Sequence[Prompt]]:
+            left = dict(prompts)
+            for name, own in prompts.items():
+                if own and environments[name].agents is None:
+                    tools = await shown_tools(environments[name], own)
+                    left[name], message = await left_out(f"{who} {name!r}", own, most, renderer, tools)
+                    if message:
+                        told[f"{cause}/{name}"] = f"{who} {name!r}: {message}"
+            return left
+
+        prompts = await kept(self.prompts, environments, "task", "prompts_left_out")
+        held_out = [
+            evolve(
+                part,
+                prompts=await kept(part.prompts, part.environments, "validation of", "held_out_left_out"),
+            )
+            for part in self.held_out
+        ]
+        return RunPrompts(prompts=prompts, held_out=held_out), told
+
+
+def has_tokenizer(config: Config, start: StartModel) -> bool:
+    """Return whether the tokenizer of a model is there before the trainer has started.
+
+    Raises ConfigError if it is not, and the number of steps depends on the lengths of prompts.
+    """
+    if start.prepare is not None and config.trainer.epochs:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens with trainer.epochs: the model {config.model.path!r} is made when "
+            "the run starts, so the number of prompts that are left is not known before; set trainer.steps "
+            "instead of trainer.epochs"
+        )
+    return start.prepare is None
+
+
+async def shown_tools(environment: EnvironmentClient, prompts: Sequence[Prompt]) -> Tools:
+    """Return the tools that the first prompt shows, which are taken for those of all."""
+    if environment.max_turns == 1 or environment.agents is not None:
+        return ()
+    (opened,) = await environment.open({"first look": prompts[0]})
+    await environment.close(["first look"])
+    return opened.tools
+
+
+async def _longer(
+    prompts: Sequence[Prompt], limit: int, renderer: Renderer, tools: Tools, most: int | None = None
+) -> dict[int, int]:
+    """Return the places of prompts with more than ``limit`` tokens, and their numbers of tokens.
+
+    Args:
+        most: number of prompts that are encoded, the longest first; None: all that may be too long.
+    """
+    bounds = _bounds(prompts)
+    places = np.flatnonzero(bounds > max(0, limit - _always(renderer, tools)))
+    if most is not None and len(places) > most:
+        places = np.sort(places[np.argsort(-bounds[places].astype(np.int64), kind="stable")[:most]])
+    found: dict[int, int] = {}
+    for begin in range(0, len(places), TOGETHER):
+        some = {int(place): prompts[int(place)] for place in places[begin : begin + TOGETHER]}
+
+        def count(some: Mapping[int, Prompt] = some) -> dict[int, int]:
+            return {place: len(renderer.prompt_ids(each.messages, tools)) for place, each in some.items()}
+
+        counted = await renderer.run(count, sum(int(bounds[place]) for place in some))
+        found |= {place: tokens for place, tokens in counted.items() if tokens > limit}
+    return found
+
+
+def _bounds(prompts: Sequence[Prompt]) -> NDArray[np.uint32]:
+    """Return the sizes of the prompts."""
+    if not isinstance(prompts, Source):
+        return np.asarray(sizes(prompts), np.uint32)
+    prompts.open()
+    return np.asarray(prompts.sizes, np.uint32)
+
+
+def _always(renderer: Renderer, tools: Tools) -> int:
+    """Return the number of tokens that the template writes for a prompt with next to no text."""
+    try:
+        return len(renderer.prompt_ids((_SHORT,), tools))
+    except ModelError:  # it needs other messages
+        return 2**31
