@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 
 import attrs
 
 from grpo_core import config
+from grpo_core.app.defaults import documented, meanings
 
 HERE = Path(__file__).parent
-
-
-def documented() -> dict[str, dict[str, str]]:
-    """Docstrings of classes (under "") and of their attributes."""
-    tree = ast.parse(Path(config.__file__).read_text(encoding="utf-8"))
-    found: dict[str, dict[str, str]] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            texts = found[node.name] = {"": ast.get_docstring(node) or ""}
-            for one, following in zip(node.body, node.body[1:], strict=False):
-                if isinstance(one, ast.AnnAssign) and isinstance(following, ast.Expr):
-                    texts[one.target.id] = " ".join(ast.literal_eval(following.value).split())
-    return found
 
 
 def page() -> str:
@@ -36,7 +23,9 @@ def page() -> str:
         "those of `grpo_core/demo/tiny.toml`. The resolved configuration is `config.toml` in the",
         "run's directory.",
         "",
-        "Several sections choose a part by `name` and give it `options`: [options](options.md) lists them.",
+        "`grpo-core config` prints all keys with their defaults as a TOML file, and",
+        "`grpo-core config trainer` those of a section. Several sections choose a part by `name` and give it",
+        "`options`: [options](options.md) lists them.",
         "",
         "(Written by `python docs/_configuration.py`.)",
         "",
@@ -58,9 +47,7 @@ def page() -> str:
 
 def _table(title: str, kind: type, texts: dict[str, dict[str, str]]) -> list[str]:
     lines = [f"## {title}", "", texts[kind.__name__][""], "", "| key | default | meaning |", "|---|---|---|"]
-    inherited: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        inherited |= texts.get(base.__name__, {})
+    inherited = meanings(kind)
     for field in attrs.fields(attrs.resolve_types(kind)):
         if attrs.has(field.type) or field.name == "tasks":
             continue

@@ -613,6 +613,24 @@ def plugins(*, json: bool = False) -> int:
     return 0
 
 
+@app.command(name="config")
+def config_(
+    *section: str, set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None
+) -> int:
+    """Print the keys of the configuration with their defaults and meanings, as a TOML file for `train`.
+
+    Parameters
+    ----------
+    section
+        A section, as in "trainer"; may be repeated.  Default: all.
+    set_
+        Set a configuration key, as in "model.path=my-model", which may change defaults; may be repeated.
+    """
+    from grpo_core.app import defaults
+
+    return defaults.main(section, set_ or [])
+
+
 @app.command
 def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
     """Print the completion of commands and options for a shell.

@@ -188,9 +188,10 @@ import grpo_core as grpo
 
 class Long(grpo.Environment):
     def prompts(self, split):
-        return [grpo.Prompt(messages="0" * (40 if i % 4 == 1 else 4) + f"{i}=", id=f"{i}") for i in range(12)]
+        asked = {i: "0" * (40 if i % 4 == 1 else 4) + f"{i}=" for i in range(12)}
+        return [grpo.Prompt(messages=asked[i], answer=str(i % 10), id=str(i)) for i in asked]
     def evaluate(self, episodes):
-        return [float(len(e.reply) % 2) for e in episodes]
+        return [float(e.reply == e.prompt.answer) for e in episodes]
 """
 
 

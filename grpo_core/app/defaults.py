@@ -1,0 +1,168 @@
+"""Prints the keys of a configuration with their values and meanings, as a TOML file that a run accepts."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tomli_w
+
+from grpo_core import config as configuration
+from grpo_core.app.launch import configure
+from grpo_core.config import Config, merge, parse_setting
+from grpo_core.errors import ConfigError, did_you_mean
+
+WIDTH = 100
+"""Columns of the comments."""
+NAMED: Mapping[str, tuple[str, type | None]] = {
+    "tasks": ("tasks", configuration.TaskConfig),
+    "filters": ("filters", None),
+    "tracking.options": ("tracking", None),
+    "validation.sets": ("validation.sets", configuration.ValidationSetConfig),
+    "optimizer.groups": ("optimizer.groups", configuration.ParameterGroupConfig),
+}
+"""Tables that a user names, by the key that holds them: where they stand, and their kind unless it is
+options."""
+HEADER = (
+    "These are the defaults for the model {model!r}; `grpo-core config --set model.path=PATH` prints those "
+    "of another one. A line behind a # without a space is not set."
+)
+
+
+def main(sections: Sequence[str], settings: Sequence[str]) -> int:
+    """Print the sections, or all of them; the arguments are those of ``grpo-core config``."""
+    print(text(sections, settings), end="")
+    return 0
+
+
+def text(sections: Sequence[str] = (), settings: Sequence[str] = ()) -> str:
+    """Return the configuration of a run with these settings, with a comment above each key.
+
+    Raises ConfigError for an unknown section or setting.
+    """
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        changes = merge(changes, parse_setting(setting))
+    config, _ = configure([], changes)
+    known = attrs.fields_dict(attrs.resolve_types(Config))
+    for section in sections:
+        if section not in known:
+            raise ConfigError(
+                f"there is no section {section!r}.{did_you_mean(section, set(known))} The sections: "
+                f"{', '.join(known)}"
+            )
+    header = "\n".join(_comment(HEADER.format(model=config.model.path)))
+    keys = "\n".join(_table("", Config, config, only=sections))
+    return f"{header}\n\n{keys.strip()}\n"
+
+
+def documented() -> dict[str, dict[str, str]]:
+    """Return the docstrings of the configuration's classes (under "") and of their attributes."""
+    tree = ast.parse(Path(configuration.__file__).read_text(encoding="utf-8"))
+    found: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            texts = found[node.name] = {"": ast.get_docstring(node) or ""}
+            for one, following in zip(node.body, node.body[1:], strict=False):
+                if isinstance(one, ast.AnnAssign) and isinstance(following, ast.Expr):
+                    assert isinstance(one.target, ast.Name)
+                    texts[one.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return found
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """Return the docstrings of a class and its attributes, those that it inherits as well."""
+    texts = documented()
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        found |= texts.get(base.__name__, {})
+    return found
+
+
+def _table(
+    name: str, kind: type, value: Any, *, meaning: str = "", only: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield the lines of a table: its keys first, then the tables in it; without a value it is not set."""
+    texts = meanings(kind)
+    if name:
+        yield from _comment(meaning or texts[""].split("\n\n")[0])
+        yield _set(f"[{name}]", value)
+    inner: list[Iterator[str]] = []
+    for field in attrs.fields(attrs.resolve_types(kind)):
+        if only and field.name not in only:
+            continue
+        path = f"{name}.{field.name}" if name else field.name
+        own = None if value is None else getattr(value, field.name)
+        if path in NAMED:
+            inner.append(_named(*NAMED[path], texts.get(field.name, ""), own or {}))
+        elif (table := _table_of(field.type)) is not None:
+            inner.append(_table(path, table, own, meaning=texts.get(field.name, "")))
+        else:
+            yield from _key(field, value, texts.get(field.name, ""))
+    for lines in inner:
+        yield ""
+        yield from lines
+
+
+def _named(where: str, kind: type | None, meaning: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tables that a user has named, or an example of one that is not set."""
+    for name, value in (given or {"NAME": None}).items():
+        table = f"{where}.{_name(name)}"
+        if kind is not None:
+            yield from _table(table, kind, value)
+            continue
+        yield from _comment(meaning)
+        yield _set(f"[{table}]", value)
+        yield from (f"{_name(key)} = {_inline(each)}" for key, each in (value or {}).items())
+
+
+def _key(field: attrs.Attribute[Any], table: Any, meaning: str) -> Iterator[str]:
+    """Yield the comment of a key of a table, and the key with its value."""
+    value = _default(field) if table is None else getattr(table, field.name)
+    yield from _comment(meaning)
+    if typing.get_origin(field.type) is typing.Literal:
+        yield from _comment("One of " + ", ".join(map(_inline, typing.get_args(field.type))) + ".")
+    known = value is not None and value is not attrs.NOTHING
+    line = f"{field.name} = {_inline(value)}" if known else f"{field.name} ="
+    yield _set(line, table if known else None)
+
+
+def _set(line: str, value: Any) -> str:
+    """Return a line, behind a # if there is no value."""
+    return f"#{line}" if value is None else line
+
+
+def _default(field: attrs.Attribute[Any]) -> Any:
+    default: Any = field.default
+    return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
+
+
+def _table_of(kind: Any) -> type | None:
+    """Return the class of a table, also of one that may be left out; None for the type of a plain value."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kind = next((each for each in typing.get_args(kind) if each is not types.NoneType), None)
+    return kind if isinstance(kind, type) and attrs.has(kind) else None
+
+
+def _inline(value: Any) -> str:
+    """Return a value as TOML in one line."""
+    if isinstance(value, Mapping):
+        pairs = [f"{_name(key)} = {_inline(each)}" for key, each in value.items()]
+        return "{ " + ", ".join(pairs) + " }" if pairs else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return tomli_w.dumps({"key": value}).removeprefix("key = ").strip()
+
+
+def _name(key: str) -> str:
+    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent="# ", subsequent_indent="# ")
