@@ -7,8 +7,9 @@ import json
 import pickle
 
 import pytest
-from test_cli import SMALL, events, grpo, refused
+from test_cli import events, grpo, refused
 from test_first_look import SHOWS_TOOLS, Sums, Tools, letters, looked
+from test_resume import QUICK
 
 from grpo_core import Prompt
 from grpo_core.app.lengths import LOOKED_AT, RunPrompts
@@ -199,11 +200,12 @@ class Long(grpo.Environment):
 def test_a_run_leaves_long_prompts_out_also_when_it_is_continued_and_validated(tmp_path):
     (tmp_path / "long.py").write_text(LONG)
     limit = ["--set", "rollout.max_prompt_tokens=20"]
-    done = grpo(tmp_path, "train", "--env", "./long.py:Long", *SMALL, *limit, "--output", "run")
+    run = ["--env", "./long.py:Long", *QUICK, "--set", "trainer.steps=2", *limit]
+    done = grpo(tmp_path, "train", *run, "--output", "run")
     assert done.returncode == 0, done.stderr
-    told = "rollout.max_prompt_tokens = 20 leaves out 3 of its 12 prompts, such as '9' with 42 tokens"
+    told = "rollout.max_prompt_tokens = 20 leaves out 3 of its 12 prompts, such as '1' with 42 tokens"
     assert f"task 'long': {told}" in done.stdout
-    more = ["--set", "trainer.steps=8"]
+    more = ["--set", "trainer.steps=4"]
     done = grpo(tmp_path, "train", "--resume", "run", *more)
     assert done.returncode == 0, done.stderr
     drawn = [slot["prompt"] for event in events(tmp_path / "run", "Dispatched") for slot in event["slots"]]
@@ -212,9 +214,8 @@ def test_a_run_leaves_long_prompts_out_also_when_it_is_continued_and_validated(t
     assert grpo(tmp_path, "verify", "run").returncode == 0
     looked = grpo(tmp_path, "validate", "run")
     assert f"validation of 'long': {told}" in looked.stdout + looked.stderr
-    said = refused(tmp_path, "train", "--resume", "run", "--set", "rollout.max_prompt_tokens=0", *more)
-    assert (
-        "rollout.max_prompt_tokens is 20 in its checkpoint and 0 now; it cannot change within a run" in said
-    )
+    other = ["--set", "rollout.max_prompt_tokens=0", "--set", "trainer.steps=6"]
+    said = refused(tmp_path, "train", "--resume", "run", *other)
+    assert "rollout.max_prompt_tokens is 20 in its checkpoint and 0 now; it cannot change" in said
     epochs = ["--set", "trainer.epochs=1", *limit]
     assert "set trainer.steps instead" in refused(tmp_path, "train", "--env", "./long.py:Long", *epochs)
