@@ -96,14 +96,18 @@ def test_a_run_whose_trainer_dies_says_so_in_seconds_and_how_to_go_on(tmp_path):
     check_accounting(run.directory)
 
 
-SANDBOX = """
-import subprocess
-subprocess.run(["sh", "-c", "setsid sleep 1234 >/dev/null 2>&1 &"], check=True)
+WITH_A_SANDBOX = (
+    WORDS.format(seconds=0.0)
+    + """
+    def __init__(self):
+        import subprocess
+        subprocess.run(["sh", "-c", "setsid sleep 1234 >/dev/null 2>&1 &"], check=True)
 """
+)
 
 
 def test_a_run_that_is_killed_again_and_again_leaves_nothing_behind_and_loses_nothing(tmp_path):
-    run = Run(tmp_path, environment=SANDBOX + WORDS.format(seconds=0.0))
+    run = Run(tmp_path, environment=WITH_A_SANDBOX)
     for who, step in [("main", 2), ("all", 20), ("main", 40)]:
         run.wait(lambda step=step: run.steps >= step)
         started = run.everything()
