@@ -117,6 +117,13 @@ def test_environments_that_are_not_imported_and_parts_of_others_have_absolute_pa
     assert config.tasks["agent"].options == {"reward": f"{here}/mine.py:Mine"}
 
 
+def test_a_path_at_the_end_of_a_name_is_absolute_if_the_factory_expects_one(here):
+    names = {"one": "code:harbor:tasks/easy", "two": "math:sort", "three": "agent:play --at tasks"}
+    config = absolute({"tasks": {name: {"env": env} for name, env in names.items()}})
+    found = {name: task.env for name, task in config.tasks.items()}
+    assert found == {**names, "one": f"code:harbor:{here}/tasks/easy"}
+
+
 def test_options_of_what_is_not_here_stay_as_they_are(here):
     given = {"env": "nowhere:game", "python": sys.executable, "options": {"file": "a.txt"}}
     assert absolute({"tasks": {"one": given}}).tasks["one"].options == {"file": "a.txt"}

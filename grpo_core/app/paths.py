@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.installed import in_file
 from grpo_core.plugins.paths import absolute
+from grpo_core.plugins.paths import with_absolute_path as with_absolute_name
 from grpo_core.plugins.paths import with_absolute_paths as with_absolute_options
 from grpo_core.plugins.paths import with_absolute_paths_of_file as with_absolute_options_of_file
 
@@ -49,7 +51,7 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
     tasks = {
         name: evolve(
             task,
-            env=_absolute_name(task.env),
+            env=options.name(task.env),
             options=options.of_environment(task.env, task.options, task.python or config.environment.python),
             source=_absolute_source(task.source),
             python=_absolute_python(task.python),
@@ -93,6 +95,13 @@ class _Options:
             found = dict(options)
         return {key: self._part(value) for key, value in found.items()}
 
+    def name(self, env: str) -> str:
+        """Return the name of an environment, which may be a path or end with one."""
+        if in_file(env) is None:
+            with contextlib.suppress(GrpoError):
+                env = with_absolute_name(self.host.find("environment", env))
+        return _absolute_name(env)
+
     def of_choice(self, kind: Kind, choice: Choice) -> Choice:
         return evolve(
             choice, name=_absolute_name(choice.name), options=self.of(kind, choice.name, choice.options)
@@ -114,7 +123,7 @@ class _Options:
         env, given = value.get("env"), value.get("options", {})
         if isinstance(env, str) and isinstance(given, Mapping):
             options = {"options": self.of("environment", env, given)} if given else {}
-            return {**value, "env": _absolute_name(env), **options}
+            return {**value, "env": self.name(env), **options}
         return {key: self._part(each) for key, each in value.items()}
 
 
@@ -151,7 +160,7 @@ def _absolute_name(name: str) -> str:
 def _absolute_set(one: ValidationSetConfig, config: Config, options: _Options) -> ValidationSetConfig:
     return evolve(
         one,
-        env=_absolute_name(one.env) if one.env else "",
+        env=options.name(one.env) if one.env else "",
         env_options=options.of_environment(one.env, one.env_options, one.python or config.environment.python),
         options=options.of("validation_strategy", one.name or config.validation.name, one.options),
         name=one.name and _absolute_name(one.name),

@@ -55,7 +55,7 @@ from grpo_core.plugins.offers import (
     matching,
     spaced,
 )
-from grpo_core.plugins.paths import with_paths
+from grpo_core.plugins.paths import args_with_paths, with_paths
 from grpo_core.plugins.selection import PluginSelection
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class PluginHost:
         offer = self.find(kind, name)
         factory = offer.load()
         check_requirements(offer, factory)
-        args = (*offer.args, *args)
+        args = (*args_with_paths(offer, factory), *args)
         check_options(offer, factory, options, given=len(args))
         making = _making.set(self)
         try:

@@ -26,7 +26,7 @@ _NAMES: Mapping[str, Any] = {
     "Sequence": Sequence,
     "__builtins__": {"list": list, "tuple": tuple, "str": str},
 }
-"""What an annotation of a path may consist of."""
+"""The names in an annotation of a path."""
 
 
 def with_absolute_paths(offer: Offer, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,10 +34,17 @@ def with_absolute_paths(offer: Offer, options: Mapping[str, Any]) -> dict[str, A
 
     Raises PluginError if an offer that is not an environment cannot be imported.
     """
-    if offer.kind == "environment" and isinstance(offer.given, str):
-        module, _, attribute = offer.given.partition(":")
-        return _absolute(_read_hints(_file_of(module), attribute), options)
-    return _absolute(_hints(offer.load()), options)
+    return _absolute(_hints_of(offer), options)
+
+
+def with_absolute_path(offer: Offer) -> str:
+    """Return the name of an offer with an absolute path, if it ends with one, as ``code:harbor:./tasks``.
+
+    Raises PluginError if an offer that is not an environment cannot be imported.
+    """
+    if not offer.args or next(iter(_hints_of(offer).values()), Any) is not Path:
+        return offer.name
+    return offer.name.removesuffix(offer.args[0]) + absolute(offer.args[0])
 
 
 def with_absolute_paths_of_file(file: Path, attribute: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +56,12 @@ def with_paths(factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a factory with a ``Path`` wherever it expects one."""
     hints = _hints(factory)
     return {name: _mapped(hints.get(name, Any), value, _path) for name, value in options.items()}
+
+
+def args_with_paths(offer: Offer, factory: Factory) -> tuple[Any, ...]:
+    """Return what the name of an offer gives to its factory, with a ``Path`` if it expects one."""
+    hint = next(iter(_hints(factory).values()), Any)
+    return tuple(_mapped(hint, value, _path) for value in offer.args)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -77,6 +90,14 @@ def _mapped(hint: Any, value: Any, change: Callable[[str], Any]) -> Any:
     return value
 
 
+def _hints_of(offer: Offer) -> dict[str, Any]:
+    """Return the annotations of an offer's parameters, in order.  Raises PluginError."""
+    if offer.kind == "environment" and isinstance(offer.given, str):
+        module, _, attribute = offer.given.partition(":")
+        return _read_hints(_file_of(module), attribute)
+    return _hints(offer.load())
+
+
 def _hints(factory: Factory) -> dict[str, Any]:
     """Return the annotations of a factory's parameters."""
     signature = signature_of(factory)
@@ -101,15 +122,15 @@ def _read_hints(file: Path | None, attribute: str) -> dict[str, Any]:
         return {}  # whoever imports it says what is wrong
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute:
-            return {name: _evaluated(hint) for name, hint in _annotations(node).items()}
+            return {name: _evaluated(hint) if hint else Any for name, hint in _annotations(node).items()}
     return {}
 
 
-def _annotations(node: ast.FunctionDef | ast.ClassDef) -> dict[str, ast.expr]:
+def _annotations(node: ast.FunctionDef | ast.ClassDef) -> dict[str, ast.expr | None]:
     """Return the annotations of a function's parameters, or of a class's: its ``__init__``, or its fields."""
     if isinstance(node, ast.FunctionDef):
         parameters = [*node.args.args, *node.args.kwonlyargs]
-        return {each.arg: each.annotation for each in parameters if each.annotation}
+        return {each.arg: each.annotation for each in parameters if each.arg != "self"}
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return _annotations(each)
