@@ -50,7 +50,7 @@ def train(
     Parameters
     ----------
     config
-        A TOML file; every key has a default.
+        A TOML file; every key has a default, which `grpo-core config` prints.
     env
         Environment to train on, as "math:sort" or "./file.py:Class"; may be repeated.
     sampler
