@@ -115,6 +115,7 @@ def test_environments_that_are_not_imported_and_parts_of_others_have_absolute_pa
         },
     }
     assert config.tasks["agent"].options == {"reward": f"{here}/mine.py:Mine"}
+    assert plugin_files(config) == {here / "mine.py"}, "a change of it is noticed"
 
 
 def test_a_path_at_the_end_of_a_name_is_absolute_if_the_factory_expects_one(here):

@@ -134,9 +134,27 @@ def plugin_files(config: Config) -> set[Path]:
     names += list(config.filters)
     names += [config.validation.engine.name] if config.validation.engine else []
     names += [name for one in config.validation.sets.values() for name in (one.env, one.name) if name]
+    names += [
+        text for options in _all_options(config) for text in _texts(options) if Path(text).is_absolute()
+    ]
     words = [Path(word) for name in names if in_file(name) is None for word in name.partition(":")[2].split()]
     programs = {word for word in words if word.is_absolute() and word.is_file()}
     return {place[0] for name in names if (place := in_file(name))} | programs
+
+
+def _all_options(config: Config) -> Iterator[Mapping[str, Any]]:
+    """Yield the options of all environments."""
+    yield from (task.options for task in config.tasks.values())
+    yield from (one.env_options for one in config.validation.sets.values())
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the names in the options of an environment that other environments may have."""
+    if isinstance(value, str) and in_file(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts(each)
 
 
 def _choices(config: Config) -> Iterator[tuple[str, PluginChoice]]:
