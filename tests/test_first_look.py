@@ -122,6 +122,17 @@ def test_a_tokenizer_without_an_end_is_told_unless_there_is_a_stop_string():
     assert looked(Sums(), letters(eos=False), stop=["\n"], max_tokens=3) == {}
 
 
+@pytest.mark.parametrize(
+    ("ends", "stop", "warned"),
+    [("<end>", [], False), ("", [], False), ("~", [], True), ("~", ["~"], False), ("~", ["+"], True)],
+)
+def test_an_end_of_the_turn_at_which_no_completion_stops_is_told(ends, stop, warned):
+    renderer = letters(f"{{% for m in messages %}}{{{{ m.content }}}}{ends} {{% endfor %}}")
+    told = looked(Sums(), renderer, stop=stop, max_tokens=4)
+    assert list(told) == (["no_turn_end"] if warned else [])
+    assert not warned or "ends a turn with '~', where no completion stops" in told["no_turn_end"]
+
+
 def test_tools_that_the_template_leaves_out_are_told():
     told = looked(Tools(), letters(IGNORES_TOOLS))
     assert list(told) == ["tools_unseen/sums"]

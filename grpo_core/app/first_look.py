@@ -43,6 +43,12 @@ async def first_look(
             "the tokenizer has no end-of-sequence token and rollout.stop is empty: every completion runs to "
             f"rollout.max_tokens = {rollout.max_tokens}; set rollout.stop, or eos_token of the tokenizer"
         )
+    elif end := renderer.unstopped_end(rollout.stop):
+        told["no_turn_end"] = (
+            f"the chat template ends a turn with {end[:80]!r}, where no completion stops: it has no stop "
+            "token and no text of rollout.stop, so that the model talks on; name its token in eos_token_id "
+            "of generation_config.json, or set rollout.stop"
+        )
     for task, part in prompts.items():
         try:
             async for cause, message in _look(task, part, environments[task], rollout, renderer, tools):

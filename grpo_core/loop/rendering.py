@@ -186,6 +186,22 @@ class Renderer:
         asked = self._text([_ASKED], generation=True)
         return self._template and self._text([_ASKED], generation=True, tools=tools) == asked
 
+    def unstopped_end(self, stop: Sequence[str]) -> str:
+        """Return how the template ends a turn if no completion stops there, and otherwise an empty text.
+
+        Args:
+            stop: texts at which a completion stops.
+        """
+        if not self._template:
+            return ""
+        said = _sketch({"role": "assistant", "content": "!"}, 1)
+        try:
+            end = self._text([_ASKED, said], generation=False).partition(said["content"])[2].strip()
+        except ModelError:
+            return ""
+        stops = any(token in self.stop_token_ids for token in self._encode(end))
+        return "" if stops or any(text.strip() in end for text in stop) else end
+
     def length(self, text: str) -> int:
         """Return the number of tokens of a reply."""
         return len(self._encode(text))
