@@ -44,7 +44,7 @@ def checked_url(
         valid = False
     if not valid:
         raise ConfigError(f"{who}: url = {url!r}; expected something like {example}")
-    if not remote and not _is_loopback(parts.hostname or ""):
+    if not remote and not is_loopback(parts.hostname or ""):
         raise ConfigError(
             f"{who}: {parts.hostname} is another machine. {risk} Keep it on 127.0.0.1, or set {option} = "
             "true if the network between is yours alone"
@@ -75,7 +75,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine by an address that no other machine reaches."""
     if host == "localhost":
         return True
     try:

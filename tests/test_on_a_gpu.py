@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -352,11 +353,16 @@ def test_each_rank_computes_on_the_gpu_with_its_number_unless_one_is_named(
     assert current[-1] == (expected if expected.startswith("cuda:") else "cuda:0")
 
 
-def test_ranks_on_gpus_choose_theirs_before_they_join_a_group_with_nccl_for_gpus_and_gloo_for_cpus(
-    monkeypatch,
-):
-    """Otherwise each of them would make its communicators on the first GPU."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The calls by which a group is made, which none is, and no setting of the user."""
     seen = []
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
     def join(*args, **named):
         given = inspect.signature(torch.distributed.init_process_group).bind(*args, **named).arguments
@@ -368,8 +374,31 @@ def test_ranks_on_gpus_choose_theirs_before_they_join_a_group_with_nccl_for_gpus
     monkeypatch.setattr(groups, "dist", stand_in)
     monkeypatch.setattr(groups, "DeviceMesh", lambda kind, ranks: seen.append((kind, ranks.tolist())))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(str(device)))
+    return seen
+
+
+def test_ranks_on_gpus_choose_theirs_before_they_join_a_group_with_nccl_for_gpus_and_gloo_for_cpus(joined):
+    """Otherwise each of them would make its communicators on the first GPU."""
     groups.Group(0, 1, rendezvous="", device=torch.device("cuda", 1), seconds=60.0)
-    assert seen == ["cuda:1", {"cpu": "gloo", "cuda": "nccl"}, ("cuda", [0])]
+    assert joined == ["cuda:1", {"cpu": "gloo", "cuda": "nccl"}, ("cuda", [0])]
+
+
+@pytest.mark.parametrize(
+    ("transport", "host", "here"),
+    [
+        ("shm", "10.0.0.1", INTERFACES),
+        ("collective", "127.0.0.1", INTERFACES),
+        ("collective", "10.0.0.1", ("GLOO_SOCKET_IFNAME",)),
+    ],
+)
+def test_nccl_stays_on_this_machine_unless_it_brings_weights_to_others(joined, transport, host, here):
+    """It has one choice of interfaces for all groups of a process."""
+    config = TrainerConfig(weights="bfloat16")
+    trainers._ranks(TrainerSetup(trainer=config, transport=transport, collective_host=host), CPU)
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    assert {name: os.environ.get(name) for name in INTERFACES} == {
+        name: loopback if name in here else None for name in INTERFACES
+    }
 
 
 @pytest.fixture

@@ -32,13 +32,23 @@ class Group:
             process needs none.
         device: where this process computes.
         seconds: time limit of each exchange.
+        leaves: whether other groups of this process use NCCL between machines.  It has one choice of network
+            interfaces for all groups.
     """
 
     def __init__(
-        self, rank: int, size: int, *, rendezvous: str, device: torch.device, seconds: float
+        self,
+        rank: int,
+        size: int,
+        *,
+        rendezvous: str,
+        device: torch.device,
+        seconds: float,
+        leaves: bool = False,
     ) -> None:
         self.rank, self.size, self._device = rank, size, device
-        for library in ("GLOO", "NCCL"):  # they listen on the address of this machine's name otherwise
+        # they listen on the address of this machine's name otherwise
+        for library in ("GLOO",) if leaves else ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # its communicators are made there

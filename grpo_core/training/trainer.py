@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_core import cpu
 from grpo_core import loss as losses
+from grpo_core.addresses import is_loopback
 from grpo_core.errors import ConfigError, PluginError, TrainerError
 from grpo_core.losses.aggregation import row_weights
 from grpo_core.losses.corrections import token_errors
@@ -491,6 +492,7 @@ def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
         rendezvous=setup.rendezvous,
         device=device,
         seconds=setup.trainer.deadline,
+        leaves=setup.transport == "collective" and not is_loopback(setup.collective_host),
     )
 
 
