@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 GPU = torch.device("cuda", 0)
 MAY_MEET = (Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, Tensor.grad.__set__)  # type: ignore[attr-defined]
-"""What takes tensors of two devices."""
+"""Functions that take tensors of two devices."""
 
 
 class MixedError(AssertionError):

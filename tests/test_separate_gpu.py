@@ -52,7 +52,7 @@ def trained(given: TrainerSetup, directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "lora", "options"),
     [
-        ("float32", None, {"loss": {"kl_coefficient": 0.1}, "updates_per_step": 2}),
+        ("float32", None, {"loss": {"kl_coefficient": 0.1}, "reference_every": 1, "updates_per_step": 2}),
         ("bfloat16", None, {"packing": True}),
         ("float32", LoraConfig(rank=2, publish="merged"), {"offload": True}),
     ],
@@ -61,7 +61,7 @@ def trained(given: TrainerSetup, directory: Path) -> dict[str, torch.Tensor]:
 def test_a_trainer_on_a_gpu_leaves_no_tensor_behind(
     model: str, tmp_path: Path, dtype: str, lora: LoraConfig | None, options: dict[str, Any]
 ) -> None:
-    """What it computes is what a CPU computes, bit for bit: here both are the same."""
+    """The weights are those of a CPU, bit for bit: here both compute the same."""
     found = []
     for device in ("cpu", "cuda"):
         given = setup(model, device=device, **options)
