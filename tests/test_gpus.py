@@ -80,6 +80,28 @@ def test_gpus_are_numbered_as_this_process_sees_them(monkeypatch):
     assert seen(TrainerConfig(gpus=[2]), 3, TWO)[0] == ["GPU-c", "GPU-a", "GPU-b"]
 
 
+@pytest.mark.parametrize(
+    ("visible", "order", "expected"),
+    [
+        ("", "", "PCI_BUS_ID"),
+        ("", "FASTEST_FIRST", "FASTEST_FIRST"),
+        ("1,0", "", None),
+        ("1,0", "FASTEST_FIRST", None),
+    ],
+)
+def test_numbers_mean_what_they_mean_to_nvidia_smi_unless_the_user_has_chosen_by_them(
+    monkeypatch, visible, order, expected
+):
+    """A machine's GPUs may differ: CUDA counts the fastest first, and nvidia-smi by their places."""
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
+        monkeypatch.setenv(name, value)
+        if not value:
+            monkeypatch.delenv(name)
+    variables = choose(TRAINER, {"engine": ONE}, 2).trainer
+    assert variables["CUDA_VISIBLE_DEVICES"] == (visible or "0,1").split(",")[0]
+    assert variables.get("CUDA_DEVICE_ORDER") == expected
+
+
 def test_the_choice_is_told_unless_there_is_none():
     assert choose(TRAINER, {"engine": THREE}, 8).told == "GPUs: trainer 0; engine 1+2, 3+4, 5+6"
     assert choose(TRAINER, {"engine": THREE}, 1).told == ""

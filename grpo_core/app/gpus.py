@@ -223,10 +223,10 @@ def _variables(group: Group) -> dict[str, str]:
     if not group:
         return {}
     names = _names(max(group) + 1)
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in group),
-        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # as nvidia-smi counts
-    }
+    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in group)}
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return chosen  # its numbers count as the user's CUDA does
+    return chosen | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}  # as nvidia-smi
 
 
 def gpus_seen(variables: Mapping[str, str], count: int) -> Group:
