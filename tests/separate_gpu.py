@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 GPU = torch.device("cuda", 0)
 MAY_MEET = (Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, Tensor.grad.__set__)  # type: ignore[attr-defined]
@@ -42,6 +42,10 @@ class OnGpu(Tensor):
         if function is torch.mm and "out_dtype" in kwargs:  # CPUs cannot
             wide = kwargs.pop("out_dtype")
             args = tuple(factor.to(wide) for factor in args)
+        if isinstance(function, torch._ops.OpOverloadPacket):  # inside of it no mode sees what is made
+            with torch._C.DisableTorchFunctionSubclass():
+                args, kwargs = tree_map_only(OnGpu, lambda each: each.as_subclass(Tensor), (args, kwargs))
+                return tree_map_only(Tensor, placed, function(*args, **kwargs))
         return super().__torch_function__(function, kinds, args, kwargs)
 
 
@@ -113,6 +117,9 @@ def install(patch: pytest.MonkeyPatch) -> Machine:
     )
     patch.setattr(nn.Module, "to", _moved(nn.Module.to))
     patch.setattr(torch, "autocast", lambda kind, *given: autocast("cpu", *given))
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        plain = getattr(torch, name)
+        patch.setattr(torch, name, lambda kind="cuda", plain=plain: plain("cpu"))
     for name, stand_in in {
         "is_available": lambda: True,
         "get_device_capability": lambda device: (7, 5),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import flash
 import pytest
 import separate_gpu
 import torch
@@ -74,6 +75,27 @@ def test_a_trainer_on_a_gpu_leaves_no_tensor_behind(
                 found.append(trained(given, tmp_path / device))
     here, there = found
     assert all(torch.equal(there[name], tensor) for name, tensor in here.items())
+
+
+def test_a_trainer_on_a_gpu_packs_rows_by_calls_of_flash_attention(tmp_path: Path) -> None:
+    """The heads have the size that its kernels take."""
+    tiny.make_tiny_model(tmp_path / "m", (), width=32, layers=2, warm_start_steps=0)
+    found = []
+    for device in ("cpu", "cuda"):
+        given = setup(str(tmp_path / "m"), device=device, packing=True, lr=1e-4)
+        given = attrs.evolve(given, model=attrs.evolve(given.model, dtype="bfloat16"))
+        with pytest.MonkeyPatch.context() as patch, flash.on_a_cpu() as calls:
+            if device == "cuda":
+                machine = separate_gpu.install(patch)
+                patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+                with machine:
+                    found.append(trained(given, tmp_path / device))
+            else:
+                found.append(trained(given, tmp_path / device))
+        assert {*calls} == ({"forward", "backward"} if device == "cuda" else set())
+    here, there = found
+    for name, tensor in here.items():
+        torch.testing.assert_close(there[name], tensor, rtol=0.02, atol=2e-3)
 
 
 def test_the_engine_local_on_a_gpu_leaves_no_tensor_behind(
