@@ -261,6 +261,16 @@ def test_several_turns_are_played_to_the_end():
     assert findings["reward.range"].told == "rewards from 0 to 1"
 
 
+def test_an_environment_that_breaks_its_contract_is_no_further_audited():
+    class Wrong(Sums):
+        def judge(self, reply, prompt):
+            return "x"
+
+    findings = audited(Wrong)
+    assert findings["runtime.startup"].severity == "failed"
+    assert "expected a float" in findings["runtime.startup"].told
+
+
 def test_without_a_solution_it_says_what_cannot_be_judged():
     class Open(Sums):
         def solve(self, prompt):

@@ -129,8 +129,8 @@ class Audit:
                 findings = [self._broken(stage, error)]
             for finding in findings:
                 yield evolve(finding, seconds=(time.monotonic() - begin) / len(findings))
-            if not self.some:
-                return
+            if any(finding.check == "runtime.startup" for finding in findings):
+                return  # what follows needs what this stage would have found
 
     def _broken(self, stage: Any, error: GrpoError) -> Finding:
         name = getattr(stage, "__name__", "").strip("_") or "isolation"
