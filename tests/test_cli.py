@@ -15,7 +15,7 @@ import pytest
 
 from grpo_core import stored_rollouts
 from grpo_core.loop import checkpoint
-from grpo_core.reporting.audit import audit
+from grpo_core.reporting.verification import verified
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
@@ -334,7 +334,7 @@ def test_a_checkpoint_can_be_validated_and_is_an_ordinary_transformers_directory
     read = [each for group in stored_rollouts(stored, 4, validation=True) for each in group.rollouts]
     assert len(read) == 20
     assert {version for each in read for version in each.segments[0].tokens.versions.tolist()} == {4}
-    assert not audit(run).findings
+    assert not verified(run).findings
     directory = run / "checkpoints" / "step-000004" / "trainer"
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(directory),

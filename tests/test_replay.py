@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from grpo_core import chain
 from grpo_core.app import bisect, fork, history, replay
 from grpo_core.errors import CheckpointError, ConfigError
-from grpo_core.reporting.audit import audit
+from grpo_core.reporting.verification import verified
 
 pytestmark = pytest.mark.long
 
@@ -104,7 +104,7 @@ def test_two_runs_with_the_same_seed_have_the_same_weights_to_the_last_bit(runs,
         assert arrays(first, pattern)
     assert bisect.main(first, second) == 0
     assert "steps 1 to 4 are the same" in capsys.readouterr().out
-    assert not audit(first).findings
+    assert not verified(first).findings
 
 
 def test_bisect_names_the_first_value_that_differs(runs, run):
@@ -216,7 +216,7 @@ def test_a_flipped_bit_is_named_before_anything_is_computed(file, name, at, mess
     flip(run / file, name, at, bit=21)
     with pytest.raises((ConfigError, CheckpointError), match=message):
         replay.main(run, step=4)
-    (finding,) = audit(run).findings
+    (finding,) = verified(run).findings
     assert message.partition(";")[0].split(" is")[0][:9] in finding
 
 

@@ -21,7 +21,7 @@ from grpo_core import chain, cli
 from grpo_core.config import read_toml
 from grpo_core.loop import checkpoint
 from grpo_core.loop.laws import LAWS, Laws
-from grpo_core.reporting.audit import audit
+from grpo_core.reporting.verification import verified
 
 pytestmark = pytest.mark.long
 
@@ -64,7 +64,7 @@ def finished(tmp_path_factory):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    killed = audit(cwd / "run")
+    killed = verified(cwd / "run")
     assert not killed.findings, killed
     process = grpo(cwd, "--resume", "run")
     assert process.wait(120) == 0, process.communicate()[0]
@@ -79,7 +79,7 @@ def run(finished, tmp_path):
 
 
 def test_nothing_is_found_in_what_the_run_wrote(finished):
-    found = audit(finished)
+    found = verified(finished)
     assert not found.findings
     assert f"{len(LAWS)} laws hold over" in str(found)
     assert "as the run wrote them:" in str(found)
@@ -423,7 +423,7 @@ NOT_NOTICED = {
 def test_what_changes_nothing_that_happened_is_allowed(run, what):
     change, _reason = NOT_NOTICED[what]
     change(run)
-    assert not audit(run).findings
+    assert not verified(run).findings
 
 
 def test_the_account_of_a_real_run_is_compared_number_by_number(finished):
@@ -477,7 +477,7 @@ def test_a_damaged_checkpoint_is_named_by_every_command_and_not_used(run, tmp_pa
         assert sum(told in line for line in said.splitlines()) == 1, said
         assert "Traceback" not in said
     assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
-    assert not audit(run).findings
+    assert not verified(run).findings
     shutil.rmtree(run / "checkpoints/step-000006", ignore_errors=True)
     for directory in (run / "checkpoints").glob("step-*"):
         (directory / "pipeline.json").write_bytes(b"")
@@ -497,6 +497,6 @@ def test_a_run_that_goes_on_after_tampering_does_not_hide_it(run):
     process = grpo(run.parent, "--resume", "run", "--set", f"trainer.steps={STEPS + 1}")
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 0, said
-    (first, *rest) = audit(run).findings
+    (first, *rest) = verified(run).findings
     assert "the hash chain breaks" in first
     assert not [finding for finding in rest if "hash chain" in finding], "the new lines are chained"

@@ -35,9 +35,9 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Group, Prompt, Rollout, Segment
 from grpo_core.reporting import files, trackers
 from grpo_core.reporting import stored as stored_files
-from grpo_core.reporting.audit import Files
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import check_trackers, make_trackers
+from grpo_core.reporting.verification import Files
 from grpo_core.run_directory import RunDirectory
 from grpo_core.tokens import Tokens
 

@@ -21,10 +21,10 @@ from grpo_core.loop.laws import Laws, Terms
 from grpo_core.loop.retention import Retention
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Prompt
-from grpo_core.reporting.audit import audit
 from grpo_core.reporting.curves import tasks_of
 from grpo_core.reporting.report import Files, validation_samples
 from grpo_core.reporting.stored import stored_rollouts
+from grpo_core.reporting.verification import verified
 from grpo_core.testing import FakeEngine, FakeEnvironment, FakeRenderer, run
 from grpo_core.validation.sets import HeldOut
 from grpo_core.versions import Interval
@@ -328,7 +328,7 @@ def test_each_set_is_measured_at_its_own_steps_and_the_laws_hold(a_run):
         if any(name.startswith("validation/") for name in row)
     }
     assert measured == {0: ["bench"], 2: ["sort", "sort4"], 3: ["bench"], 4: ["bench", "sort", "sort4"]}
-    found = audit(a_run)
+    found = verified(a_run)
     assert not found.findings, found
 
 

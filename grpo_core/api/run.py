@@ -119,9 +119,9 @@ class Run:
 
     def verify(self) -> list[str]:
         """Return what the files of the run show to be wrong: nothing, if no prompt was lost or doubled."""
-        from grpo_core.reporting.audit import audit
+        from grpo_core.reporting.verification import verified
 
-        return list(audit(self.path).findings)
+        return list(verified(self.path).findings)
 
     def report(self) -> Path:
         """Write report.html; return its path."""

@@ -18,8 +18,8 @@ from grpo_core.config import Config, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.inert import inert
 from grpo_core.plugins.host import PluginHost
-from grpo_core.reporting.audit import audit
 from grpo_core.reporting.report import write as write_report
+from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
 from grpo_core.validation.results import shown, table
 
@@ -136,7 +136,7 @@ def validate(
 
 def verify(*, directory: Path) -> int:
     """Run ``grpo-core verify``; return the exit status."""
-    found = audit(directory)
+    found = verified(directory)
     say(str(found))
     return 1 if found.findings else 0
 

@@ -87,14 +87,14 @@ def measure(steps: int, tokens: int) -> dict[str, float]:
 PROGRAM = """
 import resource, sys, time
 from pathlib import Path
-from grpo_core.reporting.audit import audit
+from grpo_core.reporting.verification import verified
 from grpo_core.reporting.report import write
 from grpo_core.reporting.files import FilesTracker
 from grpo_core.records import RunInfo
 command, run, cut = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 began = time.perf_counter()
 if command == "verify":
-    found = audit(run)
+    found = verified(run)
     assert not found.findings, found
 elif command == "report":
     write(run)

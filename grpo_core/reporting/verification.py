@@ -30,8 +30,8 @@ MOST = 50
 
 
 @frozen
-class Audited:
-    """The result of an audit."""
+class Verification:
+    """What was found in the files of a run, and what they account for."""
 
     findings: tuple[str, ...]
     summary: str
@@ -43,7 +43,7 @@ class Audited:
         return "\n".join([*self.findings[:MOST], *([f"... and {more:,} more"] if more > 0 else [])])
 
 
-def audit(path: Path) -> Audited:
+def verified(path: Path) -> Verification:
     """Check everything that the run in a directory has written.  Raises ConfigError if it has no events."""
     events = path / EVENTS
     if not events.is_file():
@@ -69,7 +69,7 @@ def audit(path: Path) -> Audited:
     else:
         found += files.compare()
         told = files.summary()
-    return Audited(tuple(found), f"{summary(laws)}\n{told}")
+    return Verification(tuple(found), f"{summary(laws)}\n{told}")
 
 
 @define
