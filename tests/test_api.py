@@ -246,6 +246,19 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path):
         grpo_core.Run(tmp_path)
 
 
+def test_errors_name_arguments_and_no_options_of_the_command_line(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError) as wrong:
+        grpo_core.train(env="math:sort", output=tmp_path / "full")
+    assert str(wrong.value) == (
+        f"output={tmp_path}/full: is not empty; give another directory, or continue that run with "
+        f"resume={tmp_path}/full"
+    )
+    with pytest.raises(ConfigError, match=r"give an environment with env=NAME, or \[tasks.NAME\]"):
+        grpo_core.train(output=tmp_path / "new")
+
+
 def test_without_held_out_prompts_nothing_is_validated_unless_that_is_asked_for():
     from grpo_core.api.given import given
 

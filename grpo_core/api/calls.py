@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 LISTENING = 0.2
 """Seconds until ctrl-C is noticed while a run goes on on another thread."""
+OPTION = re.compile(r"--(output|resume|env|only)(?: ([^\s:;,]+))?")
+"""An option of the command line that is an argument here, and its value."""
 
 
 def train(
@@ -73,8 +76,8 @@ def train(
     """
     _not_in_an_import()
     heard = trackers(listeners)
-    asked = given(env, data, settings)
-    start = _launch(config, asked, output, resume, no_plugins)
+    with _as_arguments():
+        start = _launch(config, given(env, data, settings), output, resume, no_plugins)
     for note in start.notes:
         print(inert(note), flush=True)
     stop = run.Stop()
@@ -127,16 +130,17 @@ def validate(
     if data is not None and not isinstance(data, str | os.PathLike | Mapping):
         data = list(data)
     by_split = data if isinstance(data, Mapping) or data is None else {"train": data, "validation": data}
-    asked = given(env, by_split, settings)
-    measurement = measuring.prepare(
-        os.fspath(model),
-        asked.table,
-        tasks=env is not None,
-        only=only,
-        output=None if output is None else Path(output),
-        block=no_plugins,
-        offers=asked.offers,
-    )
+    with _as_arguments():
+        asked = given(env, by_split, settings)
+        measurement = measuring.prepare(
+            os.fspath(model),
+            asked.table,
+            tasks=env is not None,
+            only=only,
+            output=None if output is None else Path(output),
+            block=no_plugins,
+            offers=asked.offers,
+        )
     stop = run.Stop()
     report = _finished(_until(measurement.play(lambda text: None), stop), stop)
     return {task: dict(metrics) for task, metrics in report["results"].items()}
@@ -153,6 +157,17 @@ def _launch(
     if config is not None or output is not None:
         raise ConfigError("resume continues a run as it was configured: leave out config and output")
     return continued(Path(resume), asked.table, block, offers=asked.offers)
+
+
+@contextlib.contextmanager
+def _as_arguments() -> Iterator[None]:
+    """Let errors that name options of the command line name the arguments of a call instead."""
+    try:
+        yield
+    except ConfigError as error:
+        told = OPTION.sub(lambda found: f"{found[1]}={found[2]}" if found[2] else found[1], str(error))
+        error.args = (told,)
+        raise
 
 
 def _not_in_an_import() -> None:
