@@ -31,7 +31,7 @@ MOST = 50
 
 @frozen
 class Verification:
-    """What was found in the files of a run, and what they account for."""
+    """Findings in the files of a run, and a summary of what they account for."""
 
     findings: tuple[str, ...]
     summary: str
