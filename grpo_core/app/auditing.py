@@ -20,7 +20,7 @@ from grpo_core.audit.card import Card
 from grpo_core.audit.process import WatchedProcess
 from grpo_core.audit.records import Finding, Severity
 from grpo_core.audit.training import PlayingModel
-from grpo_core.config import merge, parse_setting
+from grpo_core.config import parse_settings
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.incidents import Incident, reported_to
 from grpo_core.inert import inert
@@ -55,9 +55,7 @@ def main(
     for file in (json_file, html_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
-    options: dict[str, Any] = {}
-    for setting in settings:
-        options = merge(options, parse_setting(setting))
+    options = parse_settings(settings)
     host = PluginHost.discover(block=block)
     python = options.get("environment", {}).get("python")
     offer = elsewhere(name, python) if python else host.find("environment", name)
