@@ -15,7 +15,7 @@ import tomli_w
 
 from grpo_core import config as configuration
 from grpo_core.app.launch import configure
-from grpo_core.config import Config, merge, parse_setting
+from grpo_core.config import Config, parse_settings
 from grpo_core.errors import ConfigError, did_you_mean
 
 WIDTH = 100
@@ -46,10 +46,7 @@ def text(sections: Sequence[str] = (), settings: Sequence[str] = ()) -> str:
 
     Raises ConfigError for an unknown section or setting.
     """
-    changes: dict[str, Any] = {}
-    for setting in settings:
-        changes = merge(changes, parse_setting(setting))
-    config, _ = configure([], changes)
+    config, _ = configure([], parse_settings(settings))
     known = attrs.fields_dict(attrs.resolve_types(Config))
     for section in sections:
         if section not in known:
