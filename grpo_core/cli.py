@@ -343,7 +343,7 @@ def watch(directory: Path, *, port: int = 0, refresh: int = 15) -> int:
     from grpo_core.app import watch as live
 
     asyncio.run(live.watch(directory, port=port, refresh=refresh))
-    return 0
+    return 130
 
 
 @app.command

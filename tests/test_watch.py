@@ -114,12 +114,13 @@ def test_wrong_input_is_named(run, tmp_path):
 
 
 @pytest.mark.long
-def test_the_command_prints_the_address_and_ends_with_ctrl_c(run):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_prints_the_address_and_ends_with_ctrl_c(run, how):
     child = subprocess.Popen([GRPO, "watch", str(run.path)], stdout=subprocess.PIPE, text=True)
     try:
         url = child.stdout.readline().strip()
         assert "<h1>r</h1>" in fetched(url)[0]
-        child.send_signal(signal.SIGINT)
+        child.send_signal(how)
         assert child.wait(30) == 130
     finally:
         child.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import signal
 from pathlib import Path
 
 from aiohttp import web
@@ -99,7 +100,7 @@ class WatchServer:
 
 
 async def watch(directory: Path, *, port: int, refresh: int) -> None:
-    """Serve the report of a run until the task is cancelled."""
+    """Serve the report of a run until SIGINT or SIGTERM."""
     run = RunDirectory.existing(directory)
     if refresh < 0:
         raise ConfigError(f"--refresh is {refresh}; expected a number of seconds, or 0 for never")
@@ -107,7 +108,10 @@ async def watch(directory: Path, *, port: int, refresh: int) -> None:
         raise ConfigError(f"--port is {port}; expected a number from 0 to 65535")
     server = WatchServer(Page(run), port=port, refresh=refresh)
     say(f"{await server.start()}\nthe report of {directory}; ctrl-C ends this, and not the run")
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
     try:
-        await asyncio.Event().wait()
+        await ended.wait()
     finally:
         await server.aclose()
