@@ -241,9 +241,10 @@ def pid_of_worker(pool, number):
 
 
 def children_of_worker(pool, number):
-    """Child processes that any thread of the worker has started."""
+    """Child processes that any thread of the worker has started, without the one that watches over them."""
     tasks = Path(f"/proc/{pid_of_worker(pool, number)}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for child in found if b"orphans.py" not in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 async def until(condition):

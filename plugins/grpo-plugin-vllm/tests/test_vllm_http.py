@@ -107,7 +107,7 @@ def test_a_server_keeps_the_laws_of_decoding_with_weights_from_a_file(server, ki
     url, model = server
 
     async def story():
-        engine = await start_engine(HttpEngine, model, url=url, directory=str(tmp_path / "weights"))
+        engine = await start_engine(HttpEngine, model, url=url, directory=tmp_path / "weights")
         tried = kind(engine=engine, model=model, recomputes=True, crowd=400)
         for law in ENGINE_LAWS:
             if law not in NOT_THERE:
