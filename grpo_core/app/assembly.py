@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from grpo_core.aio import Slots
 from grpo_core.app import workers
@@ -104,55 +104,46 @@ class RunContext:
         self.after(event)
 
 
+@frozen(kw_only=True)
+class _Started:
+    """The parts that had to start before a pipeline can be made."""
+
+    found: RunPrompts
+    renderer: Renderer
+    buffer: Buffer[Prompt, Group]
+    plane: DataPlane
+    trainer: Trainer
+    engine: Engine
+    validation_engine: Engine | None
+
+
 async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     """Make the pipeline of a run, and start everything that it needs.
 
     Returns the configuration with the number of steps, too.
     """
-    chosen = config.validation
-    found = RunPrompts(
-        prompts=await run.tasks.prompts("train"),
-        held_out=await run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
-    )
     assembly = Assembly(config, run, await choose_devices(config, run))
-    plane = await assembly.data_plane()
-    start = await assembly.start_model(found.prompts)
-    teacher = await assembly.teacher()
-    check_lengths(config.rollout, start.positions)
-    model = start.path
-    renderer = None
-    if config.rollout.max_prompt_tokens and has_tokenizer(config, start):
-        renderer = await assembly.renderer(model)
-        found = await assembly.short_enough(found, renderer)
-    config = assembly.config = with_steps(config, found.prompts)
-    trainer = assembly.trainer(start, teacher)
-    buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
-    engine = assembly.engine(model)
-    own = assembly.validation_engine(model)
-    await asyncio.to_thread(_import_what_is_needed_soon)
-    await trainer.started()  # after the imports: a trainer of this process may import the same in its thread
-    if renderer is None:
-        renderer = await assembly.renderer(model)
-        found = await assembly.short_enough(found, renderer)
-    prompts, held_out = found.prompts, found.held_out
+    started = await assembly.start()
+    config, renderer, trainer = assembly.config, started.renderer, started.trainer
+    prompts, held_out = started.found.prompts, started.found.held_out
     run.warnings.extend(await assembly.first_look(prompts, held_out, renderer))
     run.warnings.extend(await asyncio.to_thread(leaks, assembly.step, prompts, held_out))
     loaders = assembly.loaders(prompts)
     stream = PromptStream(sampler=assembly.sampler(), loaders=loaders, name=config.sampler.name)
-    _restore(run, checkpoint.restore, buffer, loaders, stream)
+    _restore(run, checkpoint.restore, started.buffer, loaders, stream)
     loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
-    validation = assembly.validation(own or engine, renderer, held_out)
+    validation = assembly.validation(started.validation_engine or started.engine, renderer, held_out)
     _restore(run, checkpoint.restore_validation, validation)
-    engine, validate = assembly.validator(engine, own, validation)
+    engine, validate = assembly.validator(started.engine, started.validation_engine, validation)
     pipeline = Pipeline(
-        buffer=buffer,
+        buffer=started.buffer,
         draw=stream.draw,
         passed_over=stream.passed_over,
         observe=stream.observe,
         untrained=stream.untrained,
         engine=engine,
         trainer=trainer,
-        plane=plane,
+        plane=started.plane,
         environments=run.tasks.environments,
         renderer=renderer,
         sampling=sampling_params(config.rollout),
@@ -169,7 +160,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         observe_attempt=assembly.budgets(),
         incidents=run.trackers.incidents.read,
         validate=validate,
-        save=assembly.save(trainer, buffer, loaders, stream, validation),
+        save=assembly.save(trainer, started.buffer, loaders, stream, validation),
         canary=canary_prompts(prompts, renderer),
         canary_tolerance=canary_tolerance(config.health, config.engine),
         limits=health_limits(config.health),
@@ -239,6 +230,44 @@ class Assembly:
     def step(self) -> int:
         """The step that the run continues from; 0 for a new run."""
         return self.run.resume.step if self.run.resume else 0
+
+    async def start(self) -> _Started:
+        """Start the data plane, the trainer and the engines, with the prompts that are short enough.
+
+        The configuration has the number of steps afterwards.
+        """
+        config, chosen = self.config, self.config.validation
+        found = RunPrompts(
+            prompts=await self.run.tasks.prompts("train"),
+            held_out=await self.run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
+        )
+        plane = await self.data_plane()
+        start = await self.start_model(found.prompts)
+        teacher = await self.teacher()
+        check_lengths(config.rollout, start.positions)
+        model = start.path
+        renderer = None
+        if config.rollout.max_prompt_tokens and has_tokenizer(config, start):
+            renderer = await self.renderer(model)
+            found = await self.short_enough(found, renderer)
+        config = self.config = with_steps(config, found.prompts)
+        trainer = self.trainer(start, teacher)
+        buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
+        engine, validation_engine = self.engine(model), self.validation_engine(model)
+        await asyncio.to_thread(_import_what_is_needed_soon)
+        await trainer.started()  # after the imports: a trainer in a thread may import the same
+        if renderer is None:
+            renderer = await self.renderer(model)
+            found = await self.short_enough(found, renderer)
+        return _Started(
+            found=found,
+            renderer=renderer,
+            buffer=buffer,
+            plane=plane,
+            trainer=trainer,
+            engine=engine,
+            validation_engine=validation_engine,
+        )
 
     async def start_model(self, prompts: Prompts) -> StartModel:
         """Return the model that the run starts from, which may have to be made first."""

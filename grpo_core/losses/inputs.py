@@ -47,19 +47,8 @@ def padded(
         empty_rows: count rows without a trained token as sequences and prompts, too.
     """
     picked = mask.bool()
-    tokens = picked.sum(1).tolist()
-    places = [row for row, n in enumerate(tokens) if n or empty_rows]
-    of = [0] * len(tokens) if prompts is None else list(prompts)
-    weights = row_weights(
-        [tokens[row] for row in places],
-        sequences=places,
-        prompts=[of[row] for row in places],
-        aggregation=aggregation,
-        constant=constant,
-    )
-    all_rows = advantages.new_zeros(len(tokens)).double()
-    for row, weight in zip(places, weights, strict=True):
-        all_rows[row] = weight
+    of = [0] * len(picked) if prompts is None else list(prompts)
+    places, all_rows = _weights(picked.sum(1).tolist(), of, aggregation, constant, empty_rows)
     rows = picked.nonzero()[:, 0]
 
     def flat(tensor: Tensor | None) -> Tensor | None:
@@ -84,7 +73,7 @@ def padded(
         entropy=entropies,
         advantages=given,
         rows=rows,
-        weights=all_rows[rows].to(policy.dtype),
+        weights=all_rows.to(policy.device)[rows].to(policy.dtype),
         step=0,
         update=0,
         update_tokens=len(rows),
@@ -95,3 +84,27 @@ def padded(
         update_correct_tokens=0 if right is None else int(right.sum()),
         update_entropies=None if entropies is None else entropies.detach(),
     )
+
+
+def _weights(
+    tokens: Sequence[int],
+    prompts: Sequence[int],
+    aggregation: Aggregation,
+    constant: float | None,
+    empty_rows: bool,
+) -> tuple[list[int], Tensor]:
+    """Return the rows that count, and the weight of each row's tokens, float64; others weigh nothing."""
+    import torch
+
+    counted = [row for row, n in enumerate(tokens) if n or empty_rows]
+    weights = row_weights(
+        [tokens[row] for row in counted],
+        sequences=counted,
+        prompts=[prompts[row] for row in counted],
+        aggregation=aggregation,
+        constant=constant,
+    )
+    all_rows = torch.zeros(len(tokens), dtype=torch.float64)
+    for row, weight in zip(counted, weights, strict=True):
+        all_rows[row] = weight
+    return counted, all_rows

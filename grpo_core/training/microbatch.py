@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import evolve, frozen
+from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_core.errors import TrainerError
@@ -84,32 +85,14 @@ def collate(
     lengths = [length(row) for row in rows]
     parts, places = _packed(rows, lengths) if packed else ((), _side_by_side(rows, max(lengths)))
     ids = np.zeros(sum(part.length for part in parts) or len(rows) * max(lengths), dtype=np.int64)
-    positions, targets, row_of, logprobs, staleness = [], [], [], [], []
-    for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-        tokens = np.concatenate([row.prompt_ids, row.tokens.ids])
-        sampled = np.flatnonzero(row.tokens.sampled)
-        if not len(row.prompt_ids) and sampled.size and sampled[0] == 0:
-            raise TrainerError(f"a row of group {row.group} has no prompt: its first token cannot be scored")
-        prompt, n_prompt = places[b][0], len(row.prompt_ids)
-        ids[prompt : prompt + min(n, n_prompt)] = tokens[: min(n, n_prompt)]
-        ids[places[b][1] : places[b][1] + n - n_prompt] = tokens[n_prompt:n]
-        positions.append(np.where(sampled, sampled + (places[b][1] - 1), prompt + n_prompt - 1))
-        targets.append(tokens[len(row.prompt_ids) + sampled])
-        logprobs.append(row.tokens.logprobs[sampled])
-        staleness.append(step - row.tokens.versions[sampled])
-        row_of.append(np.full(sampled.size, b))
-    counts = torch.tensor([len(each) for each in targets])
-    advantages = torch.tensor([row.advantage for row in rows], dtype=dtype).repeat_interleave(counts)
-    for row, start, n in zip(rows, (counts.cumsum(0) - counts).tolist(), counts.tolist(), strict=True):
-        if row.token_advantages is not None:
-            advantages[start : start + n] = torch.from_numpy(row.token_advantages.copy())
-
+    positions, targets = _fill(ids, rows, lengths, places)
+    counts = [each.size for each in targets]
     numbers = {rollout: number for number, rollout in enumerate(dict.fromkeys(rollouts(rows)))}
-    sequences = torch.tensor([numbers[rollout] for rollout in rollouts(rows)]).repeat_interleave(counts)
-    correct = torch.tensor([row.correct for row in rows]).repeat_interleave(counts)
-    factors = torch.tensor(weights or [0.0] * len(rows), dtype=torch.float64).repeat_interleave(counts)
 
-    def joined(parts: list[Any], kind: torch.dtype) -> Tensor:
+    def repeated(of_rows: Sequence[float], kind: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(of_rows), counts)).to(device, kind)
+
+    def joined(parts: Sequence[NDArray[Any]], kind: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device, kind)
 
     return MicroBatch(
@@ -117,15 +100,40 @@ def collate(
         input_ids=torch.from_numpy(ids.reshape(1 if packed else len(rows), -1)).to(device),
         positions=joined(positions, torch.int64),
         targets=joined(targets, torch.int64),
-        row_of=joined(row_of, torch.int64),
-        generation_logprobs=joined(logprobs, dtype),
-        advantages=advantages.to(device),
-        sequences=sequences.to(device),
-        correct=correct.to(device),
-        staleness=joined(staleness, dtype),
-        weights=factors.to(device),
+        row_of=repeated(range(len(rows)), torch.int64),
+        generation_logprobs=joined([row.tokens.logprobs[row.tokens.sampled] for row in rows], dtype),
+        advantages=joined([_advantages(row, n) for row, n in zip(rows, counts, strict=True)], dtype),
+        sequences=repeated([numbers[rollout] for rollout in rollouts(rows)], torch.int64),
+        correct=repeated([row.correct for row in rows], torch.bool),
+        staleness=joined([step - row.tokens.versions[row.tokens.sampled] for row in rows], dtype),
+        weights=repeated(weights or [0.0] * len(rows), torch.float64),
         packed=parts,
     )
+
+
+def _fill(
+    ids: NDArray[np.int64],
+    rows: Sequence[Row],
+    lengths: Sequence[int],
+    places: Sequence[tuple[int, int]],
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int32]]]:
+    """Write the tokens of rows into the flattened ids; return the positions and the ids of sampled ones."""
+    positions, targets = [], []
+    for row, n, (prompt, rest) in zip(rows, lengths, places, strict=True):
+        tokens = np.concatenate([row.prompt_ids, row.tokens.ids])
+        sampled, n_prompt = np.flatnonzero(row.tokens.sampled), len(row.prompt_ids)
+        if not n_prompt and sampled.size and sampled[0] == 0:
+            raise TrainerError(f"a row of group {row.group} has no prompt: its first token cannot be scored")
+        ids[prompt : prompt + min(n, n_prompt)] = tokens[: min(n, n_prompt)]
+        ids[rest : rest + n - n_prompt] = tokens[n_prompt:n]
+        positions.append(np.where(sampled, sampled + (rest - 1), prompt + n_prompt - 1))
+        targets.append(tokens[n_prompt + sampled])
+    return positions, targets
+
+
+def _advantages(row: Row, n: int) -> NDArray[Any]:
+    """Return the advantages [n] of a row's sampled tokens."""
+    return np.full(n, row.advantage) if row.token_advantages is None else row.token_advantages
 
 
 def _side_by_side(rows: Sequence[Row], width: int) -> list[tuple[int, int]]:

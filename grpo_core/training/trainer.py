@@ -117,17 +117,7 @@ class TorchTrainer:
         if "teacher" in self._needs:
             check_vocabulary(setup.model, setup.teacher)
         resume = Path(setup.resume_from) if setup.resume_from else None
-        source = ModelSource(
-            start=setup.model.path,
-            saved=resume / "trainer" if resume else None,
-            config=setup.model,
-            device=self._device,
-            passes=Passes.of(self._config),
-            reference="reference" in self._needs,
-            moves_reference=self._config.reference_every > 0,
-            seed=setup.seed,
-            ranks=self._ranks,
-        )
+        source = self._source(resume)
         self.model = build(source)
         self._teacher = (
             Teacher.load(setup.teacher, self._device, source.passes) if "teacher" in self._needs else None
@@ -165,6 +155,20 @@ class TorchTrainer:
         self._lost_updates = 0
         torch.manual_seed(setup.seed)
         self.version = self._saving.resume(resume) if resume else 0
+
+    def _source(self, resume: Path | None) -> ModelSource:
+        """Return what the model is made from: that of the setup, or of a checkpoint."""
+        return ModelSource(
+            start=self._setup.model.path,
+            saved=resume / "trainer" if resume else None,
+            config=self._setup.model,
+            device=self._device,
+            passes=Passes.of(self._config),
+            reference="reference" in self._needs,
+            moves_reference=self._config.reference_every > 0,
+            seed=self._setup.seed,
+            ranks=self._ranks,
+        )
 
     def description(self) -> dict[str, Any]:
         """Describe the trainer to its parent process."""
