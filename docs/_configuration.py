@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the docstrings of grpo_core/config.py."""
+"""Writes docs/configuration.md from the docstrings of grpo_core/config."""
 
 from __future__ import annotations
 

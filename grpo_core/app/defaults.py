@@ -61,9 +61,10 @@ def text(sections: Sequence[str] = (), settings: Sequence[str] = ()) -> str:
 
 def documented() -> dict[str, dict[str, str]]:
     """Return the docstrings of the configuration's classes (under "") and of their attributes."""
-    tree = ast.parse(Path(configuration.__file__).read_text(encoding="utf-8"))
+    sections = sorted(Path(configuration.__file__).parent.glob("*.py"))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sections]
     found: dict[str, dict[str, str]] = {}
-    for node in tree.body:
+    for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.ClassDef):
             texts = found[node.name] = {"": ast.get_docstring(node) or ""}
             for one, following in zip(node.body, node.body[1:], strict=False):

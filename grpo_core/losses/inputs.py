@@ -48,7 +48,10 @@ def padded(
     """
     picked = mask.bool()
     of = [0] * len(picked) if prompts is None else list(prompts)
-    places, all_rows = _weights(picked.sum(1).tolist(), of, aggregation, constant, empty_rows)
+    weights = _weights(picked.sum(1).tolist(), of, aggregation, constant, empty_rows)
+    all_rows = advantages.new_zeros(len(of)).double()
+    for row, weight in weights.items():
+        all_rows[row] = weight
     rows = picked.nonzero()[:, 0]
 
     def flat(tensor: Tensor | None) -> Tensor | None:
@@ -73,13 +76,13 @@ def padded(
         entropy=entropies,
         advantages=given,
         rows=rows,
-        weights=all_rows.to(policy.device)[rows].to(policy.dtype),
+        weights=all_rows[rows].to(policy.dtype),
         step=0,
         update=0,
         update_tokens=len(rows),
-        update_rows=len(places),
-        update_sequences=len(places),
-        update_prompts=len({of[row] for row in places}),
+        update_rows=len(weights),
+        update_sequences=len(weights),
+        update_prompts=len({of[row] for row in weights}),
         correct=right,
         update_correct_tokens=0 if right is None else int(right.sum()),
         update_entropies=None if entropies is None else entropies.detach(),
@@ -92,10 +95,8 @@ def _weights(
     aggregation: Aggregation,
     constant: float | None,
     empty_rows: bool,
-) -> tuple[list[int], Tensor]:
-    """Return the rows that count, and the weight of each row's tokens, float64; others weigh nothing."""
-    import torch
-
+) -> dict[int, float]:
+    """Return the weight of each token of the rows that count."""
     counted = [row for row, n in enumerate(tokens) if n or empty_rows]
     weights = row_weights(
         [tokens[row] for row in counted],
@@ -104,7 +105,4 @@ def _weights(
         aggregation=aggregation,
         constant=constant,
     )
-    all_rows = torch.zeros(len(tokens), dtype=torch.float64)
-    for row, weight in zip(counted, weights, strict=True):
-        all_rows[row] = weight
-    return counted, all_rows
+    return dict(zip(counted, weights, strict=True))

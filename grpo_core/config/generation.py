@@ -1,0 +1,100 @@
+"""The sections of engines and rollouts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+
+from grpo_core.config.choices import PluginChoice
+
+
+def _ports(instance: object, attribute: object, value: tuple[int, int]) -> None:
+    first, last = value
+    if tuple(value) != (0, 0) and not 1 <= first <= last <= 65535:
+        raise ValueError(
+            "'collective_ports' must be [first, last] with 1 <= first <= last <= 65535, or [0, 0] for any "
+            f"free port: {list(value)}"
+        )
+
+
+@frozen(kw_only=True)
+class EngineConfig(PluginChoice):
+    """The engine, which generates completions."""
+
+    name: str = "local"
+    """Name of the engine, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    threads: int = field(default=0, validator=ge(0))
+    """Number of torch threads on the CPU; 0 uses half of the cores if training runs at the same time,
+    otherwise all."""
+    deadline: float = field(default=600.0, validator=gt(0))
+    """Time limit in seconds for a weight update and for the start of the engine; a process that exceeds it is
+    replaced, once for each update."""
+    workers: int = field(default=1, validator=ge(1))
+    """Number of engines that share the requests, on this machine or in workers of a cluster."""
+    max_requests: int = field(default=0, validator=ge(0))
+    """Largest number of requests that each engine is given at the same time; the others wait, the oldest
+    first.  0 leaves the number to the engine."""
+    gpus: list[int] = field(factory=list)
+    """GPUs of this machine for the engines, shared evenly among `workers`: with two workers, `[0, 1, 2, 3]`
+    gives the first engine 0 and 1.  If the list is empty, they share all GPUs but the trainer's."""
+    gpus_per_worker: float = field(default=0.0, validator=ge(0))
+    """Number of GPUs of each engine worker in a cluster; with 0, a worker sees none."""
+    placement: Literal["pack", "spread"] = "pack"
+    """Place the engine workers of a cluster on as few machines as possible ("pack") or on as many
+    ("spread")."""
+    env_vars: dict[str, str] = field(factory=dict)
+    """Environment variables are set in each engine worker of a cluster before the engine's plugin is
+    loaded. The value "$NAME" stands for the variable NAME of this process."""
+    transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
+    """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
+    `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise. `auto` is
+    `shm`: the two others have not been run on GPUs yet."""
+    collective_host: str = "127.0.0.1"
+    """Engines reach the trainer at this address of its machine (`collective` only); on a cluster use an
+    address of its network."""
+    collective_ports: tuple[int, int] = field(default=(0, 0), validator=_ports)
+    """Engines reach the trainer at the first free port of this range, [first, last] (`collective` only);
+    [0, 0] is any free port. A firewall has to let the range through."""
+
+
+CUTS = ("top_p", "top_k", "min_p")
+"""Keys that cut the distribution that a validation samples from."""
+
+
+@frozen(kw_only=True)
+class RolloutConfig:
+    """Limits and sampling parameters of rollouts."""
+
+    group_size: int = field(default=8, validator=ge(2))
+    """Number of rollouts of each prompt."""
+    temperature: float = field(default=1.0, validator=gt(0))
+    """Sampling temperature of the completions."""
+    max_tokens: int = field(default=256, validator=ge(1))
+    """Largest number of tokens in one completion."""
+    max_prompt_tokens: int = field(default=0, validator=ge(0))
+    """Training and held-out prompts with more tokens than this are left out before the run begins, and a
+    message tells their number; 0 keeps all.  Prompts that leave no room for `max_tokens` are skipped when
+    they are drawn.  An agent writes its own prompts, which this does not limit."""
+    max_turns: int = field(default=0, validator=ge(0))
+    """Largest number of completions in a rollout, if its environment allows more; 0 leaves it to the
+    environment."""
+    max_total_tokens: int = field(default=0, validator=ge(0))
+    """Largest number of tokens in a rollout (prompt, completions and the environment's messages); 0 uses all
+    positions of the model."""
+    max_tool_calls: int = field(default=0, validator=ge(0))
+    """Largest number of tool calls in a rollout; 0 means no limit."""
+    truncated: Literal["train", "mask", "unscored"] = "train"
+    """Rollouts that a token limit cut off are trained like others ("train"), their reward only counts in
+    the mean of their group ("mask"), or they are not judged and do not count at all ("unscored")."""
+    stop: list[str] = field(factory=list)
+    """A completion ends with any of these strings, or with the tokenizer's end-of-sequence token."""
+    deadline: float = field(default=600.0, validator=gt(0))
+    """Time limit in seconds for one attempt at a rollout; then it is tried again.  It includes the time in
+    which requests wait for room in the engine: raise it for long completions."""
+    max_retries: int = field(default=3, validator=ge(0))
+    """Number of attempts after the first; then the prompt is skipped, and the skip is recorded."""
+    max_in_flight: int = field(default=0, validator=ge(0))
+    """Largest number of rollouts that are played at the same time, those of a validation included; 0 means no
+    limit.  The rollouts of a group begin together, so a group that is larger is played alone."""

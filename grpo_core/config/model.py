@@ -1,0 +1,71 @@
+"""The sections of the model and of its teacher."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, lt
+
+
+@frozen(kw_only=True)
+class LoraConfig:
+    """LoRA trains two small matrices beside each chosen layer, the adapters, and keeps the model's weights.
+
+    The section `[model.lora]`, empty or not, turns it on.
+    """
+
+    rank: int = field(default=16, validator=ge(1))
+    """Each adapter is a product of two matrices with this inner dimension."""
+    alpha: float = field(default=32.0, validator=gt(0))
+    """Adapters are multiplied by `alpha / rank`."""
+    targets: list[str] = field(factory=list)
+    """Names of the layers that get adapters, as in `["q_proj", "v_proj"]`; if the list is empty, all linear
+    layers but the output layer."""
+    dropout: float = field(default=0.0, validator=[ge(0), lt(1)])
+    """Share of an adapter's inputs that are dropped in passes with a gradient; engines never drop any, so
+    this adds noise to the ratios of the loss."""
+    publish: Literal["adapters", "merged"] = "adapters"
+    """A weight sync sends the adapters alone, which the engine adds to the model's files, or the sum of both
+    ("merged"), for engines on machines without these files."""
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    """The model that is trained."""
+
+    path: str = "tiny"
+    """The model is a directory, a hub id, or the name of a model that a plugin makes; "tiny" is made locally,
+    with 90,000 parameters."""
+    options: dict[str, Any] = field(factory=dict)
+    """Options of a model that a plugin makes; "tiny" has `width`, `layers` and `warm_start_steps`."""
+    chat_template: str = ""
+    """Chat template instead of the tokenizer's, saved with the model: a file in Jinja's language, or
+    "chatml", which comes with grpo-core, writes ChatML as Qwen models read it, and keeps reasoning."""
+    chat_template_kwargs: dict[str, Any] = field(factory=dict)
+    """Variables that the chat template reads, such as `enable_thinking = false` for Qwen3."""
+    response_format: str = "auto"
+    """Format in which reasoning and tool calls are read from a completion: "auto" is the tokenizer's own, or
+    calls between <tool_call> and </tool_call>; others, such as "qwen3" and "gpt-oss", come with
+    `pip install 'grpo-core[formats]'`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Matrix products in training use this type, and engines receive the weights in it; the trainer's own
+    weights and its optimizer stay float32. "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    trust_remote_code: bool = False
+    """Allow code that comes with the model to run."""
+    lora: LoraConfig | None = None
+    """Adapters that are trained instead of the model's weights."""
+
+
+@frozen(kw_only=True)
+class TeacherConfig:
+    """The teacher, a frozen model that scores the policy's tokens for on-policy distillation."""
+
+    path: str = ""
+    """The teacher is a model's directory, a hub id, or a run's directory, which stands for its newest
+    checkpoint. Its vocabulary has to be that of the trained model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The teacher's weights and matrix products have this type; "auto" is bfloat16 on a GPU and float32 on a
+    CPU."""
+    trust_remote_code: bool = False
+    """Allow code that comes with the teacher to run."""

@@ -1,0 +1,89 @@
+"""The sections of what surrounds a run: checkpoints, trackers, health, placement and the data plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, le
+
+from grpo_core.config.choices import PluginChoice
+
+
+@frozen(kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written, and how many are kept."""
+
+    every: int = field(default=20, validator=ge(0))
+    """Save every this many steps; 0 means only at the end."""
+    keep: int = field(default=2, validator=ge(1))
+    """Number of newest complete checkpoints that stay on disk."""
+    keep_every: int = field(default=0, validator=ge(0))
+    """Checkpoints at multiples of this many steps stay on disk for ever; 0 means none."""
+    best: str = ""
+    """The checkpoint with the largest value of this metric of a task or validation set stays on disk, too, as
+    in `validation/sort/accuracy`; with `-` before the name, the one with the smallest value. Checkpoints
+    are compared that are validated: choose `checkpoint.every` as a multiple of `validation.every`."""
+    async_save: bool = True
+    """Save in the background from a snapshot in host memory, which stays allocated (12 bytes per float32
+    parameter). If false, training waits until the checkpoint is written."""
+
+
+@frozen(kw_only=True)
+class TrackingConfig:
+    """The trackers, which receive the metrics, rollouts and events of a run.
+
+    A table `[tracking.NAME]` holds the options of the tracker NAME.
+    """
+
+    trackers: list[str] = field(factory=lambda: ["files", "terminal", "report"])
+    """Names of the trackers. `files` writes `metrics.jsonl`, `events.jsonl`, `rollouts/` and
+    `validation/`; without it the run leaves no report and cannot be verified."""
+    options: dict[str, dict[str, Any]] = field(factory=dict)
+    """Options by tracker; they are written as tables `[tracking.NAME]`, without the word `options`."""
+
+
+_LIMITS: Any = deep_iterable(ge(0))
+
+
+@frozen(kw_only=True)
+class HealthConfig:
+    """Limits of health metrics, [warn, abort] for the median of the last five steps; 0 disables one."""
+
+    canary_tolerance: float = field(default=0.0, validator=ge(0))
+    """Largest difference of logprobs between engine and trainer after a weight sync.  0 chooses 0.001, or 0.1
+    if one of them computes in bfloat16."""
+    logprob_diff: tuple[float, float] = field(default=(0.5, 2.0), validator=_LIMITS)
+    """Limits for the mean difference of logprobs between the engine and the trainer at the start of a
+    step."""
+    mismatch_kl: tuple[float, float] = field(default=(0.5, 4.0), validator=_LIMITS)
+    """Limits for the KL from the policy that generated to the policy at the start of a step."""
+    effective_sample_size: tuple[float, float] = field(default=(0.1, 0.01), validator=_LIMITS)
+    """Limits for the effective sample size of the importance ratios, as a share of the tokens; smaller is
+    worse."""
+    clip_fraction: tuple[float, float] = field(default=(0.3, 0.9), validator=_LIMITS)
+    """Limits for the share of clipped tokens, on either side."""
+    max_non_finite: float = field(default=0.1, validator=[ge(0), le(1)])
+    """The run stops when more than this share of an update's rows has a loss that is not finite; fewer rows
+    are skipped and counted."""
+    max_memory: float = field(default=1.0, validator=ge(0))
+    """The run is refused before it starts if the parts of its memory that it certainly needs take more than
+    this share of the available memory of the host or of a GPU; 0 turns the check off."""
+
+
+@frozen(kw_only=True)
+class PlacementConfig(PluginChoice):
+    """The place where engines and environments run."""
+
+    name: str = "local"
+    """Name of the placement: `local` uses child processes of this machine; `--ray` chooses `ray`, a Ray
+    cluster."""
+
+
+@frozen(kw_only=True)
+class DataPlaneConfig(PluginChoice):
+    """The place of the tokens of finished rollouts, until they are trained."""
+
+    name: str = "memory"
+    """Name of the data plane: `memory` is the process of the run; `ray`, with `--ray`, is Ray's object store,
+    from which the trainer's processes fetch the tokens of their rows."""

@@ -1,0 +1,118 @@
+"""Says what is wrong with the tables of a configuration."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import attrs
+import cattrs
+
+from grpo_core.config.choices import NAMED, TASK_NAME
+from grpo_core.config.generation import CUTS
+from grpo_core.config.run import Config
+from grpo_core.errors import did_you_mean
+
+
+def problems(kind: Any, value: Any, where: str) -> Iterable[str]:
+    """Describe what is wrong with a value: unknown or missing keys, and wrong types."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and attrs.has(kind):
+        yield from _table_problems(kind, value, where)
+    elif origin in (typing.Union, types.UnionType):
+        if value is not None:
+            yield from problems(next(k for k in arguments if k is not types.NoneType), value, where)
+    elif origin is Literal:
+        if value not in arguments:
+            yield _expected(where, " or ".join(map(repr, arguments)), value)
+    elif origin is dict:
+        if not isinstance(value, Mapping):
+            yield _expected(where, "a table", value)
+        else:
+            if where in NAMED:
+                yield from (_name(where, name) for name in value if not re.fullmatch(TASK_NAME, name))
+            for key, item in value.items():
+                yield from problems(arguments[1], item, f"{where}.{key}")
+    elif origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            yield _expected(where, "a list", value)
+        elif origin is tuple and len(value) != len(arguments):
+            yield _expected(where, f"{len(arguments)} values", value)
+        else:
+            for i, item in enumerate(value):
+                yield from problems(arguments[0], item, f"{where}.{i}")
+    elif kind is not Any and (expected := _scalar_problem(kind, value)):
+        yield _expected(where, expected, value)
+
+
+def _table_problems(kind: type, value: Any, where: str) -> Iterable[str]:
+    if not isinstance(value, Mapping):
+        yield _expected(where, "a table", value)
+        return
+    known = attrs.fields_dict(attrs.resolve_types(kind))
+    prefix = f"{where}." if where else ""
+    for key, item in value.items():
+        if key in known:
+            yield from problems(known[key].type, item, prefix + key)
+        else:
+            yield f"unknown configuration key {prefix + key!r}.{_nearest(key, known, prefix)}"
+    for key, attribute in known.items():
+        if attribute.default is attrs.NOTHING and key not in value:
+            yield f"configuration key {prefix + key!r} is missing"
+
+
+def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
+    """Return a hint at the key that was meant: one beside it, or one of that name in a section."""
+    if prefix == "rollout." and key in CUTS:
+        return (
+            " Training samples from the whole distribution, since its logprobs are those of all tokens; "
+            f"validation.{key} is for validation"
+        )
+    if near := did_you_mean(key, set(known)):
+        return near
+    if "options" in known:
+        what = "name" if key == "strategy" else f"options.{key}"
+        return f" Did you mean {prefix + what!r}, {'the strategy' if key == 'strategy' else 'an option'}?"
+    inside = [
+        f"{section}.{key}"
+        for section, attribute in attrs.fields_dict(attrs.resolve_types(Config)).items()
+        if (kind := attribute.type) and attrs.has(kind) and key in attrs.fields_dict(kind)
+    ]
+    return f" Did you mean {' or '.join(map(repr, inside))}?" if inside and not prefix else ""
+
+
+def _name(where: str, name: str) -> str:
+    return (
+        f"configuration key {where!r}: the name {name[:80]!r} of a {NAMED[where]} has to be 1 to 64 letters, "
+        "digits and the characters . _ -"
+    )
+
+
+def _scalar_problem(kind: type, value: Any) -> str:
+    """Describe the expected type, or return an empty string."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool:
+        return "" if isinstance(value, bool) else "true or false"
+    if kind is str:
+        return "" if isinstance(value, str) else "a string"
+    if not number:
+        return "a number"
+    return "a whole number" if kind is int and value != int(value) else ""
+
+
+def _expected(where: str, expected: str, value: Any) -> str:
+    return f"configuration key {where!r}: expected {expected}, got {value!r}"
+
+
+def out_of_range(error: BaseException, where: str) -> Iterable[str]:
+    """The leaves of cattrs' exception group, each with the section that it is about."""
+    if not isinstance(error, cattrs.BaseValidationError):
+        yield f"configuration key {where!r}: {error}" if where else f"configuration: {error}"
+        return
+    for inner in error.exceptions:
+        names = [getattr(note, "name", None) for note in getattr(inner, "__notes__", ())]
+        place = ".".join(filter(None, [where, *(name for name in names if isinstance(name, str))]))
+        yield from out_of_range(inner, place)

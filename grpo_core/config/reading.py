@@ -1,0 +1,143 @@
+"""Reads configurations from TOML files and settings, and writes them."""
+
+from __future__ import annotations
+
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cattrs
+
+from grpo_core.config.problems import out_of_range, problems
+from grpo_core.config.run import Config
+from grpo_core.credentials import secrets_in
+from grpo_core.errors import ConfigError
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a file.  Raises ConfigError if it is missing or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; a configuration is a TOML file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not readable as TOML: its values are nested too deeply") from None
+
+
+def parse_setting(setting: str) -> dict[str, Any]:
+    """Return ``"trainer.lr=1e-4"`` as ``{"trainer": {"lr": 1e-4}}``; a value that is not TOML is a string.
+
+    Raises ConfigError if there is no key, or the value is nested too deeply.
+    """
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {setting}: expected section.key=value, as in --set trainer.lr=1e-4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    except RecursionError:
+        raise ConfigError(f"--set {key}: its value is nested too deeply") from None
+    nested: Any = value
+    for part in reversed(key.strip().split(".")):
+        nested = {part: nested}
+    return typing.cast("dict[str, Any]", nested)
+
+
+def parse_settings(settings: Iterable[str], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a table with what each ``--set`` says, the later ones over the earlier ones and ``onto``."""
+    table = dict(onto or {})
+    for setting in settings:
+        table = merge(table, parse_setting(setting))
+    return table
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge tables key by key; everything else in ``over`` replaces what is in ``base``."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def replace_parts(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table without the options of those parts that ``over`` replaces by others."""
+    kept = dict(table)
+    for section, above in over.items():
+        below = kept.get(section)
+        if (
+            isinstance(below, Mapping)
+            and isinstance(above, Mapping)
+            and above.get("name", below.get("name")) != below.get("name")
+        ):
+            kept[section] = {key: value for key, value in below.items() if key != "options"}
+    return kept
+
+
+def build(layers: Iterable[Mapping[str, Any]]) -> Config:
+    """Make the configuration from tables, later ones over earlier ones.
+
+    Raises ConfigError that names every unknown key (with the nearest known one) and every bad value.
+    """
+    try:
+        merged: dict[str, Any] = {}
+        for layer in layers:
+            merged = merge(merged, layer)
+        secrets = map(_refuse_secret, sorted(set(secrets_in(merged))))
+        merged = _with_tracker_options(merged)
+        found = [*secrets, *problems(Config, merged, "")]
+        if found:
+            raise ConfigError("\n".join(found))
+        config = cattrs.structure(merged, Config)
+        as_toml(config)
+        return config
+    except cattrs.BaseValidationError as error:
+        raise ConfigError("\n".join(out_of_range(error, ""))) from None
+    except RecursionError:
+        raise ConfigError("the configuration: a value is nested too deeply") from None
+
+
+def _refuse_secret(key: str) -> str:
+    return (
+        f"configuration key {key!r}: looks like a secret, and the configuration is written to config.toml, "
+        "events.jsonl and report.html of the run. Set an environment variable instead, and let the plugin "
+        "read it (os.environ): child processes have the variables of grpo-core"
+    )
+
+
+def as_table(config: Config) -> dict[str, Any]:
+    """Return plain dicts and lists: ``build([as_table(c)]) == c``.  Keys that are None are left out."""
+    table: dict[str, Any] = _without_none(cattrs.unstructure(config))
+    table["tracking"] |= table["tracking"].pop("options")
+    return table
+
+
+def _with_tracker_options(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the tables ``[tracking.NAME]`` to where ``TrackingConfig`` has them."""
+    given = table.get("tracking")
+    if not isinstance(given, Mapping):
+        return dict(table)
+    options = {key: value for key, value in given.items() if isinstance(value, Mapping)}
+    rest = {key: value for key, value in given.items() if key not in options}
+    return {**table, "tracking": {**rest, "options": options}}
+
+
+def _without_none(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_none(item) for key, item in value.items() if item is not None}
+
+
+def as_toml(config: Config) -> str:
+    """The resolved configuration as it is written into the run's directory."""
+    import tomli_w
+
+    return tomli_w.dumps(as_table(config))

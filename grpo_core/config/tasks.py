@@ -1,0 +1,163 @@
+"""The sections of what is trained on: tasks, their data, the sampler, filters and the shaping of rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import ge, gt, le, optional
+
+from grpo_core.config.choices import PluginChoice
+
+
+@frozen(kw_only=True)
+class SourceConfig:
+    """A file or data set of prompts, for tasks whose environment has none."""
+
+    path: str = ""
+    """Training prompts come from this file (.jsonl, .csv, .tsv, .parquet, .arrow or .feather) or data set (a
+    directory or a hub id); if it is empty, from the environment."""
+    validation_path: str = ""
+    """Held-out prompts come from this file or data set.  If it is empty, they come from `path` if that is a
+    data set and `validation_split` is given, otherwise from the environment."""
+    subset: str = ""
+    """Name of the subset, for a data set with several."""
+    split: str = "train"
+    """Split of a data set with the training prompts."""
+    validation_split: str = ""
+    """Split of a data set with the held-out prompts."""
+    prompt: str = ""
+    """Field of a row with the prompt, as text or messages.  If it is empty, the first of `prompt`, `messages`
+    and `question` that exists is used."""
+    answer: str = "answer"
+    """Field of a row with the answer.  Another field than `answer` has to be in at least one row."""
+    id: str = "id"
+    """Field of a row with the id; the default id is the row's number.  All other fields become the prompt's
+    `info`."""
+    system: str = ""
+    """System message before each prompt, unless it is empty."""
+    template: str = ""
+    """Jinja template of the prompt with the fields of a row, instead of `prompt`, such as
+    "{{ question }} Answer with a number."."""
+    answer_template: str = ""
+    """Jinja template of the answer with the fields of a row, instead of `answer`."""
+    where: str = ""
+    """A row is a prompt if it fulfils this Jinja expression over its fields, such as
+    'level == "5" and question | length < 500'; the others are left out."""
+    deduplicate: bool = False
+    """The first of several rows with the same prompt counts alone; white space makes no difference."""
+    workers: int = field(default=0, validator=ge(0))
+    """Number of processes that read rows ahead; they pay only for rows that are slow to read."""
+
+
+@frozen(kw_only=True)
+class TaskConfig:
+    """A named source of prompts: an environment with its options."""
+
+    env: str
+    """Name of the environment, as in "math:sort" or "./file.py:Class"."""
+    options: dict[str, Any] = field(factory=dict)
+    """Options are passed to the environment's factory."""
+    weight: float = field(default=1.0, validator=ge(0))
+    """Relative share of the prompts, for samplers that weigh tasks."""
+    success: float | None = None
+    """Reward from which a rollout is a success, which `accuracy` counts; without it, the environment's own
+    threshold, if it declares one."""
+    source: SourceConfig = field(factory=SourceConfig)
+    """Prompts can come from a file or data set instead of the environment."""
+    python: str = ""
+    """The environment runs in this Python interpreter or directory of a virtual environment, instead of
+    `environment.python`."""
+    env_vars: dict[str, str] = field(factory=dict)
+    """Environment variables are set in this environment's process, besides `environment.env_vars`."""
+
+
+@frozen(kw_only=True)
+class SamplerConfig(PluginChoice):
+    """The sampler, which chooses the next prompts."""
+
+    name: str = "mix"
+    """Name of the sampler, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+
+
+@frozen(kw_only=True)
+class DynamicSamplingConfig:
+    """Dynamic sampling replaces groups whose rewards are all equal, because they have no learning signal."""
+
+    enabled: bool = False
+    """Train only groups whose rewards differ, and generate others instead of the rest."""
+    tolerance: float = field(default=0.0, validator=ge(0))
+    """Rewards of a group are equal if they differ by no more than this."""
+    max_extra_groups: int = field(default=0, validator=ge(0))
+    """The run ends with an error when more groups than this are filtered between two steps.  0 allows 20 for
+    each group of a step."""
+
+
+def _range(instance: object, attribute: attrs.Attribute[Any], value: tuple[float, float]) -> None:
+    low, high = value
+    if not low < high and value != (0.0, 0.0):
+        raise ValueError(f"'{attribute.name}' must be [low, high] with low < high: {list(value)}")
+
+
+@frozen(kw_only=True)
+class ShapingConfig:
+    """Shaping changes the rewards that advantages compare; metrics and records keep the original ones.
+
+    It is applied in the order of the keys.
+    """
+
+    weights: dict[str, float] = field(factory=dict)
+    """The reward is the sum of these parts (`Feedback.metrics`), each times its weight; without parts, the
+    environment's reward."""
+    source: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
+    """Rewards are clipped to this range, [lowest, highest], and mapped to `target`; [0, 0] is off."""
+    target: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)
+    """The range `source` becomes this range; [0, 0] only clips."""
+    truncated_factor: float = field(default=1.0, validator=[ge(0), le(1)])
+    """The reward of a rollout that a token limit cut off is multiplied by this."""
+    token_price: float = field(default=0.0, validator=ge(0))
+    """Each sampled token costs this much reward."""
+    overlong_buffer: int = field(default=0, validator=ge(0))
+    """DAPO's soft overlong punishment rises over this many tokens below `overlong_limit`; 0 is off."""
+    overlong_limit: int = field(default=0, validator=ge(0))
+    """Rollouts with this many sampled tokens or more have the whole penalty; 0 takes `rollout.max_tokens`."""
+    overlong_penalty: float = field(default=1.0, validator=ge(0))
+    """The whole penalty of an overlong rollout."""
+
+
+@frozen(kw_only=True)
+class EnvironmentConfig:
+    """Rules for calling environments, in training and validation."""
+
+    workers: int = field(default=1, validator=ge(1))
+    """Number of workers per environment that share the episodes, on this machine or in a cluster."""
+    max_batch: int = field(default=256, validator=ge(1))
+    """Largest number of episodes in one call."""
+    max_wait: float = field(default=0.005, validator=ge(0))
+    """An episode waits this many seconds for others to share its call."""
+    deadline: float | None = field(default=None, validator=optional(gt(0)))
+    """Time limit of a call in seconds.  Then an async call is cancelled; if the process does not react, it is
+    killed, and each episode is tried alone.  If this is not set, the environment may declare it; the default
+    is 30."""
+    start_deadline: float = field(default=120.0, validator=gt(0))
+    """Time limit in seconds for the start of an environment, and for its prompts."""
+    concurrency: int | None = field(default=None, validator=optional(ge(0)))
+    """Number of calls of an async `evaluate`, of tools and of `open` that run at once in each worker, each
+    with one episode (or one group, if the environment compares rollouts).  A call that ends makes room for
+    the next at once.  0 gives `evaluate` batches, one after another.  If this is not set, the environment may
+    declare it; the default is 0."""
+    max_error_rate: float = field(default=0.2, validator=[ge(0), le(1)])
+    """The run ends when more calls than this share of 200 have failed among the last 200 calls of a task, or
+    20 in a row; 1 turns both rules off.  A call judges an episode, or a group if the environment compares
+    rollouts.  A prompt's first failure is tried again and does not count, unless `rollout.max_retries` is
+    0."""
+    python: str = ""
+    """Environments run in this Python interpreter (3.11 or newer), or in this directory of a virtual
+    environment, with the packages and plugins that are installed there.  If it is empty, they run in the
+    interpreter of grpo-core."""
+    agent_host: str = "127.0.0.1"
+    """Agents find the model at this address of this machine; on a cluster use an address of its network."""
+    env_vars: dict[str, str] = field(factory=dict)
+    """Environment variables are set in the environments' processes.  The value "$NAME" stands for the
+    variable NAME of this process, so that no file holds a secret."""

@@ -1,0 +1,210 @@
+"""The sections of the loss, the advantages, the trainer, its optimizer and the pipeline."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, gt, le, lt, optional
+
+from grpo_core.config.choices import PluginChoice
+
+GOAL = re.compile(r"\s*(\S+)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+"""A condition on a metric: its name, the comparison, and a number."""
+
+
+@frozen(kw_only=True)
+class LossConfig(PluginChoice):
+    """The loss, which the optimizer minimises."""
+
+    name: str = "grpo"
+    """Name of the loss, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
+    """The losses of an update's tokens are averaged over all tokens ("token"), over the rollouts of their
+    means ("sequence"), over the prompts of their means ("prompt"), or summed and divided by the number of
+    rollouts times `aggregation_constant` ("constant"), whatever the loss is."""
+    aggregation_constant: float = field(default=0.0, validator=ge(0))
+    """The sum of a rollout's losses is divided by this with `aggregation = "constant"`; Dr. GRPO takes the
+    largest number of tokens of a completion, 1 sums them up."""
+    all_rows: bool = False
+    """Rollouts with advantage 0 are trained as well, so that they count in the averages; losses with other
+    terms need them in any case."""
+    max_sequence_error: float = field(default=0.0, validator=ge(0))
+    """Rollouts are not trained if the mean of exp(|difference of logprobs between engine and trainer|) over
+    their tokens is above this; 0 trains all.  It costs one more forward pass."""
+
+    def __attrs_post_init__(self) -> None:
+        if (self.aggregation == "constant") != (self.aggregation_constant > 0):
+            raise ValueError(
+                f"aggregation = {self.aggregation!r} with aggregation_constant = "
+                f'{self.aggregation_constant:g}: aggregation "constant" needs a constant above 0, such as '
+                "rollout.max_tokens, and no other has one"
+            )
+        if 0 < self.max_sequence_error <= 1:
+            raise ValueError(
+                f"max_sequence_error = {self.max_sequence_error:g}: expected 0, or more than 1, since it "
+                "is 1 for a rollout on which engine and trainer agree"
+            )
+
+
+@frozen(kw_only=True)
+class AdvantageConfig(PluginChoice):
+    """The advantage function, which compares the rewards of a group."""
+
+    name: str = "group"
+    """Name of the advantage function, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    clip_low: float | None = None
+    """Advantages below this are raised to it; without it there is no lower limit."""
+    clip_high: float | None = None
+    """Advantages above this are lowered to it; without it there is no upper limit."""
+
+
+def _goal(instance: object, attribute: object, value: str) -> None:
+    if value and not GOAL.fullmatch(value):
+        raise ValueError(
+            f"'stop_when' must be NAME >= NUMBER or NAME <= NUMBER, as in validation/sort/accuracy >= 0.95: "
+            f"{value!r}"
+        )
+
+
+ActivationsChoice = Literal["keep", "recompute", "offload"]
+
+
+@frozen(kw_only=True)
+class TrainerConfig(PluginChoice):
+    """The trainer with its steps, optimizer and device."""
+
+    name: str = "torch"
+    """Name of the trainer, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    steps: int = field(default=100, validator=ge(1))
+    """Number of steps of the run."""
+    epochs: float = field(default=0.0, validator=ge(0))
+    """The run has as many steps as it takes to draw the prompts of all tasks this many times, instead of
+    `steps`; 0 means `steps`. Prompts that are filtered, skipped or passed over count as drawn."""
+    time_limit: float = field(default=0.0, validator=ge(0))
+    """End the run before this many seconds since its start, or its resume, are over, early enough for a
+    complete checkpoint; 0 means no limit. `--until TIME` sets it."""
+    stop_when: str = field(default="", validator=_goal)
+    """End the run with a checkpoint as soon as a metric of a step or of a validation reaches a value, as in
+    `validation/sort/accuracy >= 0.95` or `kl <= 0.1`."""
+    prompts_per_step: int = field(default=16, validator=ge(1))
+    """Number of groups in one step."""
+    updates_per_step: int = field(default=1, validator=ge(1))
+    """Number of optimizer updates in one step."""
+    lr: float = field(default=1e-6, validator=gt(0))
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    lr_end: float = field(default=0.1, validator=[ge(0), le(1)])
+    """A linear or cosine schedule ends at this share of `lr`."""
+    warmup_updates: int = field(default=5, validator=ge(0))
+    """Number of updates in which the learning rate rises linearly to `lr`."""
+    betas: tuple[float, float] = field(default=(0.9, 0.95), validator=deep_iterable([ge(0), lt(1)]))
+    """Decay rates of AdamW's first and second moments."""
+    weight_decay: float = field(default=0.0, validator=ge(0))
+    """Weight decay of matrices; `optimizer.decay` extends it to all parameters."""
+    max_grad_norm: float = field(default=1.0, validator=gt(0))
+    """Gradients are clipped to this norm."""
+    proximal: Literal["recompute", "generation", "interpolate"] = "recompute"
+    """Proximal logprobs are recomputed with the trainer's weights at the start of the step (one more forward
+    pass if there are several updates), taken from generation, or interpolated between generation and policy
+    by the staleness of each token, without a forward pass (A-3PO)."""
+    reference_every: int = field(default=0, validator=ge(0))
+    """The reference model of a KL term takes the trained weights every this many steps; with 0 it keeps the
+    weights that the run started from."""
+    reference_mix: float = field(default=1.0, validator=[gt(0), le(1)])
+    """The reference model becomes this share of the trained weights and keeps the rest of its own when it is
+    refreshed; 1 copies them, less makes an exponential moving average."""
+    tokens_per_microbatch: int = field(default=8192, validator=ge(1))
+    """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
+    own."""
+    packing: Literal[False, True, "auto"] = False
+    """Rows of a micro-batch stand one after the other without padding, each attends to itself alone, and a
+    prompt that several rows share is computed once; if false, rows of about the same length are side by
+    side. "auto" does for each update what costs less by a rule that was measured on CPUs."""
+    activations: ActivationsChoice = "keep"
+    """Activations of each layer are kept until the backward pass ("keep"), or computed again there from the
+    layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also
+    moves these inputs from a GPU to the machine's memory."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Passes compute with float32 weights, which matrix products round ("float32"), or with bfloat16 copies
+    of one layer at a time, made of the float32 weights that the optimizer updates ("bfloat16", which is
+    FSDP2's mixed precision): activations are bfloat16, and the trainer scores with exactly the weights that
+    engines get. For `model.dtype = "bfloat16"`."""
+    compile: bool = False
+    """Layers are compiled by torch, which takes a minute at the first step and makes later ones faster where
+    small operations take much of the time; it needs a C++ compiler."""
+    fingerprints: bool = True
+    """The fingerprints of the weights and of the optimizer's state after each step are in `events.jsonl`, so
+    that `grpo-core replay` can compare; they cost two passes over this memory."""
+    profile: int = field(default=0, validator=ge(0))
+    """Time this many steps after the first two in every process, trace as many more in the trainer, and write
+    where the time went into the run's directory; 0 does nothing. `--profile N` sets it."""
+    offload: bool = False
+    """Between two steps, the weights and the optimizer's state are in the machine's memory instead of the
+    GPU's, so that an engine on the same GPU has that; for `pipeline.max_staleness = 0`, where the engine and
+    the trainer take turns."""
+    device: str = "auto"
+    """Device of the trainer: "cpu", "cuda", or "auto" for CUDA if it is available."""
+    gpus: list[int] = field(factory=list)
+    """The trainer computes on this GPU of this machine, as in `[7]`.  If the list is empty, on the
+    first one that no engine is given."""
+    ranks: int = field(default=1, validator=ge(1))
+    """Number of processes that train together: each holds a part of the weights, gradients and optimizer, and
+    computes a part of the rows. With GPUs, each has one of its own."""
+    threads: int = field(default=0, validator=ge(0))
+    """Number of torch threads on the CPU; 0 uses half of the cores if generation runs at the same time,
+    otherwise all."""
+    deadline: float = field(default=3600.0, validator=gt(0))
+    """Time limit in seconds for the start, and for each step, publication and save."""
+
+
+def _some(instance: object, attribute: attrs.Attribute[Any], value: list[str]) -> None:
+    if not value:
+        raise ValueError(f"'{attribute.name}' must name at least one pattern: {value}")
+
+
+@frozen(kw_only=True)
+class ParameterGroupConfig:
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    parameters: list[str] = field(validator=_some)
+    """Patterns of the names of parameters, as in `["*embed_tokens*", "model.layers.0.*"]`; a parameter
+    belongs to the first group with a pattern that fits."""
+    lr: float | None = field(default=None, validator=optional(ge(0)))
+    """Peak learning rate of these parameters; the schedule scales it like `trainer.lr`, which holds if this
+    is not set. With 0 they stay as they are."""
+    weight_decay: float | None = field(default=None, validator=optional(ge(0)))
+    """Weight decay of all of these parameters; without it, `trainer.weight_decay` and `optimizer.decay`
+    hold."""
+
+
+@frozen(kw_only=True)
+class OptimizerConfig(PluginChoice):
+    """The optimizer, and groups of parameters that it trains in another way."""
+
+    name: str = "adamw"
+    """Name of the optimizer, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """Weight decay acts on matrices only, not on the gains of norms and on biases ("matrices"), or on all
+    parameters ("all")."""
+    groups: dict[str, ParameterGroupConfig] = field(factory=dict)
+    """Groups of parameters by name, each a table `[optimizer.groups.NAME]`."""
+
+
+@frozen(kw_only=True)
+class PipelineConfig:
+    """The schedule of generation and training, which run at the same time."""
+
+    max_staleness: int = field(default=1, validator=ge(0))
+    """Largest number of steps between the weights that generate and the step that trains; 0 is
+    synchronous."""
+    policy: Literal["deadline", "in_order"] = "deadline"
+    """Train groups as they become ready, by deadline, or in the order of their prompts, which is
+    reproducible: with `in_flight_updates = false`, or `max_staleness = 0`, the engine `local` then decodes
+    each call alone, which is slower, and equal runs have equal weights."""
+    in_flight_updates: bool = True
+    """Running requests continue with new weights; if false, a weight update waits until no request is
+    running."""

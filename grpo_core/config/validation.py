@@ -1,0 +1,147 @@
+"""The section of validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+from attrs import field, frozen
+from attrs.validators import ge, gt, le, optional
+
+from grpo_core.config.choices import PluginChoice
+from grpo_core.config.generation import EngineConfig
+from grpo_core.config.tasks import SourceConfig, TaskConfig
+
+INHERITED = ("name", "every", "at_start", "prompts", "top_p", "top_k", "min_p", "deadline")
+"""Keys that a set of held-out prompts takes from ``[validation]`` if it has none of its own."""
+
+
+@frozen(kw_only=True)
+class ValidationSetConfig:
+    """A named set of held-out prompts: of a task, or of an environment that nothing is trained on.
+
+    The keys after `source` are those of `[validation]`, and a key that is not set has its value from there.
+    """
+
+    task: str = ""
+    """The set has the held-out prompts of this task, and its environment."""
+    env: str = ""
+    """Name of the set's own environment, as in "math:sort" or "./file.py:Class", instead of `task`; it needs
+    no prompts for training."""
+    env_options: dict[str, Any] = field(factory=dict)
+    """Options are passed to the factory of `env`."""
+    success: float | None = None
+    """Reward from which a rollout in `env` is a success; without it, the environment's own threshold."""
+    source: SourceConfig = field(factory=SourceConfig)
+    """Prompts for `env` can come from a file or data set: from its `validation_path`, or else its `path`."""
+    python: str = ""
+    """`env` runs in this Python interpreter or virtual environment, instead of `environment.python`."""
+    env_vars: dict[str, str] = field(factory=dict)
+    """Environment variables are set in the process of `env`, besides `environment.env_vars`."""
+    name: str | None = None
+    """Name of the validation strategy."""
+    options: dict[str, Any] = field(factory=dict)
+    """Options of the strategy, such as `n` and `temperature`; with the strategy of `[validation]` its options
+    count as well."""
+    every: int | None = field(default=None, validator=optional(ge(0)))
+    """Measure the set every this many steps, and after the last; 0 leaves it to `grpo-core validate`."""
+    at_start: bool | None = None
+    """Measure the weights that the run starts from as well."""
+    prompts: int | None = field(default=None, validator=optional(ge(1)))
+    """Largest number of prompts."""
+    top_p: float | None = field(default=None, validator=optional([gt(0), le(1)]))
+    """Sample from the likeliest tokens whose probabilities add up to this."""
+    top_k: int | None = field(default=None, validator=optional(ge(0)))
+    """Sample from this many likeliest tokens; 0 is all tokens."""
+    min_p: float | None = field(default=None, validator=optional([ge(0), le(1)]))
+    """Sample from tokens with at least this share of the likeliest token's probability."""
+    deadline: float | None = field(default=None, validator=optional(gt(0)))
+    """Time limit in seconds for each set of rollouts of the strategy."""
+
+    def __attrs_post_init__(self) -> None:
+        if bool(self.task) == bool(self.env):
+            raise ValueError(
+                f"task = {self.task!r} with env = {self.env!r}: a set has the prompts of a task, or an "
+                "environment of its own"
+            )
+        of_env = (
+            self.env_options,
+            self.success is not None,
+            self.source != SourceConfig(),
+            self.python,
+            self.env_vars,
+        )
+        if self.task and any(of_env):
+            raise ValueError(
+                f"task = {self.task!r} with env_options, success or source: these belong to `env`, and a "
+                "task has its own"
+            )
+
+
+@frozen(kw_only=True)
+class ValidationConfig(PluginChoice):
+    """The validation strategy, and when it runs."""
+
+    name: str = "greedy"
+    """Name of the validation strategy, as `grpo-core plugins` lists it, or `./file.py:Name`."""
+    every: int = field(default=10, validator=ge(0))
+    """Validate every this many steps, and after the last; 0 means never."""
+    at_start: bool = True
+    """Validate the weights that the run starts from as well."""
+    prompts: int = field(default=200, validator=ge(1))
+    """Largest number of held-out prompts per task."""
+    top_p: float = field(default=1.0, validator=[gt(0), le(1)])
+    """Sample from the likeliest tokens whose probabilities add up to this; 1 is all tokens.  Like the next
+    two keys it is for strategies that sample; training always samples from the whole distribution."""
+    top_k: int = field(default=0, validator=ge(0))
+    """Sample from this many likeliest tokens; 0 is all tokens."""
+    min_p: float = field(default=0.0, validator=[ge(0), le(1)])
+    """Sample from tokens with at least this share of the likeliest token's probability; 0 is all tokens."""
+    pause: bool = False
+    """Pause training during validation.  If false, training goes on; the validated weights stay the same in
+    either case."""
+    deadline: float = field(default=3600.0, validator=gt(0))
+    """Time limit in seconds for each set of rollouts of a strategy; unfinished rollouts are unscored.  A
+    strategy that neither plays rollouts nor returns for twice as long ends the run."""
+    engine: EngineConfig | None = None
+    """A separate engine for validation, with its own options; training does not wait for its results."""
+    sets: dict[str, ValidationSetConfig] = field(factory=dict)
+    """Named sets of held-out prompts, which are measured besides those of the tasks, by metrics
+    `validation/SET/NAME`. A set has no task's name."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether a run measures anything."""
+        return bool(self.every or self.due_sets)
+
+    @property
+    def longest_deadline(self) -> float:
+        return max([self.deadline, *(self.of_set(name).deadline for name in self.sets)])
+
+    @property
+    def due_sets(self) -> list[str]:
+        """Names of the sets that a run measures."""
+        return [name for name in self.sets if self.of_set(name).every]
+
+    def environments(self, sets: Iterable[str]) -> dict[str, TaskConfig]:
+        """Return the environments of those of the sets that have their own."""
+        found = {name: self.sets[name] for name in sets if self.sets[name].env}
+        return {
+            name: TaskConfig(
+                env=one.env,
+                options=one.env_options,
+                success=one.success,
+                source=one.source,
+                python=one.python,
+                env_vars=one.env_vars,
+            )
+            for name, one in found.items()
+        }
+
+    def of_set(self, name: str) -> ValidationConfig:
+        """Return the section as it is for a set, whose own keys come first."""
+        chosen = self.sets[name]
+        own = {key: value for key in INHERITED if (value := getattr(chosen, key)) is not None}
+        inherited = self.options if own.get("name", self.name) == self.name else {}
+        return attrs.evolve(self, options={**inherited, **chosen.options}, sets={}, **own)
