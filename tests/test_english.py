@@ -77,16 +77,15 @@ def sections() -> list[type]:
     return [
         value
         for value in vars(config).values()
-        if inspect.isclass(value) and attrs.has(value) and value.__module__ == config.__name__
+        if inspect.isclass(value) and attrs.has(value) and value.__module__.startswith(config.__name__)
     ]
 
 
 def explanations() -> Iterator[tuple[str, str]]:
     """Each class of the configuration and each of its keys, with what is said of it."""
-    tree = ast.parse(inspect.getsource(config))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for kind in sections():
-        node = classes[kind.__name__]
+        (node,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(node, ast.ClassDef)
         yield kind.__name__, inspect.cleandoc(ast.get_docstring(node) or "")
         below = dict(zip(node.body, [*node.body[1:], None], strict=True))
         own = {name.target.id: name for name in node.body if isinstance(name, ast.AnnAssign)}
