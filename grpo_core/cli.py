@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
+from grpo_core.cli_planning import simulate
 from grpo_core.cli_runs import runs
 
 ALONE = {"--resume": "latest", "--ray": ""}
@@ -25,6 +26,7 @@ app = App(
     help_format="plaintext",
 )
 app.command(runs)
+app.command(simulate)
 
 
 @app.command

@@ -23,6 +23,7 @@ from grpo_core.config.reading import (
     parse_settings,
     read_toml,
     replace_parts,
+    structured,
 )
 from grpo_core.config.run import Config
 from grpo_core.config.tasks import (
@@ -86,4 +87,5 @@ __all__ = [
     "parse_settings",
     "read_toml",
     "replace_parts",
+    "structured",
 ]

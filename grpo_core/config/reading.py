@@ -6,7 +6,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cattrs
 
@@ -14,6 +14,8 @@ from grpo_core.config.problems import out_of_range, problems
 from grpo_core.config.run import Config
 from grpo_core.credentials import secrets_in
 from grpo_core.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -93,16 +95,24 @@ def build(layers: Iterable[Mapping[str, Any]]) -> Config:
             merged = merge(merged, layer)
         secrets = map(_refuse_secret, sorted(set(secrets_in(merged))))
         merged = _with_tracker_options(merged)
-        found = [*secrets, *problems(Config, merged, "")]
-        if found:
-            raise ConfigError("\n".join(found))
-        config = cattrs.structure(merged, Config)
+        config = structured(Config, merged, secrets)
         as_toml(config)
         return config
-    except cattrs.BaseValidationError as error:
-        raise ConfigError("\n".join(out_of_range(error, ""))) from None
     except RecursionError:
         raise ConfigError("the configuration: a value is nested too deeply") from None
+
+
+def structured(kind: type[T], table: Mapping[str, Any], known_problems: Iterable[str] = ()) -> T:
+    """Return a table as an object of this attrs class.
+
+    Raises ConfigError that names every unknown key, every bad value and what else is known to be wrong.
+    """
+    if found := [*known_problems, *problems(kind, table, "")]:
+        raise ConfigError("\n".join(found))
+    try:
+        return cattrs.structure(table, kind)
+    except cattrs.BaseValidationError as error:
+        raise ConfigError("\n".join(out_of_range(error, ""))) from None
 
 
 def _refuse_secret(key: str) -> str:

@@ -1,0 +1,61 @@
+"""The commands ``grpo-core simulate`` and ``grpo-core whatif``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+Strings = Annotated[list[str] | None, Parameter(negative="")]
+
+
+def simulate(
+    config: Path | None = None,
+    *,
+    times: Path | None = None,
+    time: Strings = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    sweep: Strings = None,
+    steps: int | None = None,
+    seed: int = 0,
+    json: bool = False,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Forecast the time of a run: the real pipeline on virtual time, with service times that you give.
+
+    Parameters
+    ----------
+    config
+        A TOML file as for `train`; engine, trainer and environment are replaced by their service times.
+    times
+        A TOML file with service times, as in "[engine]" and "token = 0.02" below it.
+    time
+        Set a service time, as in "engine.token=0.02" or "trainer.step=30"; may be repeated.
+    set_
+        Set a configuration key, as in "rollout.group_size=16"; may be repeated.
+    sweep
+        Compare values of a configuration key, as in "engine.workers=1,2,4"; may be repeated.  Default:
+        pipeline.max_staleness=0,1,2,4.
+    steps
+        Number of steps that are simulated.  Default: at most 100, and fewer if they are large.
+    seed
+        Seed of what is drawn.
+    json
+        Print JSON.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.planning import commands
+
+    return commands.simulate(
+        config_file=config,
+        settings=set_ or [],
+        times_file=times,
+        time_settings=time or [],
+        sweep=sweep or [],
+        steps=commands.at_least_one("--steps", steps),
+        seed=seed,
+        as_json=json,
+        block=no_plugin or [],
+    )

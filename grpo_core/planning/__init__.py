@@ -1,0 +1,1 @@
+"""What a run will take: the real pipeline on virtual time, with service times that are given or measured."""

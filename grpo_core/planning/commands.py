@@ -1,0 +1,167 @@
+"""The commands ``grpo-core simulate`` and ``grpo-core whatif``, called with parsed arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from grpo_core.app.launch import configure
+from grpo_core.complaints import complain, say
+from grpo_core.config import Config, as_table, build, merge, parse_setting, parse_settings, read_toml
+from grpo_core.errors import ConfigError
+from grpo_core.planning.forecast import Forecast, for_steps, forecast
+from grpo_core.planning.outcomes import DrawnOutcomes, Outcomes
+from grpo_core.planning.tables import Row, as_json, best, table
+from grpo_core.planning.times import Times, read_times
+from grpo_core.plugins.host import PluginHost
+
+STEPS = 100
+"""Largest number of steps that are simulated unless the user says how many."""
+FEWEST = 20
+"""As many are simulated, however large they are."""
+ROLLOUTS = 12_800
+"""Number of rollouts that are enough for the means, and take about a second."""
+SWEEP = (0, 1, 2, 4)
+"""Values of ``pipeline.max_staleness`` that are compared if no others are given."""
+
+
+def simulate(
+    *,
+    config_file: Path | None,
+    settings: Sequence[str],
+    times_file: Path | None,
+    time_settings: Sequence[str],
+    sweep: Sequence[str],
+    steps: int | None,
+    seed: int,
+    as_json: bool,
+    block: Sequence[str],
+) -> int:
+    """Run ``grpo-core simulate``; return the exit status."""
+    times = read_times(times_file, time_settings)
+    tables = [read_toml(config_file)] if config_file else []
+    config, host = configure(tables, parse_settings(settings), block)
+    if times.rollout.tokens > (limit := config.rollout.max_tokens):
+        complain(
+            f"note: completions have {times.rollout.tokens:g} tokens on average (rollout.tokens of the "
+            f"service times), and rollout.max_tokens of the configuration cuts them off at {limit}"
+        )
+    planner = Planner(config, times, DrawnOutcomes(times.rollout), host, steps=steps, seed=seed)
+    rows = [planner.row("as configured", {}), *planner.sweep(sweep)]
+    _show(rows, len(rows) - 1, planner, as_json=as_json)
+    return 0
+
+
+def refuse_unknown_parts(config: Config) -> None:
+    """Raise ConfigError if the configuration has parts whose time no simulated part takes."""
+    unknown = {
+        "validation.engine": config.validation.engine is not None,
+        "filters": bool(config.filters),
+        "validation.sets": any(config.validation.of_set(name).every for name in config.validation.sets),
+    }
+    if named := [name for name, there in unknown.items() if there]:
+        raise ConfigError(
+            f"{' and '.join(named)}: a simulation does not know how long this takes or what it changes; "
+            "leave it out of the configuration to simulate the rest"
+        )
+
+
+@define
+class Planner:
+    """Makes forecasts for variants of a configuration."""
+
+    config: Config
+    times: Times
+    outcomes: Outcomes
+    host: PluginHost
+    seed: int
+    steps: int | None = None
+    held_out: int | None = None
+    """Number of rollouts of a validation, if it is not that of the configuration."""
+    _made: list[tuple[Config, Forecast]] = field(init=False, factory=list)
+
+    def row(self, name: str, changes: Mapping[str, Any]) -> Row:
+        """Return the forecast for the configuration with changes, which are a table."""
+        config = build([merge(as_table(self.config), changes)]) if changes else self.config
+        refuse_unknown_parts(config)
+        return Row(name=name, settings=_flat(changes), forecast=self._forecast(config))
+
+    def sweep(self, given: Sequence[str], onto: Mapping[str, Any] | None = None) -> list[Row]:
+        """Return a forecast for each value of each key; by default for some of ``max_staleness``."""
+        variants = [each for text in given for each in _values(text)] or [
+            f"pipeline.max_staleness={value}" for value in SWEEP
+        ]
+        return [self.row(each, merge(onto or {}, parse_setting(each))) for each in variants]
+
+    def _forecast(self, config: Config) -> Forecast:
+        for known, found in self._made:
+            if known == config:
+                return found
+        held_out = self.held_out
+        if held_out is None:
+            held_out = config.validation.prompts * max(1, len(config.tasks))
+        found = forecast(
+            for_steps(config, self.steps or enough_steps(config)),
+            self.times,
+            self.outcomes,
+            self.host,
+            seed=self.seed,
+            held_out=held_out if config.validation.measures else 0,
+        )
+        self._made.append((config, found))
+        return found
+
+
+def enough_steps(config: Config) -> int:
+    """Return the number of steps after which the means hardly change, at most those of the run."""
+    rollouts = config.trainer.prompts_per_step * config.rollout.group_size
+    return min(config.trainer.steps, STEPS, max(FEWEST, ROLLOUTS // rollouts))
+
+
+def at_least_one(option: str, value: int | None) -> int | None:
+    """Return the value of an option.  Raises ConfigError if it is given and below 1."""
+    if value is not None and value < 1:
+        raise ConfigError(f"{option} is {value}; expected 1 or more")
+    return value
+
+
+def _values(text: str) -> list[str]:
+    """Return ``KEY=1,2`` as ``["KEY=1", "KEY=2"]``."""
+    key, equals, values = text.partition("=")
+    if not equals or not key.strip() or not all(value.strip() for value in values.split(",")):
+        raise ConfigError(
+            f"--sweep {text}: expected section.key=value,value, as in --sweep pipeline.max_staleness=0,1,2"
+        )
+    return [f"{key.strip()}={value.strip()}" for value in values.split(",")]
+
+
+def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a table with one key for each value, such as "trainer.steps"."""
+    found: dict[str, Any] = {}
+    for key, value in changes.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _show(rows: Sequence[Row], compared: int, planner: Planner, *, as_json: bool) -> None:
+    """Print the rows; the last ``compared`` ones are alternatives."""
+    choice = best(rows[len(rows) - compared :]) if compared else None
+    if as_json:
+        _print_json(rows, choice)
+        return
+    say(table(rows))
+    if choice is not None:
+        seconds = choice.forecast.seconds_per_step
+        say(f"\nbest: {choice.name}, {seconds:.3g} s/step (the first that is within 2% of the fastest)")
+    skipped = [row.name for row in rows if row.forecast.skipped and not row.recorded]
+    if skipped:
+        say(f"prompts are skipped with {', '.join(skipped)}: rollouts are longer than rollout.deadline")
+
+
+def _print_json(rows: Sequence[Row], choice: Row | None) -> None:
+    found = {"rows": [as_json(row) for row in rows], "best": None if choice is None else choice.name}
+    print(json.dumps(found, indent=2))

@@ -1,0 +1,109 @@
+"""The service times of a run: how long each part takes for what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, le
+
+from grpo_core.config import merge, parse_setting, read_toml, structured
+from grpo_core.errors import ConfigError
+
+
+@frozen(kw_only=True)
+class EngineTimes:
+    """An engine that decodes all of its rows together, a token of each at a time."""
+
+    token: float = field(default=0.02, validator=gt(0))
+    """Seconds in which a row that is alone gets a token."""
+    row: float = field(default=0.0, validator=ge(0))
+    """Seconds that each further running row adds to that."""
+    rows: int = field(default=0, validator=ge(0))
+    """Largest number of rows that an engine decodes together; the others wait, the oldest first. 0 means no
+    limit."""
+    prompt_token: float = field(default=0.0, validator=ge(0))
+    """Seconds in which the engine reads a token of a prompt; all rows wait meanwhile."""
+    sync: float = field(default=0.0, validator=ge(0))
+    """Seconds of a weight sync; no row gets a token meanwhile."""
+    canary: float = field(default=0.0, validator=ge(0))
+    """Seconds after a weight sync until the canary is answered; rows go on meanwhile."""
+
+
+@frozen(kw_only=True)
+class RolloutTimes:
+    """What rollouts consist of, where no recorded ones are there."""
+
+    tokens: float = field(default=256.0, validator=ge(1))
+    """Mean number of tokens of a completion, before `rollout.max_tokens` cuts it off."""
+    spread: float = field(default=0.5, validator=ge(0))
+    """Standard deviation of the number of tokens, as a share of the mean; the distribution is log-normal."""
+    turns: int = field(default=1, validator=ge(1))
+    """Number of completions of a rollout."""
+    prompt_tokens: int = field(default=128, validator=ge(1))
+    """Number of tokens of a prompt."""
+    pass_rate: float = field(default=0.5, validator=[ge(0), le(1)])
+    """Share of the rollouts with the reward 1; the others have the reward 0."""
+
+
+@frozen(kw_only=True)
+class EnvironmentTimes:
+    """An environment with room for all calls."""
+
+    turn: float = field(default=0.0, validator=ge(0))
+    """Seconds from the end of a completion until it is judged."""
+    spread: float = field(default=0.0, validator=ge(0))
+    """Standard deviation of these seconds, as a share of the mean; the distribution is log-normal."""
+
+
+@frozen(kw_only=True)
+class TrainerTimes:
+    """A trainer."""
+
+    step: float = field(default=0.0, validator=ge(0))
+    """Seconds of a step that do not depend on its rows."""
+    token: float = field(default=0.0, validator=ge(0))
+    """Seconds that each token of the trained rows adds, prompts included."""
+    publish: float = field(default=0.0, validator=ge(0))
+    """Seconds from the end of a step until the new weights can be sent."""
+
+
+@frozen(kw_only=True)
+class CheckpointTimes:
+    """Checkpoints."""
+
+    cut: float = field(default=0.0, validator=ge(0))
+    """Seconds for which training waits when a checkpoint begins."""
+    write: float = field(default=0.0, validator=ge(0))
+    """Seconds in which it is written while training goes on."""
+
+
+@frozen(kw_only=True)
+class Times:
+    """The service times of a run, by part."""
+
+    engine: EngineTimes = field(factory=EngineTimes)
+    rollout: RolloutTimes = field(factory=RolloutTimes)
+    environment: EnvironmentTimes = field(factory=EnvironmentTimes)
+    trainer: TrainerTimes = field(factory=TrainerTimes)
+    checkpoint: CheckpointTimes = field(factory=CheckpointTimes)
+
+
+def read_times(file: Path | None, settings: Iterable[str]) -> Times:
+    """Return the times that a TOML file and settings such as "engine.token=0.02" give.
+
+    Raises ConfigError for unknown keys and impossible values.
+    """
+    table: Mapping[str, Any] = {} if file is None else read_toml(file)
+    try:
+        for setting in settings:
+            if "=" not in setting:
+                raise ConfigError(
+                    f"--time {setting}: expected part.key=seconds, as in --time engine.token=0.02"
+                )
+            table = merge(table, parse_setting(setting))
+        return structured(Times, table)
+    except ConfigError as error:
+        raise ConfigError(f"service times: {error}") from None

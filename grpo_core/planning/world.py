@@ -1,0 +1,328 @@
+"""The parts around the simulated pipeline: they do nothing and take the time that they would take.
+
+A completion's first token id is the place of its outcome in a list, plus one, and all other ids are 0.  So
+the environment reads from the text of a completion which rollout it judges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from attrs import define, field
+
+from grpo_core.planning.outcomes import Outcome, Outcomes, log_normal
+from grpo_core.planning.times import EngineTimes, EnvironmentTimes, TrainerTimes
+from grpo_core.protocols import AgentEndpoint, Trainer
+from grpo_core.records import (
+    AgentClient,
+    Batch,
+    Completion,
+    Episode,
+    Feedback,
+    GenerationRequest,
+    Message,
+    Prompt,
+    SessionStart,
+    StepResult,
+    Weights,
+)
+
+T = TypeVar("T")
+
+VALIDATION = "validation"
+"""Begin of the group of a validation's rollouts."""
+
+
+class Plays:
+    """Decides how each rollout turns out when its first completion is asked for."""
+
+    def __init__(self, outcomes: Outcomes, *, seed: int, group_size: int, prompts_per_step: int) -> None:
+        self.outcomes, self.seed = outcomes, seed
+        self._group_size, self._prompts_per_step = group_size, prompts_per_step
+        self._known: list[Outcome] = []
+        self._open: dict[str, list[Outcome]] = {}
+        """Rollouts of each group that have not been asked for."""
+
+    def next(self, request: GenerationRequest) -> tuple[int, int]:
+        """Return the number of the rollout that a request belongs to, and the tokens that it samples."""
+        marks = np.flatnonzero(request.prompt_ids)
+        if marks.size == 0:
+            self._known.append(self._begin(request.group))
+            number, turn = len(self._known), 0
+        else:
+            number, turn = int(request.prompt_ids[marks[0]]), int(marks.size)
+        return number, self._known[number - 1].turn_tokens[turn]
+
+    def of(self, reply: str) -> Outcome:
+        """Return the outcome of the rollout whose completion has this text."""
+        return self._known[int(reply) - 1]
+
+    def _begin(self, group: str) -> Outcome:
+        waiting = self._open.get(group)
+        if not waiting:
+            rng = random.Random(f"{self.seed} {group}")
+            if group.startswith(VALIDATION):
+                waiting = self.outcomes.validation(1, rng)
+            else:
+                step = int(group) // self._prompts_per_step + 1
+                waiting = self.outcomes.group(step, self._group_size, rng)
+            self._open[group] = waiting
+        outcome = waiting.pop()
+        if not waiting:
+            del self._open[group]
+        return outcome
+
+
+@define(eq=False, order=False)
+class _Row:
+    """A completion that is decoded."""
+
+    number: int
+    tokens: int
+    truncated: bool
+    done: asyncio.Future[Completion]
+    begin: float = 0.0
+    """Tokens that a row of the engine had got when this one began."""
+
+
+class PlannedEngine:
+    """Decodes rows together: with n of them, each gets a token every ``token + (n - 1) * row`` seconds."""
+
+    def __init__(self, times: EngineTimes, plays: Plays) -> None:
+        self.times, self._plays = times, plays
+        self._rows: list[tuple[float, int, _Row]] = []
+        """Running rows, each after the token count at which it ends; a heap."""
+        self._waiting: deque[_Row] = deque()
+        self._tokens = 0.0
+        """Tokens that a row would have got since the beginning."""
+        self._at = 0.0
+        """Time until which they are counted."""
+        self._pause = 0.0
+        """Seconds for which decoding stands still from then on."""
+        self._order = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._marks: list[float] = []
+        self._versions: list[int] = []
+        """Weights from each of these token counts on."""
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        rows = [self._row(request) for request in requests]
+        self._advance()
+        self._waiting.extend(rows)
+        self._pause += self.times.prompt_token * sum(len(request.prompt_ids) for request in requests)
+        self._begin_rows()
+        try:
+            return [await row.done for row in rows]
+        finally:
+            if any(row.done.cancelled() or not row.done.done() for row in rows):
+                self._forget(rows)
+
+    async def update_weights(self, weights: Weights) -> None:
+        self._advance()
+        self._pause += self.times.sync
+        self._set_timer()
+        await asyncio.sleep(self._pause)
+        self._advance()
+        self._marks.append(self._tokens)
+        self._versions.append(weights.version)
+        await asyncio.sleep(self.times.canary)
+
+    async def aclose(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _row(self, request: GenerationRequest) -> _Row:
+        number, tokens = self._plays.next(request)
+        return _Row(
+            number=number,
+            tokens=min(tokens, request.max_tokens),
+            truncated=tokens >= request.max_tokens,
+            done=asyncio.get_running_loop().create_future(),
+        )
+
+    def _begin_rows(self) -> None:
+        limit = self.times.rows or len(self._rows) + len(self._waiting)
+        while self._waiting and len(self._rows) < limit:
+            row = self._waiting.popleft()
+            row.begin = self._tokens
+            heapq.heappush(self._rows, (self._tokens + row.tokens, next(self._order), row))
+        self._set_timer()
+
+    def _seconds(self) -> float:
+        """Return the seconds in which each running row gets a token."""
+        return self.times.token + self.times.row * (len(self._rows) - 1)
+
+    def _advance(self) -> None:
+        """Count the tokens until now; the number of rows has not changed since they were counted last."""
+        now = asyncio.get_running_loop().time()
+        passed, self._at = now - self._at, now
+        paused = min(passed, self._pause)
+        self._pause -= paused
+        if self._rows:
+            self._tokens = min(self._tokens + (passed - paused) / self._seconds(), self._rows[0][0])
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._rows:
+            left = self._pause + max(0.0, self._rows[0][0] - self._tokens) * self._seconds()
+            self._timer = asyncio.get_running_loop().call_later(left, self._end_rows)
+
+    def _end_rows(self) -> None:
+        """End the first row, and all that end with it."""
+        self._timer = None
+        self._advance()
+        self._tokens = end = self._rows[0][0]
+        while self._rows and self._rows[0][0] <= end + 1e-6:
+            _, _, row = heapq.heappop(self._rows)
+            if not row.done.done():
+                row.done.set_result(self._completion(row))
+        self._begin_rows()
+
+    def _completion(self, row: _Row) -> Completion:
+        ids = np.zeros(row.tokens, dtype=np.int32)
+        ids[0] = row.number
+        first = max(0, bisect.bisect_right(self._marks, row.begin + 1e-6) - 1)
+        versions = np.full(row.tokens, self._versions[first], dtype=np.int32)
+        for mark, version in zip(self._marks[first + 1 :], self._versions[first + 1 :], strict=True):
+            versions[int(np.ceil(mark - row.begin - 1e-6)) :] = version
+        logprobs = np.full(row.tokens, -1.0, dtype=np.float32)
+        for array in (ids, logprobs, versions):
+            array.flags.writeable = False  # so that it is not copied
+        return Completion(
+            token_ids=ids,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason="length" if row.truncated else "stop",
+        )
+
+    def _forget(self, rows: Sequence[_Row]) -> None:
+        """Take rows away whose caller has gone."""
+        gone = {id(row) for row in rows}
+        self._advance()
+        self._waiting = deque(row for row in self._waiting if id(row) not in gone)
+        self._rows = [each for each in self._rows if id(each[2]) not in gone]
+        heapq.heapify(self._rows)
+        self._begin_rows()
+
+
+class PlannedTrainer(Trainer):
+    """A trainer that takes the time of its tokens."""
+
+    def __init__(self, times: TrainerTimes) -> None:
+        self.times, self.version = times, 0
+
+    async def step(self, batch: Batch) -> StepResult:
+        tokens = sum(len(row.prompt_ids) + len(row.tokens) for row in batch.rows)
+        seconds = self.times.step + self.times.token * tokens
+        await asyncio.sleep(seconds)
+        self.version += 1
+        return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": seconds})
+
+    async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
+        await asyncio.sleep(self.times.publish if self.version else 0.0)
+        return Weights(version=self.version, location="", nbytes=0, tensors=())
+
+    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
+        raise NotImplementedError("a simulated trainer saves nothing")
+
+
+class PlannedEnvironment:
+    """An environment that knows how each rollout turns out, and has room for all calls."""
+
+    needs_group = False
+    success: float | None = None
+    agents: AgentEndpoint | None = None
+
+    def __init__(self, times: EnvironmentTimes, plays: Plays) -> None:
+        self.times, self._plays = times, plays
+        self.max_turns = plays.outcomes.max_turns
+        self._rng = random.Random(f"{plays.seed} environment")
+
+    async def open(self, prompts: Mapping[str, Prompt]) -> list[SessionStart]:
+        return [SessionStart()] * len(prompts)
+
+    async def evaluate(self, episodes: Sequence[Episode]) -> list[Feedback]:
+        await asyncio.sleep(log_normal(self._rng, self.times.turn, self.times.spread))
+        return [self._feedback(episode) for episode in episodes]
+
+    def _feedback(self, episode: Episode) -> Feedback:
+        outcome = self._plays.of(episode.reply)
+        if episode.turn + 1 < len(outcome.turn_tokens) and episode.finish_reason == "stop":
+            return Feedback(done=False, messages=({"role": "user", "content": "-"},))
+        return Feedback(reward=outcome.reward)
+
+    async def run(self, session: str, prompt: Prompt, client: AgentClient) -> Feedback | None:
+        raise NotImplementedError("a simulated environment runs no agents")
+
+    async def close(self, sessions: Sequence[str]) -> None:
+        return None
+
+
+@define(eq=False)
+class PlannedRenderer:
+    """Every prompt has the same number of tokens, and the text of a completion is its first token id."""
+
+    prompt_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    context: int = 2**31
+    vocabulary: int = 2**31
+    _ids: Any = field(init=False)
+
+    @_ids.default
+    def _zeros(self) -> Any:
+        ids = np.zeros(self.prompt_tokens, dtype=np.int32)
+        ids.flags.writeable = False
+        return ids
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        return work()
+
+    def check_turns(self, *, tools: bool) -> None:
+        return None
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Any:
+        return self._ids
+
+    def continuation_ids(self, messages: Sequence[Message], **_: Any) -> tuple[int, ...]:
+        return (0,)
+
+    def message(self, text: str, **_: Any) -> Message:
+        return {"role": "assistant", "content": text}
+
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [str(row[0]) for row in rows]
+
+
+@define
+class PlannedLoader:
+    """The endless stream of a task's prompts."""
+
+    task: str
+    _taken: int = field(init=False, default=0)
+
+    def __len__(self) -> int:
+        return 1000
+
+    def take(self, n: int) -> list[Prompt]:
+        return self.prompts_at(self.offer(n))
+
+    def offer(self, n: int) -> list[int]:
+        first, self._taken = self._taken, self._taken + n
+        return [place % len(self) for place in range(first, first + n)]
+
+    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        return [Prompt(messages="-", id=str(place), environment=self.task) for place in places]
+
+    def pass_over(self, place: int, reason: str) -> None:
+        return None

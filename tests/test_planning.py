@@ -1,0 +1,233 @@
+"""Forecasts: the real pipeline on virtual time takes the seconds that its parts take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_core.config import build, structured
+from grpo_core.errors import ConfigError
+from grpo_core.planning import commands
+from grpo_core.planning.forecast import forecast
+from grpo_core.planning.outcomes import DrawnOutcomes
+from grpo_core.planning.tables import best, table
+from grpo_core.planning.times import Times, read_times
+from grpo_core.plugins.host import PluginHost
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+ROWS = 8
+"""Rollouts of a step, all of which the engine decodes at once."""
+
+
+def times(**parts):
+    """Service times: 10 tokens of 0.1 s are a completion of 1 s; a step takes 3 s."""
+    given = {
+        "engine": {"token": 0.1, "rows": ROWS},
+        "rollout": {"tokens": 10, "spread": 0.0},
+        "trainer": {"step": 3.0},
+    }
+    return structured(Times, {key: given.get(key, {}) | parts.get(key, {}) for key in given | parts})
+
+
+def config(max_staleness=0, steps=12, **sections):
+    base = {
+        "trainer": {"steps": steps, "prompts_per_step": 4},
+        "rollout": {"group_size": 2},
+        "validation": {"every": 0, "at_start": False},
+        "checkpoint": {"every": 0},
+        "pipeline": {"max_staleness": max_staleness},
+    }
+    return build([{key: base.get(key, {}) | sections.get(key, {}) for key in base | sections}])
+
+
+@pytest.fixture(scope="module")
+def host():
+    return PluginHost.discover(None, [])
+
+
+@pytest.fixture
+def seconds(host):
+    """Returns a function that returns the seconds of a step."""
+
+    def seconds(of_config, of_times, **options):
+        drawn = DrawnOutcomes(of_times.rollout)
+        return forecast(of_config, of_times, drawn, host, **options).seconds_per_step
+
+    return seconds
+
+
+# ---------------------------------------------------------------------------------- one engine, one trainer
+
+
+def test_without_staleness_a_step_takes_generation_and_then_training(seconds):
+    assert seconds(config(0), times()) == pytest.approx(1.0 + 3.0)
+
+
+@pytest.mark.parametrize("training", [0.25, 3.0])
+def test_with_staleness_a_step_takes_the_longer_of_both(seconds, training):
+    found = seconds(config(1), times(trainer={"step": training}))
+    assert found == pytest.approx(max(1.0, training), rel=0.01)
+
+
+def test_the_shares_say_which_side_waits(host):
+    found = forecast(config(0), times(), DrawnOutcomes(times().rollout), host)
+    assert found.generating == pytest.approx(0.25)
+    assert found.training == pytest.approx(0.75)
+    assert found.staleness_max == 0
+
+
+def test_staleness_is_what_the_real_buffer_allows(host):
+    found = forecast(config(2), times(), DrawnOutcomes(times().rollout), host)
+    assert found.staleness_max == 2
+
+
+def test_a_row_that_has_others_beside_it_is_slower(seconds):
+    eight_rows = 10 * (0.1 + 7 * 0.01)
+    assert seconds(config(0), times(engine={"row": 0.01})) == pytest.approx(eight_rows + 3.0)
+
+
+def test_rows_that_do_not_fit_wait(seconds):
+    assert seconds(config(0), times(engine={"rows": ROWS // 2})) == pytest.approx(2.0 + 3.0)
+
+
+def test_requests_that_the_configuration_holds_back_wait(seconds):
+    assert seconds(config(0, engine={"max_requests": 2}), times()) == pytest.approx(4.0 + 3.0)
+
+
+def test_a_second_engine_takes_half_of_the_rows(seconds):
+    one = seconds(config(0), times(engine={"rows": 4}))
+    two = seconds(config(0, engine={"workers": 2}), times(engine={"rows": 4}))
+    assert (one, two) == (pytest.approx(2.0 + 3.0), pytest.approx(1.0 + 3.0))
+
+
+def test_every_turn_takes_a_completion_and_the_environment(seconds):
+    two_turns = times(rollout={"turns": 2}, environment={"turn": 0.5})
+    assert seconds(config(0), two_turns) == pytest.approx(2 * (1.0 + 0.5) + 3.0)
+
+
+def test_weight_sync_publication_and_reading_of_prompts_take_their_time(seconds):
+    engine = {"sync": 0.5, "canary": 0.25, "prompt_token": 0.001}
+    found = seconds(
+        config(0), times(engine=engine, rollout={"prompt_tokens": 100}, trainer={"publish": 0.125})
+    )
+    assert found == pytest.approx(1.0 + 3.0 + 0.5 + 0.25 + ROWS * 100 * 0.001 + 0.125)
+
+
+def test_decoding_stands_still_during_a_weight_sync(seconds):
+    """Generation is the bottleneck, so its time and the pause for new weights add up."""
+    found = seconds(config(1, steps=40), times(engine={"sync": 0.5}, trainer={"step": 0.125}))
+    assert found == pytest.approx(1.0 + 0.5, rel=0.05)
+
+
+def test_a_step_takes_longer_with_more_tokens(seconds):
+    priced = times(trainer={"step": 1.0, "token": 0.01}, rollout={"prompt_tokens": 15, "pass_rate": 0.5})
+    every_row = config(0, loss={"all_rows": True})
+    assert seconds(every_row, priced) == pytest.approx(1.0 + 1.0 + ROWS * (15 + 10) * 0.01)
+
+
+def test_groups_that_have_equal_rewards_are_not_trained(seconds):
+    priced = times(trainer={"step": 1.0, "token": 0.01}, rollout={"pass_rate": 1.0})
+    assert seconds(config(0), priced) == pytest.approx(1.0 + 1.0)
+
+
+def test_a_checkpoint_holds_up_training_for_its_cut_while_rollouts_are_played(seconds):
+    saved = times(checkpoint={"cut": 2.0, "write": 1.0})
+    assert seconds(config(0, checkpoint={"every": 1}), saved) == pytest.approx(max(1.0, 2.0) + 3.0)
+
+
+def test_a_validation_needs_the_engine(seconds):
+    validated = config(0, validation={"every": 1, "at_start": False})
+    assert seconds(validated, times(), held_out=ROWS) > seconds(config(0), times()) + 0.9
+
+
+def test_completions_end_at_the_limit_of_the_configuration(seconds):
+    assert seconds(config(0, rollout={"group_size": 2, "max_tokens": 5}), times()) == pytest.approx(0.5 + 3.0)
+
+
+def test_equal_seeds_give_equal_forecasts(seconds):
+    spread = times(rollout={"spread": 0.8}, environment={"turn": 1.0, "spread": 0.5})
+    found = [seconds(config(1), spread, seed=seed) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_run_that_fails_says_why(seconds):
+    with pytest.raises(ConfigError, match=r"the simulated run fails after 0 steps: .*deadline"):
+        seconds(config(0, rollout={"group_size": 2, "deadline": 0.5}), times())
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+def test_the_best_choice_is_the_first_of_those_that_are_about_as_fast(host):
+    planner = commands.Planner(config(1), times(), DrawnOutcomes(times().rollout), host, seed=0)
+    rows = planner.sweep([])
+    assert best(rows).name == "pipeline.max_staleness=1"
+    assert [row.settings for row in rows][:2] == [
+        {"pipeline.max_staleness": 0},
+        {"pipeline.max_staleness": 1},
+    ]
+    assert table(rows).splitlines()[1].split()[:2] == ["pipeline.max_staleness=0", "4"]
+
+
+def test_the_command_prints_a_table_and_json(tmp_path, capsys):
+    file = tmp_path / "times.toml"
+    file.write_text("[engine]\ntoken = 0.1\n[rollout]\ntokens = 10\nspread = 0\n")
+    given = {
+        "config_file": None,
+        "settings": ["trainer.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=16"],
+        "times_file": file,
+        "time_settings": ["trainer.step=3"],
+        "sweep": ["pipeline.max_staleness=0,1"],
+        "steps": 8,
+        "seed": 0,
+        "block": [],
+    }
+    assert commands.simulate(**given, as_json=False) == 0
+    shown = capsys.readouterr().out
+    assert "best: pipeline.max_staleness=1, 3 s/step" in shown
+    assert commands.simulate(**given, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"] == "pipeline.max_staleness=1"
+    assert [row["seconds_per_step"] for row in found["rows"]] == [
+        pytest.approx(3.0, rel=0.01),
+        pytest.approx(4.0, rel=0.01),
+        pytest.approx(3.0, rel=0.01),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["engine.tokn=1"], "unknown configuration key 'engine.tokn'. Did you mean 'token'?"),
+        (["engine.token=0"], "'token' must be > 0: 0.0"),
+        (["engine.token=soon"], "expected a number"),
+        (["engine"], "expected part.key=seconds"),
+    ],
+)
+def test_wrong_service_times_are_named(settings, message):
+    with pytest.raises(ConfigError, match="service times: ") as caught:
+        read_times(None, settings)
+    assert message in str(caught.value)
+
+
+def test_parts_that_nobody_can_simulate_are_refused():
+    with pytest.raises(ConfigError, match=r"^validation.engine and filters: a simulation does not know"):
+        commands.refuse_unknown_parts(
+            config(0, validation={"every": 1, "engine": {}}, filters={"pass_rate": {"high": 0.5}})
+        )
+
+
+@pytest.mark.parametrize("text", ["max_staleness", "=1,2", "pipeline.max_staleness=1,,2"])
+def test_a_sweep_names_a_key_and_values(host, text):
+    planner = commands.Planner(config(0), times(), DrawnOutcomes(times().rollout), host, seed=0)
+    with pytest.raises(ConfigError, match=r"^--sweep .*: expected section.key=value,value"):
+        planner.sweep([text])
+
+
+def test_a_wrong_option_is_a_message_and_not_a_traceback():
+    done = subprocess.run([GRPO, "simulate", "--steps", "0"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "grpo-core: --steps is 0; expected 1 or more\n")
