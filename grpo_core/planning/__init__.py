@@ -1,1 +1,1 @@
-"""What a run will take: the real pipeline on virtual time, with service times that are given or measured."""
+"""Forecasts of runs: the real pipeline on virtual time, with service times that are given or measured."""

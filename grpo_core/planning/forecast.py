@@ -51,7 +51,7 @@ WARM_UP = 2
 
 @frozen(kw_only=True)
 class Forecast:
-    """What a run takes, as means over its steps without the first two."""
+    """The seconds and shares of a run, as means over its steps without the first two."""
 
     seconds_per_step: float
     overlap: float

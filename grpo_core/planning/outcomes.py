@@ -1,4 +1,4 @@
-"""What rollouts turn out to be in a simulated run: their lengths and rewards, drawn or as recorded."""
+"""The lengths and rewards of rollouts in a simulated run: drawn, or as they were recorded."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Row:
     """A line of the table."""
 
     name: str
-    """What the forecast is for, such as "max_staleness 2"."""
+    """Name of the variant, such as "pipeline.max_staleness=2"."""
     settings: Mapping[str, Any]
     """Configuration keys in which it differs from the present configuration."""
     forecast: Forecast

@@ -34,7 +34,7 @@ class EngineTimes:
 
 @frozen(kw_only=True)
 class RolloutTimes:
-    """What rollouts consist of, where no recorded ones are there."""
+    """The lengths and rewards of rollouts, where no recorded ones are there."""
 
     tokens: float = field(default=256.0, validator=ge(1))
     """Mean number of tokens of a completion, before `rollout.max_tokens` cuts it off."""
