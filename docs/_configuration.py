@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 
 from grpo_core import config
-from grpo_core.app.defaults import documented, meanings
+from grpo_core.commands.defaults import documented, meanings
 
 HERE = Path(__file__).parent
 

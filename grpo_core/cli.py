@@ -82,7 +82,7 @@ def train(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import commands
+    from grpo_core.commands import running
     from grpo_core.errors import ConfigError
 
     if quiet and json:
@@ -90,12 +90,12 @@ def train(
     chosen = {"sampler": sampler, "validation": validation, "engine": engine}
     settings = [
         *(set_ or []),
-        *([] if until is None else [commands.time_limit(until)]),
+        *([] if until is None else [running.time_limit(until)]),
         *([] if profile is None else [f"trainer.profile={profile}"]),
         *(['tracking.terminal.view="quiet"'] if quiet else []),
         *(['tracking.terminal.view="json"'] if json else []),
     ]
-    return commands.train(
+    return running.train(
         config_file=config,
         envs=env or [],
         chosen={section: name for section, name in chosen.items() if name is not None},
@@ -145,10 +145,10 @@ def validate(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import commands
+    from grpo_core.commands import running
 
     chosen = {"validation": validation, "engine": engine}
-    return commands.validate(
+    return running.validate(
         target=model,
         envs=env or [],
         chosen={section: name for section, name in chosen.items() if name is not None},
@@ -184,7 +184,7 @@ def export(
     adapters
         Write the adapters of a run with LoRA alone; this is the default for such a run.
     """
-    from grpo_core.app import export as exporting
+    from grpo_core.commands import export as exporting
 
     return exporting.main(run, step=step, output=output, merged=merged, adapters=adapters)
 
@@ -225,7 +225,7 @@ def score(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import score as scoring
+    from grpo_core.commands import score as scoring
 
     return scoring.main(
         stored,
@@ -248,9 +248,9 @@ def verify(run: Path) -> int:
     run
         Directory of the run.
     """
-    from grpo_core.app import commands
+    from grpo_core.commands import running
 
-    return commands.verify(directory=run)
+    return running.verify(directory=run)
 
 
 @app.command
@@ -273,7 +273,7 @@ def replay(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import replay as replaying
+    from grpo_core.commands import replay as replaying
 
     return replaying.main(run, step=step, block=no_plugin or [])
 
@@ -302,7 +302,7 @@ def fork(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import fork as forking
+    from grpo_core.commands import fork as forking
 
     return forking.main(run, step=step, settings=set_ or [], scored=scored, block=no_plugin or [])
 
@@ -320,7 +320,7 @@ def bisect(run_a: Path, run_b: Path) -> int:
     run_b
         Directory of the other run.
     """
-    from grpo_core.app import bisect as comparing
+    from grpo_core.commands import bisect as comparing
 
     return comparing.main(run_a, run_b)
 
@@ -342,7 +342,7 @@ def watch(directory: Path, *, port: int = 0, refresh: int = 15) -> int:
     """
     import asyncio
 
-    from grpo_core.app import watch as live
+    from grpo_core.commands import watch as live
 
     asyncio.run(live.watch(directory, port=port, refresh=refresh))
     return 130
@@ -357,9 +357,9 @@ def report(run: Path) -> int:
     run
         Directory of the run.
     """
-    from grpo_core.app import commands
+    from grpo_core.commands import running
 
-    return commands.report(directory=run)
+    return running.report(directory=run)
 
 
 @app.command
@@ -387,7 +387,7 @@ def check(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import check
+    from grpo_core.commands import check
 
     return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
 
@@ -434,9 +434,9 @@ def audit(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import auditing
     from grpo_core.audit.audit import Extent
     from grpo_core.audit.training import PlayingModel
+    from grpo_core.commands import auditing
     from grpo_core.errors import ConfigError
 
     if engine is not None and model is None:
@@ -498,7 +498,7 @@ def try_(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import trying
+    from grpo_core.commands import trying
     from grpo_core.errors import ConfigError
 
     if model is not None and run is not None:
@@ -548,7 +548,7 @@ def new(
     judge
         Make an environment whose replies another model judges.
     """
-    from grpo_core.app import scaffold
+    from grpo_core.commands import scaffold
 
     return scaffold.main(kind, name, {"multi_turn": multi_turn, "tools": tools, "judge": judge})
 
@@ -582,7 +582,7 @@ def doctor(
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
-    from grpo_core.app import doctor as machine
+    from grpo_core.commands import doctor as machine
 
     return machine.main(
         config,
@@ -628,7 +628,7 @@ def config_(
     set_
         Set a configuration key, as in "model.path=my-model", which may change defaults; may be repeated.
     """
-    from grpo_core.app import defaults
+    from grpo_core.commands import defaults
 
     return defaults.main(section, set_ or [])
 

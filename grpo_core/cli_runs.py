@@ -25,7 +25,7 @@ def list_(directories: list[Path] | None = None, *, json: bool = False) -> int:
     json
         Print the list as JSON.
     """
-    from grpo_core.app import runs as found
+    from grpo_core.commands import runs as found
 
     return found.list_(directories or [], as_json=json)
 
@@ -39,7 +39,7 @@ def compare(directories: list[Path]) -> int:
     directories
         Directories of two or more runs.
     """
-    from grpo_core.app import runs as found
+    from grpo_core.commands import runs as found
 
     return found.compare(directories)
 
@@ -62,7 +62,7 @@ def prune(
     yes
         Remove them.  Without this option, they are only listed.
     """
-    from grpo_core.app import runs as found
+    from grpo_core.commands import runs as found
 
     return found.prune(directories, keep=keep, yes=yes)
 
@@ -78,6 +78,6 @@ def export(directory: Path, *, output: Path | None = None) -> int:
     output
         File that is written.  Default: standard output.
     """
-    from grpo_core.app import runs as found
+    from grpo_core.commands import runs as found
 
     return found.export(directory, output)

@@ -10,7 +10,6 @@ import pytest
 from planted import DEFECTS, planted
 
 import grpo_core as grpo
-from grpo_core.app import auditing
 from grpo_core.audit import replies, rewards
 from grpo_core.audit.audit import Audit, Extent
 from grpo_core.audit.card import Card
@@ -18,6 +17,7 @@ from grpo_core.audit.records import Finding, Rate, Solution, bare
 from grpo_core.audit.training import training_signal
 from grpo_core.audit.watch import Watch
 from grpo_core.cli import app
+from grpo_core.commands import auditing
 from grpo_core.testing.hosted import HostedEnvironment
 
 ROOT = Path(__file__).parent.parent

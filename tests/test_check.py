@@ -13,8 +13,8 @@ from typing import get_args
 import pytest
 
 import grpo_core as grpo
-from grpo_core.app import check
 from grpo_core.cli import app
+from grpo_core.commands import check
 from grpo_core.errors import ConfigError, PluginError, SelectionError
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.testing import check_environment, decoding, run

@@ -9,8 +9,8 @@ import attrs
 import pytest
 from test_cli import grpo, refused
 
-from grpo_core.app.defaults import documented, text
 from grpo_core.app.launch import configure
+from grpo_core.commands.defaults import documented, text
 from grpo_core.config import Config, EngineConfig, LoraConfig, build, parse_setting
 from grpo_core.errors import ConfigError
 

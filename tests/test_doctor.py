@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from test_memory import EIGHT_PARAMETERS, eight_billion
 
-from grpo_core.app import commands, machine
-from grpo_core.app.doctor import of_machine
+from grpo_core.app import machine
+from grpo_core.commands import running
+from grpo_core.commands.doctor import of_machine
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.errors import ConfigError
 
@@ -266,4 +267,4 @@ def train(**given):
     """Run the command in this process, where a test can stand in for the machine."""
     nothing = {"config_file": None, "envs": [], "chosen": {}, "settings": [], "output": None, "resume": None,
                "ray": None, "block": []}  # fmt: skip
-    return commands.train(**{**nothing, **given})
+    return running.train(**{**nothing, **given})

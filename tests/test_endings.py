@@ -10,8 +10,8 @@ import pytest
 from test_pipeline import Run
 
 from grpo_core.app.assembly import stop_at
-from grpo_core.app.commands import time_limit
 from grpo_core.app.parts import with_steps
+from grpo_core.commands.running import time_limit
 from grpo_core.config import Config, TrainerConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import Saved, StepEnded, Validated

@@ -18,7 +18,7 @@ from test_lora import setup as lora_setup
 from test_lora import trained
 from test_trainer import setup as full_setup
 
-from grpo_core.app import export
+from grpo_core.commands import export
 from grpo_core.config import Config, build
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError

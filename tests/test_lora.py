@@ -18,7 +18,7 @@ from test_trainer import batch, model, ragged, same, save, weights
 from test_trainer import setup as full_setup
 
 from grpo_core.app import preflight
-from grpo_core.app.commands import configured
+from grpo_core.commands.running import configured
 from grpo_core.config import LoraConfig, as_table, build
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, ConfigError, ModelError, WeightSyncError

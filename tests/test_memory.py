@@ -13,8 +13,8 @@ from moe import FAMILIES, make_moe_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpo_core.app import machine, memory
-from grpo_core.app.commands import configured
 from grpo_core.app.machine import Gpu, Memory
+from grpo_core.commands.running import configured
 from grpo_core.config import LoraConfig, ModelConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.engines.local.engine import LocalEngine

@@ -12,7 +12,7 @@ import tomllib
 import pytest
 import yaml
 
-from grpo_core.app import scaffold
+from grpo_core.commands import scaffold
 from grpo_core.errors import ConfigError
 
 MADE = [(sort, "") for sort in scaffold.SORTS] + [("environment", variant) for variant in scaffold.VARIANTS]

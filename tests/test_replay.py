@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from grpo_core import chain
-from grpo_core.app import bisect, fork, history, replay
+from grpo_core.commands import bisect, fork, history, replay
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.reporting.verification import verified
 

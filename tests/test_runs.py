@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.app import runs
+from grpo_core.commands import runs
 from grpo_core.config import build
 from grpo_core.errors import ConfigError
 from grpo_core.run_directory import RunDirectory

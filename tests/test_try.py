@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 import grpo_core as grpo
-from grpo_core.app.person import InputEnded, Person, Replies, TextRenderer
-from grpo_core.app.transcript import ShownEnvironment, Transcript
-from grpo_core.app.trying import Choice, _chosen, _play, main
+from grpo_core.commands.person import InputEnded, Person, Replies, TextRenderer
+from grpo_core.commands.transcript import ShownEnvironment, Transcript
+from grpo_core.commands.trying import Choice, _chosen, _play, main
 from grpo_core.errors import ConfigError
 from grpo_core.loop.rollout import SamplingParams
 from grpo_core.testing import HostedEnvironment, run

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from grpo_core.app.watch import Page, WatchServer, watch
+from grpo_core.commands.watch import Page, WatchServer, watch
 from grpo_core.config import build
 from grpo_core.errors import ConfigError
 from grpo_core.run_directory import RunDirectory
@@ -86,7 +86,7 @@ def test_an_address_without_the_secret_shows_nothing(run):
 
 
 def test_the_page_is_made_once_for_each_change(run, monkeypatch):
-    from grpo_core.app import watch as module
+    from grpo_core.commands import watch as module
 
     made, render = [], module.render
     monkeypatch.setattr(module, "render", lambda files: made.append(1) or render(files))

@@ -93,7 +93,7 @@ class Run:
         """
         from transformers import AutoModelForCausalLM
 
-        from grpo_core.app import export
+        from grpo_core.commands import export
         from grpo_core.validation.target import started_from
 
         found = export.find(self.path, step, None)
@@ -110,7 +110,7 @@ class Run:
         """Load the tokenizer of a checkpoint; see ``model``."""
         from transformers import AutoTokenizer
 
-        from grpo_core.app import export
+        from grpo_core.commands import export
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             export.find(self.path, step, None).saved

@@ -1,1 +1,1 @@
-"""The application: commands, and the parts of a run that a configuration names."""
+"""The application: a run, and the parts of it that a configuration names."""

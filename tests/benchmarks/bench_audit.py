@@ -19,9 +19,9 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from grpo_core.app.auditing import findings
 from grpo_core.audit.audit import Extent
 from grpo_core.audit.records import Finding, Rate
+from grpo_core.commands.auditing import findings
 from grpo_core.plugins.host import PluginHost
 
 HERE = Path(__file__).resolve().parent.parent

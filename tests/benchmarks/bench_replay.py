@@ -23,8 +23,8 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from grpo_core.app.history import read
-from grpo_core.app.replay import Replayer
+from grpo_core.commands.history import read
+from grpo_core.commands.replay import Replayer
 from grpo_core.errors import GrpoError
 from grpo_core.loop import checkpoint
 

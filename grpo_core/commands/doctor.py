@@ -17,9 +17,9 @@ from rich.text import Text
 
 import grpo_core
 from grpo_core.app import machine, memory, preflight
-from grpo_core.app.commands import configured
 from grpo_core.app.gpus import number_of
 from grpo_core.app.launch import RUNS
+from grpo_core.commands.running import configured
 from grpo_core.config import Config
 from grpo_core.errors import GrpoError, describe, one_line
 from grpo_core.inert import inert

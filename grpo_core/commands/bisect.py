@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_core.app.history import History, first_metric, first_tensor, read
 from grpo_core.app.resume import differences, shown
+from grpo_core.commands.history import History, first_metric, first_tensor, read
 from grpo_core.complaints import say
 from grpo_core.config import as_table
 from grpo_core.errors import ConfigError

@@ -10,9 +10,9 @@ from grpo_core.aio import gather
 from grpo_core.app.launch import check
 from grpo_core.app.parts import make_placement, sampling_params
 from grpo_core.app.run import lines_of_incidents, start_engine, started_tasks
-from grpo_core.app.trying import measured_task
 from grpo_core.audit.records import Finding
 from grpo_core.audit.training import PlayingModel, training_signal
+from grpo_core.commands.trying import measured_task
 from grpo_core.errors import wrong_input
 from grpo_core.incidents import reported_to
 from grpo_core.loop.rollout import RolloutRequest, derive_seed, play

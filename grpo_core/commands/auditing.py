@@ -14,12 +14,12 @@ from attrs import evolve
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.app.check import elsewhere, environment_config
 from grpo_core.audit.audit import Audit, Extent
 from grpo_core.audit.card import Card
 from grpo_core.audit.process import WatchedProcess
 from grpo_core.audit.records import Finding, Severity
 from grpo_core.audit.training import PlayingModel
+from grpo_core.commands.check import elsewhere, environment_config
 from grpo_core.config import parse_settings
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.incidents import Incident, reported_to
@@ -84,7 +84,7 @@ def _signal(
 ) -> Finding:
     """Return, and print, what groups of a model would teach."""
     from grpo_core.app.run import to_the_end  # they load torch
-    from grpo_core.app.signal import signal
+    from grpo_core.commands.signal import signal
 
     errors = Console(stderr=True)
 
