@@ -28,6 +28,7 @@ from grpo_core.errors import describe
 from grpo_core.inert import inert
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
+from grpo_core.reporting import browsing
 from grpo_core.reporting.charts import readings
 from grpo_core.reporting.curves import Task, charts, tasks_of
 from grpo_core.reporting.stored import TEXTS
@@ -77,8 +78,13 @@ class Files:
     events: list[Row] = field(factory=list)
     incidents: dict[tuple[str, str], Incidents] = field(factory=dict)
     """By kind and component."""
-    unreadable: int = 0
-    """Number of lines that cannot be read; a killed process leaves half a line at the end of a file."""
+    damaged: set[tuple[Path, int]] = field(factory=set)
+    """Lines that cannot be read, by file and number; a killed process leaves half a line at the end."""
+
+    @property
+    def unreadable(self) -> int:
+        """Number of lines that cannot be read."""
+        return len(self.damaged)
 
     @classmethod
     def read(cls, path: Path) -> Files:
@@ -88,12 +94,12 @@ class Files:
             try:
                 files.table = tomllib.loads(files.config)
             except tomllib.TOMLDecodeError:
-                files.unreadable += 1
-        for row in files._rows(path / "metrics.jsonl"):
+                files.damaged.add((path / "config.toml", 0))
+        for row in files.rows(path / "metrics.jsonl"):
             validated = any(name.startswith("validation/") for name in row)
             (files.validations if validated else files.steps).append(row)
         wanted = (*TOLD, INCIDENT)
-        for row in files._rows(path / "events.jsonl", tuple(f'"event": "{name}"' for name in wanted)):
+        for row in files.rows(path / "events.jsonl", tuple(f'"event": "{name}"' for name in wanted)):
             if row.get("event") == INCIDENT:
                 files._add_incident(row)
             else:
@@ -102,19 +108,19 @@ class Files:
 
     def rollouts(self, most: int = SAMPLED_STEPS) -> Iterator[tuple[int, list[Row]]]:
         """Yield the rollouts of the first step, the last step, and some steps between."""
-        found = self._texts(ROLLOUTS)
+        found = self.texts(ROLLOUTS)
         places = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)} if found else set()
         for place in sorted(places):
             step, path = found[place]
-            yield step, list(islice(self._rows(path), MOST_ROLLOUTS))
+            yield step, list(islice(self.rows(path), MOST_ROLLOUTS))
 
     def validated(self, version: int) -> Iterator[Row]:
         """Yield the rollouts by which a version was validated."""
-        for step, path in self._texts(VALIDATION):
+        for step, path in self.texts(VALIDATION):
             if step == version:
-                yield from self._rows(path)
+                yield from self.rows(path)
 
-    def _texts(self, folder: str) -> list[tuple[int, Path]]:
+    def texts(self, folder: str) -> list[tuple[int, Path]]:
         """Return the steps and files of the texts in a folder, in order."""
         named = [(rollouts_step(path.name), path) for path in (self.path / folder).glob("step-*")]
         return sorted((step, path) for step, path in named if step is not None and path.name.endswith(TEXTS))
@@ -128,11 +134,11 @@ class Files:
         known.last, known.message = step, _short(str(row.get("message")))
         known.count += _plain(row.get("count", 1))
 
-    def _rows(self, path: Path, wanted: Sequence[str] = ()) -> Iterator[Row]:
+    def rows(self, path: Path, wanted: Sequence[str] = ()) -> Iterator[Row]:
         """Yield the JSON objects of a file; with ``wanted`` only lines that begin with one of these."""
         if not path.is_file():
             return
-        for line in self._lines(path):
+        for number, line in enumerate(self._lines(path), 1):
             if wanted and not any(mark in line[:120] for mark in wanted):
                 continue
             try:
@@ -142,7 +148,7 @@ class Files:
             if isinstance(row, dict):
                 yield row
             else:
-                self.unreadable += 1
+                self.damaged.add((path, number))
 
     def _lines(self, path: Path) -> Iterator[str]:
         """Yield the lines of a file, which may be compressed, and may be damaged."""
@@ -151,7 +157,7 @@ class Files:
             with opened(path, "rt", encoding="utf-8", errors="replace") as file:
                 yield from file
         except (OSError, EOFError, zlib.error):
-            self.unreadable += 1
+            self.damaged.add((path, 0))
 
 
 def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -224,6 +230,7 @@ def render(files: Files) -> str:
     shown = samples(files)  # first of all, since it may find more that cannot be read
     tasks = tasks_of(files.steps, files.validations, files.table)
     held_out = validation_samples(files, tasks)
+    selection = browse(files)
     return environment.get_template("report.html").render(
         script=script,
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -242,12 +249,14 @@ def render(files: Files) -> str:
         unreadable=files.unreadable,
         samples=[
             (
-                "Rollouts",
-                "from some steps: the best and the worst of the group whose rewards differ most",
+                "Best and worst",
+                "of the group whose rewards differ most, from some steps",
                 shown,
             ),
-            ("Validation", "the best and the worst rollout of the newest of each task and set", held_out),
+            ("Best and worst of the newest validation", "of each task and set", held_out),
         ],
+        browser=Markup(browsing.as_script(selection)) if selection.groups else "",
+        rule=selection.rule(),
         config=files.config,
     )
 
@@ -317,6 +326,20 @@ def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------------------------- rollouts
+
+
+def browse(files: Files) -> browsing.Selection:
+    """Return the rollouts that the page holds."""
+    model = files.table.get("model")
+    text_of = browsing.token_texts(files.path, model.get("path") if isinstance(model, Mapping) else None)
+    folders = {folder: files.texts(folder) for folder in (ROLLOUTS, VALIDATION)}
+
+    def rows(path: Path) -> Iterator[Row]:
+        return islice(files.rows(path), MOST_ROLLOUTS)
+
+    selection = browsing.select(folders, rows, text_of)
+    files.damaged |= selection.damaged
+    return selection
 
 
 def samples(files: Files) -> list[Sample]:
@@ -393,11 +416,15 @@ def _sample(step: int, task: str, row: Row, low: float, high: float) -> Sample:
 def _text(messages: Sequence[Row]) -> str:
     """The messages' text; of several, each with who speaks."""
     several = len(messages) > 1
-    parts = [
-        (f"{message.get('role')}: " if several else "") + str(message.get("content") or "")
-        for message in messages
-    ]
+    parts = [(f"{message.get('role')}: " if several else "") + _said(message) for message in messages]
     return _short("\n".join(parts))
+
+
+def _said(message: Row) -> str:
+    """The text of a message, and its calls of tools."""
+    packed = browsing.message(message)
+    calls = (f"calls {name} {arguments}" for name, arguments in packed.get("calls", ()))
+    return "\n".join([*([packed["text"]] if "text" in packed else []), *calls])
 
 
 def _short(text: str) -> str:

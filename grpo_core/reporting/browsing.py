@@ -1,0 +1,437 @@
+"""Selects the rollouts of a run that its report can hold, and packs them for the report's browser.
+
+A page has a bounded size, and a run has not.  So some steps are read, spread evenly over the run, and of each
+the groups whose prompts come first in an order that is the same in every step: a prompt that is kept of one
+step is kept of others, and its versions can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from attrs import define, field
+
+from grpo_core.inert import inert
+from grpo_core.reporting.stored import TEXTS, TOKENS
+from grpo_core.run_directory import ROLLOUTS, VALIDATION
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Row = Mapping[str, Any]
+_Sized = tuple[dict[str, Any], list[int], int]
+"""A group of the page, the places of its rollouts in their file, and its size in bytes."""
+
+MOST_FILES = {ROLLOUTS: 200, VALIDATION: 50}
+"""Number of steps, and of validations, whose rollouts are read."""
+MOST_BYTES = 32_000_000
+"""Number of bytes of files of texts that are read; fewer steps are read if theirs are larger."""
+TEXT_ROOM, TOKEN_ROOM = 9_000_000, 5_000_000
+"""Number of bytes of the page for texts, and for tokens."""
+LONGEST = 12_000
+"""Number of characters of a message that are kept; of a longer one the middle is left out."""
+MOST_PIECES = 2**16
+"""Number of different tokens: each token of the page is 16 bits, the place of its text in a list."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message under which its reasoning is."""
+
+
+@define
+class Selection:
+    """The rollouts of a page, as JSON values, and how much was left out."""
+
+    groups: list[dict[str, Any]] = field(factory=list)
+    pieces: list[str] = field(factory=list)
+    """Texts of the tokens."""
+    kept: int = 0
+    seen: int = 0
+    """Number of rollouts in the files that were read."""
+    files: int = 0
+    of_files: int = 0
+    tokens: int = 0
+    """Number of rollouts with their tokens."""
+    damaged: set[tuple[Path, int]] = field(factory=set)
+    """Files of tokens that cannot be read, with line 0."""
+
+    def rule(self) -> str:
+        """Say in one sentence what the page holds."""
+        if not self.kept:
+            return ""
+        kept = f"{self.kept:,}"
+        if self.files < self.of_files:
+            told = f"{kept} rollouts of {self.files:,} of the {self.of_files:,} stored steps and validations"
+        elif self.kept < self.seen:
+            told = f"{kept} of the {self.seen:,} stored rollouts, those of the same prompts where they fit"
+        else:
+            told = f"All {kept} stored rollouts"
+        if self.tokens < self.kept:
+            told += f"; {self.tokens:,} of them with their tokens" if self.tokens else "; without tokens"
+        return f"{told}."
+
+
+def select(
+    folders: Mapping[str, Sequence[tuple[int, Path]]],
+    rows: Callable[[Path], Iterable[Row]],
+    text_of: Callable[[int], str],
+) -> Selection:
+    """Return the rollouts of a page.
+
+    Args:
+        folders: steps and files of texts by folder, ``rollouts`` or ``validation``.
+        rows: reads a file of texts.
+        text_of: text of a token by its id.
+    """
+    found = Selection(of_files=sum(map(len, folders.values())))
+    chosen = [
+        (folder, *each) for folder, files in folders.items() for each in _spread(files, MOST_FILES[folder])
+    ]
+    words = _Words(text_of, found.pieces)
+    texts, tokens = TEXT_ROOM, TOKEN_ROOM
+    for place, (folder, step, path) in enumerate(chosen):
+        left = len(chosen) - place  # what a step does not need is left to those after it
+        its = [*rows(path)]
+        groups = _groups(its, folder, step, texts // left)
+        found.files, found.seen = found.files + 1, found.seen + len(its)
+        texts -= sum(size for _, _, size in groups)
+        tokens -= _add_tokens(found, groups, path, words, tokens // left)
+        found.groups += [group for group, _, _ in groups]
+        found.kept += sum(len(lines) for _, lines, _ in groups)
+    return found
+
+
+def _add_tokens(found: Selection, groups: Sequence[_Sized], path: Path, words: _Words, room: int) -> int:
+    """Give rollouts their tokens while there is room, or say why not; return the number of bytes."""
+    used = 0
+    try:
+        stored, why = _StoredTokens.beside(path), "none"
+    except ValueError:
+        stored, why = None, "damaged"
+        found.damaged.add((path.with_suffix(TOKENS), 0))
+    for group, lines, _ in groups:
+        for rollout, line in zip(group["rollouts"], lines, strict=True):
+            packed = None
+            if stored is not None and used < room:
+                why = "room"
+                try:
+                    packed = stored.packed(line, words)
+                except (ValueError, LookupError, TypeError, ArithmeticError):
+                    stored, why = None, "damaged"
+                    found.damaged.add((path.with_suffix(TOKENS), 0))
+            if packed is None:
+                rollout["untold"] = why if stored is None else "room"
+                continue
+            rollout["tokens"] = packed
+            used += len(json.dumps(packed))
+            found.tokens += 1
+    return used
+
+
+def as_script(selection: Selection) -> str:
+    """Return the selection as JSON that ends no script element."""
+    value = {"groups": selection.groups, "pieces": selection.pieces}
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _spread(files: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:
+    """Return at most this many files, the first and the last and some between, that are not too large."""
+    if not files:
+        return []
+    mean = sum(path.stat().st_size for _, path in files) / len(files)
+    most = min(most, max(2, int(MOST_BYTES / max(1.0, mean))))
+    if len(files) <= most:
+        return [*files]
+    return [files[round(i * (len(files) - 1) / (most - 1))] for i in range(most)]
+
+
+# ---------------------------------------------------------------------------------- texts
+
+
+def _groups(rows: Sequence[Row], folder: str, step: int, room: int) -> list[_Sized]:
+    """Return groups that fit, each with the places of its rollouts in the file, and its size."""
+    by_group: dict[tuple[str, str, str], list[int]] = {}
+    for line, row in enumerate(rows):
+        name = (str(row.get("task")), str(row.get("prompt")), str(row.get("group")))
+        by_group.setdefault(name, []).append(line)
+    found = []
+    for number, lines in sorted(enumerate(by_group.values()), key=lambda one: _order(rows[one[1][0]])):
+        group = _group(rows[lines[0]], folder, step, number)
+        size, kept = _size(group), []
+        for line in _ends_first(lines, rows):
+            rollout = _rollout(rows[line], group["messages"], lines.index(line))
+            its = _size(rollout)
+            if size + its > room:
+                break
+            size += its
+            kept.append((line, rollout))
+        kept.sort(key=lambda one: one[0])
+        if kept:
+            group["rollouts"] = [rollout for _, rollout in kept]
+            found.append((group, [line for line, _ in kept], size))
+            room -= size
+        if len(kept) < len(lines):
+            break
+    return found
+
+
+def _order(row: Row) -> bytes:
+    """Return the place of a prompt in an order that is the same in every step."""
+    name = f"{row.get('task')}\0{row.get('prompt')}"
+    return hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest()
+
+
+def _ends_first(lines: Sequence[int], rows: Sequence[Row]) -> list[int]:
+    """Return the rollouts of a group, the best and the worst of them first."""
+    ranked = sorted(lines, key=lambda line: _number(rows[line].get("reward")) or 0.0)
+    ends = dict.fromkeys((ranked[-1], ranked[0]))
+    return [*ends, *(line for line in lines if line not in ends)]
+
+
+def _group(row: Row, folder: str, step: int, number: int) -> dict[str, Any]:
+    count = row.get("prompt_messages")
+    messages = _messages(row)
+    return {
+        "set": "validation" if folder == VALIDATION else "training",
+        "step": step,
+        "group": number,
+        "task": _short(row.get("task")),
+        "prompt": _short(row.get("prompt")),
+        "answer": _short(row.get("answer")),
+        "version": _number(row.get("generation_version")),
+        "messages": messages[: count if isinstance(count, int) and count >= 0 else 0],
+        "rollouts": [],
+    }
+
+
+def _rollout(row: Row, prompt: list[dict[str, Any]], place: int) -> dict[str, Any]:
+    messages = _messages(row)
+    same = messages[: len(prompt)] == prompt
+    given = row.get("metrics")
+    metrics = given if isinstance(given, Mapping) else {}
+    told = {
+        "place": place,
+        "messages": messages[len(prompt) :] if same else messages,
+        "whole": not same or None,  # it does not begin with the prompt of its group
+        "reward": _number(row.get("reward")),
+        "advantage": _number(row.get("advantage")),
+        "success": row.get("success") if isinstance(row.get("success"), bool) else None,
+        "trained": row.get("trained") is True or None,
+        "finish": _short(row.get("finish_reason")),
+        "turns": _number(row.get("turns")),
+        "calls": _number(row.get("tool_calls")),
+        "length": _number(row.get("tokens")),
+        "answer": _short(row.get("reply_answer")),
+        "error": _short(row.get("error")),
+        "metrics": {_short(name): _number(value) for name, value in [*metrics.items()][:40]},
+    }
+    return {name: value for name, value in told.items() if value is not None and value not in ("", {})}
+
+
+def _messages(row: Row) -> list[dict[str, Any]]:
+    given = row.get("messages")
+    return [message(each) for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
+
+
+def message(given: Row) -> dict[str, Any]:
+    """Return a message as harmless texts: role, name, thoughts, text and calls, without those it has not."""
+    calls = given.get("tool_calls")
+    thoughts = next((given[key] for key in THOUGHTS if given.get(key)), "")
+    told = {
+        "role": _short(given.get("role")),
+        "name": _short(given.get("name")),
+        "thoughts": _short(thoughts),
+        "text": _short(_content(given.get("content"))),
+        "calls": [_call(each) for each in calls if isinstance(each, Mapping)]
+        if isinstance(calls, list)
+        else [],
+    }
+    return {name: value for name, value in told.items() if value}
+
+
+def _call(call: Row) -> tuple[str, str]:
+    """Return the name and the arguments of a call of a tool."""
+    function = call.get("function")
+    given = function if isinstance(function, Mapping) else call
+    return _short(given.get("name")), _short(given.get("arguments"))
+
+
+def _content(content: Any) -> Any:
+    """Return the text of a message; of one with parts, the text of the parts."""
+    if not isinstance(content, list):
+        return content
+    parts = [part.get("text", part) if isinstance(part, Mapping) else part for part in content]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, default=str) for part in parts)
+
+
+def _short(value: Any) -> str:
+    """Return a value as a harmless text, without its middle if it is long."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if len(text) > LONGEST:
+        end = LONGEST // 4
+        text = (
+            f"{text[: LONGEST - end]}\n[… {len(text) - LONGEST:,} characters are left out …]\n{text[-end:]}"
+        )
+    return inert(text)
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number in at most six digits; None is anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e300:
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _size(value: Mapping[str, Any]) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+
+
+# ---------------------------------------------------------------------------------- tokens
+
+
+@define
+class _Words:
+    """Gives each token of the page a number, the place of its text."""
+
+    _text_of: Callable[[int], str]
+    _pieces: list[str]
+    _known: dict[int, int] = field(factory=dict)
+
+    def numbered(self, ids: NDArray[np.int32]) -> NDArray[np.uint16] | None:
+        """Return the numbers of tokens; None if there are too many different ones."""
+        import numpy as np
+
+        for token in np.unique(ids).tolist():
+            if token not in self._known:
+                if len(self._pieces) >= MOST_PIECES:
+                    return None
+                self._known[token] = len(self._pieces)
+                self._pieces.append(inert(self._text_of(token)))
+        return np.array([self._known[token] for token in ids.tolist()], np.uint16)
+
+
+class _StoredTokens:
+    """A file of tokens, of which only what is asked for is read."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._file = cast(Any, safe_open)(path, framework="numpy")
+        names = {*self._file.keys()}
+        read = self._file.get_tensor
+        self._offsets, self._rollouts = read("segment_offsets"), read("segment_rollouts")
+        self._turns = {}
+        if "turn_rollouts" in names:
+            self._turns = {name: read(f"turn_{name}") for name in ("rollouts", "advantages", "lengths")}
+
+    @classmethod
+    def beside(cls, texts: Path) -> _StoredTokens | None:
+        """Return the file of tokens that belongs to a file of texts; None if there is none.
+
+        Raises ValueError if it cannot be read.
+        """
+        from safetensors import SafetensorError
+
+        ending = next(end for end in TEXTS if texts.name.endswith(end))
+        path = texts.with_name(texts.name.removesuffix(ending) + TOKENS)
+        try:
+            return cls(path) if path.is_file() else None
+        except (OSError, SafetensorError) as error:
+            raise ValueError(str(error)) from error
+
+    def packed(self, rollout: int, words: _Words) -> dict[str, Any] | None:
+        """Return the tokens of a rollout; None if they do not fit.  Raises LookupError or ValueError.
+
+        Logprobs are in thousandths of a nat.  Versions and advantages are runs, ``[value, length, ...]``, of
+        the sampled tokens; the mask is the lengths of runs, of which the first was not sampled.
+        """
+        import numpy as np
+
+        places = np.flatnonzero(self._rollouts == rollout).tolist()
+        parts = {
+            name: np.concatenate([np.zeros(0), *(self._part(name, place) for place in places)])
+            for name in ("ids", "sampled", "logprobs", "versions")
+        }
+        numbers = words.numbered(parts["ids"].astype(np.int32))
+        if numbers is None:
+            return None
+        sampled = parts["sampled"].astype(bool)
+        logprobs = np.nan_to_num(-1000 * parts["logprobs"], nan=65535, posinf=65535, neginf=0)
+        found = {
+            "ids": _base64(numbers),
+            "logprobs": _base64(np.clip(np.rint(logprobs), 0, 65535).astype(np.uint16)),
+            "mask": _mask(sampled),
+            "versions": [n for run in _runs(parts["versions"][sampled].astype(int).tolist()) for n in run],
+            "segments": [int(self._offsets[place + 1] - self._offsets[place]) for place in places],
+        }
+        if self._turns and (its := np.flatnonzero(self._turns["rollouts"] == rollout)).size:
+            values = [_number(value) for value in self._turns["advantages"][its].tolist()]
+            lengths = self._turns["lengths"][its].tolist()
+            found["advantages"] = [n for run in zip(values, lengths, strict=True) for n in run]
+        return found
+
+    def _part(self, name: str, segment: int) -> NDArray[Any]:
+        from safetensors import SafetensorError
+
+        begin, end = int(self._offsets[segment]), int(self._offsets[segment + 1])
+        try:
+            part: NDArray[Any] = self._file.get_slice(name)[begin:end]
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+        return part
+
+
+def _base64(numbers: NDArray[np.uint16]) -> str:
+    return b64encode(numbers.astype("<u2").tobytes()).decode()
+
+
+def _runs(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield each run of equal values as the value and the length."""
+    last: list[Any] = []
+    for value in values:
+        if last and last[0] == value:
+            last[1] += 1
+            continue
+        if last:
+            yield last
+        last = [value, 1]
+    if last:
+        yield last
+
+
+def _mask(sampled: NDArray[np.bool_]) -> list[int]:
+    runs = [*_runs(sampled.tolist())]
+    return [*([0] if runs and runs[0][0] else []), *(length for _, length in runs)]
+
+
+def token_texts(run: Path, model: object) -> Callable[[int], str]:
+    """Return what gives the text of a token of a run; it is ``#ID`` if the run's tokenizer is not there.
+
+    The tokenizer is the one in the run's newest checkpoint, or in its model, or in the directory ``model``.
+    """
+    checkpoints = sorted((run / "checkpoints").glob("step-*/trainer/tokenizer.json"), reverse=True)
+    places = [*checkpoints, run / "model" / "tokenizer.json"]
+    if isinstance(model, str) and Path(model).is_absolute():
+        places.append(Path(model) / "tokenizer.json")
+    path = next((place for place in places if place.is_file()), None)
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(path)) if path else None
+    except Exception:  # the library raises no narrower one for a file that is damaged
+        tokenizer = None
+
+    def text(token: int) -> str:
+        if tokenizer is None or token < 0 or (piece := tokenizer.id_to_token(token)) is None:
+            return f"#{token}"
+        decoded = str(tokenizer.decode([token], skip_special_tokens=False)) or piece
+        return f" {decoded}" if piece.startswith("▁") and not decoded.startswith(" ") else decoded
+
+    return text
