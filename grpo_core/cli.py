@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from grpo_core.cli_planning import simulate
+from grpo_core.cli_planning import simulate, whatif
 from grpo_core.cli_runs import runs
 
 ALONE = {"--resume": "latest", "--ray": ""}
@@ -27,6 +27,7 @@ app = App(
 )
 app.command(runs)
 app.command(simulate)
+app.command(whatif)
 
 
 @app.command

@@ -59,3 +59,52 @@ def simulate(
         as_json=json,
         block=no_plugin or [],
     )
+
+
+def whatif(
+    run: Path,
+    *,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    time: Strings = None,
+    sweep: Strings = None,
+    steps: int | None = None,
+    seed: int = 0,
+    json: bool = False,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Forecast what another setting would change in the times of a run, from what the run recorded.
+
+    The first forecast is of the run as it was, beside what it took: it shows how far to trust the others.
+
+    Parameters
+    ----------
+    run
+        Directory of a run.
+    set_
+        Set a configuration key, as in "trainer.prompts_per_step=32"; may be repeated.
+    time
+        Set a service time that is not to be fitted, as in "engine.rows=64"; may be repeated.
+    sweep
+        Compare values of a configuration key, as in "engine.workers=1,2,4"; may be repeated.  Default:
+        pipeline.max_staleness=0,1,2,4.
+    steps
+        Number of steps that are simulated.  Default: at most 100, and fewer if they are large.
+    seed
+        Seed of what is drawn.
+    json
+        Print JSON, with the fitted service times.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.planning import commands
+
+    return commands.whatif(
+        directory=run,
+        settings=set_ or [],
+        time_settings=time or [],
+        sweep=sweep or [],
+        steps=commands.at_least_one("--steps", steps),
+        seed=seed,
+        as_json=json,
+        block=no_plugin or [],
+    )

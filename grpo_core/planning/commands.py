@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field
+import attrs
+from attrs import define, evolve, field
 
 from grpo_core.app.launch import configure
 from grpo_core.complaints import complain, say
 from grpo_core.config import Config, as_table, build, merge, parse_setting, parse_settings, read_toml
 from grpo_core.errors import ConfigError
-from grpo_core.planning.forecast import Forecast, for_steps, forecast
+from grpo_core.planning.fitting import fit
+from grpo_core.planning.forecast import Forecast, for_steps, forecast, summarise
 from grpo_core.planning.outcomes import DrawnOutcomes, Outcomes
+from grpo_core.planning.recorded import read
+from grpo_core.planning.settings import check_lengths, without_effect
 from grpo_core.planning.tables import Row, as_json, best, table
 from grpo_core.planning.times import Times, read_times
 from grpo_core.plugins.host import PluginHost
@@ -52,7 +56,43 @@ def simulate(
         )
     planner = Planner(config, times, DrawnOutcomes(times.rollout), host, steps=steps, seed=seed)
     rows = [planner.row("as configured", {}), *planner.sweep(sweep)]
-    _show(rows, len(rows) - 1, planner, as_json=as_json)
+    _show(rows, len(rows) - 1, times, as_json=as_json)
+    return 0
+
+
+def whatif(
+    *,
+    directory: Path,
+    settings: Sequence[str],
+    time_settings: Sequence[str],
+    sweep: Sequence[str],
+    steps: int | None,
+    seed: int,
+    as_json: bool,
+    block: Sequence[str],
+) -> int:
+    """Run ``grpo-core whatif``; return the exit status."""
+    recorded = read(directory)
+    times = read_times(None, time_settings, fit(recorded))
+    changes = parse_settings(settings)
+    variants = [flat(merge(changes, parse_setting(each))) for each in variants_of(sweep)]
+    idle = set().union(*(without_effect(each) for each in variants))
+    for each in variants:
+        check_lengths(recorded, each)
+    present = evolve(recorded.config, validation=evolve(recorded.config.validation, sets={}))
+    host = PluginHost.discover(present.plugins, block)
+    planner = Planner(
+        present, times, recorded.outcomes, host, steps=steps, seed=seed, held_out=len(recorded.validated)
+    )
+    rows = [
+        Row(name="recorded", settings={}, forecast=summarise(recorded.steps), recorded=True),
+        planner.row("the same, forecast", {}),
+        *([planner.row("with --set", changes)] if changes else []),
+    ]
+    alternatives = planner.sweep(sweep, changes)
+    if idle:
+        complain(f"note: no time depends on {', '.join(sorted(idle))}")
+    _show([*rows, *alternatives], len(alternatives), times, as_json=as_json)
     return 0
 
 
@@ -88,14 +128,11 @@ class Planner:
         """Return the forecast for the configuration with changes, which are a table."""
         config = build([merge(as_table(self.config), changes)]) if changes else self.config
         refuse_unknown_parts(config)
-        return Row(name=name, settings=_flat(changes), forecast=self._forecast(config))
+        return Row(name=name, settings=flat(changes), forecast=self._forecast(config))
 
     def sweep(self, given: Sequence[str], onto: Mapping[str, Any] | None = None) -> list[Row]:
         """Return a forecast for each value of each key; by default for some of ``max_staleness``."""
-        variants = [each for text in given for each in _values(text)] or [
-            f"pipeline.max_staleness={value}" for value in SWEEP
-        ]
-        return [self.row(each, merge(onto or {}, parse_setting(each))) for each in variants]
+        return [self.row(each, merge(onto or {}, parse_setting(each))) for each in variants_of(given)]
 
     def _forecast(self, config: Config) -> Forecast:
         for known, found in self._made:
@@ -129,6 +166,12 @@ def at_least_one(option: str, value: int | None) -> int | None:
     return value
 
 
+def variants_of(sweep: Sequence[str]) -> list[str]:
+    """Return a setting for each value of each key; by default some values of ``max_staleness``."""
+    given = [each for text in sweep for each in _values(text)]
+    return given or [f"pipeline.max_staleness={value}" for value in SWEEP]
+
+
 def _values(text: str) -> list[str]:
     """Return ``KEY=1,2`` as ``["KEY=1", "KEY=2"]``."""
     key, equals, values = text.partition("=")
@@ -139,29 +182,36 @@ def _values(text: str) -> list[str]:
     return [f"{key.strip()}={value.strip()}" for value in values.split(",")]
 
 
-def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a table with one key for each value, such as "trainer.steps"."""
     found: dict[str, Any] = {}
     for key, value in changes.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 
-def _show(rows: Sequence[Row], compared: int, planner: Planner, *, as_json: bool) -> None:
+def _show(rows: Sequence[Row], compared: int, times: Times, *, as_json: bool) -> None:
     """Print the rows; the last ``compared`` ones are alternatives."""
     choice = best(rows[len(rows) - compared :]) if compared else None
     if as_json:
-        _print_json(rows, choice)
+        _print_json(rows, choice, times)
         return
-    say(table(rows))
+    say(f"{table(rows)}\n")
+    if rows[0].recorded:
+        recorded, same = (row.forecast.seconds_per_step for row in rows[:2])
+        say(f"the forecast of the run as it was differs from the run by {same / recorded - 1:+.0%}")
     if choice is not None:
         seconds = choice.forecast.seconds_per_step
-        say(f"\nbest: {choice.name}, {seconds:.3g} s/step (the first that is within 2% of the fastest)")
+        say(f"best: {choice.name}, {seconds:.3g} s/step (the first that is within 2% of the fastest)")
     skipped = [row.name for row in rows if row.forecast.skipped and not row.recorded]
     if skipped:
         say(f"prompts are skipped with {', '.join(skipped)}: rollouts are longer than rollout.deadline")
 
 
-def _print_json(rows: Sequence[Row], choice: Row | None) -> None:
-    found = {"rows": [as_json(row) for row in rows], "best": None if choice is None else choice.name}
+def _print_json(rows: Sequence[Row], choice: Row | None, times: Times) -> None:
+    found = {
+        "rows": [as_json(row) for row in rows],
+        "best": None if choice is None else choice.name,
+        "times": attrs.asdict(times),
+    }
     print(json.dumps(found, indent=2))

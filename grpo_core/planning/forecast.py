@@ -95,12 +95,20 @@ def _overlap(step: Mapping[str, float]) -> float:
 
 
 def forecast(
-    config: Config, times: Times, outcomes: Outcomes, host: PluginHost, *, seed: int = 0, held_out: int = 0
+    config: Config,
+    times: Times,
+    outcomes: Outcomes,
+    host: PluginHost,
+    *,
+    seed: int = 0,
+    held_out: int = 0,
+    emit: Callable[[Event], None] = lambda event: None,
 ) -> Forecast:
     """Run the pipeline that a configuration describes, on virtual time.
 
     Args:
         held_out: number of rollouts of a validation.
+        emit: receives the events of the run while the virtual event loop runs.
 
     Raises ConfigError if the simulated run fails, such as by a deadline that rollouts cannot keep.
     """
@@ -109,6 +117,7 @@ def forecast(
     def receive(event: Event) -> None:
         if isinstance(event, StepEnded):
             steps.append(event.metrics)
+        emit(event)
 
     async def story() -> None:
         world = _World(config, times, outcomes, seed=seed, held_out=held_out)

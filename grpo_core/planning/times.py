@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 from attrs.validators import ge, gt, le
 
 from grpo_core.config import merge, parse_setting, read_toml, structured
@@ -91,12 +91,16 @@ class Times:
     checkpoint: CheckpointTimes = field(factory=CheckpointTimes)
 
 
-def read_times(file: Path | None, settings: Iterable[str]) -> Times:
+def read_times(file: Path | None, settings: Iterable[str], fitted: Times | None = None) -> Times:
     """Return the times that a TOML file and settings such as "engine.token=0.02" give.
+
+    Args:
+        fitted: times of what neither of them names; without it, the defaults.
 
     Raises ConfigError for unknown keys and impossible values.
     """
-    table: Mapping[str, Any] = {} if file is None else read_toml(file)
+    table: Mapping[str, Any] = {} if fitted is None else asdict(fitted)
+    table = table if file is None else merge(table, read_toml(file))
     try:
         for setting in settings:
             if "=" not in setting:

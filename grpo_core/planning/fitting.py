@@ -1,0 +1,138 @@
+"""Fits service times to the records of a run.
+
+How fast an engine decodes is read from groups: a group takes ``turns * turn + tokens * (token + row * (n -
+1))`` seconds, where its longest rollout has so many turns and tokens, and n is the mean number of rows that
+ran beside it.  The three times are fitted by least squares, and none is negative.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_core.planning.forecast import WARM_UP
+from grpo_core.planning.recorded import Recorded, RecordedGroup
+from grpo_core.planning.times import (
+    CheckpointTimes,
+    EngineTimes,
+    EnvironmentTimes,
+    Times,
+    TrainerTimes,
+)
+
+Floats = NDArray[np.float64]
+
+SHORTEST = 1e-6
+"""Seconds for a token, at least: no engine is infinitely fast."""
+
+
+def fit(recorded: Recorded) -> Times:
+    """Return the service times with which a simulated run is most like the recorded one."""
+    token, row, turn = _decoding(recorded)
+    step, trained = _training(recorded)
+    spans = [span for span in recorded.spans if span["step"] > WARM_UP]
+    return Times(
+        engine=EngineTimes(
+            token=max(token, SHORTEST),
+            row=row,
+            sync=_mean(spans, "sync", "update weights"),
+            canary=_mean(spans, "sync", "canary"),
+        ),
+        environment=EnvironmentTimes(turn=turn),
+        trainer=TrainerTimes(
+            step=step,
+            token=trained,
+            publish=_mean(spans, "trainer", "publish") + _mean(spans, "loop", "account"),
+        ),
+        checkpoint=CheckpointTimes(
+            cut=_mean(recorded.spans, "loop", "cut of the checkpoint"),
+            write=_mean(recorded.spans, "checkpoint", "write"),
+        ),
+    )
+
+
+def least_squares(columns: Sequence[Floats], values: Floats) -> list[float]:
+    """Return the factors, none of them negative, whose sum of columns is nearest to the values."""
+    best, factors = float("inf"), [0.0] * len(columns)
+    for size in range(1, len(columns) + 1):
+        for chosen in itertools.combinations(range(len(columns)), size):
+            matrix = np.stack([columns[i] for i in chosen], axis=1)
+            found = np.linalg.lstsq(matrix, values, rcond=None)[0]
+            error = float(np.sum((matrix @ found - values) ** 2))
+            if (found >= 0).all() and error < best:
+                best = error
+                factors = [0.0] * len(columns)
+                for i, factor in zip(chosen, found.tolist(), strict=True):
+                    factors[i] = factor
+    return factors
+
+
+def _decoding(recorded: Recorded) -> tuple[float, float, float]:
+    """Return the seconds of a token of a row that is alone, of each further row, and of a turn."""
+    groups = [group for group in recorded.groups if group.step > WARM_UP] or recorded.groups
+    paused = _Integral([(s["begin"], s["end"], 1.0) for s in recorded.spans if s["what"] == "update weights"])
+    validations = _Integral(
+        [(s["begin"], s["end"], 1.0) for s in recorded.spans if s["lane"] == "validation"]
+    )
+    clean = [group for group in groups if not validations.between(group.begin, group.end)]
+    groups = clean if len(clean) >= len(groups) // 4 else groups
+    running = _Integral([each for group in recorded.groups for each in _rows(group)])
+    engines = recorded.config.engine.workers
+    seconds = np.array([g.end - g.begin - paused.between(g.begin, g.end) for g in groups])
+    beside = np.array([running.between(g.begin, g.end) / (g.end - g.begin) / engines - 1 for g in groups])
+    tokens = np.array([float(sum(group.longest.turn_tokens)) for group in groups])
+    turns = np.array([float(len(group.longest.turn_tokens)) for group in groups])
+    token, row, turn = least_squares([tokens, tokens * np.maximum(beside, 0.0), turns], seconds)
+    return token, row, turn
+
+
+def _rows(group: RecordedGroup) -> list[tuple[float, float, float]]:
+    """Return when each rollout of a group was decoded, if all of them got their tokens at the same speed."""
+    longest = sum(group.longest.turn_tokens)
+    return [
+        (group.begin, group.begin + (group.end - group.begin) * sum(each.turn_tokens) / longest, 1.0)
+        for each in group.outcomes
+    ]
+
+
+class _Integral:
+    """The sum of intervals over time: how many there are at each moment."""
+
+    def __init__(self, intervals: Sequence[tuple[float, float, float]]) -> None:
+        changes = sorted(
+            itertools.chain.from_iterable(((b, weight), (e, -weight)) for b, e, weight in intervals)
+        )
+        self._times = np.array([time for time, _ in changes] or [0.0])
+        heights = np.cumsum([change for _, change in changes] or [0.0])
+        areas = np.diff(self._times) * heights[:-1]
+        self._sums = np.concatenate([[0.0], np.cumsum(areas)])
+
+    def between(self, begin: float, end: float) -> float:
+        """Return the seconds of all intervals between two times."""
+        at = np.interp([begin, end], self._times, self._sums)
+        return float(at[1] - at[0])
+
+
+def _training(recorded: Recorded) -> tuple[float, float]:
+    """Return the seconds of a step that do not depend on its rows, and those of each token."""
+    seconds: dict[int, float] = {}
+    for span in recorded.spans:
+        if (span["lane"], span["what"]) == ("trainer", "step"):
+            seconds[span["step"]] = seconds.get(span["step"], 0.0) + span["busy"]
+    steps = sorted(step for step in seconds if step in recorded.trained_tokens)
+    steps = steps[WARM_UP:] or steps
+    tokens = np.array([float(recorded.trained_tokens[step]) for step in steps])
+    took = np.array([seconds[step] for step in steps])
+    fixed, each = least_squares([np.ones_like(tokens), tokens], took)
+    return fixed, each
+
+
+def _mean(spans: Sequence[Mapping[str, Any]], lane: str, what: str) -> float:
+    """Return the seconds of a call."""
+    chosen = [span for span in spans if (span["lane"], span["what"]) == (lane, what)]
+    calls = sum(span["calls"] for span in chosen)
+    return sum(span["busy"] for span in chosen) / calls if calls else 0.0

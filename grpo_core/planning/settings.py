@@ -1,0 +1,78 @@
+"""Which configuration keys a forecast from a recorded run can change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from grpo_core.errors import ConfigError
+from grpo_core.planning.recorded import Recorded
+
+SIMULATED = (
+    "checkpoint.every",
+    "dynamic_sampling.*",
+    "engine.max_requests",
+    "engine.workers",
+    "loss.all_rows",
+    "pipeline.*",
+    "rollout.deadline",
+    "rollout.group_size",
+    "rollout.max_in_flight",
+    "rollout.max_retries",
+    "rollout.max_tokens",
+    "trainer.prompts_per_step",
+    "trainer.steps",
+    "validation.at_start",
+    "validation.every",
+    "validation.pause",
+)
+"""Patterns of keys that the simulated pipeline obeys."""
+WITHOUT_EFFECT = (
+    "checkpoint.best",
+    "checkpoint.keep",
+    "health.*",
+    "seed",
+    "tracking.*",
+    "trainer.betas",
+    "trainer.lr",
+    "trainer.lr_*",
+    "trainer.max_grad_norm",
+    "trainer.stop_when",
+    "trainer.warmup_updates",
+    "trainer.weight_decay",
+)
+"""Patterns of keys that may change what a run learns, and hardly what a step takes."""
+
+
+def without_effect(changes: Mapping[str, Any]) -> list[str]:
+    """Return the keys among these changes that no time depends on.
+
+    Raises ConfigError for keys whose effect on the times is not known.
+    """
+    unknown = [key for key in changes if not _fits(key, SIMULATED) and not _fits(key, WITHOUT_EFFECT)]
+    if unknown:
+        raise ConfigError(
+            f"{', '.join(unknown)}: nobody knows from the records of this run how this changes its times; "
+            "make a run of some steps with it, and ask that one. A forecast can change "
+            f"{', '.join(SIMULATED)}"
+        )
+    return [key for key in changes if _fits(key, WITHOUT_EFFECT)]
+
+
+def check_lengths(recorded: Recorded, changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError if completions may become longer than all that were recorded."""
+    present, wanted = recorded.config.rollout.max_tokens, changes.get("rollout.max_tokens", 0)
+    if wanted <= present:
+        return
+    lengths = [tokens for group in recorded.groups for each in group.outcomes for tokens in each.turn_tokens]
+    cut = sum(tokens >= present for tokens in lengths)
+    if cut:
+        raise ConfigError(
+            f"rollout.max_tokens={wanted}: {cut} of {len(lengths)} recorded completions were cut off at "
+            f"{present} tokens, and nobody knows how long they would have become"
+        )
+
+
+def _fits(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)

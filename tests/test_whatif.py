@@ -1,0 +1,244 @@
+"""``grpo-core whatif``: what a run has recorded is enough to forecast it, and what is near to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from statistics import fmean
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from grpo_core.config import build, structured
+from grpo_core.errors import ConfigError
+from grpo_core.events import GroupsReady, StepEnded
+from grpo_core.planning import commands
+from grpo_core.planning.fitting import fit, least_squares
+from grpo_core.planning.forecast import forecast
+from grpo_core.planning.outcomes import DrawnOutcomes
+from grpo_core.planning.recorded import read
+from grpo_core.planning.times import Times
+from grpo_core.plugins.host import PluginHost
+from grpo_core.reporting.files import FilesTracker
+from grpo_core.run_directory import RunDirectory
+from grpo_core.timeline import Timeline, taken_down
+
+TIMES = structured(
+    Times,
+    {
+        "engine": {"token": 0.02, "row": 0.001, "sync": 0.25},
+        "rollout": {"tokens": 40, "spread": 0.6, "prompt_tokens": 12},
+        "environment": {"turn": 0.5},
+        "trainer": {"step": 1.0, "token": 0.002, "publish": 0.25},
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def host():
+    return PluginHost.discover(None, [])
+
+
+@pytest.fixture(scope="module")
+def recorded_run(tmp_path_factory, host):
+    """A run on virtual time whose records the real tracker has written, with known service times."""
+    return make_run(tmp_path_factory.mktemp("runs") / "run", host, config())
+
+
+def config(**sections):
+    base = {
+        "tasks": {"guess": {"env": "math:sort"}},
+        "trainer": {"steps": 30, "prompts_per_step": 4},
+        "rollout": {"group_size": 4, "max_tokens": 400},
+        "validation": {"every": 0, "at_start": False},
+        "checkpoint": {"every": 0},
+    }
+    return build([{key: base.get(key, {}) | sections.get(key, {}) for key in base | sections}])
+
+
+def make_run(path, host, its_config, times=TIMES):
+    run = RunDirectory.create(path, its_config)
+    tracker = FilesTracker(run.info(its_config, None))
+
+    def emit(event):
+        event = evolve(event, time=1000.0 + asyncio.get_running_loop().time())
+        tracker.event(event)
+        if isinstance(event, GroupsReady):
+            tracker.rollouts(event.step + 1, event.groups)
+        if isinstance(event, StepEnded):
+            tracker.metrics(event.step, event.metrics)
+
+    with taken_down(Timeline()):
+        forecast(its_config, times, DrawnOutcomes(times.rollout), host, seed=7, emit=emit)
+    tracker.close()
+    run.unlock()
+    return run.path
+
+
+@pytest.fixture
+def ask(capsys):
+    """Returns a function that calls the command and returns its JSON."""
+
+    def ask(path, *settings, sweep=("pipeline.max_staleness=1",), times=(), steps=None):
+        commands.whatif(
+            directory=path,
+            settings=settings,
+            time_settings=times,
+            sweep=sweep,
+            steps=steps,
+            seed=0,
+            as_json=True,
+            block=[],
+        )
+        return json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+# ---------------------------------------------------------------------------------- what is read and fitted
+
+
+def test_the_times_of_a_run_are_found_in_its_records(recorded_run):
+    found = fit(read(recorded_run))
+    assert found.engine.token == pytest.approx(0.02, rel=0.1)
+    assert found.engine.row == pytest.approx(0.001, rel=0.15)
+    assert found.environment.turn == pytest.approx(0.5, abs=0.1)
+    assert found.engine.sync == pytest.approx(0.25)
+    assert found.trainer.step == pytest.approx(1.0, rel=0.01)
+    assert found.trainer.token == pytest.approx(0.002, rel=0.01)
+    assert found.trainer.publish == pytest.approx(0.25, rel=0.01)
+
+
+def test_lengths_and_prompts_are_those_of_the_run(recorded_run):
+    recorded = read(recorded_run)
+    lengths = [sum(each.turn_tokens) for group in recorded.groups for each in group.outcomes]
+    assert np.mean(lengths) == pytest.approx(40, rel=0.1)
+    assert recorded.prompt_tokens == 12
+    assert len(recorded.groups) == 30 * 4
+
+
+def test_turns_are_told_apart(tmp_path, host):
+    turns = evolve(TIMES, rollout=evolve(TIMES.rollout, turns=3, spread=0.0))
+    recorded = read(
+        make_run(tmp_path / "run", host, config(trainer={"steps": 6, "prompts_per_step": 2}), turns)
+    )
+    assert {each.turn_tokens for group in recorded.groups for each in group.outcomes} == {(40, 40, 40)}
+
+
+def test_no_factor_is_negative():
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+    assert least_squares([x, np.ones(4)], 2 * x + 1) == pytest.approx([2.0, 1.0])
+    steep = least_squares([x, np.ones(4)], 2 * x - 1)
+    assert steep[1] == 0.0
+    assert steep[0] > 1.5
+
+
+# ---------------------------------------------------------------------------------- what is forecast
+
+
+def test_the_present_configuration_is_forecast_first(recorded_run, ask):
+    recorded, same, _ = ask(recorded_run)["rows"]
+    assert (recorded["recorded"], same["recorded"]) == (True, False)
+    assert same["seconds_per_step"] == pytest.approx(recorded["seconds_per_step"], rel=0.05)
+    assert same["staleness_mean"] == pytest.approx(recorded["staleness_mean"], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sections"),
+    [
+        ("pipeline.max_staleness=0", {"pipeline": {"max_staleness": 0}}),
+        ("pipeline.max_staleness=3", {"pipeline": {"max_staleness": 3}}),
+        ("rollout.group_size=8", {"rollout": {"group_size": 8, "max_tokens": 400}}),
+        ("trainer.prompts_per_step=8", {"trainer": {"steps": 30, "prompts_per_step": 8}}),
+        ("engine.workers=2", {"engine": {"workers": 2}}),
+    ],
+)
+def test_a_change_has_the_effect_that_the_run_with_it_shows(recorded_run, host, ask, setting, sections):
+    told = ask(recorded_run, sweep=[setting])["rows"][-1]["seconds_per_step"]
+    drawn = DrawnOutcomes(TIMES.rollout)
+    runs = [forecast(config(**sections), TIMES, drawn, host, seed=seed) for seed in range(1, 4)]
+    assert told == pytest.approx(fmean(run.seconds_per_step for run in runs), rel=0.1)
+
+
+def test_the_table_says_how_far_the_forecast_is_from_the_run(recorded_run, capsys):
+    commands.whatif(
+        directory=recorded_run,
+        settings=["trainer.lr=0.5"],
+        time_settings=[],
+        sweep=[],
+        steps=10,
+        seed=0,
+        as_json=False,
+        block=[],
+    )
+    shown = capsys.readouterr()
+    assert "the forecast of the run as it was differs from the run by" in shown.out
+    assert [line.split("  ")[0] for line in shown.out.splitlines()[1:4]] == [
+        "recorded",
+        "the same, forecast",
+        "with --set",
+    ]
+    assert "best: pipeline.max_staleness=" in shown.out
+    assert "note: no time depends on trainer.lr" in shown.err
+
+
+def test_a_service_time_can_be_given_instead_of_fitted(recorded_run, ask):
+    found = ask(recorded_run, times=["trainer.step=50"])
+    assert found["times"]["trainer"]["step"] == 50
+    assert found["times"]["engine"]["sync"] == pytest.approx(0.25)
+    assert found["rows"][1]["seconds_per_step"] > 50
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("setting", ["model.path=other", "trainer.ranks=2", "loss.name=gspo"])
+def test_keys_whose_effect_nobody_knows_are_refused(recorded_run, ask, setting):
+    with pytest.raises(ConfigError, match=f"^{setting.split('=')[0]}: nobody knows from the records"):
+        ask(recorded_run, setting)
+
+
+def test_unknown_keys_of_a_sweep_are_refused_too(recorded_run, ask):
+    with pytest.raises(ConfigError, match=r"^pipeline_max: nobody knows"):
+        ask(recorded_run, sweep=["pipeline_max=1"])
+
+
+def test_longer_completions_than_all_recorded_ones_are_refused(tmp_path, host, ask):
+    cut = make_run(
+        tmp_path / "run",
+        host,
+        config(trainer={"steps": 6, "prompts_per_step": 2}, rollout={"group_size": 2, "max_tokens": 30}),
+    )
+    with pytest.raises(
+        ConfigError, match=r"rollout.max_tokens=60: \d+ of \d+ recorded completions were cut off"
+    ):
+        ask(cut, "rollout.max_tokens=60")
+    assert ask(cut, "rollout.max_tokens=20", steps=4)["rows"]
+
+
+def test_a_run_without_enough_records_is_refused(recorded_run, tmp_path, ask):
+    with pytest.raises(ConfigError, match="holds no run"):
+        ask(tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(recorded_run, copy)
+    (copy / "timeline.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"30 steps with metrics, 30 with rollouts and 0 lines of timeline"):
+        ask(copy)
+
+
+def test_a_run_that_filtered_groups_is_refused(tmp_path, ask):
+    run = RunDirectory.create(tmp_path / "run", config(dynamic_sampling={"enabled": True}))
+    run.unlock()
+    with pytest.raises(ConfigError, match="this run filters groups"):
+        ask(run.path)
+
+
+def test_a_run_without_tokens_is_refused(recorded_run, tmp_path, ask):
+    copy = tmp_path / "copy"
+    shutil.copytree(recorded_run, copy)
+    for file in (copy / "rollouts").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"are not stored \(tracking.files.tokens\)"):
+        ask(copy)
