@@ -1,4 +1,4 @@
-"""What a run has recorded about its times: metrics, the timeline, and the lengths of its rollouts."""
+"""Reads what a run has recorded about its times: metrics, the timeline, the lengths of its rollouts."""
 
 from __future__ import annotations
 
