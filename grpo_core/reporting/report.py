@@ -28,7 +28,7 @@ from grpo_core.errors import describe
 from grpo_core.inert import inert
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
-from grpo_core.reporting import browsing
+from grpo_core.reporting import browsing, lanes
 from grpo_core.reporting.charts import readings
 from grpo_core.reporting.curves import Task, charts, tasks_of
 from grpo_core.reporting.stored import TEXTS
@@ -46,6 +46,8 @@ LONGEST_TEXT = 2000
 """Number of characters of a prompt or a reply that are shown."""
 MOST_TOLD = 50
 """Number of errors and skipped prompts that are shown."""
+MOST_STAGES = 5
+"""Number of stages of the loop whose shares of its time are told."""
 
 Row = Mapping[str, Any]
 
@@ -231,6 +233,7 @@ def render(files: Files) -> str:
     tasks = tasks_of(files.steps, files.validations, files.table)
     held_out = validation_samples(files, tasks)
     selection = browse(files)
+    spans = lanes.spans(files.rows(files.path / "timeline.jsonl"))
     return environment.get_template("report.html").render(
         script=script,
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -255,6 +258,9 @@ def render(files: Files) -> str:
             ),
             ("Best and worst of the newest validation", "of each task and set", held_out),
         ],
+        views=lanes.views(spans),
+        kinds=lanes.KINDS,
+        stages=lanes.stages(spans)[:MOST_STAGES],
         browser=Markup(browsing.as_script(selection)) if selection.groups else "",
         rule=selection.rule(),
         config=files.config,
