@@ -2,9 +2,9 @@
 
     python tests/distributions.py dist
 
-Each project has one wheel and one source distribution.  A wheel has the license, its metadata and a README
-whose links work on an index.  The source distribution of grpo-core has every file of the repository, and its
-tests can be collected where only the wheels are installed.
+Each project has one wheel and one source distribution, with a changelog of its own.  A wheel has
+the license, its metadata and a README whose links work on an index.  The source distribution of grpo-core has
+every file of the repository, and its tests can be collected where only the wheels are installed.
 """
 
 from __future__ import annotations
@@ -57,14 +57,17 @@ def problems_of_wheel(path: Path) -> Iterator[str]:
         yield f"its README has links that are dead on an index: {dead}"
 
 
+def files_of(source: Path) -> set[str]:
+    with tarfile.open(source) as archive:
+        return {name.partition("/")[2] for name in archive.getnames()}
+
+
 def problems_of_source(path: Path) -> Iterator[str]:
     """Only the repository itself knows which files there should be."""
     if not (ROOT / ".git").exists():
         return
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    with tarfile.open(path) as source:
-        held = {name.partition("/")[2] for name in source.getnames()}
-    if missing := sorted({name for name in listed.stdout.split("\n") if name} - held):
+    if missing := sorted({name for name in listed.stdout.split("\n") if name} - files_of(path)):
         yield f"it lacks {len(missing)} files of the repository: {missing[:5]}; adapt MANIFEST.in"
 
 
@@ -106,6 +109,8 @@ def main(folder: Path) -> int:
         (wheel,), (source,) = built.values()
         wheels.append(wheel)
         found += [f"{wheel.name}: {problem}" for problem in problems_of_wheel(wheel)]
+        if "CHANGELOG.md" not in files_of(source):
+            found.append(f"{source.name}: it has no CHANGELOG.md")
         if project == ROOT:
             core = source
             found += [f"{source.name}: {problem}" for problem in problems_of_source(source)]
