@@ -191,6 +191,23 @@ def test_a_service_time_can_be_given_instead_of_fitted(recorded_run, ask):
     assert found["rows"][1]["seconds_per_step"] > 50
 
 
+@pytest.mark.parametrize(
+    ("rows", "sections", "given"),
+    [
+        (6, {}, ["engine.rows=6"]),
+        (0, {"engine": {"max_requests": 6}}, []),
+        (0, {"rollout": {"group_size": 4, "max_tokens": 400, "max_in_flight": 8}}, []),
+    ],
+    ids=["rows", "max_requests", "max_in_flight"],
+)
+def test_the_speed_of_an_engine_is_found_where_rows_wait(tmp_path, host, ask, rows, sections, given):
+    queue = evolve(TIMES, engine=evolve(TIMES.engine, row=0.0, rows=rows))
+    found = ask(make_run(tmp_path / "run", host, config(**sections), queue), times=given)
+    assert found["times"]["engine"]["token"] == pytest.approx(0.02, rel=0.1)
+    recorded, same, _ = found["rows"]
+    assert same["seconds_per_step"] == pytest.approx(recorded["seconds_per_step"], rel=0.05)
+
+
 # ---------------------------------------------------------------------------------- what is refused
 
 

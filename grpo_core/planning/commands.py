@@ -14,10 +14,10 @@ from grpo_core.app.launch import configure
 from grpo_core.complaints import complain, say
 from grpo_core.config import Config, as_table, build, merge, parse_setting, parse_settings, read_toml
 from grpo_core.errors import ConfigError
-from grpo_core.planning.fitting import fit
+from grpo_core.planning.fitting import calibrated, fit, has_queue, without_rows
 from grpo_core.planning.forecast import Forecast, for_steps, forecast, summarise
 from grpo_core.planning.outcomes import DrawnOutcomes, Outcomes
-from grpo_core.planning.recorded import read
+from grpo_core.planning.recorded import Recorded, read
 from grpo_core.planning.settings import check_lengths, without_effect
 from grpo_core.planning.tables import Row, as_json, best, table
 from grpo_core.planning.times import Times, read_times
@@ -73,7 +73,6 @@ def whatif(
 ) -> int:
     """Run ``grpo-core whatif``; return the exit status."""
     recorded = read(directory)
-    times = read_times(None, time_settings, fit(recorded))
     changes = parse_settings(settings)
     variants = [flat(merge(changes, parse_setting(each))) for each in variants_of(sweep)]
     idle = set().union(*(without_effect(each) for each in variants))
@@ -81,6 +80,7 @@ def whatif(
         check_lengths(recorded, each)
     present = evolve(recorded.config, validation=evolve(recorded.config.validation, sets={}))
     host = PluginHost.discover(present.plugins, block)
+    times = _times_of(recorded, present, host, time_settings)
     planner = Planner(
         present, times, recorded.outcomes, host, steps=steps, seed=seed, held_out=len(recorded.validated)
     )
@@ -94,6 +94,19 @@ def whatif(
         complain(f"note: no time depends on {', '.join(sorted(idle))}")
     _show([*rows, *alternatives], len(alternatives), times, as_json=as_json)
     return 0
+
+
+def _times_of(recorded: Recorded, present: Config, host: PluginHost, settings: Sequence[str]) -> Times:
+    """Return the service times of a run; settings give some of them."""
+    fitted = fit(recorded)
+    times = read_times(None, settings, fitted)
+    if not has_queue(recorded, times):
+        return times
+    times = read_times(None, settings, without_rows(recorded, fitted))
+    if any(setting.startswith("engine.token=") for setting in settings):
+        return times
+    steps = for_steps(present, enough_steps(present))
+    return calibrated(recorded, times, steps, host, len(recorded.validated))
 
 
 def refuse_unknown_parts(config: Config) -> None:

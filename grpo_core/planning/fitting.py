@@ -3,18 +3,26 @@
 How fast an engine decodes is read from groups: a group takes ``turns * turn + tokens * (token + row * (n -
 1))`` seconds, where its longest rollout has so many turns and tokens, and n is the mean number of rows that
 ran beside it.  The three times are fitted by least squares, and none is negative.
+
+Where rows wait for each other, a group's seconds say nothing by themselves.  Then the seconds of a token are
+those with which the groups of a simulated run take as long as the recorded ones.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 from numpy.typing import NDArray
 
-from grpo_core.planning.forecast import WARM_UP
+from grpo_core.config import Config
+from grpo_core.events import Dispatched, Event, GroupFinished
+from grpo_core.planning.forecast import WARM_UP, forecast
 from grpo_core.planning.recorded import Recorded, RecordedGroup
 from grpo_core.planning.times import (
     CheckpointTimes,
@@ -23,9 +31,14 @@ from grpo_core.planning.times import (
     Times,
     TrainerTimes,
 )
+from grpo_core.plugins.host import PluginHost
 
 Floats = NDArray[np.float64]
 
+ENVIRONMENT = "environment "
+"""Begin of the lanes of environments in a timeline."""
+ROUNDS = 6
+"""Number of simulated runs after which the seconds of a token hardly change."""
 SHORTEST = 1e-6
 """Seconds for a token, at least: no engine is infinitely fast."""
 
@@ -53,6 +66,49 @@ def fit(recorded: Recorded) -> Times:
             write=_mean(recorded.spans, "checkpoint", "write"),
         ),
     )
+
+
+def has_queue(recorded: Recorded, times: Times) -> bool:
+    """Return whether rollouts of the run may have waited for others."""
+    config = recorded.config
+    return bool(config.engine.max_requests or config.rollout.max_in_flight or times.engine.rows)
+
+
+def without_rows(recorded: Recorded, times: Times) -> Times:
+    """Return the times of an engine whose rows do not slow each other, and of the environment's calls."""
+    calls = [span for span in recorded.spans if span["lane"].startswith(ENVIRONMENT)]
+    turn = sum(_mean(calls, lane, "evaluate") for lane in {span["lane"] for span in calls})
+    turn /= max(1, len(recorded.config.tasks))
+    return evolve(
+        times, engine=evolve(times.engine, row=0.0), environment=evolve(times.environment, turn=turn)
+    )
+
+
+def calibrated(recorded: Recorded, times: Times, config: Config, host: PluginHost, held_out: int) -> Times:
+    """Return the times with the seconds of a token that make groups take as long as the recorded ones."""
+    wanted = fmean(group.end - group.begin for group in recorded.groups if group.step > WARM_UP)
+    for _ in range(ROUNDS):
+        took = _group_seconds(recorded, times, config, host, held_out)
+        token = max(times.engine.token * wanted / took, SHORTEST)
+        times = evolve(times, engine=evolve(times.engine, token=token))
+    return times
+
+
+def _group_seconds(
+    recorded: Recorded, times: Times, config: Config, host: PluginHost, held_out: int
+) -> float:
+    begins: dict[int, float] = {}
+    seconds: list[float] = []
+
+    def receive(event: Event) -> None:
+        now = asyncio.get_running_loop().time()
+        if isinstance(event, Dispatched):
+            begins.update((slot.id, now) for slot in event.slots)
+        elif isinstance(event, GroupFinished) and event.step >= WARM_UP:
+            seconds.append(now - begins[event.slot])
+
+    forecast(config, times, recorded.outcomes, host, held_out=held_out, emit=receive)
+    return fmean(seconds)
 
 
 def least_squares(columns: Sequence[Floats], values: Floats) -> list[float]:

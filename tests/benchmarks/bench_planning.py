@@ -29,7 +29,7 @@ BASE = {
     "trainer.name": f"{PARTS}:SleepingTrainer",
     "tasks.guess.env": f"{PARTS}:Guessing",
     "model.options.warm_start_steps": 0,
-    "trainer.steps": 30,
+    "trainer.steps": 24,
     "trainer.prompts_per_step": 8,
     "rollout.group_size": 4,
     "rollout.max_tokens": 100,
@@ -64,7 +64,9 @@ def train(directory: Path, seed: int, changes: dict[str, object]) -> float:
     """Make a run; return its seconds per step as ``whatif`` reads them."""
     settings = BASE | changes | {"seed": seed}
     command = [GRPO, "train", "--quiet", "--output", directory, *options(settings)]
-    subprocess.run(command, check=True, capture_output=True)
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{command}: {ended.stderr[-500:]}")
     recorded, *_ = whatif(directory, {})["rows"]
     return recorded["seconds_per_step"]
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import grpo_core as grpo
 from grpo_core.records import Batch, Completion, EngineSetup, GenerationRequest, StepResult, Weights
+from grpo_core.weights.layout import load_tensors
+from grpo_core.weights.shm import SharedMemoryWriter
 
 JITTER = 0.15
 """Standard deviation of the logarithm of each step's seconds."""
@@ -83,10 +85,12 @@ class SleepingTrainer(grpo.Trainer):
     def __init__(self, setup: grpo.TrainerSetup, *, step: float = 0.2, token: float = 0.001) -> None:
         self._setup, self._step, self._token, self._version = setup, step, token, 0
         self._rng = random.Random(setup.seed)
+        self._writer = SharedMemoryWriter()
 
     async def started(self) -> None:
         if self._setup.prepare is not None:
             await asyncio.to_thread(self._setup.prepare)
+        self._tensors = load_tensors(Path(self._setup.model.path))
 
     async def step(self, batch: Batch) -> StepResult:
         tokens = sum(len(row.prompt_ids) + len(row.tokens) for row in batch.rows)
@@ -97,7 +101,7 @@ class SleepingTrainer(grpo.Trainer):
 
     async def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
         await asyncio.sleep(0.03)
-        return Weights(version=self._version, location="", nbytes=0, tensors=())
+        return self._writer.write(self._version, self._tensors)
 
     async def save(self, directory: Path):
         async def written() -> None:
