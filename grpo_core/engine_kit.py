@@ -10,6 +10,7 @@ An engine:
     check_request          refuses requests that do not fit the model
     Connection, Call       the child's end of the pipe, for a server with its own loop
     die_with               ends this process when another one ends
+    scratch_directory      makes a directory for temporary files, which a killed process does not leave behind
     report, reported_to    tell the run which faults were survived; a worker sends them on
 
 A placement, which runs engines and environments somewhere else (see ``grpo_plugin_ray``):
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from grpo_core.processes import Connection as Connection
     from grpo_core.processes import RemoteTraceback as RemoteTraceback
     from grpo_core.processes import die_with as die_with
+    from grpo_core.processes import scratch_directory as scratch_directory
     from grpo_core.protocols import DataPlane as DataPlane
     from grpo_core.tokens import TokenReader as TokenReader
     from grpo_core.weights import COLLECTIVE as COLLECTIVE
@@ -97,7 +99,7 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.plugins.host": ["PluginHost"],
         "grpo_core.plugins.offers": ["Offer"],
         "grpo_core.plugins.selection": ["PluginSelection"],
-        "grpo_core.processes": ["Call", "Connection", "RemoteTraceback", "die_with"],
+        "grpo_core.processes": ["Call", "Connection", "RemoteTraceback", "die_with", "scratch_directory"],
         "grpo_core.protocols": ["DataPlane"],
         "grpo_core.tokens": ["TokenReader"],
         "grpo_core.weights": ["COLLECTIVE"],

@@ -5,7 +5,8 @@ whatever group or session they run.  Linux shows the variables of a process, so 
 found.
 
 A process that has children also has a watcher: a program that waits until the process has ended, kills what
-still has one of its marks, and ends.  The watcher is this file, run with nothing but the standard library: it
+still has one of its marks, removes the directories for temporary files that the process could not remove, and
+ends.  The watcher is this file, run with nothing but the standard library: it
 needs a few megabytes, and no time of a processor.  It leads a group of its own, and blocks the signals by
 which a terminal or a scheduler ends a run.
 """
@@ -15,14 +16,18 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
 MARK = "GRPO_CORE_CHILD"
 """Environment variable whose value is ``SECRET.NUMBER``: the process that has the child, and which child."""
 
+_DIRECTORY = "grpo-core-"
+"""Names of directories for temporary files begin so, followed by the secret of the process that made them."""
 _SCANS = 3
 """Number of scans in a row that find nothing until a watcher ends: a program may be starting another one."""
 _PAUSE = 0.1
@@ -41,12 +46,20 @@ class Marks:
 
     def make(self) -> str:
         """Return a mark that no other child has."""
+        self._begin()
+        self._number += 1
+        return f"{self._secret}.{self._number}"
+
+    def directory(self) -> tempfile.TemporaryDirectory[str]:
+        """Make a directory for temporary files; the watcher removes it if this process is killed first."""
+        self._begin()
+        return tempfile.TemporaryDirectory(prefix=f"{_DIRECTORY}{self._secret}-")
+
+    def _begin(self) -> None:
         if self._owner != os.getpid():  # after a fork, the watcher is that of the process that has forked
             self._owner, self._secret = os.getpid(), os.urandom(16).hex()
             if sys.platform == "linux":
                 _start_watcher(self._secret)
-        self._number += 1
-        return f"{self._secret}.{self._number}"
 
 
 def kill_marked(mark: str) -> int:
@@ -86,7 +99,7 @@ def _start_watcher(secret: str) -> None:
 
 
 def watch(parent: int, secret: str) -> None:
-    """Wait until the parent has ended, and kill what has one of its marks."""
+    """Wait until the parent has ended; kill what has one of its marks, and remove its temporary files."""
     os.closerange(3, 1024)
     os.chdir("/")
     try:
@@ -99,6 +112,15 @@ def watch(parent: int, secret: str) -> None:
     while quiet < _SCANS and time.monotonic() < give_up:
         quiet = 0 if kill_marked(f"{secret}.") else quiet + 1
         time.sleep(_PAUSE)
+    _remove_directories(secret)
+
+
+def _remove_directories(secret: str) -> None:
+    with os.scandir(tempfile.gettempdir()) as entries:
+        left = [entry for entry in entries if entry.name.startswith(f"{_DIRECTORY}{secret}-")]
+    for entry in left:
+        if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+            shutil.rmtree(entry.path, ignore_errors=True)
 
 
 if __name__ == "__main__":

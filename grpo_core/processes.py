@@ -35,6 +35,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
@@ -494,6 +495,11 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+def scratch_directory() -> tempfile.TemporaryDirectory[str]:
+    """Make a directory for temporary files, which is removed also if this process is killed (Linux only)."""
+    return _MARKS.directory()
 
 
 def spare_the_collector() -> None:

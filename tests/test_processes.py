@@ -344,6 +344,35 @@ def test_what_ends_a_run_from_outside_does_not_end_its_watcher():
     assert _is_gone(watcher)
 
 
+def test_a_process_that_is_killed_leaves_no_temporary_files(tmp_path):
+    """The directory of another process, and what others call by such a name, stay."""
+    script = (
+        "import os; from grpo_core import processes\n"
+        "directory = processes.scratch_directory()\n"
+        "open(f'{directory.name}/model', 'w').close()\n"
+        "watcher = open(f'/proc/self/task/{os.getpid()}/children').read().strip()\n"
+        "print(watcher, directory.name, flush=True); input()"
+    )
+    mine, link = tmp_path / "grpo-core-of-another", tmp_path / "kept"
+    mine.mkdir()
+    link.mkdir()
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=variables,
+    ) as parent:
+        watcher, name = parent.stdout.readline().split()
+        directory = Path(name)
+        assert [path.name for path in directory.iterdir()] == ["model"]
+        (tmp_path / f"{directory.name}-link").symlink_to(link)
+        parent.kill()
+    assert _is_gone(int(watcher))
+    assert {path.name for path in tmp_path.iterdir()} == {mine.name, link.name, f"{directory.name}-link"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "how"),
@@ -384,7 +413,7 @@ def _kill_and_leave_unreaped(pid):
 
 
 def _is_gone(pid):
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while _running(pid) and time.monotonic() < end:
         time.sleep(0.01)
     return not _running(pid)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -44,7 +43,7 @@ from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.plugins.host import PluginHost
-from grpo_core.processes import spare_the_collector
+from grpo_core.processes import scratch_directory, spare_the_collector
 from grpo_core.protocols import Engine, Tracker
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers
@@ -367,7 +366,7 @@ async def _start_model(
     status: Callable[[str], None],
 ) -> Path:
     """Return the directory of the model that training starts from; a made one is removed with the stack."""
-    scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-"))
+    scratch = stack.enter_context(scratch_directory())
     request = ModelRequest(
         directory=Path(scratch) / "model",
         prompts=partial(tasks.prompts, "train"),

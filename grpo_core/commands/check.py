@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import io
-import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from grpo_core.loss import needs_of
 from grpo_core.plugins.host import Kind, PluginHost
 from grpo_core.plugins.offers import FROM_THE_CORE, Offer, Plugin, signature_of
 from grpo_core.plugins.selection import PluginSelection
+from grpo_core.processes import scratch_directory
 from grpo_core.testing.conformance import Conformance, Finding
 
 CHECKED: Mapping[Kind, str] = {
@@ -329,7 +329,7 @@ def _contract(
         case "model":
             from grpo_core.testing.model_sources import ModelSourceContract
 
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-check-"))
+            directory = stack.enter_context(scratch_directory())
             return ModelSourceContract(lambda: make(**options), Path(directory))
         case "data_plane":
             from grpo_core.testing.planes import DataPlaneContract
@@ -350,7 +350,7 @@ def _engine(host: PluginHost, name: str, options: Mapping[str, Any]) -> Iterator
     from grpo_core.testing import decoding
     from grpo_core.testing.engines import check_engine
 
-    with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner:
+    with scratch_directory() as directory, asyncio.Runner() as runner:
         model = decoding.make_test_model(Path(directory))
         made = functools.partial(
             decoding.start_engine, lambda *a, **o: host.make("engine", name, *a, **o), model

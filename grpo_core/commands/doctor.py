@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from grpo_core.inert import inert
 from grpo_core.model_sources import model_source
 from grpo_core.models import directory_here
 from grpo_core.plugins.host import PluginHost
+from grpo_core.processes import scratch_directory
 
 FORMAT = 1
 """Version of the JSON; it is raised when a field changes its meaning or disappears."""
@@ -233,7 +233,7 @@ def _of_memory(
 ) -> tuple[memory.Footprint | None, list[Check]]:
     """Estimate the memory of a run; whatever is wrong becomes a check."""
     try:
-        with tempfile.TemporaryDirectory(prefix="grpo-core-") as scratch:
+        with scratch_directory() as scratch:
             directory = _model_directory(config, host, Path(scratch))
             if directory is None:
                 told = f"model {config.model.path!r} is made by a plugin that does not tell its size"

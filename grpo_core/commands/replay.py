@@ -7,7 +7,6 @@ rows of each step as they were stored, and its fingerprints are compared with th
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from grpo_core.loop import checkpoint
 from grpo_core.loop.rows import make_batch
 from grpo_core.models import local_directory
 from grpo_core.plugins.host import PluginHost
+from grpo_core.processes import scratch_directory
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, Group, StateDigest, StepResult
 from grpo_core.training.setup import TrainerSetup
@@ -99,9 +99,7 @@ class Replayer:
     _names: tuple[str, ...] = field(init=False, default=())
 
     async def __aenter__(self) -> Self:
-        self.scratch = Path(
-            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-core-replay-"))
-        )
+        self.scratch = Path(self._stack.enter_context(scratch_directory()))
         return self
 
     async def __aexit__(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from attrs import evolve
 
 from grpo_core.aio import cancel, gather
 from grpo_core.errors import ChildDied, GrpoError, TrainerError, one_line
-from grpo_core.processes import Child, RemoteTraceback
+from grpo_core.processes import Child, RemoteTraceback, scratch_directory
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.memory import trainer_parts
@@ -55,7 +54,7 @@ class ProcessTrainer(Trainer):
         self._deadline = setup.trainer.deadline
         self._updates, ranks = setup.trainer.updates_per_step, setup.trainer.ranks
         self._log = Path(setup.log) if setup.log else None
-        self._meeting = tempfile.TemporaryDirectory(prefix="grpo-core-ranks-") if ranks > 1 else None
+        self._meeting = scratch_directory() if ranks > 1 else None
         where = f"{self._meeting.name}/rendezvous" if self._meeting is not None else ""
         self.children = [
             self._start(

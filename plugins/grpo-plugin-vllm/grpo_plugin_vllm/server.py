@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
-import tempfile
 import threading
 import time
 import traceback
@@ -25,7 +24,7 @@ from grpo_core import (
     Weights,
     WeightSyncError,
 )
-from grpo_core.engine_kit import DecodingServer, check_request
+from grpo_core.engine_kit import DecodingServer, check_request, scratch_directory
 from grpo_plugin_vllm import completing
 from grpo_plugin_vllm.options import Options, arguments, has_tokenizer, prepare, use_exact_products
 from grpo_plugin_vllm.transfer import as_table, difference, rank_of
@@ -123,7 +122,7 @@ class Server(DecodingServer):
         if self._engine is None:
             self._start(weights)
         native = self._options.native_lora
-        with tempfile.TemporaryDirectory(prefix="grpo-core-") if native else nullcontext() as adapters:
+        with scratch_directory() if native else nullcontext() as adapters:
             keep = not self._options.sleep_after  # who wakes up needs the memory
             self._engine.collective_rpc("fetch_weights", args=(as_table(weights), adapters, keep))
             while None in (found := self._engine.collective_rpc("fetched_weights", args=(not self.busy,))):
