@@ -165,6 +165,15 @@ def test_a_page_has_a_bounded_size_and_keeps_the_same_prompts_of_each_step(tmp_p
     assert re.search(r"\d+ of the 240 stored rollouts, .*; \d+ of them with their tokens\.", html)
 
 
+def test_of_a_group_that_does_not_fit_the_best_and_the_worst_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(browsing, "TEXT_ROOM", 1700)
+    rewards = (0.5, 0.25, 1.0, 0.5, 0.0, 0.75)
+    rollouts = [rollout("question", said("x" * 400), reward) for reward in rewards]
+    page = stored(record(tmp_path / "run", [GroupsReady(step=0, groups=(group("sort", "p", rollouts, 0),))]))
+    (one,) = page["groups"]
+    assert [(each["place"], each["reward"]) for each in one["rollouts"]] == [(2, 1.0), (4, 0.0)]
+
+
 def test_a_long_message_loses_its_middle():
     told = browsing.message({"role": "user", "content": "a" * 20_000 + "b" * 20_000})["text"]
     assert "[… 28,000 characters are left out …]" in told
@@ -224,7 +233,8 @@ def listed(chromium):
     ("fragment", "number"),
     [("", 10), ("#task=chat", 4), ("#set=validation", 2), ("#from=2&set=training", 4), ("#to=0", 1),
      ("#low=0.5&high=0.8", 2), ("#finish=length", 2), ("#text=NEEDLE", 2), ("#text=multiply", 2),
-     ("#text=should+ask", 2), ("#task=chat&finish=length&from=2", 1), ("#text=nowhere", 0)],
+     ("#text=should+ask", 2), ("#task=chat&finish=length&from=2", 1), ("#text=nowhere", 0),
+     ("#text=broke", 2), ("#text=42", 10)],
 )  # fmt: skip
 class TestFilters:
     pytestmark = in_chromium

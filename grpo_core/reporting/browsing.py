@@ -66,6 +66,7 @@ class Selection:
         kept = f"{self.kept:,}"
         if self.files < self.of_files:
             told = f"{kept} rollouts of {self.files:,} of the {self.of_files:,} stored steps and validations"
+            told += ", evenly spread, those of the same prompts"
         elif self.kept < self.seen:
             told = f"{kept} of the {self.seen:,} stored rollouts, those of the same prompts where they fit"
         else:

@@ -168,9 +168,9 @@ def views(found: Sequence[Span]) -> list[View]:
     place = min(max(0, steps.index(slowest) - 1), len(steps) - ZOOMED)
     around = steps[place : place + ZOOMED]
     made = [_overview(found, clock, ranges, steps), _zoomed(found, clock, ranges, newest, "Newest steps,")]
-    if around != newest:
+    if around not in (newest, steps[:ZOOMED]):
         made.append(_zoomed(found, clock, ranges, around, f"Slowest step, {slowest[1]}, among", opened=False))
-    if steps[:ZOOMED] not in (newest, around):
+    if steps[:ZOOMED] != newest:
         made.append(_zoomed(found, clock, ranges, steps[:ZOOMED], "First steps,", opened=False))
     return made
 

@@ -107,7 +107,7 @@ function browse(root) {
   }
   function mark() {
     for (const button of list.querySelectorAll("button"))
-      button.toggleAttribute("aria-current", button.dataset.key === state.show);
+      button.dataset.key === state.show ? button.setAttribute("aria-current", "true") : button.removeAttribute("aria-current");
   }
   more.addEventListener("click", () => {
     const next = shown;
@@ -144,7 +144,7 @@ function browse(root) {
     for (const [name, its] of rounds) {
       const box = element("optgroup", { label: name });
       for (const each of its) if (each !== one)
-        box.append(new Option(`rollout ${(each.place || 0) + 1}: reward ${plain(each.reward)}`, each.key, false, each.key === state.beside));
+        box.append(new Option(`${each.of.set === "validation" ? "validation" : "step"} ${each.of.step}, rollout ${(each.place || 0) + 1}: reward ${plain(each.reward)}`, each.key, false, each.key === state.beside));
       if (box.children.length) select.append(box);
     }
     select.addEventListener("change", () => show(one.key, select.value));

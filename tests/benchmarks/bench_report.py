@@ -1,0 +1,152 @@
+"""Measures the report of a large run: its making, its size, and the time in which a real browser opens it.
+
+The run has 1,000 steps with 100 rollouts each, a validation every 50 steps, tokens, and a timeline.  The
+tracker of a real run makes it from records.  Opening is the time from the address to the end of the page's
+script in headless Chromium, the best of three; it is left out where there is no chromedriver.
+
+    python tests/benchmarks/bench_report.py [STEPS]
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from attrs import evolve
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the browser of the tests
+import webdriver
+
+from grpo_core.config import Config, TaskConfig, TrackingConfig, TrainerConfig
+from grpo_core.events import Event, GroupsReady, RunEnded, Span, StepEnded, TimelineExtended, ValidationPlayed
+from grpo_core.records import Group, Prompt, Rollout, Segment
+from grpo_core.reporting.files import FilesTracker
+from grpo_core.reporting.trackers import call
+from grpo_core.run_directory import RunDirectory
+from grpo_core.tokens import Tokens
+
+STEPS, GROUPS, GROUP, TOKENS, PROMPTS = 1000, 10, 10, 200, 2000
+SECONDS, MEGABYTES, OPENED = 10.0, 20.0, 2.0
+"""The limits: seconds to make the page, its size, and seconds to open it."""
+WORDS = "the sum of both sides is therefore at most n so we may assume that it holds for all values"
+PROGRAM = """
+import resource, sys, time
+from pathlib import Path
+from grpo_core.reporting.report import write
+began = time.perf_counter()
+write(Path(sys.argv[1]))
+print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
+"""
+
+
+def main() -> int:
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "run"
+        make(path, steps)
+        arguments = [sys.executable, "-c", PROGRAM, str(path)]
+        said = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+        seconds, peak = map(float, said.split())
+        size = (path / "report.html").stat().st_size / 1e6
+        rows = [("made in (s)", seconds, SECONDS), ("size (MB)", size, MEGABYTES)]
+        if not webdriver.absent():
+            rows.append(("opened in Chromium (s)", opened(path / "report.html"), OPENED))
+    failed = 0
+    for name, value, limit in rows:
+        what = f"{name}, {steps * GROUPS * GROUP} rollouts in {steps} steps"
+        print(f"{what:60} {value:8.2f}   limit {limit:g}")
+        failed += value > limit
+    print(f"{'peak memory (MB)':60} {peak:8.0f}")
+    return failed
+
+
+def opened(page: Path) -> float:
+    """Return the seconds until the browser shows the page and its list of rollouts."""
+    found = []
+    with webdriver.browser() as browser:
+        for _ in range(3):
+            browser.open("about:blank")
+            began = time.perf_counter()
+            browser.open(f"file://{page}")
+            assert browser.run("return document.querySelectorAll('.list button').length") > 0
+            found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def make(directory: Path, steps: int) -> None:
+    """Write the files of a run."""
+    config = Config(
+        tasks={"task": TaskConfig(env="x")},
+        trainer=TrainerConfig(steps=steps, prompts_per_step=GROUPS),
+        tracking=TrackingConfig(trackers=["files"]),
+    )
+    run = RunDirectory.create(directory, config)
+    tracker = FilesTracker(run.info(config, None))
+    for number, event in enumerate(story(steps)):
+        call(tracker, evolve(event, time=float(number)))
+    tracker.close()
+
+
+def story(steps: int) -> Iterator[Event]:
+    """Yield what the report reads of a run."""
+    chance = random.Random(0)
+    for step in range(steps):
+        if step % 50 == 0:
+            yield ValidationPlayed(
+                step=step, version=step, groups=tuple(_group(i, step, 1, chance) for i in range(50))
+            )
+        prompts = chance.sample(range(PROMPTS), GROUPS)
+        yield GroupsReady(step=step, groups=tuple(_group(i, step, GROUP, chance) for i in prompts))
+        yield StepEnded(step=step + 1, metrics={"time/step": 2.0, "reward/task": 0.5, "groups/task": 10.0})
+        yield TimelineExtended(step=step + 1, spans=_spans(2.0 * step), now=2.0 * step + 2)
+    yield RunEnded(step=steps, reason="finished")
+
+
+def _group(number: int, step: int, size: int, chance: random.Random) -> Group:
+    prompt = Prompt(messages=f"What is {number} + {number}?", id=str(number), environment="task", answer="1")
+    ids = Tokens.generated(
+        [chance.randrange(30_000) for _ in range(TOKENS)], [-chance.random()] * TOKENS, [step] * TOKENS
+    )
+    rollouts = tuple(
+        Rollout(
+            segments=[Segment(prompt_ids=(1, 2, 3), tokens=ids)],
+            messages=(
+                *prompt.messages,
+                {"role": "assistant", "content": " ".join(chance.choices(WORDS.split(), k=TOKENS))},
+            ),
+            reward=chance.random(),
+            metrics={"exact": 0.5},
+            turns=1,
+            finish_reason=chance.choice(["stop", "length"]),
+            advantage=chance.gauss(0, 1),
+            trained=True,
+        )
+        for _ in range(size)
+    )
+    return Group(prompt=prompt, rollouts=rollouts, generation_version=step, target_version=step)
+
+
+def _spans(begin: float) -> tuple[Span, ...]:
+    stages = [("loop", "wait for groups", 0.0, 1.0), ("loop", "step", 1.0, 2.0)]
+    others = [
+        (lane, what, 2 * i / 10, 2 * i / 10 + 0.15)
+        for i in range(10)
+        for lane, what in (
+            ("engine", "generate"),
+            ("environment task", "evaluate"),
+            ("trainer", "step: forward"),
+        )
+    ]
+    return tuple(
+        Span(lane=lane, what=what, begin=begin + first, end=begin + last, busy=last - first, calls=1)
+        for lane, what, first, last in (*stages, *others)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
