@@ -129,6 +129,12 @@ def test_a_step_takes_longer_with_more_tokens(seconds):
     assert seconds(every_row, priced) == pytest.approx(1.0 + 1.0 + ROWS * (15 + 10) * 0.01)
 
 
+def test_steps_that_differ_in_their_seconds_have_the_same_mean(seconds):
+    found = seconds(config(0, steps=200), times(trainer={"spread": 0.3}))
+    assert found != 4.0
+    assert found == pytest.approx(4.0, rel=0.05)
+
+
 def test_groups_that_have_equal_rewards_are_not_trained(seconds):
     priced = times(trainer={"step": 1.0, "token": 0.01}, rollout={"pass_rate": 1.0})
     assert seconds(config(0), priced) == pytest.approx(1.0 + 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import shutil
 from statistics import fmean
 
@@ -17,7 +18,7 @@ from grpo_core.events import GroupsReady, StepEnded
 from grpo_core.planning import commands
 from grpo_core.planning.fitting import fit, least_squares
 from grpo_core.planning.forecast import forecast
-from grpo_core.planning.outcomes import DrawnOutcomes
+from grpo_core.planning.outcomes import DrawnOutcomes, Outcome, RecordedOutcomes
 from grpo_core.planning.recorded import read
 from grpo_core.planning.times import Times
 from grpo_core.plugins.host import PluginHost
@@ -109,6 +110,33 @@ def test_the_times_of_a_run_are_found_in_its_records(recorded_run):
     assert found.trainer.step == pytest.approx(1.0, rel=0.01)
     assert found.trainer.token == pytest.approx(0.002, rel=0.01)
     assert found.trainer.publish == pytest.approx(0.25, rel=0.01)
+    assert found.trainer.spread == pytest.approx(0.0, abs=0.001)
+
+
+def test_what_the_fit_cannot_explain_is_drawn_at_random(tmp_path, host):
+    uneven = evolve(
+        TIMES,
+        trainer=evolve(TIMES.trainer, token=0.0, spread=0.3),
+        environment=evolve(TIMES.environment, turn=2.0, spread=0.5),
+    )
+    long = config(trainer={"steps": 60, "prompts_per_step": 4})
+    found = fit(read(make_run(tmp_path / "run", host, long, uneven)))
+    assert found.trainer.spread == pytest.approx(0.3, rel=0.25)
+    assert found.environment.turn * found.environment.spread == pytest.approx(1.0, rel=0.25)
+
+
+def test_lengths_follow_the_progress_of_the_run():
+    groups = [(step, [Outcome((step,), 0.0)]) for step in range(1, 41)]
+    recorded = RecordedOutcomes(groups, prompt_tokens=1)
+    for progress, steps in ((0.0, range(1, 7)), (0.5, range(16, 26)), (1.0, range(35, 41))):
+        (drawn,) = recorded.group(progress, 1, random.Random(0))
+        assert drawn.turn_tokens[0] in steps
+
+
+def test_a_validation_plays_the_same_rollouts_each_time():
+    its = [Outcome((5,), 0.0), Outcome((9,), 1.0)]
+    recorded = RecordedOutcomes([(1, its)], prompt_tokens=1, validated=its)
+    assert [recorded.validation(place, random.Random(place)) for place in (0, 1)] == its
 
 
 def test_lengths_and_prompts_are_those_of_the_run(recorded_run):
@@ -141,7 +169,7 @@ def test_no_factor_is_negative():
 def test_the_present_configuration_is_forecast_first(recorded_run, ask):
     recorded, same, _ = ask(recorded_run)["rows"]
     assert (recorded["recorded"], same["recorded"]) == (True, False)
-    assert same["seconds_per_step"] == pytest.approx(recorded["seconds_per_step"], rel=0.05)
+    assert same["seconds_per_step"] == pytest.approx(recorded["seconds_per_step"], rel=0.08)
     assert same["staleness_mean"] == pytest.approx(recorded["staleness_mean"], abs=0.1)
 
 
@@ -205,7 +233,7 @@ def test_the_speed_of_an_engine_is_found_where_rows_wait(tmp_path, host, ask, ro
     found = ask(make_run(tmp_path / "run", host, config(**sections), queue), times=given)
     assert found["times"]["engine"]["token"] == pytest.approx(0.02, rel=0.1)
     recorded, same, _ = found["rows"]
-    assert same["seconds_per_step"] == pytest.approx(recorded["seconds_per_step"], rel=0.05)
+    assert same["seconds_per_step"] == pytest.approx(recorded["seconds_per_step"], rel=0.08)
 
 
 # ---------------------------------------------------------------------------------- what is refused

@@ -167,9 +167,9 @@ class Planner:
 
 
 def enough_steps(config: Config) -> int:
-    """Return the number of steps after which the means hardly change, at most those of the run."""
+    """Return a number of steps after which the means hardly change; the run itself may have fewer."""
     rollouts = config.trainer.prompts_per_step * config.rollout.group_size
-    return min(config.trainer.steps, STEPS, max(FEWEST, ROLLOUTS // rollouts))
+    return min(STEPS, max(FEWEST, ROLLOUTS // rollouts))
 
 
 def at_least_one(option: str, value: int | None) -> int | None:

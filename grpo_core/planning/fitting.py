@@ -45,8 +45,7 @@ SHORTEST = 1e-6
 
 def fit(recorded: Recorded) -> Times:
     """Return the service times with which a simulated run is most like the recorded one."""
-    token, row, turn = _decoding(recorded)
-    step, trained = _training(recorded)
+    token, row, environment = _decoding(recorded)
     spans = [span for span in recorded.spans if span["step"] > WARM_UP]
     return Times(
         engine=EngineTimes(
@@ -55,10 +54,9 @@ def fit(recorded: Recorded) -> Times:
             sync=_mean(spans, "sync", "update weights"),
             canary=_mean(spans, "sync", "canary"),
         ),
-        environment=EnvironmentTimes(turn=turn),
-        trainer=TrainerTimes(
-            step=step,
-            token=trained,
+        environment=environment,
+        trainer=evolve(
+            _training(recorded),
             publish=_mean(spans, "trainer", "publish") + _mean(spans, "loop", "account"),
         ),
         checkpoint=CheckpointTimes(
@@ -127,8 +125,11 @@ def least_squares(columns: Sequence[Floats], values: Floats) -> list[float]:
     return factors
 
 
-def _decoding(recorded: Recorded) -> tuple[float, float, float]:
-    """Return the seconds of a token of a row that is alone, of each further row, and of a turn."""
+def _decoding(recorded: Recorded) -> tuple[float, float, EnvironmentTimes]:
+    """Return the seconds of a token of a row that is alone, those of each further row, and the rest.
+
+    What a group takes beyond its tokens, and how much that differs, stands as the environment's time.
+    """
     groups = [group for group in recorded.groups if group.step > WARM_UP] or recorded.groups
     paused = _Integral([(s["begin"], s["end"], 1.0) for s in recorded.spans if s["what"] == "update weights"])
     validations = _Integral(
@@ -142,8 +143,11 @@ def _decoding(recorded: Recorded) -> tuple[float, float, float]:
     beside = np.array([running.between(g.begin, g.end) / (g.end - g.begin) / engines - 1 for g in groups])
     tokens = np.array([float(sum(group.longest.turn_tokens)) for group in groups])
     turns = np.array([float(len(group.longest.turn_tokens)) for group in groups])
-    token, row, turn = least_squares([tokens, tokens * np.maximum(beside, 0.0), turns], seconds)
-    return token, row, turn
+    columns = [tokens, tokens * np.maximum(beside, 0.0), turns]
+    token, row, turn = least_squares(columns, seconds)
+    unexplained = float(np.std(seconds - np.stack(columns, axis=1) @ np.array([token, row, turn])))
+    spread = unexplained / turn / float(np.sqrt(turns.mean())) if turn else 0.0
+    return token, row, EnvironmentTimes(turn=turn, spread=spread)
 
 
 def _rows(group: RecordedGroup) -> list[tuple[float, float, float]]:
@@ -173,8 +177,8 @@ class _Integral:
         return float(at[1] - at[0])
 
 
-def _training(recorded: Recorded) -> tuple[float, float]:
-    """Return the seconds of a step that do not depend on its rows, and those of each token."""
+def _training(recorded: Recorded) -> TrainerTimes:
+    """Return the seconds of a step, and by how much they differ from what its tokens explain."""
     seconds: dict[int, float] = {}
     for span in recorded.spans:
         if (span["lane"], span["what"]) == ("trainer", "step"):
@@ -184,7 +188,9 @@ def _training(recorded: Recorded) -> tuple[float, float]:
     tokens = np.array([float(recorded.trained_tokens[step]) for step in steps])
     took = np.array([seconds[step] for step in steps])
     fixed, each = least_squares([np.ones_like(tokens), tokens], took)
-    return fixed, each
+    unexplained = float(np.std(took - fixed - each * tokens))
+    spread = unexplained / float(took.mean()) if took.any() else 0.0
+    return TrainerTimes(step=fixed, token=each, spread=spread)
 
 
 def _mean(spans: Sequence[Mapping[str, Any]], lane: str, what: str) -> float:

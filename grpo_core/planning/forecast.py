@@ -143,7 +143,7 @@ class _World:
             outcomes,
             seed=seed,
             group_size=config.rollout.group_size,
-            prompts_per_step=config.trainer.prompts_per_step,
+            groups=config.trainer.steps * config.trainer.prompts_per_step,
         )
         self.engine = _engine(config, times, plays)
         self._tasks = list(config.tasks) or ["task"]
@@ -165,7 +165,7 @@ class _World:
             observe=stream.observe,
             untrained=stream.untrained,
             engine=self.engine,
-            trainer=PlannedTrainer(self._times.trainer),
+            trainer=PlannedTrainer(self._times.trainer, seed=self._seed),
             environments=self._environments,
             renderer=self._renderer,
             sampling=self._sampling,

@@ -34,12 +34,12 @@ class Outcomes(Protocol):
         """Largest number of completions of a rollout."""
         ...
 
-    def group(self, step: int, size: int, rng: random.Random) -> list[Outcome]:
-        """Return the rollouts of a group that is drawn for this step."""
+    def group(self, progress: float, size: int, rng: random.Random) -> list[Outcome]:
+        """Return the rollouts of a group that is drawn when this share of the run is over."""
         ...
 
-    def validation(self, size: int, rng: random.Random) -> list[Outcome]:
-        """Return rollouts of a validation."""
+    def validation(self, place: int, rng: random.Random) -> Outcome:
+        """Return the rollout of a held-out prompt; a validation plays the same ones each time."""
         ...
 
 
@@ -59,11 +59,11 @@ class DrawnOutcomes:
         """Largest number of completions of a rollout."""
         return self.times.turns
 
-    def group(self, step: int, size: int, rng: random.Random) -> list[Outcome]:
+    def group(self, progress: float, size: int, rng: random.Random) -> list[Outcome]:
         return [self._one(rng) for _ in range(size)]
 
-    def validation(self, size: int, rng: random.Random) -> list[Outcome]:
-        return self.group(0, size, rng)
+    def validation(self, place: int, rng: random.Random) -> Outcome:
+        return self._one(rng)
 
     def _one(self, rng: random.Random) -> Outcome:
         its = self.times
@@ -75,7 +75,7 @@ class DrawnOutcomes:
 class RecordedOutcomes:
     """Rollouts of a run that was recorded.
 
-    A group is one that was trained at about the same step; after the last recorded step, at about that one.
+    A group is one that was trained when about the same share of the recorded steps was over.
     """
 
     groups: Sequence[tuple[int, Sequence[Outcome]]]
@@ -90,18 +90,19 @@ class RecordedOutcomes:
         everything = [*(each for _, group in self.groups for each in group), *self.validated]
         return max(len(each.turn_tokens) for each in everything)
 
-    def group(self, step: int, size: int, rng: random.Random) -> list[Outcome]:
+    def group(self, progress: float, size: int, rng: random.Random) -> list[Outcome]:
         first, last = self.groups[0][0], self.groups[-1][0]
         window = max(2, (last - first + 1) // 10)
-        at = min(max(step, first), last)
+        at = first + progress * (last - first)
         near = [group for known, group in self.groups if abs(known - at) <= window]
         chosen = list(rng.choice(near or [group for _, group in self.groups]))
         rng.shuffle(chosen)
         return [*chosen[:size], *(rng.choice(chosen) for _ in range(size - len(chosen)))]
 
-    def validation(self, size: int, rng: random.Random) -> list[Outcome]:
-        known = self.validated or [each for _, group in self.groups for each in group]
-        return [rng.choice(known) for _ in range(size)]
+    def validation(self, place: int, rng: random.Random) -> Outcome:
+        if self.validated:
+            return self.validated[place % len(self.validated)]
+        return rng.choice([each for _, group in self.groups for each in group])
 
 
 def log_normal(rng: random.Random, mean: float, spread: float) -> float:

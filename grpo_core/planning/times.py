@@ -66,6 +66,8 @@ class TrainerTimes:
     """Seconds of a step that do not depend on its rows."""
     token: float = field(default=0.0, validator=ge(0))
     """Seconds that each token of the trained rows adds, prompts included."""
+    spread: float = field(default=0.0, validator=ge(0))
+    """Standard deviation of a step's seconds, as a share of the mean; the distribution is log-normal."""
     publish: float = field(default=0.0, validator=ge(0))
     """Seconds from the end of a step until the new weights can be sent."""
 

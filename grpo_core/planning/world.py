@@ -45,9 +45,9 @@ VALIDATION = "validation"
 class Plays:
     """Decides how each rollout turns out when its first completion is asked for."""
 
-    def __init__(self, outcomes: Outcomes, *, seed: int, group_size: int, prompts_per_step: int) -> None:
+    def __init__(self, outcomes: Outcomes, *, seed: int, group_size: int, groups: int) -> None:
         self.outcomes, self.seed = outcomes, seed
-        self._group_size, self._prompts_per_step = group_size, prompts_per_step
+        self._group_size, self._groups = group_size, groups
         self._known: list[Outcome] = []
         self._open: dict[str, list[Outcome]] = {}
         """Rollouts of each group that have not been asked for."""
@@ -71,10 +71,10 @@ class Plays:
         if not waiting:
             rng = random.Random(f"{self.seed} {group}")
             if group.startswith(VALIDATION):
-                waiting = self.outcomes.validation(1, rng)
+                waiting = [self.outcomes.validation(int(group.split()[-1]), rng)]
             else:
-                step = int(group) // self._prompts_per_step + 1
-                waiting = self.outcomes.group(step, self._group_size, rng)
+                progress = min(1.0, int(group) / self._groups)
+                waiting = self.outcomes.group(progress, self._group_size, rng)
             self._open[group] = waiting
         outcome = waiting.pop()
         if not waiting:
@@ -219,12 +219,14 @@ class PlannedEngine:
 class PlannedTrainer(Trainer):
     """A trainer that takes the time of its tokens."""
 
-    def __init__(self, times: TrainerTimes) -> None:
+    def __init__(self, times: TrainerTimes, *, seed: int) -> None:
         self.times, self.version = times, 0
+        self._rng = random.Random(f"{seed} trainer")
 
     async def step(self, batch: Batch) -> StepResult:
         tokens = sum(len(row.prompt_ids) + len(row.tokens) for row in batch.rows)
-        seconds = self.times.step + self.times.token * tokens
+        mean = self.times.step + self.times.token * tokens
+        seconds = log_normal(self._rng, mean, self.times.spread)
         await asyncio.sleep(seconds)
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": 0.0, "time/train": seconds})
