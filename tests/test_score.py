@@ -11,9 +11,9 @@ from attrs import evolve
 from recording import record
 
 import grpo_core as grpo
+from grpo_core.app.rejudging import judge
 from grpo_core.cli import app
 from grpo_core.commands import score
-from grpo_core.commands.rejudging import judge
 from grpo_core.config import Config, TaskConfig, ValidationConfig, ValidationSetConfig
 from grpo_core.errors import ConfigError
 from grpo_core.events import GroupsReady, ValidationPlayed

@@ -17,6 +17,7 @@ from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
 from grpo_core.app.memory import checked
+from grpo_core.app.opinion import SecondOpinion, asked
 from grpo_core.app.parts import (
     SYNC_ATTEMPTS,
     SYNC_GRACE,
@@ -89,8 +90,8 @@ class RunContext:
     """Closes everything that was started."""
     began: float = 0.0
     """Start of the program, on the clock of the event loop, from which a time limit counts."""
-    after: Callable[[Event], None] = lambda event: None
-    """Called with each event that the trackers have received."""
+    after: list[Callable[[Event], None]] = field(factory=list)
+    """Each is called with each event that the trackers have received."""
     warnings: list[WarningRaised] = field(factory=list)
     """Found while the run was assembled; raised when it has started."""
 
@@ -101,7 +102,8 @@ class RunContext:
 
     def _emit(self, event: Event) -> None:
         self.trackers.emit(event)
-        self.after(event)
+        for receive in self.after:
+            receive(event)
 
 
 @frozen(kw_only=True)
@@ -115,6 +117,7 @@ class _Started:
     trainer: Trainer
     engine: Engine
     validation_engine: Engine | None
+    opinion: SecondOpinion | None
 
 
 async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
@@ -125,7 +128,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     assembly = Assembly(config, run, await choose_devices(config, run))
     started = await assembly.start()
     config, renderer, trainer = assembly.config, started.renderer, started.trainer
-    prompts, held_out = started.found.prompts, started.found.held_out
+    prompts, held_out, opinion = started.found.prompts, started.found.held_out, started.opinion
     run.warnings.extend(await assembly.first_look(prompts, held_out, renderer))
     run.warnings.extend(await asyncio.to_thread(leaks, assembly.step, prompts, held_out))
     loaders = assembly.loaders(prompts)
@@ -134,6 +137,8 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
     validation = assembly.validation(started.validation_engine or started.engine, renderer, held_out)
     _restore(run, checkpoint.restore_validation, validation)
+    if opinion is not None:
+        _restore(run, checkpoint.restore_second_opinion, opinion)
     engine, validate = assembly.validator(started.engine, started.validation_engine, validation)
     pipeline = Pipeline(
         buffer=started.buffer,
@@ -158,17 +163,19 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         emit=run.emit,
         flush=run.trackers.flush,
         observe_attempt=assembly.budgets(),
-        incidents=run.trackers.incidents.read,
+        incidents=assembly.incidents(opinion),
         validate=validate,
-        save=assembly.save(trainer, started.buffer, loaders, stream, validation),
+        save=assembly.save(trainer, started.buffer, loaders, stream, validation, opinion),
         canary=canary_prompts(prompts, renderer),
         canary_tolerance=canary_tolerance(config.health, config.engine),
         limits=health_limits(config.health),
         time_limit=assembly.time_limit(),
         watch=assembly.watched(trainer, validate),
     )
+    if opinion is not None:
+        opinion.stop = pipeline.stop
     if config.trainer.stop_when:
-        run.after = stop_at(Goal.parse(config.trainer.stop_when), pipeline)
+        run.after.append(stop_at(Goal.parse(config.trainer.stop_when), pipeline))
     return config, pipeline
 
 
@@ -241,6 +248,7 @@ class Assembly:
             prompts=await self.run.tasks.prompts("train"),
             held_out=await self.run.tasks.held_out(chosen, chosen.due_sets, tasks=bool(chosen.every)),
         )
+        opinion = await self.second_opinion(found.prompts)
         plane = await self.data_plane()
         start = await self.start_model(found.prompts)
         teacher = await self.teacher()
@@ -267,6 +275,7 @@ class Assembly:
             trainer=trainer,
             engine=engine,
             validation_engine=validation_engine,
+            opinion=opinion,
         )
 
     async def start_model(self, prompts: Prompts) -> StartModel:
@@ -289,6 +298,27 @@ class Assembly:
                 WarningRaised(step=self.step, cause="memory", message=told) for told in tight
             )
         return start
+
+    async def second_opinion(self, prompts: Prompts) -> SecondOpinion | None:
+        """Start the environment that judges some rollouts once more, if one is configured."""
+        config, run = self.config, self.run
+        if not config.audit.second_opinion:
+            return None
+
+        def warn(cause: str, message: str) -> None:
+            run.emit(WarningRaised(step=run.trackers.step, cause=cause, message=message))
+
+        environments, logs = run.tasks.environments, run.directory.logs
+        around = asked(config, run.placement, environments, prompts, logs=logs, warn=warn)
+        opinion, told = await run.stack.enter_async_context(around)
+        run.warnings += [WarningRaised(step=self.step, cause="second_opinion", message=one) for one in told]
+        run.after.append(opinion.receive)
+        return opinion
+
+    def incidents(self, opinion: SecondOpinion | None) -> Callable[[], Mapping[str, float]]:
+        """Return the function that reads what went on beside the loop since its last call."""
+        read = self.run.trackers.incidents.read
+        return read if opinion is None else lambda: {**read(), **opinion.metrics()}
 
     async def data_plane(self) -> DataPlane:
         """Start the data plane of the run."""
@@ -509,6 +539,7 @@ class Assembly:
         loaders: Mapping[str, TaskLoader],
         stream: PromptStream,
         validation: Validation,
+        opinion: SecondOpinion | None,
     ) -> Save:
         directory, keep = self.run.directory.checkpoints, self.config.checkpoint.keep
         process = identity(self.config)
@@ -517,7 +548,11 @@ class Assembly:
             return await checkpoint.begin(
                 directory,
                 step=step,
-                pipeline={**checkpoint.cut(buffer, stream, validation), "run": process},
+                pipeline={
+                    **checkpoint.cut(buffer, stream, validation),
+                    "run": process,
+                    **({} if opinion is None else {"second_opinion": opinion.state_dict()}),
+                },
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
                 keep=keep,

@@ -58,6 +58,15 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         )
         for name, task in config.tasks.items()
     }
+    audit = config.audit
+    if audit.second_opinion:
+        given, python = audit.options, config.environment.python
+        named = options.name(audit.second_opinion)
+        audit = evolve(
+            audit,
+            second_opinion=named,
+            options=options.of_environment(audit.second_opinion, given, python),
+        )
     environment = evolve(config.environment, python=_absolute_python(config.environment.python))
     tracking = evolve(
         config.tracking,
@@ -74,6 +83,7 @@ def with_absolute_paths(config: Config, host: PluginHost) -> Config:
         tasks=tasks,
         tracking=tracking,
         environment=environment,
+        audit=audit,
         filters={
             _absolute_name(name): options.of("filter", name, given) for name, given in config.filters.items()
         },
@@ -131,7 +141,7 @@ def plugin_files(config: Config) -> set[Path]:
     """Return the files of the plugins that are no installed ones."""
     names = [choice.name for _, choice in _choices(config)]
     names += [task.env for task in config.tasks.values()] + list(config.tracking.trackers)
-    names += list(config.filters)
+    names += [*config.filters, *([config.audit.second_opinion] if config.audit.second_opinion else [])]
     names += [config.validation.engine.name] if config.validation.engine else []
     names += [name for one in config.validation.sets.values() for name in (one.env, one.name) if name]
     names += [
@@ -146,6 +156,7 @@ def _all_options(config: Config) -> Iterator[Mapping[str, Any]]:
     """Yield the options of all environments."""
     yield from (task.options for task in config.tasks.values())
     yield from (one.env_options for one in config.validation.sets.values())
+    yield config.audit.options
 
 
 def _texts(value: Any) -> Iterator[str]:

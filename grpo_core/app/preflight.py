@@ -5,12 +5,21 @@ from __future__ import annotations
 import importlib.util
 import re
 
+from attrs import evolve
+
 from grpo_core.app.parts import engines_of, make_data_plane, make_placement, make_sampler, make_shaping
 from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import of_task, transport, workers_of
-from grpo_core.config import AdvantageConfig, Config, EnvironmentConfig, TaskConfig, ValidationConfig
+from grpo_core.config import (
+    AdvantageConfig,
+    AuditConfig,
+    Config,
+    EnvironmentConfig,
+    TaskConfig,
+    ValidationConfig,
+)
 from grpo_core.data.samplers import plugin_state
-from grpo_core.errors import ConfigError
+from grpo_core.errors import ConfigError, did_you_mean
 from grpo_core.interpreters import Interpreter, from_here
 from grpo_core.loop.endings import Goal
 from grpo_core.loss import LossSetting, needs_of, problems_of
@@ -58,6 +67,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_strategy(config.validation, host)
     for name in config.validation.sets:
         _check_set(name, config, host, trains=trains)
+    if trains:
+        _check_audit(config, host)
     check_trackers(config.tracking, host)
     _check_placement(config, host, trains=trains)
     model_source(config.model, host).check()
@@ -197,6 +208,22 @@ def _check_set(name: str, config: Config, host: PluginHost, *, trains: bool) -> 
     for environment in validation.environments([name]).values():
         _check_environment(key, environment, config.environment, host, remote=remote)
     _check_strategy(resolved, host)
+
+
+def _check_audit(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError or PluginError if a second opinion cannot be made, or is about no task."""
+    audit = config.audit
+    if not audit.second_opinion:
+        if audit != AuditConfig():
+            raise ConfigError("[audit] does nothing without audit.second_opinion, the name of an environment")
+        return
+    for name in audit.tasks:
+        if name not in config.tasks:
+            near = did_you_mean(name, set(config.tasks))
+            raise ConfigError(f"audit.tasks: there is no task {name!r}.{near}")
+    remote = make_placement(config.placement, host).remote
+    task = TaskConfig(env=audit.second_opinion, options=audit.options)
+    _check_environment("audit", task, evolve(config.environment, workers=1), host, remote=remote)
 
 
 def _check_strategy(validation: ValidationConfig, host: PluginHost) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import grpo_core
 from grpo_core.app.paths import plugin_files
-from grpo_core.config import Config
+from grpo_core.config import Config, TaskConfig
 from grpo_core.errors import GrpoError
 from grpo_core.plugins.host import BUILT_IN, PluginHost
 from grpo_core.run_directory import PROVENANCE
@@ -96,7 +96,12 @@ def package_hash(name: str) -> str | None:
 
 
 def _environments(config: Config) -> Mapping[str, Any]:
-    return {**config.tasks, **config.validation.environments(config.validation.sets)}
+    second = config.audit.second_opinion
+    return {
+        **config.tasks,
+        **config.validation.environments(config.validation.sets),
+        **({"second opinion": TaskConfig(env=second)} if second else {}),
+    }
 
 
 def _of_environment(env: str, host: PluginHost) -> dict[str, str]:

@@ -410,6 +410,7 @@ async def started_tasks(
     """Start the environments of a run, and of some validation sets, while its placement is connected."""
     of_sets = config.validation.environments(sets)
     wanted = config.engine.workers + config.environment.workers * (len(config.tasks) + len(of_sets))
+    wanted += bool(config.audit.second_opinion)
     with placement.connected(wanted):
         async with Tasks.start(config.tasks, config.environment, placement, sets=of_sets, logs=logs) as tasks:
             yield tasks

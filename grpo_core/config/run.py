@@ -10,6 +10,7 @@ from attrs.validators import ge, lt
 from grpo_core.config.generation import EngineConfig, RolloutConfig
 from grpo_core.config.model import ModelConfig, TeacherConfig
 from grpo_core.config.operation import (
+    AuditConfig,
     CheckpointConfig,
     DataPlaneConfig,
     HealthConfig,
@@ -65,4 +66,5 @@ class Config:
     validation: ValidationConfig = field(factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     health: HealthConfig = field(factory=HealthConfig)
+    audit: AuditConfig = field(factory=AuditConfig)
     tracking: TrackingConfig = field(factory=TrackingConfig)

@@ -376,6 +376,12 @@ def restore_validation(directory: Path, validation: Stateful) -> list[str]:
         return validation.load_state_dict(read_pipeline(directory).get("validation", {}))
 
 
+def restore_second_opinion(directory: Path, opinion: Stateful) -> list[str]:
+    """Continue with the evidence of a second opinion; return messages about what begins anew."""
+    with reading(directory):
+        return opinion.load_state_dict(read_pipeline(directory).get("second_opinion", {}))
+
+
 def restore(
     directory: Path,
     buffer: Buffer[Prompt, Group],

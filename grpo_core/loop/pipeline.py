@@ -155,7 +155,7 @@ class Pipeline:
     observe_attempt: ObserveAttempt = lambda task, rollouts, attempts: None
     """Counts what an attempt at a group lost or left unscored, and raises when it is too much."""
     incidents: Callable[[], Mapping[str, float]] = dict
-    """Returns the metrics of the incidents since its last call."""
+    """Returns metrics of what went on beside the loop since its last call, such as incidents."""
     validate: Validate | None = None
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()

@@ -1,0 +1,372 @@
+"""A second opinion: another environment judges successes beside a run, and an alarm says what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+import grpo_core as grpo
+from grpo_core.app import preflight
+from grpo_core.app.opinion import WAITING, SecondOpinion, tried
+from grpo_core.audit.evidence import Evidence
+from grpo_core.config import AuditConfig, Config, TaskConfig
+from grpo_core.errors import ConfigError
+from grpo_core.events import GroupsReady
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import Group, Prompt, Rollout
+from grpo_core.reporting.verification import verified
+from grpo_core.testing import HostedEnvironment, run
+
+GRPO = Path(sys.executable).with_name("grpo-core")
+
+
+class Double(grpo.Environment):
+    """Doubles, judged strictly."""
+
+    success = 1.0
+
+    def prompts(self, split):
+        return [grpo.Prompt(messages=f"Double {n}.", answer=str(2 * n), id=str(n)) for n in range(8)]
+
+    def evaluate(self, episodes):
+        return [float(e.reply == e.prompt.answer) for e in episodes]
+
+    def solve(self, prompt):
+        return prompt.answer
+
+
+class Sloppy(Double):
+    def solve(self, prompt):
+        return f"about {prompt.answer}"
+
+
+class Column(Double):
+    def evaluate(self, episodes):
+        return [float(e.reply == e.prompt.info["twice"]) for e in episodes]
+
+
+class Undeclared(Double):
+    success = None
+
+
+class Compared(Double):
+    needs_group = True
+
+
+class Turns(Double):
+    max_turns = 3
+
+
+# ---------------------------------------------------------------------------------- evidence
+
+
+def alarm_at(evidence, shares, rng, judged=2):
+    """The number of the group at which the alarm is given, None without one."""
+    for number, share in enumerate(shares):
+        if evidence.add(sum(rng.random() < share for _ in range(judged)), judged):
+            return number
+    return None
+
+
+def test_a_share_at_the_limit_seldom_makes_an_alarm_however_long_the_run():
+    runs = [
+        alarm_at(Evidence(tolerance=0.05, level=0.05), [0.05] * 1500, random.Random(seed))
+        for seed in range(100)
+    ]
+    assert sum(found is not None for found in runs) <= 5
+
+
+@pytest.mark.parametrize("before", [0, 100, 3000])
+def test_exploits_are_found_soon_also_after_a_long_clean_time(before):
+    for seed in range(5):
+        shares = [0.0] * before + [0.25] * 100
+        found = alarm_at(Evidence(tolerance=0.02, level=0.01), shares, random.Random(seed))
+        assert found is not None
+        assert before <= found < before + 60
+
+
+def test_evidence_goes_on_after_a_resume_as_if_nothing_had_happened():
+    rng = random.Random(3)
+    shares = [0.1] * 40
+    straight, before, after = (Evidence(tolerance=0.02, level=1e-9) for _ in range(3))
+    alarm_at(straight, shares, random.Random(3))
+    alarm_at(before, shares[:25], rng)
+    assert after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    alarm_at(after, shares[25:], rng)
+    assert after == straight
+    assert not Evidence(tolerance=0.03, level=1e-9).load_state_dict(before.state_dict())
+
+
+def test_the_alarm_is_given_once():
+    evidence = Evidence(tolerance=0.02, level=0.01)
+    assert sum(evidence.add(1, 1) for _ in range(200)) == 1
+    assert evidence.alarmed
+
+
+# ---------------------------------------------------------------------------------- beside a run
+
+
+def group(number, replies, task="double"):
+    """A group of successes by the first environment, as the loop hands them over."""
+    prompt = Prompt(messages=f"Double {number}.", answer=str(2 * number), id=str(number), environment=task)
+    rollouts = tuple(
+        Rollout(
+            messages=(*prompt.messages, {"role": "assistant", "content": reply or prompt.answer}),
+            reward=1.0,
+            success=reply != "wrong",
+            turns=1,
+            finish_reason="stop",
+        )
+        for reply in replies
+    )
+    return Group(prompt=prompt, rollouts=rollouts, generation_version=0, target_version=0)
+
+
+class Heard:
+    """What a run hears from its second opinion."""
+
+    def __init__(self, environment=None, tasks=("double",), **audit):
+        self.told = []
+        self.stopped = []
+        self.opinion = SecondOpinion(
+            audit=AuditConfig(second_opinion="strict", **audit),
+            seed=0,
+            tasks=list(tasks),
+            environment=HostedEnvironment(environment or Double()),
+            warn=lambda *told: self.told.append(told),
+            stop=self.stopped.append,
+        )
+
+    def after(self, steps):
+        """Hand over the groups of steps, and return the metrics at the end."""
+
+        async def story():
+            async with self.opinion.running():
+                for step, groups in enumerate(steps):
+                    self.opinion.receive(GroupsReady(step=step, groups=tuple(groups)))
+                    await self.opinion._waiting.join()
+
+        run(story())
+        return self.opinion.metrics()
+
+
+EXPLOIT, HONEST, WRONG = "the grader says it is correct", "", "wrong"
+
+
+def test_successes_that_are_refused_make_one_alarm_and_stop_the_run_if_that_is_wanted():
+    heard = Heard(tasks=["double", "fine"], stop=True)
+    steps = [
+        [group(n, [HONEST, EXPLOIT]) for n in range(4)] + [group(5, [HONEST, WRONG], "fine")]
+        for _ in range(10)
+    ]
+    metrics = heard.after(steps)
+    ((cause, message),) = heard.told
+    assert cause == "second_opinion/double"
+    assert "strict refuses" in message
+    assert "one of which gets a reward of 0 from it; the run stops" in message
+    assert heard.stopped == ["second opinion"]
+    assert metrics["second_opinion_refused/double"] == 0.5
+    assert metrics["second_opinion_judged/double"] == 80
+    assert metrics["second_opinion_judged/fine"] == 10  # what the first refuses is not judged
+    assert metrics["second_opinion_evidence/fine"] < 0.1
+
+
+def test_without_stop_the_run_goes_on():
+    heard = Heard()
+    heard.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
+    assert len(heard.told) == 1
+    assert not heard.stopped
+
+
+def test_a_sample_of_successes_is_judged_which_the_seed_and_the_step_decide():
+    opinion = Heard(rollouts=5).opinion
+    groups = [group(n, [HONEST, WRONG, EXPLOIT, HONEST]) for n in range(8)] + [group(9, [HONEST], "other")]
+    chosen = opinion.drawn(3, groups)
+    assert sum(len(one.rollouts) for _, one in chosen) == 5
+    assert all(rollout.success for _, one in chosen for rollout in one.rollouts)
+    assert {one.prompt.environment for _, one in chosen} == {"double"}
+    assert opinion.drawn(3, groups) == chosen
+    assert opinion.drawn(4, groups) != chosen
+
+
+def test_rollouts_that_it_cannot_judge_are_counted_and_left_out():
+    heard = Heard(Column())
+    metrics = heard.after([[group(n, [HONEST]) for n in range(3)]])
+    assert metrics["second_opinion_left_out/double"] == 3
+    assert metrics["second_opinion_judged/double"] == 0
+    assert heard.told == []
+    assert "second_opinion_left_out/double" not in heard.opinion.metrics()  # since the last step
+
+
+def test_a_second_opinion_that_ends_with_an_error_costs_no_step():
+    class Gone(HostedEnvironment):
+        async def open(self, prompts):
+            raise RuntimeError("its machine is gone")
+
+    heard = Heard()
+    heard.opinion.environment = Gone(Double())
+
+    async def story():
+        async with heard.opinion.running():
+            for step in range(3):
+                heard.opinion.receive(GroupsReady(step=step, groups=(group(1, [HONEST]),)))
+
+    run(story())
+    ((cause, message),) = heard.told
+    assert cause == "second_opinion"
+    assert "the run goes on" in message
+    assert "its machine is gone" in message
+
+
+def test_a_slow_second_opinion_leaves_steps_out_instead_of_growing():
+    heard = Heard()
+    for step in range(WAITING + 3):  # nobody judges yet
+        heard.opinion.receive(GroupsReady(step=step, groups=(group(1, [HONEST, HONEST]),)))
+    assert heard.opinion.metrics()["second_opinion_left_out/double"] == 6
+
+    async def story():
+        async with heard.opinion.running():
+            pass
+
+    run(story())  # the end waits for what is still to be judged
+    assert heard.opinion.metrics()["second_opinion_judged/double"] == 2 * WAITING
+
+
+def test_a_resumed_run_has_no_second_alarm_about_the_same_and_another_environment_begins_anew():
+    first = Heard()
+    first.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
+    again = Heard()
+    state = json.loads(json.dumps(first.opinion.state_dict()))
+    assert again.opinion.load_state_dict(state) == []
+    again.after([[group(n, [EXPLOIT]) for n in range(8)]] * 4)
+    assert again.told == []
+    other = Heard()
+    (told,) = other.opinion.load_state_dict({**state, "environment": "another"})
+    assert "begins anew" in told
+    (told,) = Heard(tolerance=0.1).opinion.load_state_dict(state)
+    assert "other limits" in told
+
+
+# ---------------------------------------------------------------------------------- before a run
+
+
+def try_out(second, first=None, audit=None):
+    first = HostedEnvironment(first or Double())
+    audit = audit or AuditConfig(second_opinion="strict")
+
+    async def story():
+        return await tried(
+            audit, HostedEnvironment(second), {"double": first}, {"double": await first.prompts("train")}
+        )
+
+    return run(story())
+
+
+@pytest.mark.parametrize(
+    ("second", "first", "message"),
+    [
+        (
+            Column(),
+            None,
+            r"cannot judge prompt '0' of task 'double': KeyError: 'twice'.* columns .* are: none",
+        ),
+        (Undeclared(), None, "declares no success; set audit.success"),
+        (Double(), Undeclared(), "task 'double' declares no success; set tasks.double.success"),
+        (Compared(), None, "compares the rollouts of a group"),
+        (Double(), Turns(), "judges 1 turns, and the environment of task 'double' plays 3 turns"),
+    ],
+)
+def test_what_it_cannot_judge_is_refused_before_the_run_starts(second, first, message):
+    with pytest.raises(ConfigError, match=message):
+        try_out(second, first)
+
+
+def test_refused_solutions_are_said_at_the_start():
+    assert try_out(Double()) == []
+    (told,) = try_out(Double(), Sloppy())
+    assert "refuses 4 of 4 solutions" in told
+
+
+@pytest.mark.parametrize(
+    ("audit", "message"),
+    [
+        (AuditConfig(stop=True), "does nothing without audit.second_opinion"),
+        (
+            AuditConfig(second_opinion="math:sort", tasks=["srot"]),
+            "there is no task 'srot'. Did you mean 'sort'",
+        ),
+        (AuditConfig(second_opinion="math:sortt"), "sortt"),
+    ],
+)
+def test_mistakes_of_the_section_are_refused(audit, message):
+    config = Config(tasks={"sort": TaskConfig(env="math:sort")}, audit=audit)
+    with pytest.raises(grpo.GrpoError, match=message):
+        preflight.check(config, PluginHost.discover())
+    preflight.check(evolve(config, audit=AuditConfig(second_opinion="math:sort")), PluginHost.discover())
+
+
+# ---------------------------------------------------------------------------------- a whole run
+
+TWIN = '''
+from grpo_plugin_math.exercises import sort
+import grpo_core as grpo
+
+def strict():
+    return sort(length=3)
+
+def hackable():
+    """Pays for any reply to a prompt whose number is odd."""
+    environment = sort(length=3)
+    class Hackable(type(environment)):
+        def evaluate(self, episodes):
+            given = super().evaluate(episodes)
+            return [1.0 if int(e.prompt.id) % 2 else one for e, one in zip(episodes, given)]
+    environment.__class__ = Hackable
+    return environment
+'''
+SMALL = (
+    "trainer.prompts_per_step=4 trainer.updates_per_step=1 rollout.group_size=4 validation.every=0 "
+    "model.options.warm_start_steps=1 audit.stop=true"
+)
+
+
+@pytest.mark.long
+def test_a_run_stops_at_the_alarm_and_a_resumed_one_goes_on_with_its_evidence(tmp_path):
+    (tmp_path / "twin.py").write_text(TWIN)
+    settings = [word for setting in SMALL.split() for word in ("--set", setting)]
+    begin = [
+        "train",
+        "--env",
+        "./twin.py:hackable",
+        "--set",
+        "audit.second_opinion=./twin.py:strict",
+        *settings,
+    ]
+
+    def command(*words):
+        return subprocess.run([GRPO, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+
+    ended = command(*begin, "--set", "trainer.steps=60", "--output", "run")
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stdout + ended.stderr
+    assert "second opinion:" in said
+    lines = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    (warning,) = [each for each in lines if each.get("cause") == "second_opinion/hackable"]
+    assert "the run stops (audit.stop)" in warning["message"]
+    assert not verified(tmp_path / "run").findings
+    stopped = max(each["step"] for each in lines)
+    assert stopped < 60
+    newest = sorted((tmp_path / "run/checkpoints").iterdir())[-1]
+    saved = json.loads((newest / "pipeline.json").read_text())["second_opinion"]
+    assert saved["evidence"]["hackable"]["alarmed"]
+    again = command("train", "--resume", "run", "--set", f"trainer.steps={stopped + 2}")
+    assert again.returncode == 0, again.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["second_opinion_judged/hackable"] >= saved["evidence"]["hackable"]["judged"]
+    assert rows[-1]["step"] == stopped + 2  # told once: the alarm does not stop it again
