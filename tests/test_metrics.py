@@ -12,11 +12,15 @@ from test_docs import ROOT, generator
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
-from grpo_core.config import LossConfig, TeacherConfig
+from grpo_core import Environment
+from grpo_core.app.opinion import SecondOpinion
+from grpo_core.config import AuditConfig, LossConfig, TeacherConfig
+from grpo_core.events import GroupsReady
 from grpo_core.loop.dynamic import DynamicSampling
 from grpo_core.loop.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
 from grpo_core.loop.shaping import Shaping
 from grpo_core.records import EndReason, Group, Prompt, Rollout, Segment
+from grpo_core.testing import HostedEnvironment, run
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.paired import Paired
@@ -50,6 +54,35 @@ def names_of_a_run(strategy, path, **changes):
     return {name for row in rows for name in row} - {"step", "time"}
 
 
+class Strict(Environment):
+    """It judges everything the same."""
+
+    def prompts(self, split):
+        return [Prompt(messages="x")]
+
+    def evaluate(self, episodes):
+        return [0.0 for _ in episodes]
+
+
+def names_of_a_second_opinion():
+    """Names of the metrics of a second opinion, one of whose rollouts could not be judged."""
+    opinion = SecondOpinion(
+        audit=AuditConfig(second_opinion="strict", rollouts=1),
+        seed=0,
+        tasks=["sort"],
+        environment=HostedEnvironment(Strict()),
+        warn=lambda cause, message: None,
+    )
+
+    async def story():
+        async with opinion.running():
+            succeeded = attrs.evolve(rollout(), success=True)
+            opinion.receive(GroupsReady(step=0, groups=(group(succeeded),)))
+
+    run(story())
+    return set(opinion.metrics())
+
+
 def none_for_the_first(groups):
     return [[None, *([1.0] * (len(group.rollouts) - 1))] for group in groups]
 
@@ -68,6 +101,7 @@ def written(model, tmp_path_factory):  # noqa: F811
     found |= names_of_a_run(Paired(margin=2.0), path / "paired")
     found |= set(task_metrics([group(rollout(), rollout(None, reason="length"))], step=0))
     found |= set(task_metrics([group(attrs.evolve(rollout(), tool_calls=1))], step=1))
+    found |= names_of_a_second_opinion()
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))
     rows = ragged()
     rows[0] = attrs.evolve(rows[0], advantage=math.nan)

@@ -193,7 +193,11 @@ def trained(name: str, seed: int, directory: Path) -> tuple[float | None, int, f
     command = ["grpo-core", "train", "--env", f"./twins.py:{name}", *words, "--output", str(run)]
     subprocess.run(command, cwd=directory, check=True, capture_output=True)
     shares, alarm = _shares(run), _alarm(run)
-    return (None if alarm is None else shares[min(alarm, max(shares))]), alarm or 0, max(shares.values())
+    return (
+        (None if alarm is None else shares[max(1, min(alarm + 1, max(shares)))]),
+        alarm or 0,
+        max(shares.values()),
+    )
 
 
 def _shares(run: Path) -> dict[int, float]:
