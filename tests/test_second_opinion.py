@@ -129,7 +129,7 @@ def group(number, replies, task="double"):
 
 
 class Heard:
-    """What a run hears from its second opinion."""
+    """It keeps what a run hears from its second opinion."""
 
     def __init__(self, environment=None, tasks=("double",), **audit):
         self.told = []
