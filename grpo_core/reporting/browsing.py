@@ -30,7 +30,7 @@ _Sized = tuple[dict[str, Any], list[int], int]
 
 MOST_FILES = {ROLLOUTS: 200, VALIDATION: 50}
 """Number of steps, and of validations, whose rollouts are read."""
-MOST_BYTES = 32_000_000
+MOST_BYTES = 16_000_000
 """Number of bytes of files of texts that are read; fewer steps are read if theirs are larger."""
 TEXT_ROOM, TOKEN_ROOM = 9_000_000, 5_000_000
 """Number of bytes of the page for texts, and for tokens."""
@@ -145,7 +145,7 @@ def _spread(files: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Pat
     if not files:
         return []
     mean = sum(path.stat().st_size for _, path in files) / len(files)
-    most = min(most, max(2, int(MOST_BYTES / max(1.0, mean))))
+    most = min(most, max(5, int(MOST_BYTES / max(1.0, mean))))
     if len(files) <= most:
         return [*files]
     return [files[round(i * (len(files) - 1) / (most - 1))] for i in range(most)]
