@@ -35,7 +35,7 @@ class SleepingEngine:
         self._version, self._decoding = -1, None
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        rows = [[self._length(request), [], asyncio.Event(), request] for request in requests]
+        rows: list[list] = [[self._length(request), [], asyncio.Event(), request] for request in requests]
         self._rows += rows
         if self._decoding is None:
             self._decoding = asyncio.create_task(self._decode())
