@@ -56,6 +56,26 @@ def audited(environment, **extent):
     return grpo.testing.run(found())
 
 
+def test_a_slow_environment_is_audited_in_time_and_the_card_says_what_was_left_out():
+    now = [0.0]
+
+    class Slow(Sums):
+        def evaluate(self, episodes):
+            now[0] += 2.0
+            return super().evaluate(episodes)
+
+    async def found():
+        audit = Audit(lambda: Audited(Slow()), 64, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0])
+        return {finding.check: finding async for finding in audit.run()}
+
+    findings = grpo.testing.run(found())
+    assert 30 < now[0] <= 60
+    assert "runtime.startup" not in findings
+    told = " ".join(each.told for each in findings.values())
+    assert "4 of 5 times, since it is slow" in told
+    assert severe(findings) == {"runtime.resource_bounds"}
+
+
 def severe(findings):
     return {name for name, each in findings.items() if each.severity in ("failed", "warned")}
 

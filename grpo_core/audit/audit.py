@@ -6,7 +6,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -33,6 +33,10 @@ SEARCHED = 8
 SEARCH_ROUNDS = 8
 AT_ONCE = 8
 """Number of calls that are made at the same time."""
+FEWEST_ROUNDS = 2
+"""Times that the same replies are played in any case: once is no comparison."""
+SEARCH_UNTIL, ROUNDS_UNTIL, COMPANY_UNTIL, LATENCY_UNTIL = 0.5, 0.6, 0.7, 0.8
+"""Shares of the audit's seconds after which a stage repeats nothing more, so that the others have time."""
 AGENT_PROMPTS = 4
 """Prompts that an agent plays: each is a conversation of its own."""
 
@@ -69,6 +73,7 @@ class Audit:
         incidents: receives the incidents that are reported (``grpo_core.incidents.reported_to``).
         pause: seconds between two plays of the same replies, so that a reward that depends on the second
             shows itself.
+        clock: tells the seconds of which ``extent`` grants some.
     """
 
     make: Callable[[], Audited]
@@ -76,6 +81,7 @@ class Audit:
     extent: Extent
     incidents: list[Incident] = field(factory=list)
     pause: float = 0.23
+    clock: Callable[[], float] = time.monotonic
     player: Player = field(init=False)
     train: list[Prompt] = field(factory=list)
     some: list[Prompt] = field(factory=list)
@@ -92,13 +98,15 @@ class Audit:
     _rounds: list[list[Trial]] = field(factory=list)
     _seconds: list[float] = field(factory=list)
     """Seconds of calls with one episode each."""
+    _began: float = 0.0
 
     async def run(self) -> AsyncIterator[Finding]:
         """Yield the findings, one after another.  Raises what starting the environment raises."""
         environment = self.make()
+        self._began = self.clock()
         try:
             await environment.start()
-            self.player = Player(environment, self.max_batch)
+            self.player = Player(environment, self.max_batch, clock=self.clock)
             if environment.runs_agents:
                 self.extent = evolve(self.extent, prompts=min(self.extent.prompts, AGENT_PROMPTS))
             async for finding in self._stages(environment):
@@ -268,7 +276,9 @@ class Audit:
             return [not_applicable(check, title, why)]
         unknown = [Solution(prompt=p, text=None) for p in self.some]
         search = Search(self.solutions or unknown, self.extent.seed)
-        for _ in range(SEARCH_ROUNDS):
+        rounds = 0
+        while rounds < SEARCH_ROUNDS and not (rounds and self._late(SEARCH_UNTIL)):
+            rounds += 1
             tried = search.round()
             trials = await self._play([Reply(prompt=p, text=t, kind="search") for t in tried for p in few])
             search.tell({text: self._score([t for t in trials if t.reply.text == text]) for text in tried})
@@ -276,7 +286,8 @@ class Audit:
         trials = await self._play(best)
         advice = "look at how this reply is judged: a policy finds it as well"
         found = rewards.panel(check, title, trials, self.scale, lambda trial: trial.said, advice)
-        return [evolve(found, told=f"{found.told} ({len(search.scores)} replies tried)")]
+        told = f"{found.told} ({len(search.scores)} replies tried)"
+        return [evolve(found, told=told + _left_out(rounds, SEARCH_ROUNDS, "rounds"))]
 
     def _score(self, trials: Sequence[Trial]) -> float:
         """Return the mean share of a solution's reward for prompts that a reply does not answer."""
@@ -286,11 +297,15 @@ class Audit:
 
     async def _repeat(self) -> list[Finding]:
         mixed = self._mixed(min(ALONE, len(self.some)))
-        for number in range(2 if self._agent else ROUNDS):
+        wanted = FEWEST_ROUNDS if self._agent else ROUNDS
+        for number in range(wanted):
+            if number >= FEWEST_ROUNDS and self._late(ROUNDS_UNTIL):
+                break
             if number:
                 await asyncio.sleep(self.pause)
             self._rounds.append(await self._play(mixed))
         found = behaviour.determinism(self._rounds, self._range)
+        found = evolve(found, told=found.told + _left_out(len(self._rounds), wanted, "times"))
         self._steady = found.severity == "passed"
         return [found]
 
@@ -312,18 +327,24 @@ class Audit:
         if not self._steady or self._agent:
             why = "an agent plays alone" if self._agent else "rewards differ from call to call"
             return [not_applicable(check, title, why)]
-        mixed = self._mixed(min(ALONE, len(self.some), max(FEWEST, int(8 / max(self._call, 1e-3)))))
+        seconds = 0.0 if self._late(ROUNDS_UNTIL) else 8.0
+        mixed = self._mixed(min(ALONE, len(self.some), max(FEWEST, int(seconds / max(self._call, 1e-3)))))
         alone, self._seconds = await self.player.each(mixed)
         self.everything += alone
         threes: list[Trial] = []
         for place in range(0, len(mixed), 3):
             threes += await self._play(mixed[place : place + 3])
-        ways: Mapping[str, Sequence[Trial]] = {
+            if self._late(COMPANY_UNTIL):
+                break
+        ways: dict[str, Sequence[Trial]] = {
             "in one batch": self._rounds[-1][: len(mixed)],
             "in one batch, backwards": (await self._play(mixed[::-1]))[::-1],
-            "in batches of 3": threes,
         }
-        return [behaviour.company(alone, ways)]
+        if len(threes) == len(mixed):
+            ways["in batches of 3"] = threes
+        found = behaviour.company(alone, ways)
+        wanted = min(ALONE, len(self.some))
+        return [evolve(found, told=found.told + _left_out(len(mixed), wanted, "replies"))]
 
     async def _elsewhere(self) -> list[Finding]:
         """Compare with a process that has played nothing yet, and with this one's first trials."""
@@ -360,13 +381,14 @@ class Audit:
         size = max(1, self.max_batch // (3 if self.player.environment.needs_group else 1))
         mixed = self._mixed(len(self.some))
         full = [mixed[place % len(mixed)] for place in range(size)]
-        begin = time.perf_counter()
+        begin = self.clock()
         await self.player.batch(full)
-        whole = time.perf_counter() - begin
-        begin = time.perf_counter()
-        await asyncio.gather(*(Player(self.player.environment, 1).batch(one) for _ in range(AT_ONCE)))
-        together = time.perf_counter() - begin
-        return [behaviour.latency(self._seconds, whole, size, together, AT_ONCE)]
+        whole = self.clock() - begin
+        number = FEWEST_ROUNDS if self._late(LATENCY_UNTIL, AT_ONCE * self._call) else AT_ONCE
+        begin = self.clock()
+        await asyncio.gather(*(Player(self.player.environment, 1).batch(one) for _ in range(number)))
+        together = self.clock() - begin
+        return [behaviour.latency(self._seconds, whole, size, together, number)]
 
     # ------------------------------------------------------------------------------ all together
 
@@ -391,6 +413,10 @@ class Audit:
     def _agent(self) -> bool:
         return self.player.environment.runs_agents
 
+    def _late(self, until: float, needed: float = 0.0) -> bool:
+        """Return whether more than a share of the audit's seconds is over when ``needed`` ones are spent."""
+        return self.clock() - self._began + needed > until * self.extent.seconds
+
     @property
     def _range(self) -> float:
         return spread([trial.reward for trial in self.everything if trial.reward is not None])
@@ -399,3 +425,8 @@ class Audit:
         trials = await self.player.play(given)
         self.everything += trials
         return trials
+
+
+def _left_out(made: int, wanted: int, what: str) -> str:
+    """Return a note about repetitions for which there was no time."""
+    return "" if made >= wanted else f"; {made} of {wanted} {what}, since it is slow"

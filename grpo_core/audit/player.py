@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from attrs import define, evolve, field
 
@@ -45,6 +45,7 @@ class Player:
     Args:
         environment: started already.
         max_batch: number of episodes of the largest call.
+        clock: tells seconds.
     """
 
     environment: EnvironmentWorker
@@ -55,6 +56,7 @@ class Player:
     """Time that this took."""
     last_call: float = 0.0
     """Time of the last call of ``evaluate``."""
+    clock: Callable[[], float] = time.perf_counter
     solutions: dict[str, str] = field(factory=dict)
     """Own solutions by the id of their prompt, for members of groups."""
     _names: Iterator[int] = field(factory=itertools.count)
@@ -89,9 +91,9 @@ class Player:
         """Play each reply by itself; return also the seconds of the first call of each."""
         trials, seconds = [], []
         for reply in replies:
-            begin = time.perf_counter()
+            begin = self.clock()
             trials += await self.play([reply])
-            seconds.append(time.perf_counter() - begin if self.environment.runs_agents else self.last_call)
+            seconds.append(self.clock() - begin if self.environment.runs_agents else self.last_call)
         return trials, seconds
 
     async def batch(self, replies: Sequence[Reply]) -> list[Trial]:
@@ -172,9 +174,9 @@ class Player:
     async def _judge(self, going: Sequence[_Game], shown: Sequence[_Game], *, last: bool) -> None:
         if not going:
             return
-        begin = time.perf_counter()
+        begin = self.clock()
         judged = await self.environment.evaluate([game.episode for game in shown])
-        self.last_call = time.perf_counter() - begin
+        self.last_call = self.clock() - begin
         self.seconds += self.last_call
         self.episodes += len(shown)
         for game, feedback in zip(shown, judged, strict=True):
@@ -191,9 +193,9 @@ class Player:
     async def _agents(self, replies: Sequence[Reply]) -> list[Trial]:
         """Let an agent play with a model that always says the same."""
         given = [(reply, self._constant(reply)) for reply in replies]
-        begin = time.perf_counter()
+        begin = self.clock()
         rollouts = await play_agent(self.environment, [(reply.prompt, said) for reply, said in given])
-        self.seconds += time.perf_counter() - begin
+        self.seconds += self.clock() - begin
         self.episodes += len(replies)
         return [
             Trial(
