@@ -90,11 +90,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("planning.json"))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=4, help="runs at the same time; they mostly sleep")
     parser.add_argument("--only", type=int, default=len(CONFIGURATIONS), help="so many configurations")
     given = parser.parse_args()
     chosen = dict(list(CONFIGURATIONS.items())[: given.only])
-    seeds = range(1, given.seeds + 1)
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(given.at_once) as pool:
         recorded = {seed: Path(scratch) / f"recorded-{seed}" for seed in seeds}
         list(pool.map(lambda seed: train(recorded[seed], seed, {}), seeds))
@@ -103,7 +104,8 @@ def main() -> None:
             for name, changes in chosen.items()
             for seed in seeds
         }
-        print(json.dumps({f"{name}, seed {seed}": value for (name, seed), value in forecasts.items()}))
+        told = {f"{name}, seed {seed}": value for (name, seed), value in forecasts.items()}
+        print(json.dumps(told), flush=True)
         jobs = [(name, seed) for seed in seeds for name in chosen]  # the kinds take turns
         runs = pool.map(
             lambda job: train(
