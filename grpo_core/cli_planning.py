@@ -42,7 +42,7 @@ def simulate(
     seed
         Seed of what is drawn.
     json
-        Print JSON.
+        Print the forecasts as JSON.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
@@ -92,7 +92,7 @@ def whatif(
     seed
         Seed of what is drawn.
     json
-        Print JSON, with the fitted service times.
+        Print the forecasts as JSON, with the fitted service times.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """

@@ -60,7 +60,7 @@ def prune(
     keep
         Number of the newest checkpoints that stay.
     yes
-        Remove them.  Without this option, they are only listed.
+        Remove the checkpoints.  Without this option, they are only listed.
     """
     from grpo_core.commands import runs as found
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import docstring_parser
 import pytest
+from cyclopts import App
 
 from grpo_core import cli, config
 
@@ -105,20 +107,26 @@ def unclear_keys() -> list[str]:
 # ---------------------------------------------------------------------------------- command line
 
 
+def commands(app: App = cli.app, name: str = "grpo-core") -> dict[str, Callable[..., Any]]:
+    """Return the function of each command, also of those below a command, by what the user types."""
+    found = {}
+    for below in app.subapps:
+        typed, function = f"{name} {below.name[0]}", below.default_command
+        if inspect.isfunction(function):
+            found |= {typed: function} | commands(below, typed)
+    return found
+
+
 def unclear_options() -> list[str]:
     found = []
-    for function in vars(cli).values():
-        if not inspect.isfunction(function) or function.__module__ != cli.__name__:
-            continue
-        if function not in {command.default_command for command in cli.app.subapps}:
-            continue
+    for command, function in commands().items():
         parsed = docstring_parser.parse(function.__doc__ or "")
         said = {parameter.arg_name: parameter.description or "" for parameter in parsed.params}
         texts = {"": parsed.short_description or ""}
         texts |= {name: said.get(name, "") for name in inspect.signature(function).parameters}
         for name, text in texts.items():
             if why := complaint(" ".join(text.split())):
-                found.append(f"grpo-core {function.__name__} {name}: {why}")
+                found.append(f"{command} {name}: {why}")
     return sorted(found)
 
 
@@ -139,7 +147,9 @@ def test_every_key_and_every_command_is_looked_at():
     names = {name for name, _ in explanations()}
     assert {"Config", "Config.seed", "TrainerConfig.lr", "PipelineConfig.max_staleness"} <= names
     assert len(names) > 80
-    assert len({command.default_command for command in cli.app.subapps}) >= 6
+    assert {"grpo-core train", "grpo-core audit", "grpo-core runs compare", "grpo-core whatif"} <= set(
+        commands()
+    )
 
 
 @pytest.mark.parametrize(

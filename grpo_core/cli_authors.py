@@ -1,0 +1,195 @@
+"""The commands for authors of plugins: ``grpo-core check``, ``audit``, ``try`` and ``new``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+
+def check(
+    name: str,
+    *,
+    kind: str | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    task: Annotated[list[str] | None, Parameter(negative="")] = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Check that an environment, or any other offer of a plugin, keeps its contract.
+
+    Parameters
+    ----------
+    name
+        Name of the offer, as "math:sort" or "./file.py:Class".
+    kind
+        Kind of the offer, if the name is ambiguous: environment, sampler, validation_strategy, engine,
+        loss, advantage, filter, tracker, trainer, optimizer, model, data_plane or placement.
+    set_
+        Set an option of the offer, as in "length=3"; may be repeated.
+    task
+        Name of a task for a sampler; may be repeated.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.commands import check
+
+    return check.main(name, kind=kind, settings=set_ or [], tasks=task or [], block=no_plugin or [])
+
+
+def audit(
+    name: str,
+    *,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    prompts: int = 24,
+    seconds: float = 60.0,
+    seed: int = 0,
+    model: str | None = None,
+    engine: str | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Find out whether the rewards of an environment mean anything: what is paid, and what should not be.
+
+    The exit status is 1 if a check failed.
+
+    Parameters
+    ----------
+    name
+        Name of the environment, as "math:sort" or "./file.py:Class".
+    set_
+        Set an option of the environment, as in "length=3"; may be repeated.
+    prompts
+        Largest number of prompts that are played.
+    seconds
+        Time that the audit may take, about; a slow environment plays fewer prompts.
+    seed
+        Seed of the replies that are tried.
+    model
+        Model that plays groups of rollouts at the end, to see how many would teach it: a directory, a hub
+        id, a name as "tiny", or the directory of a run.
+    engine
+        Engine of this model.
+    json
+        File for the quality card as JSON.
+    html
+        File for the quality card as one page.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.audit.audit import Extent
+    from grpo_core.audit.training import PlayingModel
+    from grpo_core.commands import auditing
+    from grpo_core.errors import ConfigError
+
+    if engine is not None and model is None:
+        raise ConfigError("--engine is for a model that plays: add --model")
+    return auditing.main(
+        name,
+        extent=Extent(prompts=prompts, seconds=seconds, seed=seed),
+        model=None
+        if model is None
+        else PlayingModel(target=model, engine=engine, prompts=prompts, seed=seed),
+        settings=set_ or [],
+        json_file=json,
+        html_file=html,
+        block=no_plugin or [],
+    )
+
+
+def try_(
+    name: str,
+    *,
+    model: str | None = None,
+    run: Path | None = None,
+    prompt: str | None = None,
+    prompts: int = 1,
+    split: Literal["train", "validation"] = "train",
+    seed: int = 0,
+    temperature: float | None = None,
+    engine: str | None = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Play against an environment in the terminal, or let a model play and show all that happens.
+
+    Replies are typed, or are the lines of standard input.
+
+    Parameters
+    ----------
+    name
+        Name of the environment, as "math:sort" or "./file.py:Class"; with --run also a task of the run.
+    model
+        Directory, hub id or name of a model that plays, as in "tiny".
+    run
+        Directory of a run whose newest checkpoint plays.
+    prompt
+        Id of the prompt.  Default: the first one.
+    prompts
+        Number of prompts that are played one after another.
+    split
+        Prompts to play: those for training, or those for validation.
+    seed
+        Seed of a model that plays.
+    temperature
+        Sampling temperature of a model that plays.  Default: as in training.
+    engine
+        Engine of a model that plays.
+    set_
+        Set an option of the environment, as in "length=3"; may be repeated.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.commands import trying
+    from grpo_core.errors import ConfigError
+
+    if model is not None and run is not None:
+        raise ConfigError("--model and --run: one of them plays; leave the other one out")
+    choice = trying.Choice(split=split, prompt=prompt, prompts=prompts, seed=seed, temperature=temperature)
+    return trying.main(
+        name,
+        target=model if run is None else str(run),
+        engine=engine,
+        choice=choice,
+        settings=set_ or [],
+        block=no_plugin or [],
+    )
+
+
+def new(
+    kind: Literal[
+        "environment",
+        "agent",
+        "sampler",
+        "validation",
+        "engine",
+        "loss",
+        "advantage",
+        "filter",
+        "tracker",
+    ],
+    name: str,
+    *,
+    multi_turn: Annotated[bool, Parameter(negative="")] = False,
+    tools: Annotated[bool, Parameter(negative="")] = False,
+    judge: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Write a new plugin into the directory grpo-plugin-NAME: code, a test, and what a package needs.
+
+    Parameters
+    ----------
+    kind
+        Kind of the offer that the plugin makes.
+    name
+        Name of the plugin and of what it offers, as in "caesar" or "word_count".
+    multi_turn
+        Make an environment of several turns.
+    tools
+        Make an environment with a tool.
+    judge
+        Make an environment whose replies another model judges.
+    """
+    from grpo_core.commands import scaffold
+
+    return scaffold.main(kind, name, {"multi_turn": multi_turn, "tools": tools, "judge": judge})

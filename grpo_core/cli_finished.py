@@ -1,0 +1,202 @@
+"""The commands about one run that has ended, or goes on: ``verify``, ``report``, ``replay`` and others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def export(
+    run: Path,
+    *,
+    step: int | None = None,
+    output: Path | None = None,
+    merged: Annotated[bool, Parameter(negative="")] = False,
+    adapters: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Write a checkpoint of a run as a directory for transformers or peft, with a model card.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step of the checkpoint.  Default: the newest one.
+    output
+        Directory that is written, which must not exist.  Default: RUN/exported/step-STEP.
+    merged
+        Add the adapters of a run with LoRA to the weights of its model.
+    adapters
+        Write the adapters of a run with LoRA alone; this is the default for such a run.
+    """
+    from grpo_core.commands import export as exporting
+
+    return exporting.main(run, step=step, output=output, merged=merged, adapters=adapters)
+
+
+def score(
+    stored: Path,
+    *,
+    env: Annotated[list[str] | None, Parameter(negative="")] = None,
+    step: Annotated[list[int] | None, Parameter(negative="")] = None,
+    validation: Annotated[bool, Parameter(negative="")] = False,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    output: Path | None = None,
+    json: bool = False,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Judge stored rollouts again, as after a correction of a reward, and show what changes.
+
+    The exit status is 1 if rollouts could not be judged.
+
+    Parameters
+    ----------
+    stored
+        Directory of a run, or one of its files of rollouts, as in "runs/a/rollouts/step-000120.jsonl.gz".
+    env
+        Another environment that judges, as in "sort=./fixed.py:Sort" for the task "sort", or without a task
+        for all; may be repeated.  Default: the environments of the run as they are now.
+    step
+        Step whose rollouts are judged; may be repeated.  Default: all steps.
+    validation
+        Judge the rollouts of the validations, not those of training.
+    set_
+        Set a configuration key, as in "tasks.sort.options.length=3"; may be repeated.
+    output
+        Directory for the judgements.  Default: RUN/scored/DATE.
+    json
+        Print the differences as JSON.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.commands import score as scoring
+
+    return scoring.main(
+        stored,
+        envs=env or [],
+        steps=step or [],
+        validation=validation,
+        settings=set_ or [],
+        output=output,
+        as_json=json,
+        block=no_plugin or [],
+    )
+
+
+def verify(run: Path) -> int:
+    """Check the events of a run: no prompt was lost, trained twice, or trained too late.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    """
+    from grpo_core.commands import running
+
+    return running.verify(directory=run)
+
+
+def replay(
+    run: Path,
+    *,
+    step: int,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Compute a step of a run again from its files, and compare it bit for bit with what the run recorded.
+
+    It needs no engine and no environment.  The exit status is 1 if something differs.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step that is computed again, from 1; those between it and the checkpoint before it are as well.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.commands import replay as replaying
+
+    return replaying.main(run, step=step, block=no_plugin or [])
+
+
+def fork(
+    run: Path,
+    *,
+    step: int,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
+    scored: Path | None = None,
+    no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
+) -> int:
+    """Compute a step of a run again with another loss, learning rate or advantage, and show what differs.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    step
+        Step that is computed twice from the same weights and rollouts: as it was, and with the changes.
+    set_
+        Set a configuration key for this step, as in "trainer.lr=1e-4"; may be repeated.
+    scored
+        Directory that grpo-core score has written: the step has the rewards in it.
+    no_plugin
+        Do not load this installed plugin; may be repeated.
+    """
+    from grpo_core.commands import fork as forking
+
+    return forking.main(run, step=step, settings=set_ or [], scored=scored, block=no_plugin or [])
+
+
+def bisect(run_a: Path, run_b: Path) -> int:
+    """Find the first step, and there the first value, at which two runs differ.
+
+    It reads what both runs have stored and computes nothing.  The exit status is 1 if they differ.
+
+    Parameters
+    ----------
+    run_a
+        Directory of one run.
+    run_b
+        Directory of the other run.
+    """
+    from grpo_core.commands import bisect as comparing
+
+    return comparing.main(run_a, run_b)
+
+
+def watch(directory: Path, *, port: int = 0, refresh: int = 15) -> int:
+    """Show the report of a run in a browser while the run goes on.
+
+    The page is served on the loopback address, until ctrl-C.
+
+    Parameters
+    ----------
+    directory
+        Directory of the run.
+    port
+        Port of the page.  0 is any free one.
+    refresh
+        Seconds after which the page is loaded again while the run goes on.  0 is never.
+    """
+    import asyncio
+
+    from grpo_core.commands import watch as live
+
+    asyncio.run(live.watch(directory, port=port, refresh=refresh))
+    return 130
+
+
+def report(run: Path) -> int:
+    """Write report.html for a finished, running or killed run.
+
+    Parameters
+    ----------
+    run
+        Directory of the run.
+    """
+    from grpo_core.commands import running
+
+    return running.report(directory=run)
