@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -340,7 +341,10 @@ def test_transcripts_of_all_sets_are_stored_and_shown(a_run):
         sizes.setdefault(group.prompt.environment, []).append(len(group.rollouts))
     assert sizes == {"sort": [1] * 8, "bench": [3] * 6, "sort4": [4] * 5}
     page = (a_run / "report.html").read_text()
-    assert "the best and the worst rollout of the newest of each task and set" in page
+    browser = page[page.index('id="browser"') :]
+    held = json.loads(re.search(r'<script type="application/json">(.*?)</script>', browser, re.DOTALL)[1])
+    newest = [group for group in held["groups"] if (group["set"], group["step"]) == ("validation", 4)]
+    assert {group["task"] for group in newest} == {"sort", "bench", "sort4"}
 
     files = Files.read(a_run)
     shown = validation_samples(files, tasks_of(files.steps, files.validations, files.table))
