@@ -225,7 +225,9 @@ def verified(server: str, row: dict[str, Any], *said: Any) -> Any:
     """Return the reward that the class of a resources server gives; a text is a message, a pair is a call."""
     module = importlib.import_module(f"resources_servers.{server}.app")
     base = importlib.import_module("nemo_gym.base_resources_server").SimpleResourcesServer
-    kinds = [kind for kind in vars(module).values() if inspect.isclass(kind) and issubclass(kind, base)]
+    kinds: list[Any] = [
+        kind for kind in vars(module).values() if inspect.isclass(kind) and issubclass(kind, base)
+    ]
     kind = next(kind for kind in reversed(kinds) if kind.__module__ == module.__name__)
     common = {"host": "", "port": 0, "entrypoint": "app.py", "name": server, "domain": "other"}
     more = {"tool_call_comparator_config": {"word_count_similarity_threshold": 0.5}}
