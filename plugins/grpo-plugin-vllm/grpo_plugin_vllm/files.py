@@ -21,9 +21,9 @@ def connections(wanted: int, *, servers: int) -> int:
         import resource
     except ImportError:  # this system has no such limit
         return wanted
-    used = len(os.listdir("/dev/fd")) + RESERVED
-    needed = used + wanted * servers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = _opened(at_most=soft) + RESERVED
+    needed = used + wanted * servers
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     more = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -41,3 +41,11 @@ def connections(wanted: int, *, servers: int) -> int:
         soft,
     )
     return possible
+
+
+def _opened(at_most: int) -> int:
+    """Return how many files this process has open: all of `at_most` if none is left to look."""
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return at_most
