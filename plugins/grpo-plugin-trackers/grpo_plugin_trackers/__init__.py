@@ -1,4 +1,4 @@
-"""Trackers that send a run's numbers elsewhere: ``tensorboard``, ``wandb`` and ``openmetrics``."""
+"""Trackers that send a run's numbers elsewhere: ``tensorboard``, ``wandb``, ``trackio``, ``openmetrics``."""
 
 import grpo_core as grpo
 
@@ -8,5 +8,6 @@ def grpo_trackers() -> dict[str, str]:
     return {
         "tensorboard": "grpo_plugin_trackers.tensorboard:TensorBoard",
         "wandb": "grpo_plugin_trackers.weights_and_biases:WeightsAndBiases",
+        "trackio": "grpo_plugin_trackers.trackio:Trackio",
         "openmetrics": "grpo_plugin_trackers.openmetrics:OpenMetrics",
     }

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import grpo_core as grpo
+from grpo_plugin_trackers.artifacts import log_checkpoint
 from grpo_plugin_trackers.examples import COLUMNS, rows
 
 ID = "wandb-id"
@@ -26,6 +27,7 @@ class WeightsAndBiases(grpo.Tracker):
         completions: number of rollouts in a table that is logged each time.
         every: number of steps between two times.
         group, tags: as W&B shows them.
+        artifacts: whether each checkpoint is kept as a version of an artifact with the run's name.
 
     Raises ConfigError if it is online and there is no key: W&B would ask for it on the terminal.
     """
@@ -42,6 +44,7 @@ class WeightsAndBiases(grpo.Tracker):
         every: int = 20,
         group: str = "",
         tags: Sequence[str] = (),
+        artifacts: bool = False,
     ) -> None:
         if mode == "online" and not _has_key():
             raise grpo.ConfigError(
@@ -57,6 +60,7 @@ class WeightsAndBiases(grpo.Tracker):
             "tags": list(tags),
         }
         self._completions, self._every = completions, max(1, every)
+        self._artifacts = artifacts
         self._made: Any = None
 
     @property
@@ -93,6 +97,10 @@ class WeightsAndBiases(grpo.Tracker):
         self._writer.log({"step": step, "rollouts": table})
 
     def event(self, event: grpo.events.Event) -> None:
+        if self._artifacts and isinstance(event, grpo.events.Saved):
+            import wandb
+
+            log_checkpoint(wandb, self._writer, self._run.name, event)
         if isinstance(event, grpo.events.RunEnded) and self._made is not None:
             self._made.finish(exit_code=1 if event.reason == "failed" else 0)
             self._made = None

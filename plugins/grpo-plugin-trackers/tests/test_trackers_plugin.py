@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +161,91 @@ def test_wandb_without_a_key_is_refused_before_the_run(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("offline")
 def test_wandb_keeps_the_contract():
     check_tracker(find_offer("tracker", "wandb"), mode="offline")
+
+
+def checkpoint(path, step):
+    """A complete checkpoint's directory, and the event that tells of it."""
+    directory = path / f"step-{step:06d}"
+    directory.mkdir()
+    (directory / "manifest.json").write_text(json.dumps({"step": step}))
+    return grpo.events.Saved(step=step, directory=str(directory))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("offline")
+def test_wandb_keeps_checkpoints_as_versions_of_an_artifact(tmp_path, caplog):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    saved = [checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    (tmp_path / "step-000002" / "manifest.json").unlink()
+    (tmp_path / "step-000002").rmdir()  # newer ones replaced it
+    tracker = made("wandb", tmp_path, mode="offline", artifacts=True)
+    for event in saved:
+        tracker.event(event)
+    tracker.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    requests = [record.request.log_artifact.artifact for record in closed(file, Record)]
+    artifacts = [record.artifact for record in closed(file, Record) if record.HasField("artifact")]
+    logged = [one for one in (*requests, *artifacts) if one.name]
+    assert [one.aliases[0] for one in logged] == ["step-1", "step-3"]
+    assert {one.type for one in logged} == {"model"}
+    assert "the checkpoint of step 2 was deleted before" in caplog.text
+
+
+# ---------------------------------------------------------------------------------- Trackio
+
+
+@pytest.fixture
+def trackio(tmp_path, monkeypatch):
+    """Trackio with a database of its own; it reads the variable when it is imported."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    return pytest.importorskip("trackio", reason="Trackio is not installed")
+
+
+@pytest.mark.long
+def test_trackio_has_the_metrics_and_a_resumed_run_is_the_same_one(tmp_path, trackio):
+    tracker = made("trackio", tmp_path, every=2, completions=3)
+    tracker.metrics(1, STEP)
+    tracker.rollouts(2, groups())
+    tracker.metrics(0, VALIDATION)  # of an earlier version
+    tracker.close()
+    again = made("trackio", tmp_path, resumed_from=2)
+    again.metrics(3, {**STEP, "loss": math.inf})
+    again.close()
+    another = made("trackio", tmp_path)  # it has the same name, and is not a continuation
+    another.metrics(1, {"loss": 9.0})
+    another.close()
+    runs = {run.id: run for run in trackio.Api().runs("grpo-core")}
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logs = sorted(
+        (SQLiteStorage.get_logs("grpo-core", run.name, run_id=run.id) for run in runs.values()), key=len
+    )
+    assert [len(rows) for rows in logs] == [1, 4]
+    rows = logs[1]
+    assert rows[0].items() >= {"step": 1, **STEP}.items()
+    assert len(rows[1]["rollouts"]["_value"]) == 3
+    assert rows[2].items() >= {"step": 0, **VALIDATION}.items()
+    assert rows[3].items() >= {"step": 3, "loss": math.inf, "reward/sort": 0.25}.items()
+    assert all(run.config["seed"] == 1 for run in runs.values())
+
+
+@pytest.mark.long
+def test_trackio_keeps_checkpoints_as_versions_of_an_artifact(tmp_path, trackio):
+    tracker = made("trackio", tmp_path, artifacts=True)
+    for step in (1, 2):
+        tracker.event(checkpoint(tmp_path, step))
+    tracker.close()
+    kept = trackio.init("grpo-core", name="reader", embed=False).use_artifact("a-run:step-2")
+    assert kept.metadata == {"step": 2}
+    assert json.loads(Path(kept.download(tmp_path / "read"), "manifest.json").read_text()) == {"step": 2}
+
+
+@pytest.mark.long
+def test_trackio_keeps_the_contract(trackio):
+    check_tracker(find_offer("tracker", "trackio"))
 
 
 # ---------------------------------------------------------------------------------- OpenMetrics

@@ -1,0 +1,37 @@
+"""Checkpoints as artifacts: Weights & Biases and Trackio have the same interface for them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import grpo_core as grpo
+
+log = logging.getLogger("grpo_core")
+
+
+def log_checkpoint(library: Any, run: Any, name: str, event: grpo.events.Saved) -> None:
+    """Log a checkpoint's directory as a version of an artifact of the type ``model``.
+
+    Args:
+        library: the module ``wandb`` or ``trackio``.
+        run: the library's run.
+        name: name of the run, of which the artifact's name keeps letters, digits and ``._-``.
+        event: the event of the checkpoint.
+
+    A checkpoint that the run has deleted meanwhile, because newer ones replace it, is left out.
+    """
+    artifact = library.Artifact(
+        re.sub(r"[^A-Za-z0-9._-]", "-", name), type="model", metadata={"step": event.step}
+    )
+    try:
+        if not Path(event.directory).is_dir():
+            raise FileNotFoundError(event.directory)
+        artifact.add_dir(event.directory)
+        run.log_artifact(artifact, aliases=[f"step-{event.step}"])
+    except FileNotFoundError:
+        log.warning(
+            "the checkpoint of step %d was deleted before it could be logged as an artifact", event.step
+        )
