@@ -1,0 +1,37 @@
+"""The languages of agents: OpenAI's chat completions and responses, and Anthropic's messages.  Pure.
+
+A dialect reads a request's body into a ``ChatRequest``, whose messages are those of a chat template, and
+writes what was sampled as its own reply: as JSON, or as the events of a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grpo_core.agents.dialects.anthropic import AnthropicMessages
+from grpo_core.agents.dialects.chat_completions import ChatCompletions
+from grpo_core.agents.dialects.reading import as_object
+from grpo_core.agents.dialects.requests import Answer, BadRequest, ChatRequest, Dialect, encoded, event
+from grpo_core.agents.dialects.responses import Responses
+
+__all__ = [
+    "ANTHROPIC",
+    "CHAT",
+    "DIALECTS",
+    "RESPONSES",
+    "Answer",
+    "BadRequest",
+    "ChatRequest",
+    "Dialect",
+    "as_object",
+    "encoded",
+    "event",
+]
+
+CHAT, RESPONSES, ANTHROPIC = ChatCompletions(), Responses(), AnthropicMessages()
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": ANTHROPIC,
+}
+"""Dialects by path."""

@@ -1,0 +1,160 @@
+"""The parts that requests of all dialects have in common, read and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_core.agents.dialects.requests import BadRequest
+from grpo_core.agents.recorder import parsed
+from grpo_core.records import Message
+from grpo_core.unicode import well_formed
+
+_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+                       "repetition_penalty", "seed", "logit_bias", "reasoning_effort"})  # fmt: skip
+"""Fields that would change what is sampled; the run's own sampling holds."""
+_SURROGATES = (b"\\u", b"\xed", b"\0")
+"""Bytes without which JSON has no lone surrogates: an escape, the beginning of one in UTF-8, or UTF-16."""
+
+
+def as_object(body: bytes) -> Mapping[str, Any]:
+    """Read a body that is a JSON object.  Raises BadRequest, ValueError, RecursionError."""
+    read = json.loads(body)
+    if not isinstance(read, dict):
+        raise BadRequest("the body is no JSON object")
+    if not any(sign in body for sign in _SURROGATES):
+        return read
+    clean = well_formed(read)
+    assert isinstance(clean, dict)
+    return clean
+
+
+def text(content: Any, where: str) -> str:
+    """Join the texts of a message's content."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where}: content is {short(content)}; expected text or a list of parts")
+    return "".join(_part(part, where) for part in content)
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict):
+        for key in ("text", "refusal"):
+            if isinstance(part.get(key), str):
+                return str(part[key])
+    raise BadRequest(f"{where}: {short(part)} is no text; the model reads text alone")
+
+
+def number(body: Mapping[str, Any], *keys: str) -> int | None:
+    """Return the first of some fields that is given.  Raises BadRequest unless it is a positive number."""
+    for key in keys:
+        if (value := body.get(key)) is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BadRequest(f"{key} is {short(value)}; expected a whole number of at least 1")
+            return value
+    return None
+
+
+def texts(value: Any, key: str) -> tuple[str, ...]:
+    given = [value] if isinstance(value, str) else value or []
+    if not isinstance(given, list) or not all(isinstance(each, str) and each for each in given):
+        raise BadRequest(f"{key} is {short(value)}; expected texts")
+    return tuple(given)
+
+
+def objects(body: Mapping[str, Any], key: str) -> list[Any]:
+    value = body.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise BadRequest(f"{key} is {short(value)}; expected a list of objects")
+    return value
+
+
+def call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    if not isinstance(name, str):
+        raise BadRequest(f"the name of a tool call is {short(name)}; expected text")
+    return {
+        "type": "function",
+        "id": str(id or ""),
+        "function": {"name": name, "arguments": parsed("{}" if arguments in (None, "") else arguments)},
+    }
+
+
+def tool(function: Any, schema: str = "parameters") -> dict[str, Any]:
+    """Return a tool as chat templates know it."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"{short(function)} is no tool that the client runs; expected a function")
+    return {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "description": str(function.get("description") or ""),
+            "parameters": function.get(schema) or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def _named(messages: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
+    """Give each answer of a tool the name of the call that it answers."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and not message.get("name"):
+            message["name"] = names.get(message.get("tool_call_id", ""), "")
+    return tuple(messages)
+
+
+def ignored_fields(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields that have no effect.  Raises BadRequest for those that the reply could not obey."""
+    _refuse(body)
+    names = {key for key in _SAMPLING if body.get(key) is not None}
+    if _kind(body.get("tool_choice")) not in (None, "auto", "none"):
+        names.add("tool_choice")
+    if body.get("parallel_tool_calls") is False:
+        names.add("parallel_tool_calls")
+    if _kind(body.get("thinking")) not in (None, "disabled"):
+        names.add("thinking")
+    reasoning = body.get("reasoning")
+    if isinstance(reasoning, dict) and any(value is not None for value in reasoning.values()):
+        names.add("reasoning")
+    return tuple(sorted(names))
+
+
+def _refuse(body: Mapping[str, Any]) -> None:
+    """Raise BadRequest for a form of the answer that the run cannot give."""
+    text = body.get("text")
+    formats = {"response_format": body.get("response_format")}
+    if isinstance(text, dict):
+        formats["text.format"] = text.get("format")
+    for key, value in formats.items():
+        if _kind(value) not in (None, "text"):
+            raise BadRequest(
+                f"{key} is {short(value)}; what is sampled is not constrained to a format: ask for it in a "
+                "message, or offer a tool with these parameters"
+            )
+    included = body.get("include")
+    asked = isinstance(included, list) and any("logprobs" in str(each) for each in included)
+    if asked or body.get("logprobs") or body.get("top_logprobs"):
+        raise BadRequest("logprobs are not sent to agents; the run records them. Leave the field out")
+
+
+def _kind(choice: Any) -> Any:
+    """Return what a field chooses, which says so itself or in its type."""
+    return choice.get("type") if isinstance(choice, dict) else choice
+
+
+def checked(messages: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
+    if not messages:
+        raise BadRequest("there are no messages")
+    return _named(messages)
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,161 @@
+"""OpenAI's responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_core.agents.dialects import openai, reading
+from grpo_core.agents.dialects.chat_completions import chat_message
+from grpo_core.agents.dialects.requests import Answer, BadRequest, ChatRequest, History
+
+
+class Responses:
+    """``POST /v1/responses``."""
+
+    def read(self, body: Mapping[str, Any], history: History) -> ChatRequest:
+        messages: list[dict[str, Any]] = []
+        if before := body.get("previous_response_id"):
+            earlier = history(before) if isinstance(before, str) else None
+            if earlier is None:
+                raise BadRequest(
+                    f"previous_response_id is {reading.short(before)}, which is no reply of this rollout"
+                )
+            messages += [dict(message) for message in earlier if message["role"] != "system"]
+        if instructions := body.get("instructions"):
+            messages.insert(0, {"role": "system", "content": reading.text(instructions, "instructions")})
+        given = body.get("input")
+        items = (
+            [{"role": "user", "content": given}] if isinstance(given, str) else reading.objects(body, "input")
+        )
+        for item in items:
+            _add_item(messages, item)
+        tools = [reading.tool(tool) for tool in reading.objects(body, "tools")]
+        return ChatRequest(
+            messages=reading.checked(messages),
+            tools=() if body.get("tool_choice") == "none" else tuple(tools),
+            max_tokens=reading.number(body, "max_output_tokens"),
+            stream=bool(body.get("stream")),
+            model=str(body.get("model") or ""),
+            ignored=reading.ignored_fields(body),
+        )
+
+    def reply(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        cut = {"reason": "max_output_tokens"} if answer.truncated else None
+        read, written = answer.prompt_tokens, answer.completion_tokens
+        return {
+            **self._head(request, answer),
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": cut,
+            "output": _items(answer),
+            "usage": {
+                "input_tokens": read,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": written,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": read + written,
+            },
+        }
+
+    def stream(self, request: ChatRequest, answers: Sequence[Answer]) -> Iterator[tuple[str, Any]]:
+        (answer,) = answers
+        whole = self.reply(request, answers)
+        begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for place, item in enumerate(whole["output"]):
+            events += _item_events(place, item)
+        last = "response.incomplete" if answer.truncated else "response.completed"
+        events.append({"type": last, "response": whole})
+        for number, event in enumerate(events):
+            yield event["type"], {**event, "sequence_number": number}
+
+    def error(self, status: int, message: str, code: str) -> dict[str, Any]:
+        return {"error": {"message": message, "type": openai.error_type(status), "param": None, "code": code}}
+
+    def failure(self, status: int, message: str, code: str) -> tuple[str, Any]:
+        """Return an ``error`` event as it is documented, with the error that OpenAI's clients raise."""
+        told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
+        return "error", {**told, **self.error(status, message, code)}
+
+    def _head(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+        return {
+            "id": f"resp_{answer.id}",
+            "object": "response",
+            "created_at": openai.CREATED,
+            "model": request.model,
+            "error": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": None,
+        }
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add an item of ``input``; the calls of one reply are one message."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        message = chat_message(item)
+        if message["role"] == "tool":
+            raise BadRequest("an item has the role tool; expected function_call_output")
+        messages.append(message)
+    elif kind == "function_call":
+        call = reading.call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1] = {**messages[-1], "tool_calls": [*(messages[-1].get("tool_calls") or ()), call]}
+    elif kind == "function_call_output":
+        content = reading.text(item.get("output"), "a function_call_output")
+        messages.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content})
+    elif kind != "reasoning":  # a reply's own tokens have it
+        raise BadRequest(f"an item has the type {reading.short(kind)}; expected message, function_call, "
+                         "function_call_output or reasoning")  # fmt: skip
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    """Return the output of a reply; its text comes first."""
+    status = "incomplete" if answer.truncated else "completed"
+    items: list[dict[str, Any]] = []
+    if answer.content or not answer.calls:
+        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
+        items.append({"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "status": status,
+                      "content": [text]})  # fmt: skip
+    items += [
+        {
+            "id": f"fc_{answer.id}_{call['id']}",
+            "type": "function_call",
+            "status": status,
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": openai.arguments(call),
+        }
+        for call in answer.calls
+    ]
+    return items
+
+
+def _item_events(place: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    at = {"output_index": place, "item_id": item["id"]}
+    empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+    begun = {**item, **empty, "status": "in_progress"}
+    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+    if item["type"] == "message":
+        (part,) = item["content"]
+        at |= {"content_index": 0}
+        yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+        if part["text"]:
+            yield {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
+        yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
+        yield {"type": "response.content_part.done", **at, "part": part}
+    else:
+        kind = "response.function_call_arguments"
+        yield {"type": f"{kind}.delta", **at, "delta": item["arguments"]}
+        yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": item["arguments"]}
+    yield {"type": "response.output_item.done", "output_index": place, "item": item}
