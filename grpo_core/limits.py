@@ -19,15 +19,15 @@ class Limits:
     max_turns: int
     """Largest number of completions."""
     context: int
-    """Number of positions of the model."""
+    """Largest number of tokens that the model, and the engine, have positions for."""
     max_total_tokens: int = 0
-    """Largest number of tokens that the model reads at once; 0 takes the model's positions."""
+    """Largest number of tokens that the model reads at once; 0 takes all positions."""
     max_tool_calls: int = 0
     """Largest number of tool calls; 0 means no limit."""
 
     def room(self, tokens: int) -> int:
         """Return how many tokens may follow ``tokens`` of them."""
-        return (self.max_total_tokens or self.context) - tokens
+        return min(self.max_total_tokens or self.context, self.context) - tokens
 
     def met(self, *, turns: int, tool_calls: int, tokens: int) -> EndReason | None:
         """Return the limit that forbids another turn, or None.

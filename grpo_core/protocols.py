@@ -240,6 +240,10 @@ class Engine(Protocol):
 
     An engine that may compute in another dtype than that of the weights has an attribute ``dtype``, such as
     "bfloat16", from the first ``update_weights`` on: the canary allows for the rounding then.
+
+    An engine that may have room for fewer tokens than the model has positions has an attribute ``positions``
+    from then on: the largest number of tokens of a prompt with its completion, or 0 if it does not know.
+    Rollouts end there.
     """
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -414,6 +414,7 @@ def test_a_child_generates_and_changes_its_weights(setup: EngineSetup, reference
             await engine.generate([GenerationRequest(prompt_ids=(1,), max_tokens=1)])
         writer = SharedMemoryWriter()
         await engine.update_weights(writer.write(4, references("llama").named_parameters()))
+        assert engine.positions == references("llama").config.max_position_embeddings
         requests = mixed_requests(24)
         halves = await asyncio.gather(engine.generate(requests[:9]), engine.generate(requests[9:]))
         here = run(decoder_of("llama", references("llama"), Path(setup.model)), requests)

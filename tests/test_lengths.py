@@ -167,6 +167,9 @@ def test_prompts_that_cannot_be_played_are_told_before_the_run_begins():
         in message
     )
     assert " = 30 allows 29. Such a prompt" in message
+    assert warned(prompts(5, 99), max_total_tokens=500) == {}
+    (message,) = warned(prompts(5, 100), max_total_tokens=500).values()
+    assert "the model has 100 positions, fewer than rollout.max_total_tokens = 500. Such a" in message
 
 
 def test_only_the_longest_prompts_are_encoded_for_a_warning():

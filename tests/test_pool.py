@@ -160,6 +160,19 @@ def test_one_call_with_many_groups_is_spread_and_answered_in_order():
     run(story())
 
 
+def test_a_rollout_must_fit_into_the_engine_with_the_least_room():
+    async def story():
+        world = World()
+        pool = world.pool(3)
+        assert pool.positions == 0, "none has said so"
+        world.of(1).positions, world.of(2).positions = 200, 100
+        await pool.update_weights(weights(0))
+        assert pool.positions == 100
+        await pool.aclose()
+
+    run(story())
+
+
 def test_a_long_group_counts_for_more_than_a_short_one():
     async def story():
         world = World()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo_core as grpo
+from grpo_core.engines.limited import LimitedEngine
 from grpo_core.errors import EngineError
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.records import Completion, Feedback, Weights
@@ -498,6 +499,37 @@ def test_later_turns_end_where_the_models_positions_end():
     )
     assert [request.max_tokens for request, _ in engine.said] == [9, 4]
     assert (rollout.turns, rollout.finish_reason) == (2, "tokens")
+
+
+@pytest.mark.parametrize("total", [0, 20, 100], ids=["no limit", "the same limit", "a larger limit"])
+@pytest.mark.parametrize("around", [lambda engine: engine, lambda engine: LimitedEngine(engine, 1)])
+def test_later_turns_end_where_an_engine_has_no_more_room_than_that(total, around):
+    """The model has more positions; the engine says how many it takes, when it holds weights."""
+    engine = WeightsTrackingEngine([4], set())
+    engine.positions = 20
+    (rollout,) = played(
+        FakeEnvironment(go_on, max_turns=9),
+        around(engine),
+        sampling=evolve(SAMPLING, max_tokens=9, max_total_tokens=total),
+    )
+    assert [request.max_tokens for request, _ in engine.said] == [9, 4]
+    assert (rollout.turns, rollout.finish_reason) == (2, "tokens")
+
+
+def test_a_prompt_for_which_an_engine_has_no_room_is_reported():
+    engine = FakeEngine()
+    engine.positions = 8
+    for total, problem in (
+        (
+            0,
+            "with 1 tokens of a completion (max_tokens) they exceed the 8 positions of the model or the engine",
+        ),
+        (9, "and the model or the engine has 8 positions"),
+    ):
+        sampling = evolve(SAMPLING, max_tokens=1, max_total_tokens=total)
+        (rollout,) = played(FakeEnvironment(), engine, sampling=sampling)
+        assert rollout.lost
+        assert problem in rollout.error
 
 
 # ---------------------------------------------------------------------------------- sessions

@@ -38,6 +38,9 @@ class Room:
 
     @classmethod
     def of(cls, config: RolloutConfig, positions: int) -> Room:
+        if config.max_total_tokens > positions:
+            total = f"fewer than rollout.max_total_tokens = {config.max_total_tokens}"
+            return cls(tokens=positions - 1, why=f"the model has {positions:,} positions, {total}")
         if config.max_total_tokens:
             most = config.max_total_tokens - 1
             return cls(tokens=most, why=f"rollout.max_total_tokens = {config.max_total_tokens} allows {most}")

@@ -63,6 +63,8 @@ class ChildEngine:
         self._deaths = RestartBudget(MAX_DEATHS)
         self._closed = False
         self._cancelling: set[asyncio.Task[Any]] = set()
+        self.positions = 0
+        """Largest number of tokens of a prompt with its completion; 0 until the child has said so."""
         self._child: Child | None = self._start()
         self._ready = False
         """The child holds ``_weights``."""
@@ -151,7 +153,7 @@ class ChildEngine:
             child = self._living_child()
             try:
                 await child.started(seconds=seconds)
-                await child.call("update_weights", weights, seconds=seconds)
+                self.positions = await child.call("update_weights", weights, seconds=seconds) or 0
             except ChildDied as error:
                 self._died(child, error)
                 continue  # at most MAX_DEATHS times

@@ -56,6 +56,9 @@ class DecodingServer(ABC):
     """The engine's name in messages."""
     idle_seconds: float = 0.0
     """Seconds without a call or a running request after which ``idle`` is called; 0 means never."""
+    positions: int = 0
+    """Largest number of tokens of a prompt with its completion, known when the first weights are loaded; 0
+    means that nothing but the model limits it."""
 
     _connection: Connection
 
@@ -236,7 +239,7 @@ class DecodingServer(ABC):
         else:
             if loaded:  # otherwise a decoding step comes next
                 self._update, self._has_weights = None, True
-                self._connection.reply(update.call, None)
+                self._connection.reply(update.call, self.positions)
 
 
 def check_request(request: GenerationRequest, *, engine: str, vocabulary: int, positions: int) -> None:

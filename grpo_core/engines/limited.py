@@ -24,6 +24,11 @@ class LimitedEngine:
         """The dtype in which the engine computes, if it says so."""
         return str(getattr(self._engine, "dtype", ""))
 
+    @property
+    def positions(self) -> int:
+        """The engine's largest number of tokens of a prompt with its completion, if it has said so."""
+        return int(getattr(self._engine, "positions", 0))
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         answers = await gather([self._generate(request) for request in requests])
         return [completion for answer in answers for completion in answer]

@@ -121,6 +121,12 @@ class EnginePool:
         """The dtype in which the engines compute, if one says so."""
         return next((said for each in self._members if (said := getattr(each.engine, "dtype", ""))), "")
 
+    @property
+    def positions(self) -> int:
+        """The smallest number of tokens of a prompt with its completion that any engine has room for."""
+        said = (int(getattr(each.engine, "positions", 0)) for each in self._members)
+        return min((room for room in said if room), default=0)
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.
 

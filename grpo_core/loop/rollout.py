@@ -156,7 +156,7 @@ class _Player:
             opened = await self._environment.open({s.session: s.request.prompt for s in self._states})
         if self._agents is not None:  # they write their own prompts
             for state, begun in zip(self._states, opened, strict=True):
-                state.begin_agent(begun, renderer.context)
+                state.begin_agent(begun, self._context)
             return
         starts: dict[tuple[int, str], tuple[Prompt, SessionStart]] = {}
         keys = []
@@ -175,7 +175,13 @@ class _Player:
 
         rendered = await renderer.run(render, sum(_size(prompt.messages) for prompt, _ in starts.values()))
         for state, begun, key in zip(self._states, opened, keys, strict=True):
-            state.begin(begun, rendered[key], renderer.context)
+            state.begin(begun, rendered[key], self._context)
+
+    @property
+    def _context(self) -> int:
+        """Largest number of tokens of a prompt with its completions: an engine may have less room than the model."""
+        context = self._renderer.context
+        return min(context, getattr(self._engine, "positions", 0) or context)
 
     async def _generate(self, states: Sequence[RolloutState]) -> None:
         """Add one completion to each."""

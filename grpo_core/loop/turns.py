@@ -195,6 +195,8 @@ class RolloutState:
         tokens, sampling = len(self.prompt_ids), self.sampling
         if not tokens:
             return "has no tokens; a model needs one to begin with"
+        if sampling.max_total_tokens > self.context and self.room <= 0:
+            return f"has {tokens} tokens, and the model or the engine has {self.context} positions"
         if sampling.max_total_tokens and self.room <= 0:
             return (
                 f"has {tokens} tokens, as many as a whole rollout may have (rollout.max_total_tokens is "
@@ -204,7 +206,7 @@ class RolloutState:
         if tokens + wanted > self.context:
             return (
                 f"has {tokens} tokens; with {wanted} tokens of a completion (max_tokens) they exceed the "
-                f"model's {self.context} positions"
+                f"{self.context} positions of the model or the engine"
             )
         return ""
 

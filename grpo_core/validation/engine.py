@@ -27,6 +27,11 @@ class WeightsTrackingEngine:
         """The dtype in which the engine computes, if it says so."""
         return str(getattr(self.engine, "dtype", ""))
 
+    @property
+    def positions(self) -> int:
+        """The engine's largest number of tokens of a prompt with its completion, if it has said so."""
+        return int(getattr(self.engine, "positions", 0))
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         return await self.engine.generate(requests)
 

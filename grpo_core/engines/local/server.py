@@ -56,13 +56,12 @@ class Server(DecodingServer):
         except WeightSyncError as error:
             raise RuntimeError(f"the weights have been written in part: {error}") from error
         self._model, self._decoder = model, decoder
+        self.positions = model.max_positions
         print(f"engine local: version {weights.version} in {time.perf_counter() - begin:.3f} s", flush=True)
 
     def check(self, request: GenerationRequest) -> None:
         assert self._model is not None
-        check_request(
-            request, engine="local", vocabulary=self._model.vocabulary, positions=self._model.max_positions
-        )
+        check_request(request, engine="local", vocabulary=self._model.vocabulary, positions=self.positions)
 
     def add(self, key: int, request: GenerationRequest) -> None:
         self.add_call([(key, request)])

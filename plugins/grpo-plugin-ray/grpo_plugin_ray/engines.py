@@ -94,8 +94,11 @@ class EngineWorker:
         self._engine = host.make("engine", made_from.origin.name, made_from.setup, **made_from.options)
         return self._who
 
-    async def update_weights(self, weights: Weights, data: Any) -> list[Incident]:
-        """Give the engine weights; return the incidents since the last answer.
+    async def update_weights(self, weights: Weights, data: Any) -> tuple[list[Incident], str, int]:
+        """Give the engine weights.
+
+        Returns the incidents since the last answer, and what the engine says of itself: its ``dtype`` and its
+        ``positions``.
 
         ``data``: all bytes, uint8 [nbytes], in the memory that the workers of a machine share.  None: the
         engine fetches them itself, by ``relay``.
@@ -107,7 +110,8 @@ class EngineWorker:
             weights = self._held.weights
         with reported_to(self._incidents.append):
             await self._engine.update_weights(weights)
-        return self._new_incidents()
+        said = getattr(self._engine, "dtype", ""), getattr(self._engine, "positions", 0)
+        return self._new_incidents(), *said
 
     async def submit(self, requests: Sequence[tuple[int, Any]], cancelled: Sequence[int]) -> None:
         """Begin requests, each under its ticket, and end others."""
@@ -184,6 +188,10 @@ class RayEngine:
         self, name: str, made_from: WorkerSetup, *, store: Store, resources: Mapping[str, Any]
     ) -> None:
         self.name = self._name = name
+        self.dtype = ""
+        """The dtype in which the worker's engine computes, if it has said so."""
+        self.positions = 0
+        """Its largest number of tokens of a prompt with its completion, if it has said so."""
         self._store = store
         self._resources = resources
         self._deadline = made_from.setup.deadline
@@ -219,7 +227,10 @@ class RayEngine:
         self._alive()
         if not self._started:
             await self._start()
-        self._report(await self._call("update_weights", weights, self._store.reference(weights)))
+        incidents, self.dtype, self.positions = await self._call(
+            "update_weights", weights, self._store.reference(weights)
+        )
+        self._report(incidents)
 
     async def aclose(self) -> None:
         """End the worker, and its engine before it."""

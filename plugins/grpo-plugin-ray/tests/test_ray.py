@@ -271,6 +271,7 @@ def test_weights_are_put_once_and_a_late_worker_gets_them(ray, publisher):
         answered = await late[0].engine.generate(groups(1))
         assert {v for c in answered for v in c.versions} == {0}
         assert (number, store_puts) == (1, [0])
+        assert pool.positions == 256, "what an engine says of itself comes from its worker"
         await pool.aclose()
 
     asyncio.run(story())

@@ -113,7 +113,8 @@ class HttpEngine:
         """Largest version that the server was ever sent."""
         self.dtype = ""
         """The dtype in which the server computes, if it has said so; it need not be that of the weights."""
-        self._positions = 0
+        self.positions = 0
+        """Largest number of tokens of a prompt with its completion, when the server has said so."""
         self._closed = False
         self._syncing = asyncio.Lock()
 
@@ -129,7 +130,7 @@ class HttpEngine:
         """
         await self._make_ready()
         for request in requests:
-            check_request(request, engine="vllm:http", vocabulary=2**31, positions=self._positions)
+            check_request(request, engine="vllm:http", vocabulary=2**31, positions=self.positions)
         tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
@@ -266,7 +267,7 @@ class HttpEngine:
     async def _meet(self) -> None:
         """Meet a server that is new to us, or that may have been started again."""
         models = await (self._started() if self._weights is None else self._client.get("/v1/models"))
-        self._positions = _found(models, int, "data", 0, "max_model_len")
+        self.positions = _found(models, int, "data", 0, "max_model_len")
         self.dtype = await self._dtype()
         await self._client.post("/init_weight_transfer_engine", {"init_info": {}}, repeatable=True)
 

@@ -53,8 +53,7 @@ class Server(DecodingServer):
 
         del vllm
         self._engine: Any = None
-        self._limits = (0, 0)
-        """The model's tokens, and the longest prompt with its completion."""
+        self._vocabulary = 0
         self._held: Weights | None = None
         self._lora: Any = None
         """The adapters that vLLM computes itself, which every request names."""
@@ -70,8 +69,7 @@ class Server(DecodingServer):
                 f"engine vllm: stop strings need a tokenizer.json in {self._setup.model}; there is none; "
                 "save a fast tokenizer there, or use stop token ids"
             )
-        vocabulary, positions = self._limits
-        check_request(request, engine="vllm", vocabulary=vocabulary, positions=positions)
+        check_request(request, engine="vllm", vocabulary=self._vocabulary, positions=self.positions)
 
     def add(self, key: int, request: GenerationRequest) -> None:
         self._wake()
@@ -190,7 +188,7 @@ class Server(DecodingServer):
             _check_heads(engine.model_config.get_head_size())
         self._engine = engine
         config = engine.model_config
-        self._limits = (config.get_vocab_size(), config.max_model_len)
+        self._vocabulary, self.positions = config.get_vocab_size(), config.max_model_len
         print(
             f"engine vllm: vLLM {vllm.__version__} ({config.architecture}), {self._device}, {config.dtype}, "
             f"{self._options.tensor_parallel} worker(s), {self._setup.threads} threads",

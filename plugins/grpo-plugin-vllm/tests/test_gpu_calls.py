@@ -115,6 +115,7 @@ def test_on_a_gpu_processes_are_spawned_and_float32_is_exact_unless_the_user_say
 def test_an_update_follows_vllms_sequence(tried):
     async def story(tried):
         await tried.engine.update_weights(weights(3))
+        assert tried.engine.positions == 100, "vLLM's own limit, which rollouts keep to"
         assert await tried.generate() == [3, 3, 3]
         assert tried.names() == [
             "start",

@@ -18,13 +18,14 @@ import stamina
 from aiohttp import web
 from attrs import evolve
 
-from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, WeightSyncError
+from grpo_core import ConfigError, EngineError, EngineSetup, Feedback, GenerationRequest, WeightSyncError
 from grpo_core.app.placement import LocalPlacement
 from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.engine_kit import EngineConfig, PluginHost, read_weights, reported_to
 from grpo_core.loop import canary
+from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import Canary
-from grpo_core.testing import SharedMemoryWriter
+from grpo_core.testing import FakeEnvironment, FakeRenderer, SharedMemoryWriter, prompts
 from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
 from grpo_plugin_vllm.files import connections
@@ -41,6 +42,7 @@ class Server:
         self.bodies: list[object] = []
         self.faults: dict[str, list[object]] = {}
         self.version = "default"
+        self.finish_reason = "length"
         self.running = 0
         self.aborted = 0
         self.most = 0
@@ -134,7 +136,7 @@ class Server:
             "token_ids": [body["token_ids"][0]] * n,
             "logprobs": {"content": [{"logprob": -0.5}] * n},
             "weight_versions": [{"version": self.version, "start": 0, "end": n}],
-            "finish_reason": "length",
+            "finish_reason": self.finish_reason,
         }
         return web.json_response({"choices": [choice]})
 
@@ -704,6 +706,29 @@ def test_a_request_beyond_the_servers_context_is_refused_here():
     async def story(engine, server):
         with pytest.raises(EngineError, match="exceed the model's 100 positions"):
             await engine.generate([evolve(REQUEST, max_tokens=98)])
+
+    played(story)
+
+
+def test_rollouts_of_several_turns_end_where_the_server_has_no_more_room():
+    """Each turn adds 38 tokens to a prompt of 8; the server takes 100, and was never asked for more."""
+
+    def goes_on(episode):
+        return Feedback(reward=1.0, done=False, messages="x" * 8)
+
+    async def story(engine, server):
+        server.finish_reason = "stop"
+        (rollout,) = await play(
+            [RolloutRequest(prompt=prompts(1)[0], seed=0)],
+            engine=engine,
+            environments={"task": FakeEnvironment(goes_on, max_turns=9)},
+            renderer=FakeRenderer(),
+            sampling=SamplingParams(temperature=1.0, max_tokens=30),
+        )
+        bodies = [body for body in server.bodies if isinstance(body, dict) and "token_ids" in body]
+        asked = [body["sampling_params"]["max_tokens"] for body in bodies]
+        assert asked == [30, 30, 16]
+        assert (rollout.turns, rollout.finish_reason, rollout.error) == (3, "tokens", None)
 
     played(story)
 
