@@ -520,10 +520,7 @@ def test_a_prompt_for_which_an_engine_has_no_room_is_reported():
     engine = FakeEngine()
     engine.positions = 8
     for total, problem in (
-        (
-            0,
-            "with 1 tokens of a completion (max_tokens) they exceed the 8 positions of the model or the engine",
-        ),
+        (0, "completion (max_tokens) they exceed the 8 positions of the model or the engine"),
         (9, "and the model or the engine has 8 positions"),
     ):
         sampling = evolve(SAMPLING, max_tokens=1, max_total_tokens=total)

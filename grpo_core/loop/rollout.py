@@ -179,7 +179,7 @@ class _Player:
 
     @property
     def _context(self) -> int:
-        """Largest number of tokens of a prompt with its completions: an engine may have less room than the model."""
+        """Largest number of tokens of a rollout: an engine may have less room than the model."""
         context = self._renderer.context
         return min(context, getattr(self._engine, "positions", 0) or context)
 
