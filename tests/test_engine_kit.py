@@ -31,10 +31,10 @@ class Counting(DecodingServer):
         for _ in range(self.steps_to_load):
             yield
         self._fault("load")
-        self.version = weights.version
+        self.version, self.positions = weights.version, 256
 
     def check(self, request):
-        check_request(request, engine="counting", vocabulary=60, positions=256)
+        check_request(request, engine="counting", vocabulary=60, positions=self.positions)
 
     def add(self, key, request):
         assert request.max_tokens > 0
@@ -149,7 +149,7 @@ def test_each_call_gets_its_completions_in_the_order_of_its_requests():
     line, _ = served(update(1), generate(2, 5, 0, 2), 2, generate(3, 1), generate(4))
     assert {id: lengths(line.replies[id]) for id in (2, 3, 4)} == {2: [5, 0, 2], 3: [1], 4: []}
     assert line.order == [1, 4, 3, 2], "what is complete first is answered first"
-    assert line.replies[1] is None
+    assert line.replies[1] == 256, "the largest number of tokens of a request, to which rollouts keep"
 
 
 def test_generate_before_the_first_weights_is_refused():
