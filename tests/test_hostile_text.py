@@ -320,7 +320,7 @@ def test_a_held_out_prompt_that_fits_no_model_costs_only_its_own_rollouts(monkey
     errors = {request.prompt.id: rollout.error for request, rollout in seen if rollout.error is not None}
     assert errors == {
         "3": "prompt '3' of task 'task' has 500 tokens; with 16 tokens of a completion (max_tokens) they "
-        "exceed the model's 100 positions",
+        "exceed the 100 positions of the model or the engine",
         "5": "prompt '5' of task 'task' has no tokens; a model needs one to begin with",
     }
 
