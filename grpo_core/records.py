@@ -372,7 +372,7 @@ class EngineSetup:
     """Largest number of requests that the engine is given at the same time; 0 is any number."""
     reproducible: bool = False
     """Whether completions have to depend, to the last bit, on nothing but their call and the weights: not on
-    other calls, nor on the time.  It costs speed.  An engine that cannot do it ignores it."""
+    other calls, nor on the time.  It costs speed.  An engine that cannot do it raises ConfigError."""
 
 
 @frozen(kw_only=True)

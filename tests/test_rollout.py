@@ -164,7 +164,11 @@ def test_no_feedback_is_not_a_reward_of_zero(feedback, error):
 def test_unfinished_rollouts_are_unscored_at_the_deadline():
     engine = FakeEngine(latency=lambda rng: 100.0)
     (rollout,) = played(requests(1), {"task": FakeEnvironment()}, engine, deadline=5.0)
-    assert (rollout.reward, rollout.error) == (None, "not finished within its deadline of 5 s")
+    assert (rollout.reward, rollout.error) == (
+        None,
+        "not finished within its deadline of 5 s; it waited for the engine in turn 1, or for room there, "
+        "which counts as well",
+    )
     assert engine.running == 0, "the request was given up"
 
 

@@ -203,8 +203,8 @@ class PipelineConfig:
     synchronous."""
     policy: Literal["deadline", "in_order"] = "deadline"
     """Train groups as they become ready, by deadline, or in the order of their prompts, which is
-    reproducible: with `in_flight_updates = false`, or `max_staleness = 0`, the engine `local` then decodes
-    each call alone, which is slower, and equal runs have equal weights."""
+    reproducible: with `in_flight_updates = false`, or `max_staleness = 0`, the engines `local` and `vllm`
+    then let no call depend on others, which is slower, and equal runs have equal weights."""
     in_flight_updates: bool = True
     """Running requests continue with new weights; if false, a weight update waits until no request is
     running."""

@@ -72,7 +72,9 @@ async def play(
         async with asyncio.timeout(deadline):
             await _together([player.play() for player in players])
     except TimeoutError:
-        _give_up(states, f"not finished within its deadline of {deadline:g} s", "deadline")
+        for state in states:
+            late = f"not finished within its deadline of {deadline:g} s{_waited_for(state)}"
+            _give_up([state], late, "deadline")
     finally:
         for player in players:
             await player.close()
@@ -280,6 +282,14 @@ def _giving_up(states: Sequence[RolloutState]) -> Iterator[None]:
         yield
     except (EngineError, ChildDied, DeadlineExceeded) as error:
         _give_up(states, str(error))
+
+
+def _waited_for(state: RolloutState) -> str:
+    if state.awaiting_reward:
+        return "; it waited for its environment"
+    if state.environment.agents is not None or not state.context:
+        return ""
+    return f"; it waited for the engine in turn {state.turns + 1}, or for room there, which counts as well"
 
 
 def _give_up(states: Sequence[RolloutState], error: str, reason: EndReason | None = None) -> None:

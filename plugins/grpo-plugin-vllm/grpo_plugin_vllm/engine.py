@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from grpo_core import EngineSetup
+from grpo_core import ConfigError, EngineSetup
 from grpo_core.engine_kit import ChildEngine, takes_weights_by
 from grpo_plugin_vllm.memory import memory
 from grpo_plugin_vllm.options import Options
@@ -36,7 +36,8 @@ class VllmEngine(ChildEngine):
             are added to its weights, which costs nothing while it decodes.
         vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
 
-    Raises ValueError if an option is out of its range.
+    Raises ValueError if an option is out of its range, and ConfigError if completions have to be reproducible
+    (``EngineSetup.reproducible``) without ``seeds``.
     """
 
     requires = MappingProxyType({"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"})
@@ -75,6 +76,12 @@ class VllmEngine(ChildEngine):
             native_lora=native_lora,
             vllm=dict(vllm or {}),
         )
+        if setup.reproducible and not seeds:
+            raise ConfigError(
+                "engine vllm: engine.options.seeds = false draws tokens that depend on other requests, and "
+                'pipeline.policy = "in_order" without updates of running requests asks for reproducible '
+                'ones; leave out seeds, or set pipeline.policy = "deadline"'
+            )
         super().__init__(
             setup,
             name="vllm",

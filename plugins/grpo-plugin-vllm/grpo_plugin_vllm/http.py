@@ -91,6 +91,13 @@ class HttpEngine:
         api_key_variable: str = "",
     ) -> None:
         urls = _addresses(url, remote=remote)
+        if setup.reproducible:
+            raise ConfigError(
+                f'{NAME}: pipeline.policy = "in_order" without updates of running requests asks for '
+                "completions that depend on nothing but their request, which a server that others may use "
+                'cannot promise; use the engine vllm, or set pipeline.policy = "deadline", or '
+                "pipeline.in_flight_updates = true with pipeline.max_staleness above 0"
+            )
         self._client = Client(
             urls[setup.number % len(urls)],
             seconds=request_deadline,

@@ -14,7 +14,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 def memory(load: EngineLoad, **options: Any) -> Sequence[MemoryPart]:
     """Return the parts of an engine with these options.
 
-    On a GPU vLLM takes its share of the memory when it starts, whatever the model needs of it.
+    On a GPU vLLM takes its share of the memory when it starts, whatever the model needs of it.  When it
+    sleeps, its weights are in the host's memory.
     """
     device = options.get("device", "auto")
     on_gpu = device == "cuda" or (device == "auto" and load.gpu_bytes > 0)
@@ -23,8 +24,14 @@ def memory(load: EngineLoad, **options: Any) -> Sequence[MemoryPart]:
     own = options.get("vllm") or {}
     cache = options.get("cache_mib")
     fraction = own.get("gpu_memory_utilization", options.get("memory_fraction", 0.85))
+    dtype = options.get("dtype", "auto")
+    size = ITEMSIZE[load.dtype if dtype == "auto" else dtype] * load.parameters
+    asleep = []
+    if on_gpu and options.get("sleep_after", 0) > 0:
+        change = "engine.options.sleep_after = 0"
+        asleep = [MemoryPart(name="weights while it sleeps", nbytes=size, change=change)]
     if on_gpu and cache is None and "kv_cache_memory_bytes" not in own:
-        return [
+        return asleep + [
             MemoryPart(
                 name="weights, keys and values",
                 nbytes=int(fraction * load.gpu_bytes),
@@ -33,11 +40,9 @@ def memory(load: EngineLoad, **options: Any) -> Sequence[MemoryPart]:
             )
             for device in devices
         ]
-    dtype = options.get("dtype", "auto")
-    size = ITEMSIZE[load.dtype if dtype == "auto" else dtype] * load.parameters
     held = own.get("kv_cache_memory_bytes", (cache or CPU_CACHE_MIB) << 20)
     smaller = 'engine.options.dtype = "bfloat16"'
-    return [
+    return asleep + [
         part
         for device in devices
         for part in (

@@ -10,13 +10,16 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-from grpo_core import EngineSetup, ModelError
+from grpo_core import ConfigError, EngineSetup, ModelError
 from grpo_plugin_vllm.transfer import BACKEND, PLAIN_LINEAR, SERVER
 
 CPU_CACHE_MIB = 256
 BATCHED_TOKENS = 16384
 """Number of tokens of a decoding step on a GPU, as vLLM's own offline class has it; its engine's default is
 2048, and prompts that are computed again after an update would take eight times as many steps."""
+
+INVARIANT = 90
+"""Compute capability from which on all of vLLM's kernels can be batch-invariant, times ten."""
 
 
 @frozen(kw_only=True)
@@ -65,7 +68,8 @@ def arguments(
         "max_num_seqs": options.max_rows,
         "tensor_parallel_size": options.tensor_parallel,
         "scheduling_policy": "priority",
-        "enable_prefix_caching": True,
+        # a prompt that is found in the cache is computed by other products than one that is not
+        "enable_prefix_caching": not setup.reproducible,
         "generation_config": "vllm",  # the model's own would change how tokens are drawn
         "logprobs_mode": "processed_logprobs",  # of the distribution that was drawn from
         "weight_transfer_config": {"backend": BACKEND},
@@ -123,9 +127,27 @@ def use_exact_products(device: str, dtype: str) -> None:
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
-def prepare(device: str) -> None:
+def check_invariance() -> None:
+    """Raises ConfigError unless vLLM's batch-invariant kernels compute all of a model on this GPU.
+
+    On older ones its kernels do not compute the output layer, whose sums are in float32.
+    """
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda() and current_platform.has_device_capability(INVARIANT)):
+        raise ConfigError(
+            'engine vllm: pipeline.policy = "in_order" without updates of running requests asks for '
+            "completions that depend on nothing but their request, which vLLM computes on NVIDIA's GPUs from "
+            f"compute capability {INVARIANT // 10}.{INVARIANT % 10} on; set pipeline.policy = "
+            '"deadline", or pipeline.in_flight_updates = true with pipeline.max_staleness above 0'
+        )
+
+
+def prepare(device: str, *, reproducible: bool = False) -> None:
     """Set what vLLM reads from the environment of its processes; before it is imported."""
     os.environ[SERVER] = str(os.getpid())
+    if reproducible and device == "cuda":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would inherit our socket, and CUDA's state
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments" in os.environ.get(name, ""):  # vLLM cannot put memory in them to sleep

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +26,15 @@ from grpo_core import (
 )
 from grpo_core.engine_kit import DecodingServer, check_request, scratch_directory
 from grpo_plugin_vllm import completing
-from grpo_plugin_vllm.options import Options, arguments, has_tokenizer, prepare, use_exact_products
+from grpo_plugin_vllm.alone import Queue
+from grpo_plugin_vllm.options import (
+    Options,
+    arguments,
+    check_invariance,
+    has_tokenizer,
+    prepare,
+    use_exact_products,
+)
 from grpo_plugin_vllm.transfer import as_table, difference, rank_of
 
 SOON, LATER = 0, 1
@@ -38,6 +46,9 @@ class Server(DecodingServer):
 
     Whatever goes wrong inside of vLLM ends the process: the parent starts another, with the last weights.
     So no token is ever sampled from half an update, or by an engine in an unknown state.
+
+    Completions that must be reproducible are decoded by vLLM's batch-invariant kernels on a GPU, and one call
+    after the other on a CPU, where there are no such kernels.
     """
 
     name = "vllm"
@@ -48,7 +59,8 @@ class Server(DecodingServer):
         self._options = options
         self.idle_seconds = options.sleep_after
         self._device = _resolve(options.device)
-        prepare(self._device)
+        prepare(self._device, reproducible=setup.reproducible)
+        self._queue = Queue() if setup.reproducible and self._device == "cpu" else None
         import vllm.v1.engine.llm_engine  # takes seconds: while the trainer starts
 
         del vllm
@@ -86,6 +98,12 @@ class Server(DecodingServer):
                 f"engine vllm: vLLM refuses a request: {type(error).__name__}: {error}"
             ) from error
 
+    def add_call(self, entries: Sequence[tuple[int, GenerationRequest]]) -> None:
+        if self._queue is None:
+            super().add_call(entries)
+        else:
+            self._queue.put(entries)
+
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
         if self._options.keep_cache:  # no new request may find keys and values of older weights
@@ -94,6 +112,13 @@ class Server(DecodingServer):
         return prompt
 
     def step(self) -> Iterator[tuple[int, Completion | EngineError]]:
+        if self._queue is not None and (call := self._queue.next()):
+            try:
+                super().add_call(call)
+            except EngineError as error:
+                self._queue.forget({key for key, _ in call})
+                yield call[0][0], error  # which fails all of its call
+                return
         for output in self._engine.step():
             if output.finished:
                 self._prompt_tokens += len(output.prompt_token_ids)
@@ -102,10 +127,14 @@ class Server(DecodingServer):
                     result: Completion | EngineError = completing.completion(output)
                 except EngineError as error:  # of this request alone
                     result = error
+                if self._queue is not None:
+                    self._queue.ended(int(output.request_id))
                 yield int(output.request_id), result
 
     def forget(self, keys: set[int]) -> None:
-        self._engine.abort_request([str(key) for key in keys])
+        running = keys if self._queue is None else self._queue.forget(keys)
+        if running:
+            self._engine.abort_request([str(key) for key in running])
 
     def prefix_cache(self) -> dict[str, int]:
         """Return the prompt tokens of all finished requests, and how many of them the prefix cache held."""
@@ -175,6 +204,8 @@ class Server(DecodingServer):
             rank = rank_of(weights)
         chosen = arguments(self._options, self._setup, device=self._device, dtype=dtype, rank=rank)
         use_exact_products(self._device, dtype)
+        if self._setup.reproducible and self._device == "cuda":
+            check_invariance()
         try:
             engine = LLMEngine.from_engine_args(vllm.EngineArgs(**chosen))
             engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
@@ -191,14 +222,19 @@ class Server(DecodingServer):
         self._vocabulary, self.positions = config.get_vocab_size(), config.max_model_len
         print(
             f"engine vllm: vLLM {vllm.__version__} ({config.architecture}), {self._device}, {config.dtype}, "
-            f"{self._options.tensor_parallel} worker(s), {self._setup.threads} threads",
+            f"{self._options.tensor_parallel} worker(s), {self._setup.threads} threads"
+            f"{', each call alone' if self._queue is not None else ''}",
             flush=True,
         )
 
     # ------------------------------------------------------------------------------ one GPU for two
 
     def idle(self) -> None:
-        """Give the GPU's memory back: the weights go to the host's, keys and values are dropped."""
+        """Give the GPU's memory back: the weights go to the host's, keys and values are dropped.
+
+        vLLM's level 2 would drop the weights as well, for which the next update has to bring others.  Whether
+        an update or a request comes next is not known here, and a request needs these.
+        """
         if self._engine is not None and not self._asleep:
             self._engine.sleep(level=1)
             self._asleep = True

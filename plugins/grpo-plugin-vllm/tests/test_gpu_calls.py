@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core import EngineError, EngineSetup, GenerationRequest, TensorInfo, Weights, WeightSyncError
+from grpo_core import (
+    ConfigError,
+    EngineError,
+    EngineSetup,
+    GenerationRequest,
+    TensorInfo,
+    Weights,
+    WeightSyncError,
+)
 from grpo_core.engine_kit import reported_to
 from grpo_plugin_vllm.engine import VllmEngine
 
@@ -32,9 +40,11 @@ def weights(version, dtype="float32"):
 class Tried:
     """An engine on the stand-in, and what its calls were."""
 
-    def __init__(self, directory, **options):
+    def __init__(self, directory, *, reproducible=False, **options):
         self.directory = directory
-        setup = EngineSetup(model=str(directory), log_directory=str(directory), deadline=60.0)
+        setup = EngineSetup(
+            model=str(directory), log_directory=str(directory), deadline=60.0, reproducible=reproducible
+        )
         self.engine = VllmEngine(setup, **{"device": "cuda", **options})
 
     def fails(self, call):
@@ -91,6 +101,7 @@ def test_on_a_gpu_processes_are_spawned_and_float32_is_exact_unless_the_user_say
     tried, monkeypatch, dtype, set_by_user, expected
 ):
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
     if set_by_user:
         monkeypatch.setenv("TRITON_F32_DEFAULT", set_by_user)
@@ -107,9 +118,38 @@ def test_on_a_gpu_processes_are_spawned_and_float32_is_exact_unless_the_user_say
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False",
+            "VLLM_BATCH_INVARIANT": None,
         }
 
     tried(story, memory_fraction=0.5)
+
+
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_reproducible_completions_come_from_batch_invariant_kernels_or_are_refused(
+    tried, monkeypatch, capability
+):
+    """Nothing depends on what is found in the prefix cache either."""
+    monkeypatch.setenv("STAND_IN_CAPABILITY", capability)
+
+    async def story(tried):
+        if capability == "80":
+            with pytest.raises(ConfigError, match=r"from compute capability 9\.0 on; set pipeline\.policy"):
+                await tried.engine.update_weights(weights(0))
+            return
+        await tried.engine.update_weights(weights(0))
+        ((_, given, environ),) = (call for call in tried.calls() if call[0] == "start")
+        assert environ["VLLM_BATCH_INVARIANT"] == "1"
+        assert given["enable_prefix_caching"] is False
+        assert await tried.generate() == [0, 0, 0]
+
+    tried(story, reproducible=True)
+
+
+def test_reproducible_completions_need_the_seeds_of_their_requests(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"engine\.options\.seeds = false draws tokens that depend on other"
+    ):
+        VllmEngine(EngineSetup(model=str(tmp_path), reproducible=True), seeds=False)
 
 
 def test_an_update_follows_vllms_sequence(tried):

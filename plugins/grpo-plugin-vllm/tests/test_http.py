@@ -733,6 +733,11 @@ def test_rollouts_of_several_turns_end_where_the_server_has_no_more_room():
     played(story)
 
 
+def test_a_server_that_others_may_use_promises_no_reproducible_completions():
+    with pytest.raises(ConfigError, match=r"cannot promise; use the engine vllm, or set pipeline\.policy"):
+        HttpEngine(EngineSetup(model="m", reproducible=True))
+
+
 def test_a_closed_engine_says_so():
     async def story(engine, server):
         await engine.aclose()

@@ -17,18 +17,13 @@ import torch
 from adapted import AdaptedEngine
 from killing import Run, left_after
 
-from grpo_core import ConfigError, EngineError, EngineSetup, Feedback, GenerationRequest, ModelError
-from grpo_core.engines.local.engine import LocalEngine
-from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
+from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, ModelError
 from grpo_core.testing import (
     ENGINE_LAWS,
     CollectiveWriter,
     EngineUnderTest,
-    FakeEnvironment,
-    FakeRenderer,
     check_engine,
     make_test_model,
-    prompts,
     start_engine,
 )
 from grpo_plugin_vllm.engine import VllmEngine
@@ -163,51 +158,40 @@ def test_vllm_keeps_the_contract_of_engines(tmp_path):
     asyncio.run(story())
 
 
-class Numbers(FakeRenderer):
-    """Writes each character as a token of the test model, half of which end a completion."""
-
-    stop_token_ids = tuple(range(45))
-
-    def prompt_ids(self, messages, tools=()):
-        return tuple(ord(letter) % 90 for message in messages for letter in message["content"])
-
-
-@pytest.mark.parametrize(
-    ("factory", "options", "room"),
-    [
-        (VllmEngine, {"max_model_len": 40, "cache_mib": 64}, 40),
-        (VllmEngine, {"vllm": {"max_model_len": 50}, "cache_mib": 64}, 50),
-        (LocalEngine, {}, 256),
-    ],
-    ids=["max_model_len", "an argument of vLLM", "local"],
-)
-def test_rollouts_of_several_turns_end_where_the_engine_has_no_more_room(factory, options, room, tmp_path):
-    def goes_on(episode):
-        return Feedback(reward=1.0, done=False, messages="go on")
+def test_reproducible_completions_are_the_same_to_the_last_bit_whatever_runs_beside_them(tmp_path):
+    """Calls that overlap, that were cancelled, and that come again, as after a canary."""
+    setup = EngineSetup(
+        model=str(make_test_model(tmp_path)), log_directory=str(tmp_path), deadline=120.0, reproducible=True
+    )
+    calls = [
+        [
+            GenerationRequest(
+                prompt_ids=(5, 8, *range(10, 10 + 3 * (i % 4))), max_tokens=12 + 5 * i, seed=i + 10 * n
+            )
+            for i in range(5)
+        ]
+        for n in range(3)
+    ]
+    probe = [GenerationRequest(prompt_ids=(5, 8, 10, 11), max_tokens=1)]
 
     async def story():
-        engine = await start_engine(factory, make_test_model(tmp_path), device="cpu", **options)
+        engine = VllmEngine(setup, device="cpu", max_rows=4, cache_mib=64)
         await engine.update_weights(EngineUnderTest(engine=engine, model=tmp_path / "m").publish(0))
-        assert engine.positions == room
-        try:
-            return await play(
-                [RolloutRequest(prompt=prompts(1)[0], seed=seed, group="g") for seed in range(16)],
-                engine=engine,
-                environments={"task": FakeEnvironment(goes_on, max_turns=200)},
-                renderer=Numbers(),
-                sampling=SamplingParams(temperature=1.0, max_tokens=20),
-            )
-        finally:
-            await engine.aclose()
+        alone = [await engine.generate(call) for call in calls]
+        given_up = asyncio.create_task(engine.generate(calls[1]))
+        await engine.generate(probe)
+        together = asyncio.gather(*map(engine.generate, reversed(calls)))
+        await engine.generate(probe)
+        given_up.cancel()
+        together = await together
+        await engine.aclose()
+        return alone, list(reversed(together))
 
-    rows = []
-    for rollout in asyncio.run(story()):
-        assert rollout.error is None
-        (segment,) = rollout.segments
-        rows.append(len(segment.prompt_ids) + len(segment.tokens))
-        assert rollout.finish_reason == "tokens"
-        assert rollout.turns > 1
-    assert room - len("go on") <= max(rows) <= room
+    for here, there in zip(*asyncio.run(story()), strict=True):
+        for one, other in zip(here, there, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.logprobs.tobytes() == other.logprobs.tobytes()
+    assert "each call alone" in (tmp_path / "engine-vllm.log").read_text()
 
 
 class Learning(Run):

@@ -21,6 +21,15 @@ def test_on_a_gpu_vllm_takes_its_share_whatever_the_model_needs():
     assert told(ON_GPU, vllm=own) == [("weights, keys and values", 500_000, "cuda:0")]
 
 
+def test_an_engine_that_sleeps_keeps_its_weights_on_the_host():
+    """One copy of all shards; on a CPU it never sleeps."""
+    asleep = ("weights while it sleeps", 2000, "host")
+    assert told(ON_GPU, sleep_after=1.0) == [asleep, ("weights, keys and values", 850_000, "cuda:0")]
+    assert told(ON_GPU, sleep_after=1.0, tensor_parallel=2, cache_mib=2).count(asleep) == 1
+    assert told(ON_GPU, sleep_after=1.0, dtype="float32")[0][1] == 4000
+    assert asleep not in told(LOAD, sleep_after=1.0)
+
+
 def test_a_cache_of_a_given_size_replaces_the_share():
     assert told(ON_GPU, cache_mib=2) == [("weights", 2000, "cuda:0"), ("keys and values", 2 << 20, "cuda:0")]
     shards = told(ON_GPU, cache_mib=2, tensor_parallel=2)
