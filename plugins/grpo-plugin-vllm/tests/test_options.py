@@ -8,8 +8,10 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_core import EngineSetup
+from grpo_plugin_vllm import server
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.options import BATCHED_TOKENS, Options, arguments
 
@@ -40,6 +42,13 @@ def test_the_users_arguments_win():
 def test_on_a_gpu_a_step_may_have_as_many_tokens_as_in_vllms_offline_class():
     assert given()["max_num_batched_tokens"] == BATCHED_TOKENS
     assert "max_num_batched_tokens" not in given(device="cpu", dtype="float32")
+
+
+def test_auto_is_a_gpu_if_there_is_one(monkeypatch):
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert server._resolve("auto") == ("cuda" if there else "cpu")
+        assert server._resolve("cpu") == "cpu"
 
 
 def test_replicas_are_refused_since_only_the_first_would_get_weights():
