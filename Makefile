@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 VLLM   := $(VENV)/.vllm
 RAY    := $(VENV)/.ray
 DOCS   := $(VENV)/.docs
-PAGES  := $(wildcard $(foreach p,configuration options metrics records catalogue learning architecture,docs/_$(p).py))
+PAGES  := $(wildcard $(foreach p,configuration options metrics records catalogue learning architecture pictures authoring,docs/_$(p).py))
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
 

@@ -21,6 +21,24 @@ PAGES = [
     *sorted(ROOT.glob("plugins/*/README.md")),
 ]
 
+TUTORIALS = [
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        "first-run",
+        "tutorial",
+        "multi-turn",
+        "tools",
+        "first-agent",
+        "several-tasks",
+        "first-sampler",
+        "one-gpu",
+        "first-cluster",
+        "from-trl",
+        "from-verifiers",
+    )
+]
+"""Pages that a reader follows from the first line to the last one; test_tutorial.py does."""
+
 PROGRAMS = (
     "grpo-core",
     "make",

@@ -55,6 +55,7 @@ GENERATED = {
     "catalogue": "docs/catalogue.md",
     "architecture": "ARCHITECTURE.md",
     "learning": "docs/learning.md",
+    "authoring": "docs/new-user.md",
 }
 """Generator in docs/, and the page that it writes."""
 
@@ -69,6 +70,12 @@ def generator(name):
 @pytest.mark.parametrize(("name", "page"), GENERATED.items())
 def test_a_generated_page_is_what_the_code_says(name, page):
     assert (ROOT / page).read_text() == generator(name).page(), f"run `make pages` (docs/_{name}.py)"
+
+
+@pytest.mark.long
+def test_the_pictures_of_the_explanations_are_what_the_code_draws():
+    for name, draw in generator("pictures").PICTURES.items():
+        assert (ROOT / "docs" / name).read_text() == draw(), "run `make pages` (docs/_pictures.py)"
 
 
 def test_every_option_has_a_type_and_a_meaning():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import documents
 import pytest
-from documents import PAGES, ROOT, blocks, name_of
+from documents import PAGES, ROOT, TUTORIALS, blocks, name_of
 
 from grpo_core import cli
 from grpo_core.app import launch
@@ -25,10 +25,10 @@ COMMANDS = [command for page in PAGES for command in documents.commands(page)]
 OURS = [command for command in COMMANDS if command.program == "grpo-core"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-CONFIGURATIONS = [b for page in PAGES for b in blocks(page, "toml") if "[project]" not in b.text]
+RUN_HERE = [page for page in PAGES if page not in TUTORIALS]
+"""Each tutorial has a directory of its own: test_tutorial.py writes its files and runs its commands."""
 
-RUN_HERE = [page for page in PAGES if page.name != "tutorial.md"]
-"""The tutorial is about a project, which test_tutorial.py makes: its files and commands are run there."""
+CONFIGURATIONS = [b for page in RUN_HERE for b in blocks(page, "toml") if "[project]" not in b.text]
 
 IN_CI = ("README.md", "docs/authors.md", "docs/agents.md")
 """Pages that CI runs.  It parses the commands and checks the configurations of the others, too, which
@@ -89,6 +89,8 @@ OTHERS = {
     "pip": "needs an index; the names are checked",
     "make": "is how tests are run; the target is checked",
     "python": "the file or module is checked",
+    "ray": "needs several machines",
+    "tasksets/bin/pip": "needs an index",
     "vllm": "needs a GPU, or vLLM for the CPU",
 }
 """Other programs, which are not run, and why."""

@@ -20,6 +20,7 @@ def make(
     conversational: bool = True,
     answer: str = "answer",
     whole_groups: bool = False,
+    solution: str = "",
     max_turns: int = 16,
 ) -> grpo.Environment:
     """Make the environment of a reward function, or of an environment class.
@@ -32,6 +33,8 @@ def make(
         conversational: whether functions get messages; otherwise they get texts.
         answer: the keyword by which functions get the prompt's answer.
         whole_groups: whether each call has whole groups.
+        solution: column of a reply with full marks, for ``grpo-core check`` and the model ``tiny``; functions
+            get it as any other column.
         max_turns: largest number of completions with an environment class.
     """
     found = grpo.load_object(name, who="trl")
@@ -40,6 +43,11 @@ def make(
         if weight != 1.0:
             raise grpo.ConfigError(
                 "an environment's own reward has the weight 1, as with TRL: leave out weight"
+            )
+        if solution:
+            raise grpo.ConfigError(
+                f"trl: solution is {solution!r}, but an environment class is solved by calls of its tools, "
+                "not by one reply: leave out solution"
             )
         return TRLEnvironment(
             name,
@@ -52,7 +60,13 @@ def make(
     first = reward_function({"function": name, "weight": weight, "arguments": arguments})
     everything: list[RewardFunction] = [first, *functions]
     kind = AsyncRewards if any(function.is_async for function in everything) else Rewards
-    return kind(everything, conversational=conversational, answer=answer, whole_groups=whole_groups)
+    return kind(
+        everything,
+        conversational=conversational,
+        answer=answer,
+        whole_groups=whole_groups,
+        solution=solution,
+    )
 
 
 def _is_environment(found: Any) -> bool:

@@ -155,10 +155,16 @@ class Rewards(grpo.Environment):
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction], *, conversational: bool, answer: str, whole_groups: bool
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        conversational: bool,
+        answer: str,
+        whole_groups: bool,
+        solution: str = "",
     ) -> None:
         self._functions = named(functions)
-        self._conversational, self._answer = conversational, answer
+        self._conversational, self._answer, self._solution = conversational, answer, solution
         self.needs_group = whole_groups
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
@@ -168,7 +174,9 @@ class Rewards(grpo.Environment):
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
-        return None
+        """Return what the row has in the column ``solution``."""
+        row = row_of(prompt, self._answer)
+        return str(row[self._solution]) if row.get(self._solution) is not None else None
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> Any:
         call = self._call(episodes)

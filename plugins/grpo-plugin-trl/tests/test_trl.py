@@ -116,6 +116,14 @@ def test_the_answer_of_a_prompt_is_passed_by_the_name_that_the_function_wants():
     assert rewards(environment, [episode("4", answer="4", level=1.0)]) == [1.0]
 
 
+def test_a_column_may_hold_a_reply_with_full_marks():
+    row = grpo.Prompt(messages="2+2=", answer="4", info={"reply": "four"})
+    assert ours("length").solve(row) is None
+    assert ours("length", solution="reply").solve(row) == "four"
+    assert ours("length", answer="gold", solution="gold").solve(row) == "4"
+    assert ours("length", solution="other").solve(row) is None
+
+
 def test_rewards_are_added_with_their_weights_and_their_parts_are_metrics():
     more = [f"{OURS}:length", {"function": f"{OURS}:matches", "weight": 10}]
     environment = ours("length", weight=0.5, more=more)
@@ -179,6 +187,7 @@ def test_functions_that_compare_get_whole_groups():
         (f"{OURS}:length", {"weight": float("nan")}, "expected a finite number"),
         (f"{OURS}:Recorded", {"arguments": {"function": "f", "nonsense": 1}}, "raised TypeError"),
         (f"{OURS}:Counter", {"weight": 2.0}, "leave out weight"),
+        (f"{OURS}:Counter", {"solution": "gold"}, "leave out solution"),
         (f"{OURS}:Counter", {"arguments": {"nonsense": 1}}, "unexpected keyword"),
     ],
 )

@@ -26,6 +26,8 @@ class VerifiersTaskset(grpo.Environment):
         seed: seed of that choice.
         at_once: number of replies that are scored at once, for rewards that wait for a model.
         seconds: time limit of scoring a reply; it is then unscored.
+        solution: field of a task's data with a reply that gets full marks, for ``grpo-core check`` and the
+            model ``tiny``.
 
     Raises:
         ConfigError: there is no such taskset, it cannot be loaded, or it needs what is not supported here:
@@ -42,6 +44,7 @@ class VerifiersTaskset(grpo.Environment):
         seed: int = 0,
         at_once: int = 16,
         seconds: float = 60.0,
+        solution: str = "",
     ) -> None:
         for option, value in {"size": size, "at_once": at_once, "seconds": seconds}.items():
             if not value > 0:
@@ -51,6 +54,7 @@ class VerifiersTaskset(grpo.Environment):
         self._tasks = Tasks(taskset, config or {}, size)
         self._validation_size, self._seed = validation_size, seed
         self.concurrency, self.deadline = at_once, seconds
+        self._solution = solution
 
     def prompts(self, split: str) -> list[grpo.Prompt]:
         return self._prompts[split]
@@ -61,7 +65,9 @@ class VerifiersTaskset(grpo.Environment):
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
-        return None
+        """Return what the task's data has in the field ``solution``."""
+        found = getattr(self._tasks.tasks[prompt.info["task"]].data, self._solution, None)
+        return found if isinstance(found, str) else None
 
     async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))

@@ -135,10 +135,11 @@ def test_tasksets_that_cannot_be_trained_on_are_refused_at_the_start(taskset, op
 def test_tasksets_run_in_a_virtual_environment_of_their_own(tmp_path):
     command = [sys.executable, "-m", "grpo_core", "check", "verifiers:words_of_verifiers"]
     told = subprocess.run(
-        [*command, "--set", f"environment.python={OTHER}"],
+        [*command, "--set", f"environment.python={OTHER}", "--set", "solution=answer"],
         capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": PATH},
     )  # fmt: skip
     assert told.returncode == 0, told.stdout + told.stderr
+    assert "a solution gets full marks: 11 of 11" in told.stdout
 
 
 @pytest.mark.skipif(INSTALLED, reason="verifiers is installed")
