@@ -2,7 +2,8 @@
 
 Answers are compared as strings without the decoration of numbers, and if they differ, with math-verify.
 A reply must give its answer in ``\\boxed{}`` or after ``####``: prose is not searched for numbers.  An answer
-must be worked out: ``2+2`` is not accepted for ``4``.
+must be worked out: ``2+2`` is not accepted for ``4``, nor is a sum, an integral or a product that has this
+value, since a reply that only repeats its question as a formula would be paid for what math-verify computes.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ def equal(given: str, reference: str) -> bool:
 
 _DECIMAL = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
 _COUNTING = "hundred|thousand|million|billion|dozen|half|squared|cubed|plus|minus|times"
-_OPERATORS = re.compile(rf"[-+*/^!]|[\w)}}]\(|\\(?!pi|text|mathrm|left|right)[a-z]+|{_COUNTING}")
+_COMMANDS = r"\\(?!pi|text|mathrm|left|right)[a-z]+"
+_OPERATORS = re.compile(rf"[-+*/^!|:]|_(?=\{{?\d)|\[(?=.*,)|[\w)}}]\(|{_COMMANDS}|{_COUNTING}")
+"""Operations, and what turns a number into another thing: the base of 3_4, and the interval [5, 5]."""
 _NAME = re.compile(r"\\?[a-z][\w{}()\\]*")
-_SPELLINGS = {"\\frac": "/", "\\dfrac": "/", "\\tfrac": "/", "\\cdot": "*", "\\times": "*"}
+_SPELLINGS = {":": "/", "\\frac": "/", "\\dfrac": "/", "\\tfrac": "/", "\\cdot": "*", "\\times": "*"}
 _SIGN = re.compile(r"(?<![\w)}])-")
 
 

@@ -90,6 +90,38 @@ def test_an_answer_has_to_be_worked_out(given):
     assert not equal(given, "18")
 
 
+@pytest.mark.parametrize(
+    ("question", "value"),
+    [
+        (r"\sum_{k=1}^{10} k", "55"),
+        (r"\sum_{k=1}^{10}k", "55"),
+        (r"\int_0^1 2x\,dx", "1"),
+        (r"\prod_{k=1}^{3} k", "6"),
+        (r"\lim_{x\to 0} (x+5)", "5"),
+        (r"\binom{10}{2}", "45"),
+        (r"\max(3, 5)", "5"),
+        ("|-5|", "5"),
+        ("6:2", "3"),
+    ],
+)
+def test_a_question_that_is_repeated_as_a_formula_is_no_answer(question, value):
+    """Of most of these math-verify finds the value, which the model has not found."""
+    assert not equal(question, value)
+    assert equal(value, value)
+
+
+def test_a_formula_counts_where_the_reference_is_one():
+    assert equal(r"\sum_{k=1}^{n} k", r"\sum_{k=1}^{n}k")
+    assert equal("|x|", "|x|")
+    assert equal("3:2", "3:2")
+    assert equal(r"a_{1}+b", "b+a_1")
+
+
+@pytest.mark.parametrize(("given", "reference"), [("3_{4}", "3"), ("55_{7}", "55"), ("[5, 5]", "5")])
+def test_a_number_of_another_base_and_an_interval_are_no_number(given, reference):
+    assert not equal(given, reference)
+
+
 @pytest.mark.long
 def test_every_pair_is_judged_as_it_was_settled_by_hand():
     """Expected, and which of the two comparisons agrees: where they differ, the file says who is right."""
