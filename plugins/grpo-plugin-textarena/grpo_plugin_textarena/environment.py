@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import attrs
@@ -24,7 +26,7 @@ class TextArena(grpo.Environment):
 
     The player's move is the reply, without what stands before its last ``</think>``.  The game's answer is
     the next message.  Metrics: ``won`` (the reward is at least 1), ``finished``, ``moves``, ``invalid_move``
-    (an invalid move ended the game) and ``broken`` (the game raised on a move).
+    (an invalid move ended the game) and ``broken`` (the game raised on a move, or its reward is no number).
 
     Args:
         game: TextArena's id of the game, such as ``GuessTheNumber-v0``; ``-v0`` may be left out.
@@ -35,8 +37,8 @@ class TextArena(grpo.Environment):
         seed: seed of the openings.
         max_turns: largest number of completions of a rollout; 0 takes the number of moves that the game
             allows, with as many invalid ones as it forgives, or 50 if it sets no limit.
-        unfinished: reward of a game that did not come to its end: the turns or tokens were used up, or the
-            game raised on a move.
+        unfinished: reward of a game that did not come to its end: the turns or tokens were used up, the
+            game raised on a move, or its reward is no number.
         options: options of the game itself, the arguments of its class, such as ``max_number``.
 
     Raises:
@@ -82,7 +84,7 @@ class TextArena(grpo.Environment):
 
     def open(self, prompt: grpo.Prompt) -> Play:
         play = self._games.begin(prompt.info["seed"])
-        if play.position != prompt.answer:
+        if play.position != prompt.info["position"]:
             raise grpo.PluginError(
                 f"textarena:{self._games.name} begins differently with the seed {prompt.info['seed']} than "
                 "before: the game, or its version, is another one"
@@ -108,10 +110,11 @@ class TextArena(grpo.Environment):
         return grpo.Feedback(done=False, messages=told or "It is your move.")
 
     def _finished(self, play: Play, episode: grpo.Episode) -> grpo.Feedback:
-        rewards = play.game.state.rewards
-        if not rewards or rewards.get(0) is None:
-            return grpo.Feedback(error=f"textarena:{self._games.name} ended without a reward")
-        return self._ended(play, episode, float(rewards[0]), finished=True)
+        reward = (play.game.state.rewards or {}).get(0)
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            # the game's own mistake, which the same move makes again: some give the words about a wrong move
+            return self._ended(play, episode, self._unfinished, broken=True)
+        return self._ended(play, episode, float(reward), finished=True)
 
     def _ended(
         self,
@@ -142,11 +145,11 @@ class TextArena(grpo.Environment):
         """Return the prompts of each split."""
         wanted, held_out = sum(self._sizes.values()), self._sizes["validation"]
         tried = [self._opening(seed) for seed in self._seeds(wanted)]
-        found = {prompt.answer: prompt for prompt in tried}
+        found = {prompt.info["position"]: prompt for prompt in tried}
         if 1 < len(found) < wanted:
             for seed in self._seeds(TRIES * wanted, skip=wanted):
                 prompt = self._opening(seed)
-                found.setdefault(prompt.answer, prompt)
+                found.setdefault(prompt.info["position"], prompt)
                 if len(found) == wanted:
                     break
             if len(found) < wanted:
@@ -159,7 +162,7 @@ class TextArena(grpo.Environment):
 
     def _opening(self, seed: int) -> grpo.Prompt:
         play = self._games.begin(seed)
-        return grpo.Prompt(messages=play.opening, answer=play.position, info={"seed": seed})
+        return grpo.Prompt(messages=play.opening, info={"seed": seed, "position": play.position})
 
     def _seeds(self, number: int, *, skip: int = 0) -> list[int]:
         chance = random.Random(f"textarena {self._games.name} {self._seed}")

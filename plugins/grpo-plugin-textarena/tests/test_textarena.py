@@ -108,6 +108,29 @@ def test_a_game_that_raises_on_a_move_ends_and_is_counted():
     assert (broken.reward, broken.done, broken.metrics["broken"]) == (0.0, True, 1)
 
 
+@pytest.mark.parametrize("game", ["Countdown-v0", "Cryptarithm-v0", "ThreeCardMonte-v0"])
+def test_a_game_whose_reward_is_a_text_pays_what_an_unfinished_one_does(game):
+    """In TextArena 0.7.4 they exchange the two arguments of ``set_invalid_move``."""
+    player = Player(game, unfinished=-0.25)
+    player.open("a")
+    assert not player.say("a", "x").done
+    last = player.say("a", "x", turn=1)
+    assert (last.error, last.reward, last.done) == (None, -0.25, True)
+    assert (last.metrics["invalid_move"], last.metrics["broken"], last.metrics["finished"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("reward", ["0.5", float("nan"), None])
+def test_a_reward_that_is_no_number_breaks_no_run(reward):
+    player = Player("GuessTheNumber-v0", unfinished=0.125)
+    number = number_of(player)
+    player.open("a")
+    state = player.environment.host._sessions["a"].value.game.state
+    real = state.set_outcome
+    state.set_outcome = lambda *_, **__: real(reward)
+    last = player.say("a", f"[{number}]")
+    assert (last.error, last.reward, last.done, last.metrics["broken"]) == (None, 0.125, True, 1)
+
+
 # ---------------------------------------------------------------------------------- chance
 
 
@@ -152,9 +175,12 @@ def test_chance_goes_on_where_it_was():
 
 def test_openings_are_different_and_held_out_ones_are_not_trained_on():
     environment = offered("GuessTheNumber-v0", max_number=10)
-    train, held_out = ({p.answer for p in environment.prompts(s)} for s in ("train", "validation"))
+    train, held_out = (
+        {p.info["position"] for p in environment.prompts(s)} for s in ("train", "validation")
+    )
     assert (len(train), len(held_out)) == (9, 1), "there are ten numbers"
     assert train.isdisjoint(held_out)
+    assert {p.answer for p in environment.prompts("train")} == {None}, "a game has no answer"
     again = offered("GuessTheNumber-v0", max_number=10)
     assert again.prompts("train") == environment.prompts("train")
     assert offered("GuessTheNumber-v0", seed=1).prompts("train") != offered("GuessTheNumber-v0").prompts(
