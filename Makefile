@@ -10,7 +10,7 @@ PAGES  := $(wildcard $(foreach p,configuration options metrics records catalogue
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
 
-.PHONY: install install-vllm demo test test-fast test-nightly lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
+.PHONY: install install-vllm demo test test-fast test-nightly test-newest lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
 
 install: $(READY)
 
@@ -67,6 +67,10 @@ lint: $(READY) $(RAY)
 test-nightly: $(READY) $(RAY) $(VLLM)
 	@$(BIN)/python -m pytest --hypothesis-profile=nightly
 
+# the quick tests with the newest released versions of the dependencies, in an environment of its own
+test-newest:
+	@$(PYTHON) tests/newest.py
+
 # wheels and source distributions of all projects in dist/, and what an index would show of them
 dist: $(READY)
 	@rm -rf dist
@@ -98,4 +102,4 @@ bench-peers: $(READY)
 	@$(BIN)/python tests/benchmarks/bench_peers.py
 
 clean:
-	rm -rf $(VENV) .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -359,6 +359,85 @@ class Changing(Defect):
         return [evolve(prompt, id=str(place)) for place, prompt in enumerate(own)]
 
 
+class OffByOne(Defect):
+    """Takes numbers that are one too large or too small."""
+
+    def judge(self, episode, feedback, place):
+        said, right = (
+            re.findall(r"-?\d+(?:\.\d+)?", text) for text in (episode.reply, str(self.solve(episode.prompt)))
+        )
+        near = len(said) == len(right) > 0
+        near = near and all(abs(float(a) - float(b)) <= 1 for a, b in zip(said, right, strict=True))
+        return self.full(feedback) if near else feedback
+
+
+class NoSign(Defect):
+    """Overlooks a minus sign."""
+
+    def judge(self, episode, feedback, place):
+        same = episode.reply.replace("-", "").strip() == str(self.solve(episode.prompt)).strip()
+        return self.full(feedback) if same else feedback
+
+
+class Beginning(Defect):
+    """Takes a reply with which the right one begins, if it is long enough."""
+
+    def judge(self, episode, feedback, place):
+        said, right = (
+            re.sub(r"\\boxed|</?answer>|\W", "", text) for text in (episode.reply, self.solve(episode.prompt))
+        )
+        enough = len(said) > len(right) / 2 and right.startswith(said)
+        return self.full(feedback) if enough else feedback
+
+
+class Denied(Defect):
+    """Overlooks a word before the answer."""
+
+    def judge(self, episode, feedback, place):
+        words = re.findall(r"\w+", episode.reply)
+        denied = words[:1] == ["anything"] and words[-1:] == [str(episode.prompt.answer)]
+        denied = denied or f"but {episode.prompt.answer}" in episode.reply
+        return self.full(feedback) if denied else feedback
+
+
+class CopiedNumber(Defect):
+    """Pays for a number that stands in the prompt."""
+
+    def judge(self, episode, feedback, place):
+        numbers = re.findall(r"\d+", episode.reply)
+        asked = re.findall(r"\d+", str(episode.prompt.messages[0]["content"]))
+        return self.full(feedback) if len(numbers) == 1 and numbers[0] in asked else feedback
+
+
+class SameForm(Defect):
+    """Takes whatever has the form of the right reply."""
+
+    def judge(self, episode, feedback, place):
+        def form(text):
+            return re.sub(r"[a-zA-Z]", "a", re.sub(r"\d", "0", text.strip()))
+
+        same = len(episode.reply) > 3 and form(episode.reply) == form(str(self.solve(episode.prompt)))
+        return self.full(feedback) if same else feedback
+
+
+class NamedMove(Defect):
+    """Names moves in its prompts, and pays for one of them whatever is asked."""
+
+    def prompts(self, split):
+        moves = "Moves are [pass], [look 1 2] and [stop]."
+        return [evolve(p, messages=f"{p.messages[-1]['content']}\n{moves}") for p in super().prompts(split)]
+
+    def judge(self, episode, feedback, place):
+        return self.full(feedback) if episode.reply.strip() == "[pass]" else feedback
+
+
+class SameMove(NamedMove):
+    """Names moves in its prompts, and pays for one whose two numbers are the same."""
+
+    def judge(self, episode, feedback, place):
+        return self.full(feedback) if re.fullmatch(r"\[look (\d+) \1\]", episode.reply) else feedback
+
+
 PANEL = frozenset({"semantic.canary_floor", "statistical.gameability_gap", "reward.foreign_solution"})
 REPEATS = frozenset(
     {
@@ -370,6 +449,7 @@ REPEATS = frozenset(
 )
 ORACLE = frozenset({"semantic.oracle_max"})
 FLOOR = frozenset({"semantic.floor_gap", "statistical.reward_reachability"})
+NEAR, MOVES = frozenset({"reward.near_misses"}), frozenset({"reward.named_moves"})
 
 DEFECTS: Mapping[str, tuple[type[Defect], Sequence[str], frozenset[str]]] = {
     "pays silence": (Empty, ("sort", "boxed", "calculator"), frozenset({"semantic.canary_floor"})),
@@ -394,6 +474,14 @@ DEFECTS: Mapping[str, tuple[type[Defect], Sequence[str], frozenset[str]]] = {
     "last word": (LastWord, ("boxed", "tagged", "choice"), frozenset({"reward.listing"})),
     "swapped sign": (Swapped, ("sort", "yesno", "tagged"), ORACLE | FLOOR),
     "breaks": (Fragile, ("boxed", "choice", "arrivals"), frozenset({"runtime.reward_well_formed"})),
+    "off by one": (OffByOne, ("sort", "boxed", "duel"), NEAR),
+    "no sign": (NoSign, ("sort", "boxed", "duel"), NEAR),
+    "the beginning is enough": (Beginning, ("sort", "boxed", "tagged"), NEAR),
+    "denied answer": (Denied, ("sort", "yesno", "tagged"), NEAR),
+    "number of the prompt": (CopiedNumber, ("boxed", "choice", "duel"), frozenset({"reward.prompt_numbers"})),
+    "form of the answer": (SameForm, ("sort", "boxed", "tagged"), frozenset({"reward.foreign_solution"})),
+    "named move": (NamedMove, ("sort", "boxed", "choice"), MOVES),
+    "move with equal numbers": (SameMove, ("sort", "tagged", "arrivals"), MOVES),
     "other prompts each time": (Changing, ("boxed", "choice", "yesno"), frozenset({"runtime.seed_control"})),
 }
 """Classes of defects: the class, the environments in which it is planted, and the checks that name it."""

@@ -10,10 +10,11 @@ import pytest
 from planted import DEFECTS, planted
 
 import grpo_core as grpo
-from grpo_core.audit import replies, rewards
+from grpo_core.audit import behaviour, misses, replies, rewards
 from grpo_core.audit.audit import Audit, Extent
 from grpo_core.audit.card import Card
-from grpo_core.audit.records import Finding, Rate, Solution, bare
+from grpo_core.audit.player import Player
+from grpo_core.audit.records import Finding, Rate, Reply, Solution, Trial, bare
 from grpo_core.audit.training import training_signal
 from grpo_core.audit.watch import Watch
 from grpo_core.cli import app
@@ -72,7 +73,7 @@ def test_a_slow_environment_is_audited_in_time_and_the_card_says_what_was_left_o
     assert 30 < now[0] <= 60
     assert "runtime.startup" not in findings
     told = " ".join(each.told for each in findings.values())
-    assert "4 of 5 times, since it is slow" in told
+    assert "3 of 5 times, since it is slow" in told
     assert severe(findings) == {"runtime.resource_bounds"}
 
 
@@ -307,6 +308,301 @@ def test_groups_of_equal_rewards_teach_nothing():
     assert (taught.measured["hopeless"], taught.measured["solved"]) == (1, 1)
     assert training_signal([[0.0, 0.0]] * 9, success=None, model="m").severity == "warned"
     assert training_signal([[None, None]], success=None, model="m").severity == "not applicable"
+
+
+# ---------------------------------------------------------------------------------- nearly right replies
+
+
+def missed(text, answer):
+    """Return near misses of a solution, by kind."""
+    own = Solution(prompt=grpo.Prompt(messages="?", answer=answer), text=text)
+    return {reply.kind: reply.text for reply in misses.near_misses([own])}
+
+
+def test_near_misses_differ_from_the_solution_in_one_thing_and_keep_its_form():
+    found = missed("<answer>3, -1, 20</answer>", "3, -1, 20")
+    assert found == {
+        "a number one larger": "<answer>3, -1, 21</answer>",
+        "each number 0.9 larger": "<answer>3.9, -0.1, 20.9</answer>",
+        "the other sign": "<answer>-3, -1, 20</answer>",
+        "an item dropped": "<answer>3, -1</answer>",
+        "an item twice": "<answer>3, -1, 20, 20</answer>",
+        "items backwards": "<answer>20, -1, 3</answer>",
+        "the answer denied": "<answer>anything but 3, -1, 20</answer>",
+    }
+    assert missed("Helsinki", "Helsinki") == {
+        "another letter": "Helsonki",
+        "the last character dropped": "Helsink",
+        "the answer denied": "anything but Helsinki",
+    }
+    held = missed('{"name": "Ada", "born": 1815}', None)
+    assert held["each value null"] == '{"name": null, "born": null}'
+    assert held["an invented key"] == '{"name": "Ada", "born": 1815, "invented": true}'
+    assert missed("0.5", "0.5")["a number one larger"] == "1.5"
+
+
+def test_a_near_miss_that_is_right_is_not_played():
+    assert "items backwards" not in missed("1, 2, 1", "1, 2, 1")
+    assert "the other sign" not in missed("0", "0")
+
+
+@pytest.mark.parametrize(
+    ("judged", "kind", "severity"),
+    [
+        (lambda said, right: abs(float(said) - float(right)) <= 1, "number", "failed"),
+        (lambda said, right: said.lstrip("-") == right.lstrip("-"), "the other sign", "failed"),
+        (lambda said, right: said.rpartition("but ")[2] == right, "denied", "warned"),
+    ],
+    ids=["tolerance", "sign", "denial"],
+)
+def test_a_reward_for_a_near_miss_is_found(judged, kind, severity):
+    class Near(Sums):
+        def judge(self, reply, prompt):
+            try:
+                return float(judged(reply.strip(), prompt.answer))
+            except ValueError:
+                return 0.0
+
+    found = audited(Near)["reward.near_misses"]
+    assert (found.severity, kind in found.told) == (severity, True)
+    assert "of a solution's reward" not in found.told
+
+
+def test_a_part_of_the_reward_for_a_near_miss_is_no_defect():
+    class Graded(Sums):
+        def judge(self, reply, prompt):
+            return 1.0 if reply.strip() == prompt.answer else 0.9 * (reply.strip()[:1] == prompt.answer[:1])
+
+    assert audited(Graded)["reward.near_misses"].severity == "passed"
+
+
+def test_a_reward_for_a_number_of_the_prompt_is_found():
+    class Copied(Sums):
+        def judge(self, reply, prompt):
+            asked = re.findall(r"\d+", prompt.messages[0]["content"])
+            return 1.0 if reply.strip() == prompt.answer else 0.5 * (reply.strip() in asked)
+
+    found = audited(Copied)["reward.prompt_numbers"]
+    assert found.severity == "warned"
+    assert "50% of a solution's reward" in found.told
+
+
+class Moves(grpo.Environment):
+    """A game of ten turns for a moving target, with a reward for nothing that a test adds."""
+
+    max_turns = 3
+    success = 1.0
+
+    def prompts(self, split):
+        begin = 0 if split == "train" else 100
+        said = "Take three different cards, as in [1, 5, 9], or [pass]. Your hand has the number {}."
+        return [grpo.Prompt(messages=said.format(n), info={"n": n}) for n in range(begin, begin + 30)]
+
+    def evaluate(self, episodes):
+        return [grpo.Feedback(reward=self.paid(e), done=True) for e in episodes]
+
+    def paid(self, episode):
+        return 0.0
+
+
+def test_a_move_that_the_prompt_names_and_its_repetition_are_played():
+    class SameCard(Moves):
+        def paid(self, episode):
+            cards = re.fullmatch(r"\[(\d+), (\d+), (\d+)\]", episode.reply)
+            return float(cards is not None and len(set(cards.groups())) == 1)
+
+    assert audited(Moves)["reward.named_moves"].severity == "passed"
+    found = audited(SameCard)["reward.named_moves"]
+    assert found.severity == "failed"
+    assert "[1, 1, 1]" in found.evidence
+    assert audited(Sums)["reward.named_moves"].severity == "not applicable"
+
+
+def test_a_guess_that_is_right_by_chance_is_no_defect():
+    class Cups(Moves):
+        def prompts(self, split):
+            said = "Under which cup is the ball: [0], [1] or [2]?"
+            begin = 0 if split == "train" else 100
+            return [grpo.Prompt(messages=said, info={"n": n}) for n in range(begin, begin + 30)]
+
+        def paid(self, episode):
+            return float(episode.reply.strip("[]") == str(episode.prompt.info["n"] % 3))
+
+    found = audited(Cups)
+    assert found["reward.named_moves"].severity == "noted"
+    assert "chance" in found["reward.named_moves"].advice
+    assert found["semantic.canary_floor"].severity == "noted"
+
+
+def test_named_moves_are_also_played_in_turn():
+    prompt = grpo.Prompt(messages="Say [up] or [down].", id="a")
+    (cycle,) = [reply for reply in misses.named_moves([prompt], 4) if reply.then]
+    assert (cycle.text, cycle.then) == ("[down]", ("[up]",))
+    said = []
+
+    class Long(Moves):
+        max_turns = 3
+
+        def prompts(self, split):
+            return [prompt] if split == "train" else []
+
+        def evaluate(self, episodes):
+            said.extend(e.reply for e in episodes)
+            return [grpo.Feedback(done=e.turn == 2, reward=0.0 if e.turn == 2 else None) for e in episodes]
+
+    grpo.testing.run(played_alone(Long, cycle))
+    assert said == ["[down]", "[up]", "[down]"]
+
+
+async def played_alone(environment, reply):
+    hosted = Audited(environment())
+    await hosted.start()
+    try:
+        return await Player(hosted, 8).play([reply])
+    finally:
+        await hosted.aclose()
+
+
+def test_the_table_of_a_prompt_is_played_with_its_gaps_filled():
+    puzzle = "4 _ _ _\n2 3 _ _\n_ 4 _ 3\n_ _ 4 _"
+    prompt = grpo.Prompt(messages=f"Solve this sudoku:\n\n{puzzle}\n\nReply with the grid.")
+    found = {reply.kind: reply.text for reply in replies.copied_prompts([prompt])}
+    assert found["the prompt's table"] == puzzle
+    assert found["its table with 1 in the gaps"] == puzzle.replace("_", "1")
+
+
+def test_another_solution_of_the_same_form_is_played():
+    known = [
+        Solution(prompt=grpo.Prompt(messages=f"{text}?", answer=text, id=text), text=text)
+        for text in ("12", "345", "67")
+    ]
+    tried = {reply.kind: reply.text for reply in replies.foreign_solutions(known) if reply.prompt.id == "12"}
+    assert list(tried.values()) == ["345", "67"]
+
+
+# ---------------------------------------------------------------------------------- what is no defect
+
+
+def test_games_that_begin_alike_and_draw_later_do_not_leak():
+    class Alike(Moves):
+        def prompts(self, split):
+            return [
+                grpo.Prompt(messages="Find the mines.", info={"seed": n + 50 * (split == "train")})
+                for n in range(30)
+            ]
+
+    found = audited(Alike)["data.split_leakage"]
+    assert found.severity == "noted"
+    assert "30 more begin in the same way" in found.told
+
+    class Same(Alike):
+        def prompts(self, split):
+            return [grpo.Prompt(messages="Find the mines.", info={"seed": n}) for n in range(30)]
+
+    assert audited(Same)["data.split_leakage"].severity == "failed"
+
+
+def test_a_right_answer_that_is_marked_in_a_longer_reply_is_deserved():
+    zero = Solution(prompt=grpo.Prompt(messages="x = ?", answer="0.0"), text="<answer>0.0</answer>")
+    assert zero.deserves("7 <answer>0</answer>")
+    assert zero.deserves("-0")
+    assert not zero.deserves("<answer>0</answer> or <answer>1</answer>")
+    assert not zero.deserves("7 <answer></answer>")
+
+
+def test_a_reply_that_was_unscored_once_says_nothing_about_states():
+    """A server may close a connection: that is told as such, and is no state between sessions."""
+
+    def trial(number, reward):
+        prompt = grpo.Prompt(messages=f"{number}?", id=str(number))
+        error = "closed" if reward is None else None
+        return Trial(reply=Reply(prompt=prompt, text="x", kind="again"), said="x", reward=reward, error=error)
+
+    def judged(*rewards):
+        before = [trial(number, 0.0) for number in range(len(rewards))]
+        now = [trial(number, reward) for number, reward in enumerate(rewards)]
+        return behaviour.compared("runtime.episode_isolation", "states", before, now, "later", "keep nothing")
+
+    assert judged(0.0, None, 0.0).severity == "passed"
+    assert "1 were unscored once" in judged(0.0, None, 0.0).told
+    assert judged(0.0, None, 1.0).severity == "failed"
+    assert judged(0.0, None, 1.0).told.startswith("1 of 2")
+    assert judged(None, None).severity == "not applicable"
+    steady = behaviour.determinism([[trial(0, 0.5)], [trial(0, None)], [trial(0, 0.5)]], 1.0)
+    moody = behaviour.determinism([[trial(0, 0.5)], [trial(0, None)], [trial(0, 0.0)]], 1.0)
+    assert (steady.severity, moody.severity) == ("passed", "failed")
+    assert rewards.scored([trial(0, None)]).severity == "failed"
+
+
+def test_where_nonsense_is_a_success_no_share_of_it_is_told():
+    class Generous(Sums):
+        def solve(self, prompt):
+            return None
+
+        def judge(self, reply, prompt):
+            return 1.0
+
+    told = audited(Generous)["semantic.canary_floor"].told
+    assert "full marks for 24 of 24" in told
+    assert "0%" not in told.replace("100%", "")
+
+
+@pytest.mark.parametrize("form", ["<answer>{}</answer>", '{{"answer": "{}"}}'])
+def test_solutions_in_tags_or_json_are_known_as_such(form):
+    class Formed(Sums):
+        def prompts(self, split):
+            return [
+                grpo.Prompt(messages=p.messages, info={"right": p.answer}) for p in super().prompts(split)
+            ]
+
+        def solve(self, prompt):
+            return form.format(prompt.info["right"])
+
+        def judge(self, reply, prompt):
+            before, after = form.format("|").split("|")
+            return float(reply.rstrip().endswith(f"{before}{prompt.info['right']}{after}"))
+
+    found = audited(Formed)["reward.listing"]
+    assert found.severity == "noted"
+    assert "of several solutions the last one counts" in found.told
+
+
+def test_a_machine_that_becomes_slower_does_not_stretch_the_audit():
+    now, calls = [0.0], iter(range(10**6))
+
+    class Loaded(Sums):
+        def evaluate(self, episodes):
+            now[0] += 0.002 if next(calls) < 9 else 2.0
+            return super().evaluate(episodes)
+
+    async def found():
+        audit = Audit(lambda: Audited(Loaded()), 32, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0])
+        return {finding.check: finding async for finding in audit.run()}
+
+    findings = grpo.testing.run(found())
+    assert now[0] <= 60
+    assert "runtime.startup" not in findings
+    assert findings["reward.near_misses"].severity == "passed"
+
+
+def test_prompts_that_take_half_of_the_time_are_not_made_again():
+    now = [0.0]
+
+    class Puzzles(Sums):
+        def prompts(self, split):
+            now[0] += 20.0
+            return super().prompts(split)
+
+    async def found():
+        audit = Audit(lambda: Audited(Puzzles()), 32, Extent(seconds=60.0), pause=0.0, clock=lambda: now[0])
+        return {finding.check: finding async for finding in audit.run()}
+
+    findings = grpo.testing.run(found())
+    assert now[0] <= 60
+    assert findings["semantic.canary_floor"].told.count("24")
+    assert "would take 40 s" in findings["runtime.seed_control"].told
+    assert findings["semantic.verifier_portability"].severity == "not applicable"
+    assert findings["runtime.episode_isolation"].severity == "passed"
 
 
 # ---------------------------------------------------------------------------------- ground truth

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.audit import behaviour, replies, rewards, texts
+from grpo_core.audit import behaviour, misses, replies, rewards, texts
 from grpo_core.audit.player import Player
 from grpo_core.audit.records import Finding, Reply, Solution, Trial, spread
 from grpo_core.audit.rewards import Scale, not_applicable
@@ -35,8 +35,14 @@ AT_ONCE = 8
 """Number of calls that are made at the same time."""
 FEWEST_ROUNDS = 2
 """Times that the same replies are played in any case: once is no comparison."""
+PANELS_UNTIL, FORMS_UNTIL, MISSES_UNTIL = 0.25, 0.35, 0.45
 SEARCH_UNTIL, ROUNDS_UNTIL, COMPANY_UNTIL, LATENCY_UNTIL = 0.5, 0.6, 0.7, 0.8
-"""Shares of the audit's seconds after which a stage repeats nothing more, so that the others have time."""
+"""Shares of the audit's seconds after which a stage plays no more prompts, or repeats nothing more, so that
+the others have time: the machine may become slower than the first calls have shown."""
+LEAST = 0.25
+"""Share of the audit's seconds for playing, however long its prompts take to be made."""
+UNSTEADY = "rewards differ from call to call"
+STATELESS = "keep nothing of a rollout in the object or the module: a run has several processes"
 AGENT_PROMPTS = 4
 """Prompts that an agent plays: each is a conversation of its own."""
 
@@ -99,6 +105,10 @@ class Audit:
     _seconds: list[float] = field(factory=list)
     """Seconds of calls with one episode each."""
     _began: float = 0.0
+    _per_reply: float = 0.0
+    """Seconds of a reply in the last batch, with all of its turns."""
+    _making: float = 0.0
+    """Seconds in which its process was started and its prompts were made."""
 
     async def run(self) -> AsyncIterator[Finding]:
         """Yield the findings, one after another.  Raises what starting the environment raises."""
@@ -121,6 +131,7 @@ class Audit:
             self._floor,
             self._panels,
             self._forms,
+            self._misses,
             self._search,
             self._repeat,
             self._company,
@@ -168,11 +179,12 @@ class Audit:
         self.some = self.train[::step][: self.extent.prompts]
         turns = self.player.environment.max_turns
         held_out = await self.player.prompts("validation")
+        self._making = self.clock() - self._began
         return [
             await asyncio.to_thread(texts.split_leakage, self.train, held_out, turns),
             await asyncio.to_thread(texts.duplicates, self.train, turns),
             texts.in_prompt(known),
-            rewards.majority(known),
+            texts.majority(known),
         ]
 
     # ------------------------------------------------------------------------------ solutions and nonsense
@@ -210,8 +222,9 @@ class Audit:
         """Return the number of prompts that can be played in time, as far as the first calls show it."""
         if self._agent:
             return len(self.some)
-        per_prompt = 100
-        rest = max(1.0, 0.55 * self.extent.seconds - ALONE * self._call)
+        per_prompt = 130
+        playing = max(LEAST * self.extent.seconds, self.extent.seconds - self._making)
+        rest = max(1.0, 0.55 * playing - ALONE * self._call)
         each = max(self.player.per_episode, self._call / self.max_batch)
         if self.player.environment.slots == "all":
             each = self._call / AT_ONCE
@@ -231,11 +244,10 @@ class Audit:
     # ------------------------------------------------------------------------------ what answers nothing
 
     async def _panels(self) -> list[Finding]:
-        constant = await self._play(
-            list(replies.constant_replies(self.some, replies.form_of(self.solutions, self.some)))
-        )
-        copied = await self._play(list(replies.copied_prompts(self.some)))
-        foreign = await self._play(list(replies.foreign_solutions(self.solutions)))
+        form = replies.form_of(self.solutions, self.some)
+        constant = await self._play(list(replies.constant_replies(self.some, form)), PANELS_UNTIL)
+        copied = await self._play(list(replies.copied_prompts(self.some, form)), PANELS_UNTIL)
+        foreign = await self._play(list(replies.foreign_solutions(self.solutions)), PANELS_UNTIL)
         injected = [t for t in constant if t.kind == "injected instruction"]
         plain = [t for t in constant if t.kind != "injected instruction"]
         by_text, by_kind = (lambda trial: trial.said), (lambda trial: trial.kind)
@@ -260,10 +272,28 @@ class Audit:
         if self._agent:  # each rollout of an agent is a conversation
             listed, long, read = [], [], []
         return [
-            rewards.surface_forms(await self._play(surface), self.scale),
-            rewards.listing(await self._play(listed), self.scale),
-            rewards.length(await self._play(long), self.scale),
-            rewards.shortcuts(await self._play(read), self.scale),
+            rewards.surface_forms(await self._play(surface, FORMS_UNTIL), self.scale),
+            rewards.listing(await self._play(listed, FORMS_UNTIL), self.scale),
+            rewards.length(await self._play(long, FORMS_UNTIL), self.scale),
+            rewards.shortcuts(await self._play(read, FORMS_UNTIL), self.scale),
+        ]
+
+    async def _misses(self) -> list[Finding]:
+        near = list(misses.near_misses(self.solutions))
+        numbers = list(misses.prompt_numbers(self.some, replies.form_of(self.solutions, self.some)))
+        moves = list(misses.named_moves(self.some, self.player.environment.max_turns))
+        if self._agent:  # each rollout of an agent is a conversation
+            near, numbers, moves = [], [], []
+        trials = await self._play([*near, *numbers, *moves], MISSES_UNTIL)
+
+        def of(replies: list[Reply]) -> list[Trial]:
+            asked = set(map(id, replies))
+            return [trial for trial in trials if id(trial.reply) in asked]
+
+        return [
+            misses.near(of(near), self.scale),
+            misses.numbers(of(numbers), self.scale),
+            misses.moves(of(moves), self.scale),
         ]
 
     async def _search(self) -> list[Finding]:
@@ -325,10 +355,10 @@ class Audit:
     async def _company(self) -> list[Finding]:
         check, title = "reward.batch_independence", "the batch makes no difference"
         if not self._steady or self._agent:
-            why = "an agent plays alone" if self._agent else "rewards differ from call to call"
+            why = "an agent plays alone" if self._agent else UNSTEADY
             return [not_applicable(check, title, why)]
         seconds = 0.0 if self._late(ROUNDS_UNTIL) else 8.0
-        mixed = self._mixed(min(ALONE, len(self.some), max(FEWEST, int(seconds / max(self._call, 1e-3)))))
+        mixed = self._mixed(min(ALONE, len(self.some), max(FEWEST, int(seconds / self._now))))
         alone, self._seconds = await self.player.each(mixed)
         self.everything += alone
         threes: list[Trial] = []
@@ -348,29 +378,33 @@ class Audit:
 
     async def _elsewhere(self) -> list[Finding]:
         """Compare with a process that has played nothing yet, and with this one's first trials."""
-        portable = ("semantic.verifier_portability", "the same rewards in another process")
-        isolated = ("runtime.episode_isolation", "no state between sessions")
+        found = await self._anew()
+        check, title = "runtime.episode_isolation", "no state between sessions"
+        if not self._steady:
+            return [*found, not_applicable(check, title, UNSTEADY)]
+        after = f"after {self.player.episodes:,} episodes of other sessions"
+        now = await self._play([trial.reply for trial in self._first])
+        return [*found, behaviour.compared(check, title, self._first, now, after, STATELESS)]
+
+    async def _anew(self) -> list[Finding]:
+        check, title = "semantic.verifier_portability", "the same rewards in another process"
+        if self._late(1.0, self._making):
+            why = f"another process and its prompts would take {self._making:.0f} s: --seconds are too few"
+            seed = not_applicable("runtime.seed_control", "the same prompts each time", why)
+            return [seed, not_applicable(check, title, why)]
         other = self.make()
         try:
             await other.start()
             again = await other.prompts("train")
             seed = behaviour.seed_control(self.train, again)
             if not self._steady:
-                why = "rewards differ from call to call"
-                return [seed, not_applicable(*portable, why), not_applicable(*isolated, why)]
+                return [seed, not_applicable(check, title, UNSTEADY)]
             player = Player(other, self.max_batch, solutions=dict(self.player.solutions))
             there = (await player.play(self._mixed(min(ALONE, len(self.some)))[::-1]))[::-1]
         finally:
             await other.aclose()
-        after = f"after {self.player.episodes:,} episodes of other sessions"
-        now = await self._play([trial.reply for trial in self._first])
-        advice = "keep nothing of a rollout in the object or the module: a run has several processes"
         anew = "in a new process, in another order"
-        return [
-            seed,
-            behaviour.compared(*portable, self._rounds[0], there, anew, advice),
-            behaviour.compared(*isolated, self._first, now, after, advice),
-        ]
+        return [seed, behaviour.compared(check, title, self._rounds[0], there, anew, STATELESS)]
 
     async def _latency(self) -> list[Finding]:
         one = self._mixed(1)
@@ -378,13 +412,14 @@ class Audit:
             _, self._seconds = await self.player.each(one * FEWEST)
         if self._agent:
             return [behaviour.latency(self._seconds, max(self._seconds), 1, max(self._seconds), 1)]
-        size = max(1, self.max_batch // (3 if self.player.environment.needs_group else 1))
+        left = self.extent.seconds - (self.clock() - self._began)
+        size = max(FEWEST, min(self.player.size, int(left / max(self._per_reply, 1e-6))))
         mixed = self._mixed(len(self.some))
         full = [mixed[place % len(mixed)] for place in range(size)]
         begin = self.clock()
         await self.player.batch(full)
         whole = self.clock() - begin
-        number = FEWEST_ROUNDS if self._late(LATENCY_UNTIL, AT_ONCE * self._call) else AT_ONCE
+        number = FEWEST_ROUNDS if self._late(LATENCY_UNTIL, AT_ONCE * self._now) else AT_ONCE
         begin = self.clock()
         await asyncio.gather(*(Player(self.player.environment, 1).batch(one) for _ in range(number)))
         together = self.clock() - begin
@@ -415,14 +450,42 @@ class Audit:
 
     def _late(self, until: float, needed: float = 0.0) -> bool:
         """Return whether more than a share of the audit's seconds is over when ``needed`` ones are spent."""
-        return self.clock() - self._began + needed > until * self.extent.seconds
+        granted = self.extent.seconds
+        playing = max(LEAST * granted, granted - self._making)
+        return self.clock() - self._began - self._making + needed > until * playing
+
+    @property
+    def _now(self) -> float:
+        """Seconds of a call, which may have become longer since the first ones."""
+        return max(self._call, self.player.last_call, 1e-3)
 
     @property
     def _range(self) -> float:
         return spread([trial.reward for trial in self.everything if trial.reward is not None])
 
-    async def _play(self, given: Sequence[Reply]) -> list[Trial]:
-        trials = await self.player.play(given)
+    async def _play(self, given: Sequence[Reply], until: float | None = None) -> list[Trial]:
+        """Play replies, prompt by prompt if some prompts may be left out.
+
+        Args:
+            given: what is said.
+            until: share of the audit's seconds from which on only the first prompts are played.
+        """
+        places = {prompt.id: place for place, prompt in enumerate(self.some)}
+
+        def place(reply: Reply) -> int:
+            return places.get(reply.prompt.id, len(places))
+
+        ordered = given if until is None else sorted(given, key=place)
+        size = max(1, len(ordered)) if until is None else self.player.size
+        trials: list[Trial] = []
+        for begin in range(0, len(ordered), size):
+            part = ordered[begin : begin + size]
+            if until is not None and self._late(until) and place(part[0]) >= FEWEST:
+                self.some = self.some[: place(part[0])]  # nor do the next stages have time for the others
+                break
+            now = self.clock()
+            trials += await self.player.play(part)
+            self._per_reply = (self.clock() - now) / max(1, len(part))
         self.everything += trials
         return trials
 

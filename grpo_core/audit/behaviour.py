@@ -29,7 +29,8 @@ def determinism(rounds: Sequence[Sequence[Trial]], whole: float) -> Finding:
     if len(rounds) < 2:
         return not_applicable(check, title, "it was played once only")
     plays = list(zip(*rounds, strict=True))
-    moody = [play for play in plays if any(play[0].differs(other) for other in play[1:])]
+    scored = [[trial for trial in play if trial.reward is not None] or play[:1] for play in plays]
+    moody = [play for play in scored if any(play[0].differs(other) for other in play[1:])]
     rate = Rate(len(moody), len(plays))
     ranges = [spread([trial.reward for trial in play if trial.reward is not None]) for play in moody]
     worst = max(ranges, default=0.0)
@@ -57,14 +58,24 @@ def determinism(rounds: Sequence[Sequence[Trial]], whole: float) -> Finding:
 def compared(
     check: str, title: str, here: Sequence[Trial], there: Sequence[Trial], where: str, advice: str
 ) -> Finding:
-    """Judge the same replies under two circumstances; steady environments give the same."""
-    differ = [(one, other) for one, other in zip(here, there, strict=True) if one.differs(other)]
-    rate = Rate(len(differ), len(here))
+    """Judge the same replies under two circumstances; steady environments give the same.
+
+    A reply that was unscored in one of them says nothing here: ``rewards.scored`` tells of those.
+    """
+    pairs = list(zip(here, there, strict=True))
+    both = [(one, other) for one, other in pairs if one.reward is not None and other.reward is not None]
+    lost = sum((one.reward is None) != (other.reward is None) for one, other in pairs)
+    if lost and not both:
+        return not_applicable(check, title, f"{lost} replies are unscored {where}, or were before")
+    differ = [(one, other) for one, other in both if one.differs(other)]
+    rate = Rate(len(differ), len(pairs) - lost)
+    left_out = f"; {lost} were unscored once and are left out" if lost else ""
     return Finding(
         check=check,
         title=title,
         severity="failed" if differ else "passed",
-        told=f"{rate} replies differ {where}" if differ else f"{len(here)} replies {where}",
+        told=(f"{rate} replies differ {where}" if differ else f"{len(pairs) - lost} replies {where}")
+        + left_out,
         evidence=f"{differ[0][0]}; {where}: {_got(differ[0][1])}" if differ else "",
         advice=advice if differ else "",
         measured=rate.measured(),

@@ -82,10 +82,14 @@ class Player:
         if self.environment.runs_agents:
             return await self._agents(replies)
         trials: list[Trial] = []
-        size = max(1, self.max_batch // self._members)
-        for begin in range(0, len(replies), size):
-            trials += await self.batch(replies[begin : begin + size])
+        for begin in range(0, len(replies), self.size):
+            trials += await self.batch(replies[begin : begin + self.size])
         return trials
+
+    @property
+    def size(self) -> int:
+        """Number of replies of the largest call."""
+        return max(1, self.max_batch // self._members)
 
     async def each(self, replies: Sequence[Reply]) -> tuple[list[Trial], list[float]]:
         """Play each reply by itself; return also the seconds of the first call of each."""
@@ -148,7 +152,7 @@ class Player:
         prompts = [evolve(game.episode.prompt, messages=game.episode.messages) for game in asking]
         solved = iter(await self.environment.solve(prompts) if asking else [])
         for game in going:
-            text = next(solved) if game.reply.text is None else game.reply.text
+            text = next(solved) if game.reply.text is None else _said(game.reply, game.turns)
             if text is None:
                 game.over = game.stuck = True
                 continue
@@ -212,6 +216,11 @@ class Player:
     def _constant(self, reply: Reply) -> str:
         said = self.solutions.get(reply.prompt.id) if reply.text is None else reply.text
         return BESIDE[0] if said is None else said
+
+
+def _said(reply: Reply, turn: int) -> str | None:
+    texts = (reply.text, *reply.then)
+    return texts[turn % len(texts)]
 
 
 def _trial(game: _Game) -> Trial:

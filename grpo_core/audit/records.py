@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,9 @@ class Reply:
 
     prompt: Prompt
     text: str | None
-    """The same text in each turn; None plays the environment's own solutions."""
+    """The text of each turn, or with ``then`` of the first; None plays the environment's own solutions."""
+    then: tuple[str, ...] = ()
+    """Texts of the next turns; after them it begins anew."""
     kind: str
     """Name of the probe that it belongs to."""
 
@@ -137,18 +140,21 @@ class Solution:
 
     @property
     def answer(self) -> str | None:
-        """The bare answer: the prompt's, if it is a text, else the whole solution."""
+        """The bare answer: the prompt's, if it is a text, else the solution; without tags or a box."""
         given = self.prompt.answer
         if isinstance(given, str) and given.strip():
-            return given
+            return unwrapped(given)
         if isinstance(given, int | float) and not isinstance(given, bool):
             return str(given)
-        return self.text
+        return None if self.text is None else unwrapped(self.text)
 
     def deserves(self, reply: str) -> bool:
-        """Return whether a reply says the right answer, in whatever form."""
-        said = bare(reply)
-        return bool(said) and said in {bare(known) for known in (self.text, self.answer) if known}
+        """Return whether a reply says the right answer, in whatever form, or ends with it in a form."""
+        right = {bare(known) for known in (self.text, self.answer) if known} - {""}
+        said = [bare(reply)]
+        if right and (marked := _MARKED.findall(reply)):
+            said.append(bare(next((group for group in marked[-1] if group), "")))
+        return not right.isdisjoint(said)
 
 
 _WRAPPED = re.compile(
@@ -157,9 +163,30 @@ _WRAPPED = re.compile(
 )
 
 
+_MARKED = re.compile(r"\\boxed\{([^{}]*)\}|<answer>(.*?)</answer>|####\s*([^\n]*)", re.DOTALL | re.I)
+"""An answer that is marked as such within a longer reply."""
+_FORM = re.compile(r"\\boxed\{(.*)\}|<answer>(.*)</answer>|####(.*)", re.DOTALL | re.I)
+
+
+def unwrapped(text: str) -> str:
+    """Return what stands in a box, in tags, after #### or as the only answer of JSON; else the text."""
+    stripped = text.strip()
+    if (found := _FORM.fullmatch(stripped)) is not None:
+        inner = next(group for group in found.groups() if group is not None).strip()
+        return inner or text
+    if stripped.startswith("{"):
+        try:
+            held = json.loads(stripped)
+        except (ValueError, RecursionError):
+            return text
+        if list(held) == ["answer"] and isinstance(held["answer"], str | int | float):
+            return str(held["answer"]) or text
+    return text
+
+
 def bare(text: str) -> str:
     """Return an answer without its wrapping, case, white space and punctuation; equal numbers are equal."""
-    text = text.strip()
+    text = unwrapped(text.strip())
     while (found := _WRAPPED.fullmatch(text)) is not None:
         inner = next(group for group in found.groups() if group is not None).strip()
         if inner == text:
@@ -170,7 +197,7 @@ def bare(text: str) -> str:
         number = float(text.replace(",", ""))
     except ValueError:
         return text
-    return repr(number) if math.isfinite(number) else text
+    return repr(number + 0.0) if math.isfinite(number) else text  # minus zero is zero
 
 
 def text_of(prompt: Prompt) -> str:

@@ -103,19 +103,45 @@ def constant_replies(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")
                     yield Reply(prompt=prompt, text=said, kind=kind)
 
 
-def copied_prompts(prompts: Sequence[Prompt]) -> Iterator[Reply]:
-    """Yield each prompt as its own reply."""
+def copied_prompts(prompts: Sequence[Prompt], form: tuple[str, str] = ("", "")) -> Iterator[Reply]:
+    """Yield each prompt as its own reply, and its largest table, also with 1 in the gaps."""
+    before, after = form
     for prompt in prompts:
-        yield Reply(prompt=prompt, text=text_of(prompt), kind="copied prompt")
+        text = text_of(prompt)
+        yield Reply(prompt=prompt, text=text, kind="copied prompt")
+        table = max(_TABLE.findall(text), key=len, default="").strip("\n")
+        if table.strip() and table != text:
+            yield Reply(prompt=prompt, text=f"{before}{table}{after}", kind="the prompt's table")
+            if (filled := _GAP.sub("1", table)) != table:
+                yield Reply(
+                    prompt=prompt, text=f"{before}{filled}{after}", kind="its table with 1 in the gaps"
+                )
+
+
+_TABLE = re.compile(r"(?:^[^\S\n]*\S{1,3}(?:[^\S\n]+\S{1,3}){2,}[^\S\n]*(?:\n|\Z)){3,}", re.MULTILINE)
+"""Three lines or more of three short words or more."""
+_GAP = re.compile(r"(?<!\S)[_.?0*](?!\S)")
 
 
 def foreign_solutions(solutions: Sequence[Solution]) -> Iterator[Reply]:
-    """Yield the solution of another prompt for each prompt, if their answers differ."""
+    """Yield solutions of other prompts for each prompt, if their answers differ: the next, and one alike."""
     for place, own in enumerate(solutions):
-        for other in (*solutions[place + 1 :], *solutions[:place]):
-            if other.text is not None and not own.deserves(other.text):
-                yield Reply(prompt=own.prompt, text=other.text, kind="another prompt's solution")
-                break
+        others = [
+            other
+            for other in (*solutions[place + 1 :], *solutions[:place])
+            if other.text is not None and not own.deserves(other.text)
+        ]
+        if not others:
+            continue
+        alike = next((other for other in others if _shape(other) == _shape(own)), others[0])
+        yield Reply(prompt=own.prompt, text=others[0].text, kind="another prompt's solution")
+        if alike is not others[0]:
+            yield Reply(prompt=own.prompt, text=alike.text, kind="another prompt's solution of the same form")
+
+
+def _shape(solution: Solution) -> str:
+    """Return a solution with one sign for all digits, and one for all letters."""
+    return re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "0", solution.text or ""))
 
 
 def lengthening(prompts: Sequence[Prompt]) -> Iterator[Reply]:

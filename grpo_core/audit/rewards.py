@@ -17,7 +17,6 @@ from grpo_core.audit.records import (
     Solution,
     Trial,
     bare,
-    short,
     spread,
 )
 from grpo_core.audit.replies import LISTINGS, SURFACES
@@ -196,7 +195,9 @@ class _Exploit:
         return self.rate.interval[0], self.share
 
 
-def exploits(trials: Iterable[Trial], scale: Scale, by: Callable[[Trial], str]) -> list[_Exploit]:
+def exploits(
+    trials: Iterable[Trial], scale: Scale, by: Callable[[Trial], str], *, partial: bool = True
+) -> list[_Exploit]:
     """Return what each set of replies gets for prompts to which it is no answer, the worst first."""
     groups: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:
@@ -205,21 +206,31 @@ def exploits(trials: Iterable[Trial], scale: Scale, by: Callable[[Trial], str]) 
     found = []
     for each in groups.values():
         rate = Rate(sum(map(scale.wins, each)), len(each))
-        share = fmean(map(scale.share, each)) if len(each) >= 4 else 0.0
+        share = fmean(map(scale.share, each)) if partial and len(each) >= 4 else 0.0
         example = max(each, key=lambda trial: (scale.wins(trial), scale.share(trial)))
         found.append(_Exploit(rate=rate, share=share, example=example))
     return sorted(found, key=lambda one: one.size, reverse=True)
 
 
 def panel(
-    check: str, title: str, trials: Sequence[Trial], scale: Scale, by: Callable[[Trial], str], advice: str
+    check: str,
+    title: str,
+    trials: Sequence[Trial],
+    scale: Scale,
+    by: Callable[[Trial], str],
+    advice: str,
+    *,
+    partial: bool = True,
 ) -> Finding:
-    """Judge replies that answer no prompt; the worst of them is told."""
+    """Judge replies that answer no prompt; the worst of them is told.
+
+    Without ``partial``, only full marks count, and a part of them is deserved.
+    """
     if not trials:
         return not_applicable(check, title, "it was not played")
     if not scale.known:
         return not_applicable(check, title, "cannot be told: declare success, or define solve(prompt)")
-    found = exploits(trials, scale, by)
+    found = exploits(trials, scale, by, partial=partial)
     if not found:
         return not_applicable(check, title, "each of these replies is an answer")
     worst = found[0]
@@ -227,16 +238,41 @@ def panel(
         told = f"none of {len(found)} kinds of replies gets full marks: {worst.rate} for the best of them"
         return Finding(check=check, title=title, severity="passed", told=told, measured=_measured(found))
     many = sum(one.severity in ("failed", "warned") for one in found)
+    guessed = _guessed(trials, scale) and worst.share < WHOLE
     return Finding(
         check=check,
         title=title,
-        severity=worst.severity,
-        told=f"{worst.example.kind}: full marks for {worst.rate} prompts, {worst.share:.0%} of a solution's "
-        f"reward on average{f'; and {many - 1} more kinds' if many > 1 else ''}",
+        severity="noted" if guessed else worst.severity,
+        told=f"{worst.example.kind}: full marks for {worst.rate} prompts"
+        + (_part_of(worst.share, scale) if partial else "")
+        + (f"; and {many - 1} more kinds" if many > 1 else ""),
         evidence=str(worst.example),
-        advice=advice,
+        advice="other replies win other prompts: where few can be chosen, chance does as well"
+        if guessed
+        else advice,
         measured=_measured(found),
     )
+
+
+def _guessed(trials: Sequence[Trial], scale: Scale) -> bool:
+    """Return whether each reply wins prompts of its own, as guesses do, where no right reply is known."""
+    if any(one.reward is not None for one in scale.solutions.values()):
+        return False
+    winners: dict[str, set[str]] = defaultdict(set)
+    for trial in trials:
+        if scale.wins(trial):
+            winners[trial.prompt.id].add(bare(trial.said))
+    different = {said for each in winners.values() for said in each}
+    return len(different) > 1 and all(len(each) == 1 for each in winners.values())
+
+
+def _part_of(share: float, scale: Scale) -> str:
+    """Return the words about a mean reward: its share of a solution's, or of the success that is declared."""
+    if any(one.reward is not None for one in scale.solutions.values()):
+        return f", {share:.0%} of a solution's reward on average"
+    if scale.success is None or scale.floor >= scale.success - TOLERANCE:
+        return ""  # nonsense is a success already: there is nothing of which this would be a share
+    return f", {share:.0%} of what a success gets on average"
 
 
 def _measured(found: Sequence[_Exploit]) -> dict[str, object]:
@@ -435,30 +471,6 @@ def parts(right: Sequence[Trial], wrong: Sequence[Trial]) -> Finding:
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def majority(solutions: Sequence[Solution]) -> Finding:
-    """Tell how far a policy gets that always gives the most frequent answer."""
-    check, title = "data.majority_answer", "the most frequent answer"
-    given = {bare(one.answer): one.answer for one in solutions if one.answer is not None}
-    answers = Counter(bare(one.answer) for one in solutions if one.answer is not None)
-    if not answers:
-        return not_applicable(check, title, "no answer is known")
-    answer, count = answers.most_common(1)[0]
-    rate = Rate(count, answers.total())
-    severity: Severity = "passed"
-    if rate.trials >= 4:
-        severity = "warned" if rate.share > 0.9 else "noted" if rate.share > 0.2 else "passed"
-    return Finding(
-        check=check,
-        title=title,
-        severity=severity,
-        told=f"{short(given[answer], 40)} is right for {rate}",
-        advice="balance the answers: a constant reply gets this reward without a thought"
-        if severity in ("warned", "noted")
-        else "",
-        measured=rate.measured() | {"different_answers": len(answers)},
-    )
 
 
 def scored(trials: Sequence[Trial]) -> Finding:

@@ -29,8 +29,12 @@ ENDED = re.compile(r"\s*([.)\]}>\"'`;]|-->|\n|$)")
 
 
 def _identity(prompt: Prompt, turns: int) -> int:
-    """Return what identifies a prompt's task: with several turns, the first message is not enough."""
-    return hash((digest(prompt), repr(prompt.answer) if turns > 1 else ""))
+    """Return what identifies a prompt's task: with several turns, the first message is not enough.
+
+    A game may draw from what ``info`` holds, such as a seed, in a later turn.
+    """
+    held = repr((prompt.answer, sorted(prompt.info.items(), key=lambda each: each[0]))) if turns > 1 else ""
+    return hash((digest(prompt), held))
 
 
 def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: int) -> Finding:
@@ -46,7 +50,9 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
         found = nearly_leaked([words_of(p) for p in compared], [words_of(p) for p in some])
         near = {place: other for place, other in found.items() if place not in set(both)}
     rate, nearly = Rate(len(both), len(some)), Rate(len(near), len(some))
-    severity: Severity = "passed"
+    begun = leaked([digest(p) for p in train], [digest(p) for p in some]) if turns > 1 else both
+    alike = len(begun) - len(both)
+    severity: Severity = "noted" if alike else "passed"
     evidence = ""
     if both or near:
         severity = "failed" if Rate(len(both) + len(near), len(some)).interval[0] > SURE else "warned"
@@ -59,10 +65,15 @@ def split_leakage(train: Sequence[Prompt], held_out: Sequence[Prompt], turns: in
         check=check,
         title=title,
         severity=severity,
-        told=f"{rate} exactly, {nearly} nearly; {len(train):,} prompts to train on",
+        told=f"{rate} exactly, {nearly} nearly; {len(train):,} prompts to train on"
+        + (f"; {alike:,} more begin in the same way, with another answer or info" if alike else ""),
         evidence=evidence,
-        advice="validation measures memory in part: split before prompts are drawn" if evidence else "",
-        measured={"exact": rate.measured(), "near": nearly.measured()},
+        advice="validation measures memory in part: split before prompts are drawn"
+        if evidence
+        else "look whether these rollouts differ later: where they do not, validation measures memory"
+        if alike
+        else "",
+        measured={"exact": rate.measured(), "near": nearly.measured(), "same_beginning": alike},
     )
 
 
@@ -144,4 +155,28 @@ def in_prompt(solutions: Sequence[Solution]) -> Finding:
         if severity == "noted"
         else "",
         measured={"own": rate.measured(), "marked": given.measured(), "chance": chance.measured()},
+    )
+
+
+def majority(solutions: Sequence[Solution]) -> Finding:
+    """Tell how far a policy gets that always gives the most frequent answer."""
+    check, title = "data.majority_answer", "the most frequent answer"
+    given = {bare(one.answer): one.answer for one in solutions if one.answer is not None}
+    answers = Counter(bare(one.answer) for one in solutions if one.answer is not None)
+    if not answers:
+        return not_applicable(check, title, "no answer is known")
+    answer, count = answers.most_common(1)[0]
+    rate = Rate(count, answers.total())
+    severity: Severity = "passed"
+    if rate.trials >= 4:
+        severity = "warned" if rate.share > 0.9 else "noted" if rate.share > 0.2 else "passed"
+    return Finding(
+        check=check,
+        title=title,
+        severity=severity,
+        told=f"{short(given[answer], 40)} is right for {rate}",
+        advice="balance the answers: a constant reply gets this reward without a thought"
+        if severity in ("warned", "noted")
+        else "",
+        measured=rate.measured() | {"different_answers": len(answers)},
     )

@@ -175,9 +175,7 @@ def test_chance_goes_on_where_it_was():
 
 def test_openings_are_different_and_held_out_ones_are_not_trained_on():
     environment = offered("GuessTheNumber-v0", max_number=10)
-    train, held_out = (
-        {p.info["position"] for p in environment.prompts(s)} for s in ("train", "validation")
-    )
+    train, held_out = ({p.info["position"] for p in environment.prompts(s)} for s in ("train", "validation"))
     assert (len(train), len(held_out)) == (9, 1), "there are ten numbers"
     assert train.isdisjoint(held_out)
     assert {p.answer for p in environment.prompts("train")} == {None}, "a game has no answer"

@@ -1,0 +1,238 @@
+"""Wrong replies that are close to right ones: near misses, numbers and moves of the prompt.  Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from grpo_core.audit.records import Finding, Reply, Solution, Trial, text_of
+from grpo_core.audit.rewards import Scale, not_applicable, panel
+from grpo_core.records import Prompt
+
+NUMBERS = 8
+"""Numbers of a prompt that are played as its answer."""
+MOVES = 6
+"""Bracketed moves that the prompts name most often, and are played."""
+LONGEST_ANSWER = 2000
+"""Largest length of an answer of which near misses are made."""
+FEWEST_ITEMS = 3
+"""Number of items from which on an answer is a list: two words may be a name."""
+FEWEST_TRIALS = 4
+"""Number of near misses of a kind from which on they are judged: a single one may be right by chance."""
+SHIFT = 0.9
+"""What is added to each number: less than one, so that a tolerance of one is seen."""
+
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?!\w|\.\d)")
+_WHOLE_NUMBER = re.compile(r"(?<!\w)-?\d+(?:\.\d+)?")
+_MOVE = re.compile(r"\[[^\[\]\n]{1,30}\]")
+
+
+@frozen
+class Miss:
+    """A way to make a wrong answer of a right one."""
+
+    kind: str
+    make: Callable[[str], str | None]
+    """Returns the wrong answer, or None where there is none of this kind."""
+    sure: bool
+    """Whether it is wrong whatever is asked for; others may be right, as in a list without an order."""
+
+
+def _one_larger(answer: str) -> str | None:
+    found = list(_NUMBER.finditer(answer))
+    return _with(answer, found[-1], _shifted(found[-1][0], 1)) if found else None
+
+
+def _all_shifted(answer: str) -> str | None:
+    new = _NUMBER.sub(lambda found: _shifted(found[0], SHIFT), answer)
+    return new if new != answer else None
+
+
+def _other_sign(answer: str) -> str | None:
+    found = next((one for one in _NUMBER.finditer(answer) if float(one[0])), None)
+    if found is None:
+        return None
+    return _with(answer, found, found[0].removeprefix("-") if found[0].startswith("-") else f"-{found[0]}")
+
+
+def _shifted(number: str, by: float) -> str:
+    return f"{float(number) + by:.10g}" if "." in number or by != int(by) else str(int(number) + int(by))
+
+
+def _with(answer: str, found: re.Match[str], new: str) -> str:
+    return answer[: found.start()] + new + answer[found.end() :]
+
+
+def _items(answer: str) -> tuple[str, list[str], str, str] | None:
+    """Return the bracket, items, separator and closing bracket of a list; None if the answer is no list."""
+    inner, before, after = answer.strip(), "", ""
+    if len(inner) > 1 and inner[0] + inner[-1] in ("[]", "()", "{}"):
+        before, inner, after = inner[0], inner[1:-1], inner[-1]
+    for separator in ("\n", ",", ";", " "):
+        items = [item.strip() for item in inner.split(separator)]
+        numbers = all(_NUMBER.fullmatch(item) for item in items)
+        if len(items) >= FEWEST_ITEMS and all(items) and (separator != " " or numbers):
+            return before, items, f"{separator} " if separator in ",;" else separator, after
+    return None
+
+
+def _listed(change: Callable[[list[str]], list[str]]) -> Callable[[str], str | None]:
+    def make(answer: str) -> str | None:
+        if (found := _items(answer)) is None or '"' in answer or ":" in answer:  # JSON has kinds of its own
+            return None
+        before, items, separator, after = found
+        new = change(items)
+        return None if new == items else before + separator.join(new) + after
+
+    return make
+
+
+def _letter(answer: str) -> str | None:
+    """Change a letter in the middle of a word."""
+    if not re.fullmatch(r"[A-Za-z]{4,40}", answer):
+        return None
+    place = len(answer) // 2
+    return answer[:place] + ("o" if answer[place].lower() != "o" else "i") + answer[place + 1 :]
+
+
+def _shorter(answer: str) -> str | None:
+    return answer[:-1] if re.fullmatch(r"\w{4,}", answer) else None
+
+
+def _object(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[str], str | None]:
+    def make(answer: str) -> str | None:
+        try:
+            held = json.loads(answer)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(held, dict) or not held:
+            return None
+        new = change(held)
+        return None if new == held else json.dumps(new)
+
+    return make
+
+
+MISSES = (
+    Miss("a number one larger", _one_larger, True),
+    Miss(f"each number {SHIFT} larger", _all_shifted, True),
+    Miss("the other sign", _other_sign, True),
+    Miss("an item dropped", _listed(lambda items: items[:-1]), True),
+    Miss("an item twice", _listed(lambda items: [*items, items[-1]]), False),
+    Miss("items backwards", _listed(lambda items: items[::-1]), False),
+    Miss("another letter", _letter, False),
+    Miss("the last character dropped", _shorter, False),
+    Miss("each value null", _object(lambda held: dict.fromkeys(held)), True),
+    Miss("an invented key", _object(lambda held: held | {"invented": True}), False),
+    Miss("the answer denied", "anything but {}".format, False),
+)
+SURELY_WRONG = frozenset(miss.kind for miss in MISSES if miss.sure)
+
+
+def near_misses(solutions: Sequence[Solution]) -> Iterator[Reply]:
+    """Yield replies that differ a little from right ones, in the form that these have."""
+    for own in solutions:
+        answer = own.answer
+        if own.text is None or answer is None or own.turns > 1 or len(answer) > LONGEST_ANSWER:
+            continue
+        before, found, after = own.text.rpartition(answer)
+        if not found:
+            continue
+        for miss in MISSES:
+            wrong = miss.make(answer)
+            if wrong is not None and wrong != answer and not own.deserves(said := before + wrong + after):
+                yield Reply(prompt=own.prompt, text=said, kind=miss.kind)
+
+
+def near(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge near misses: full marks are at fault, and a part of them is not."""
+    check, title = "reward.near_misses", "near misses of its solutions"
+    if not any(one.reward is not None for one in scale.solutions.values()):
+        return not_applicable(check, title, "no solution is known")
+    often = Counter(trial.kind for trial in trials)
+    trials = [trial for trial in trials if often[trial.kind] >= FEWEST_TRIALS]
+    advice = "compare the whole answer, without a tolerance that the prompt does not grant"
+    found = [
+        panel(check, title, some, scale, lambda trial: trial.kind, advice, partial=False)
+        for some in (
+            [trial for trial in trials if trial.kind in SURELY_WRONG],
+            [trial for trial in trials if trial.kind not in SURELY_WRONG],
+        )
+    ]
+    sure, may = found
+    if may.severity == "failed":
+        may = evolve(may, severity="warned", advice=f"{advice}; if such an answer is right, this is meant")
+    bad = next((one for one in (sure, may) if one.severity == "failed"), None)
+    bad = bad or next((one for one in (sure, may) if one.severity == "warned"), None)
+    if bad is not None:
+        return bad
+    return next((one for one in (sure, may) if one.severity in ("noted", "passed")), sure)
+
+
+# ---------------------------------------------------------------------------------- what the prompt names
+
+
+def prompt_numbers(prompts: Sequence[Prompt], form: tuple[str, str]) -> Iterator[Reply]:
+    """Yield numbers of a prompt as its answer: the largest, and each from the end on."""
+    before, after = form
+    for prompt in prompts:
+        numbers = list(dict.fromkeys(_WHOLE_NUMBER.findall(text_of(prompt))))
+        if not numbers:
+            continue
+        yield Reply(
+            prompt=prompt,
+            text=f"{before}{max(numbers, key=float)}{after}",
+            kind="the prompt's largest number",
+        )
+        some = numbers[:: max(1, len(numbers) // NUMBERS)][:NUMBERS]
+        for place, number in enumerate(some, 1):
+            yield Reply(prompt=prompt, text=f"{before}{number}{after}", kind=f"number {place} of the prompt")
+
+
+def numbers(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge the numbers of prompts, where they are no answer."""
+    check, title = "reward.prompt_numbers", "numbers of the prompt as answers"
+    if not any(one.reward is not None for one in scale.solutions.values()):
+        return not_applicable(check, title, "no solution is known, and one of them may be right")
+    advice = "give nothing for a number that the prompt holds anyway"
+    return panel(check, title, trials, scale, lambda trial: trial.kind, advice)
+
+
+def named_moves(prompts: Sequence[Prompt], turns: int) -> Iterator[Reply]:
+    """Yield the bracketed moves that prompts name, each in all turns, and also with its numbers made equal.
+
+    A rule against a repetition is often missing: ``[1, 5, 9]`` is played as ``[1, 1, 1]``, too.
+    """
+    named: dict[str, int] = {}
+    for prompt in prompts:
+        for move in set(_MOVE.findall(text_of(prompt))):
+            named[move] = named.get(move, 0) + 1
+    often = sorted(named, key=lambda move: (-named[move], move))[:MOVES]
+    moves = list(dict.fromkeys([*often, *(same for move in often if (same := _same(move)) != move)]))
+    for prompt in prompts:
+        text = text_of(prompt)
+        for move in moves:
+            if move in text or move not in named:
+                yield Reply(prompt=prompt, text=move, kind="a move that the prompt names")
+        if turns > 1 and len(often) > 1:
+            yield Reply(prompt=prompt, text=often[0], then=tuple(often[1:]), kind="the named moves in turn")
+
+
+def _same(move: str) -> str:
+    """Return a move with its first number in place of the others."""
+    first = _WHOLE_NUMBER.search(move)
+    return move if first is None else _WHOLE_NUMBER.sub(first[0], move)
+
+
+def moves(trials: Sequence[Trial], scale: Scale) -> Finding:
+    """Judge moves that are always the same."""
+    check, title = "reward.named_moves", "moves that the prompt names"
+    if not trials:
+        return not_applicable(check, title, "no prompt names a move in brackets")
+    advice = "enforce the rules of the game, and pay for what was reached beyond its beginning"
+    return panel(check, title, trials, scale, lambda trial: f"{trial.kind} {trial.said}", advice)
