@@ -25,7 +25,7 @@ FEWEST_ITEMS = 3
 FEWEST_TRIALS = 4
 """Number of near misses of a kind from which on they are judged: a single one may be right by chance."""
 SHIFT = 0.9
-"""What is added to each number: less than one, so that a tolerance of one is seen."""
+"""This is added to each number: it is less than one, so that a tolerance of one is seen."""
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?!\w|\.\d)")
 _WHOLE_NUMBER = re.compile(r"(?<!\w)-?\d+(?:\.\d+)?")

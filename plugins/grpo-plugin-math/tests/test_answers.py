@@ -105,7 +105,7 @@ def test_an_answer_has_to_be_worked_out(given):
     ],
 )
 def test_a_question_that_is_repeated_as_a_formula_is_no_answer(question, value):
-    """Of most of these math-verify finds the value, which the model has not found."""
+    """The value of most of these is what math-verify finds, and the model has not found it."""
     assert not equal(question, value)
     assert equal(value, value)
 
