@@ -25,6 +25,11 @@ class MyEngine(ChildEngine):
     """
 
     def __init__(self, setup: grpo.EngineSetup, *, rows: int = 64) -> None:
+        if setup.reproducible:
+            raise grpo.ConfigError(
+                "engine mine: rows that are decoded together change each other's last bits; "
+                "set pipeline.in_flight_updates = true with pipeline.max_staleness above 0"
+            )
         super().__init__(setup, name="mine", server=f"{__file__}:Server", options={"rows": rows})
 
 
@@ -56,12 +61,12 @@ class Server(DecodingServer):
             raise grpo.WeightSyncError(f"engine mine: these tensors are not in both models: {different}")
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
+        self.positions = self.model.config.max_position_embeddings
         self.version = weights.version
 
     def check(self, request: grpo.GenerationRequest) -> None:
-        config = self.model.config
-        positions = config.max_position_embeddings
-        check_request(request, engine="mine", vocabulary=config.vocab_size, positions=positions)
+        vocabulary = self.model.config.vocab_size
+        check_request(request, engine="mine", vocabulary=vocabulary, positions=self.positions)
 
     def add(self, key: int, request: grpo.GenerationRequest) -> None:
         self.waiting[key] = request

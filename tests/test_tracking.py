@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from grpo_core.events import (
     Validated,
 )
 from grpo_core.records import Group, Rollout, RunInfo, Segment
+from grpo_core.reporting.eta import remaining
 from grpo_core.reporting.terminal import TerminalTracker, sparkline
 from grpo_core.reporting.trackers import call
 from grpo_core.run_directory import RunDirectory
@@ -237,6 +240,52 @@ def test_with_several_tasks_each_has_a_line_in_the_view():
     text = " ".join(shown(terminal=True, events=[StepEnded(step=1, metrics=metrics)]).split())
     assert "sort 0.250 accuracy 20%, 12 groups, 6 tokens, staleness 0.50, 25% filtered" in text
     assert "tool 0.250 accuracy 20%, 12 groups, 6 tokens, staleness 0.75, 25% filtered" in text
+
+
+def steps(seconds, *, start=1000.0):
+    """A run whose steps take these seconds, half of them waiting for groups."""
+    yield RunStarted(directory="d", config={}, time=start)
+    for step, each in enumerate(seconds, 1):
+        start += each
+        yield StepEnded(
+            step=step,
+            time=start,
+            metrics={"time/step": each, "time/wait_for_groups": each / 2, "time/train": 1.0},
+        )
+
+
+def test_the_time_that_is_left_is_an_interval_once_there_are_enough_steps():
+    told = [line.rpartition(" s")[2] for line in shown(terminal=False, events=steps([10.0] * 2)).splitlines()]
+    assert told == [", about 1:30 left", ", about 1:20 left"]
+    uneven = [10.0, 12.0, 10.0, 14.0, 9.0, 13.0, 11.0, 10.0]
+    *_, last = shown(terminal=False, events=steps(uneven)).splitlines()
+    assert last.endswith(" s, 0:20 to 0:25 left")
+    *_, last = shown(terminal=False, events=steps([5000.0] * 8)).splitlines()
+    assert last.endswith(" s, 2:46:40 to 2:48:38 left")
+
+
+def test_the_live_view_says_what_the_run_waits_for():
+    text = " ".join(shown(terminal=True, events=steps([10.0] * 3)).split())
+    assert "now waiting for the groups of step 4" in text
+    assert "waiting 50% of the time training waits for groups; it works 10%" in text
+    ready = [*steps([10.0]), GroupsReady(step=1, groups=groups())]
+    assert "now training step 2" in " ".join(shown(terminal=True, events=ready).split())
+    ended = [*ready, RunEnded(step=1, reason="finished")]
+    assert "training step" not in shown(terminal=True, events=ended)
+
+
+def test_an_interval_holds_as_often_as_it_says():
+    """Steps in an uneven rhythm: each long one makes the next one short, and every fifth has a validation."""
+    held = []
+    for seed in range(400):
+        rng = random.Random(seed)
+        noise = [rng.gauss(0.0, 2.0) for _ in range(81)]
+        run = [
+            20 + after - before + (10 * (at % 5 == 0)) for at, (before, after) in enumerate(pairwise(noise))
+        ]
+        told = remaining(run[:40], 40)
+        held.append(told.low <= sum(run[40:]) <= told.high)
+    assert 0.7 <= sum(held) / len(held) <= 1.0
 
 
 def test_a_sparkline_shows_the_last_values_between_its_bounds():

@@ -32,6 +32,7 @@ from grpo_core.inert import inert
 from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
+from grpo_core.reporting.eta import remaining
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stored import as_json
 from grpo_core.validation.results import interval, measured, shown
@@ -75,8 +76,13 @@ class TerminalTracker(Tracker):
         self.console = self.make_console()
         self._steps: int = run.config["trainer"]["steps"]
         self._started = time.monotonic()
-        self._first_step = 0
         self._status = "starting"
+        self._ended = 0.0
+        """Time of the end of the last step, in seconds since 1970; of the start before the first."""
+        self._heard = self._started
+        """That time on the monotonic clock."""
+        self._seconds: list[float] = []
+        """Seconds of each step so far, from the end of the one before."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._validation: dict[str, list[tuple[str, float]]] = {}
@@ -121,16 +127,20 @@ class TerminalTracker(Tracker):
                 self._line(event.message)
             case RunStarted():
                 self._status = "generating the first groups"
-                self._step = self._first_step = event.step
-                self._started = time.monotonic()
+                self._step = event.step
+                self._started = self._heard = time.monotonic()
+                self._ended = event.time
             case GroupsReady():
+                self._status = f"training step {event.step + 1}"
                 best = max(event.groups[0].rollouts, key=lambda r: r.reward or 0.0)
                 prompt = " ".join(str(m.get("content", "")) for m in event.groups[0].prompt.messages)
                 reply = str(best.messages[-1].get("content", "")) if best.messages else ""
                 self._sample = (prompt, reply, best.reward or 0.0)
             case StepEnded():
-                self._status = ""
+                self._status = f"waiting for the groups of step {event.step + 1}"
                 self._step = event.step
+                self._seconds.append(event.time - self._ended)
+                self._ended, self._heard = event.time, time.monotonic()
                 self._recent.append(event.metrics)
                 self._rewards.append(_mean_of(event.metrics, "reward/"))
                 self._line(self._of_step())
@@ -149,8 +159,14 @@ class TerminalTracker(Tracker):
                 self._survive(event)
             case ErrorRaised():
                 self._status = "failed"
-            case RunEnded() if self._survived:
-                self.say(f"survived in this run: {by_kind(self._survived)} (the report has each)")
+            case RunEnded():
+                self._end()
+
+    def _end(self) -> None:
+        if self._status != "failed":
+            self._status = ""
+        if self._survived:
+            self.say(f"survived in this run: {by_kind(self._survived)} (the report has each)")
 
     def _line(self, text: str) -> None:
         """Print what a live view shows by itself, and a quiet one does not show."""
@@ -172,26 +188,50 @@ class TerminalTracker(Tracker):
         weighed = sum(time * m.get(name, 0.0) for time, m in zip(times, self._recent, strict=True))
         return weighed / (sum(times) or 1.0)
 
+    def _share(self, name: str) -> float:
+        """Return the share of the last steps' time that a metric of seconds has."""
+        times = sum(m.get("time/step", 0.0) for m in self._recent)
+        return min(1.0, sum(m.get(name, 0.0) for m in self._recent) / (times or 1.0))
+
+    def _waits(self) -> Text:
+        training, playing = self._share("time/train"), self._share("time/generate")
+        return Text(
+            f"of the time training waits for groups; it works {training:.0%}, rollouts run {playing:.0%}",
+            style="dim",
+        )
+
     def _of_step(self) -> str:
         return (
             f"step {self._step}/{self._steps}  reward {self._rewards[-1]:.3f}  "
             f"staleness {self._recent[-1].get('staleness_mean', 0):.2f}  "
             f"{self._mean('tokens_per_second/generation'):,.0f} tok/s generated, "
             f"{self._mean('tokens_per_second/training'):,.0f} trained  "
-            f"{self._recent[-1].get('time/step', 0):.2f} s"
+            f"{self._recent[-1].get('time/step', 0):.2f} s{self._left(since=0.0)}"
         )
+
+    def _left(self, *, since: float) -> str:
+        """Say how long the run will go on, as an interval if there are enough steps to tell.
+
+        Args:
+            since: seconds since the last step ended.
+        """
+        left = self._steps - self._step
+        if (told := remaining(self._seconds, left)) is not None:
+            low, high = (_clock(max(0.0, seconds - since)) for seconds in (told.low, told.high))
+            return f", {low} to {high} left" if low != high else f", about {low} left"
+        if not self._seconds or not left:
+            return ""
+        return f", about {_clock(max(0.0, sum(self._seconds) / len(self._seconds) * left - since))} left"
 
     def _draw(self) -> RenderableType:
         elapsed = time.monotonic() - self._started
-        done = self._step - self._first_step
-        left = elapsed / done * (self._steps - self._step) if done else None
-        clock = _clock(elapsed) + (f", about {_clock(left)} left" if left else "")
+        left = self._left(since=time.monotonic() - self._heard)
         head = Table.grid(padding=(0, 1))
         head.add_row(
             Text("grpo-core", style="bold"),
             ProgressBar(total=self._steps, completed=self._step, width=_WIDTH),
             f"step {self._step}/{self._steps}",
-            Text(clock, style="dim"),
+            Text(_clock(elapsed) + left, style="dim"),
         )
         rows = Table.grid(padding=(0, 2))
         for name, value, picture in self._rows():
@@ -216,6 +256,7 @@ class TerminalTracker(Tracker):
                     Text(f"steps, at most {self._recent[-1].get('staleness_max', 0):.0f}", style="dim"),
                 )
             )
+            rows.append(("waiting", f"{self._share('time/wait_for_groups'):.0%}", self._waits()))
             rows.append(
                 (
                     "tokens/s",
@@ -269,8 +310,9 @@ def _mean_of(metrics: Mapping[str, float], prefix: str) -> float:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _short(text: str, width: int = 60) -> str:
