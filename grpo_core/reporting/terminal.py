@@ -80,7 +80,7 @@ class TerminalTracker(Tracker):
         self._ended = 0.0
         """Time of the end of the last step, in seconds since 1970; of the start before the first."""
         self._heard = self._started
-        """That time on the monotonic clock."""
+        """The same moment on the monotonic clock."""
         self._seconds: list[float] = []
         """Seconds of each step so far, from the end of the one before."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
