@@ -31,6 +31,7 @@ for _command in (
     cli_finished.export,
     cli_finished.score,
     cli_finished.verify,
+    cli_finished.explain,
     cli_finished.replay,
     cli_finished.fork,
     cli_finished.bisect,

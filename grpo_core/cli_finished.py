@@ -98,6 +98,23 @@ def verify(run: Path) -> int:
     return running.verify(directory=run)
 
 
+def explain(run: Path, *, json: bool = False) -> int:
+    """Say what is wrong with a run: the likeliest causes, each with its evidence and a fix.
+
+    The exit status is 0 also if a cause is found; it is 2 if the directory holds no run.
+
+    Parameters
+    ----------
+    run
+        Directory of a run that has ended, was killed, or goes on.
+    json
+        Print all causes that were found as JSON.
+    """
+    from grpo_core.explain import command
+
+    return command.explain(run, as_json=json)
+
+
 def replay(
     run: Path,
     *,

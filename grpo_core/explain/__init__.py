@@ -1,0 +1,1 @@
+"""Explains what is wrong with a run, from its files: ``grpo-core explain RUN``."""

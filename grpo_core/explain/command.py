@@ -1,0 +1,68 @@
+"""The command ``grpo-core explain``, called with parsed arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from grpo_core.complaints import complain, say
+from grpo_core.explain.causes import Finding
+from grpo_core.explain.decisions import CAUSES, explained
+from grpo_core.explain.facts import Facts
+
+SHOWN = 3
+"""Number of causes that are shown."""
+
+
+def explain(directory: Path, *, as_json: bool) -> int:
+    """Print what is wrong with a run; return the exit status.
+
+    Raises ConfigError if the directory holds no run.
+    """
+    facts = Facts.read(directory)
+    found = explained(facts)
+    if as_json:
+        print(json.dumps(_table(facts, found), indent=2))
+        return 0
+    for note in _notes(facts):
+        complain(f"note: {note}")
+    say(_text(facts, found))
+    return 0
+
+
+def _text(facts: Facts, found: Sequence[Finding]) -> str:
+    if not found:
+        return (
+            f"{facts.path}: nothing found in {facts.steps} steps; {len(CAUSES)} causes were looked for, "
+            "which docs/explain.md lists"
+        )
+    parts = []
+    for place, finding in enumerate(found[:SHOWN], 1):
+        evidence = "\n".join(f"     - {line}" for line in finding.evidence)
+        parts.append(f"{place}. {finding.title} ({finding.cause})\n{evidence}\n     fix: {finding.fix}")
+    if (more := len(found) - SHOWN) > 0:
+        others = ", ".join(finding.cause for finding in found[SHOWN:])
+        parts.append(f"{more} more: {others} (--json shows all)")
+    return "\n\n".join(parts)
+
+
+def _table(facts: Facts, found: Sequence[Finding]) -> dict[str, object]:
+    return {
+        "run": str(facts.path),
+        "steps": facts.steps,
+        "findings": [attrs.asdict(finding) for finding in found],
+        "looked_for": [cause.name for cause in CAUSES],
+        "notes": _notes(facts),
+    }
+
+
+def _notes(facts: Facts) -> list[str]:
+    """Return what keeps the command from seeing everything."""
+    notes = [f"{name} is missing: what it would show is not looked at" for name in facts.missing]
+    notes += [f"{count} lines of {name} cannot be read" for name, count in facts.damaged.items()]
+    if facts.running:
+        notes.append("the run goes on: this is what its files say now")
+    return notes

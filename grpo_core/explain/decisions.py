@@ -1,0 +1,73 @@
+"""The decision list: all causes, in the order in which they explain a run.
+
+What ends a run or loses its rollouts comes first, then what leaves nothing to learn from, then how the policy
+changes, and last where the time goes: each explains what follows.
+"""
+
+from __future__ import annotations
+
+from grpo_core.explain import faults, learning, rewards, speed
+from grpo_core.explain.causes import Cause, Finding, cause
+from grpo_core.explain.facts import Facts
+
+CAUSES: tuple[Cause, ...] = tuple(
+    map(
+        cause,
+        (
+            faults.out_of_memory,
+            faults.disk_full,
+            faults.engine_has_old_weights,
+            faults.disk_nearly_full,
+            faults.no_stop_token,
+            faults.solutions_too_long,
+            faults.tools_not_in_prompt,
+            faults.prompts_too_long,
+            faults.environment_dies,
+            faults.environment_hangs,
+            faults.environment_raises,
+            faults.rewards_not_numbers,
+            faults.prompts_never_scored,
+            faults.rollouts_unscored,
+            faults.engine_dies,
+            faults.engine_is_late,
+            faults.rollouts_exceed_deadline,
+            rewards.completions_truncated,
+            rewards.few_different_prompts,
+            learning.engine_logprobs_differ,
+            faults.gradients_not_finite,
+            learning.learning_rate_too_high,
+            rewards.rewards_all_zero,
+            rewards.rewards_all_full,
+            rewards.rewards_constant,
+            rewards.filters_drop_most,
+            rewards.reward_part_gamed,
+            rewards.reward_pays_length,
+            rewards.one_task_dominates,
+            faults.held_out_prompts_leaked,
+            learning.staleness_too_high,
+            learning.too_many_updates,
+            learning.gradient_clip_too_small,
+            learning.learning_rate_too_low,
+            learning.entropy_collapsed,
+            learning.overfitted,
+            speed.checkpoints_block,
+            speed.publishing_is_slow,
+            speed.updates_wait_for_rollouts,
+            speed.weight_sync_is_slow,
+            speed.too_few_in_flight,
+            speed.environment_is_the_bottleneck,
+            speed.no_overlap,
+            speed.engine_is_the_bottleneck,
+            speed.validation_blocks,
+            speed.trainer_is_the_bottleneck,
+            faults.killed,
+            faults.run_failed,
+        ),
+    )
+)
+
+
+def explained(facts: Facts) -> list[Finding]:
+    """Return the causes that the facts of a run show, the likeliest first."""
+    found = (each.found(facts) for each in CAUSES)
+    return [finding for finding in found if finding is not None]

@@ -1,0 +1,336 @@
+"""The facts about a run that its files hold, as the causes of ``grpo_core.explain`` ask for them.
+
+The files are read line by line, and what is kept of a step is a number for each metric: 10,000 steps take
+about 10 MB.  A line that cannot be read is counted and passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from attrs import define, field
+
+from grpo_core.config import read_toml
+from grpo_core.errors import ConfigError
+from grpo_core.run_directory import CONFIG, RunDirectory
+
+STARTING = ("start", "first weight sync", "first validation")
+"""Stages of the loop before its first step; they count in no share of the time."""
+MOST_PROMPTS = 200_000
+"""Largest number of different prompts of a task that are told apart."""
+LONGEST = 400
+"""Number of characters of a message that are kept."""
+_WANTED = tuple(
+    f'"event": "{name}"'
+    for name in (
+        "Dispatched",
+        "RunStarted",
+        "RunEnded",
+        "WarningRaised",
+        "ErrorRaised",
+        "IncidentReported",
+        "PromptSkipped",
+    )
+)
+
+
+@define
+class Series:
+    """The values of a metric, by step; steps without it, or with no number, are left out."""
+
+    steps: array[int] = field(factory=lambda: array("q"))
+    values: array[float] = field(factory=lambda: array("d"))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value of a step."""
+        self.steps.append(step)
+        self.values.append(value)
+
+    @property
+    def first(self) -> float:
+        """Mean of the first fifth; NaN without a value."""
+        return self._mean(self.values[: max(1, len(self.values) // 5)])
+
+    @property
+    def last(self) -> float:
+        """Mean of the last fifth; NaN without a value."""
+        return self._mean(self.values[-max(1, len(self.values) // 5) :])
+
+    @property
+    def mean(self) -> float:
+        """Mean; NaN without a value."""
+        return self._mean(self.values)
+
+    @property
+    def median(self) -> float:
+        """Median; NaN without a value."""
+        return median(self.values) if self.values else math.nan
+
+    @property
+    def most(self) -> float:
+        """The largest value; NaN without a value."""
+        return max(self.values, default=math.nan)
+
+    @property
+    def least(self) -> float:
+        """The smallest value; NaN without a value."""
+        return min(self.values, default=math.nan)
+
+    @property
+    def total(self) -> float:
+        """Sum of the values."""
+        return math.fsum(self.values)
+
+    @staticmethod
+    def _mean(values: Iterable[float]) -> float:
+        found = list(values)
+        return fmean(found) if found else math.nan
+
+
+@define
+class Told:
+    """Messages of one kind."""
+
+    count: float = 0.0
+    first: int = 0
+    """Step of the first message."""
+    last: int = 0
+    message: str = ""
+    """The last message."""
+
+
+@define
+class Prompts:
+    """The prompts of a task that were sent to the engine."""
+
+    sent: int = 0
+    """Number of prompts, without retries."""
+    ids: set[int] = field(factory=set)
+    """Hashes of their ids."""
+
+
+@define(kw_only=True)
+class Facts:
+    """What the files of a run say."""
+
+    path: Path
+    config: Mapping[str, Any] = field(factory=dict)
+    series: dict[str, Series] = field(factory=dict)
+    warnings: dict[str, Told] = field(factory=dict)
+    """By cause."""
+    incidents: dict[tuple[str, str], Told] = field(factory=dict)
+    """By kind and component."""
+    skipped: dict[str, Told] = field(factory=dict)
+    """Prompts that were skipped, by task."""
+    prompts: dict[str, Prompts] = field(factory=dict)
+    error: Told | None = None
+    """The error that ended the run."""
+    error_type: str = ""
+    """Its class, as the traceback names it."""
+    started: int = 0
+    """Number of starts, the first one included."""
+    ended: str = ""
+    """Reason of the last end; empty: the last start has no end."""
+    running: bool = False
+    """Whether a process of this machine holds the run."""
+    stages: Counter[str] = field(factory=Counter)
+    """Seconds of each stage of the loop."""
+    lanes: Counter[tuple[str, str]] = field(factory=Counter)
+    """Busy seconds of everything else, by lane and what was done."""
+    damaged: dict[str, int] = field(factory=dict)
+    """Number of lines that cannot be read, by file."""
+    missing: list[str] = field(factory=list)
+    """Files that are not there."""
+
+    # ------------------------------------------------------------------------------ reading
+
+    @classmethod
+    def read(cls, path: Path) -> Facts:
+        """Read the files of a run.
+
+        Raises ConfigError if the directory holds no run, or nothing but its configuration.
+        """
+        run = RunDirectory.existing(path)
+        facts = cls(path=path, running=run.is_running)
+        try:
+            facts.config = read_toml(path / CONFIG)
+        except ConfigError:
+            facts.damaged[CONFIG] = 1
+        for row in facts._rows("metrics.jsonl"):
+            facts._take_metrics(row)
+        for row in facts._rows("events.jsonl", _WANTED):
+            facts._take_event(row)
+        for row in facts._rows("timeline.jsonl"):
+            facts._take_span(row)
+        if not facts.series and not facts.started and facts.error is None:
+            raise ConfigError(
+                f"{path}: says nothing about a run: {' and '.join(facts.missing) or 'its other files'} "
+                f"{'is' if len(facts.missing) == 1 else 'are'} missing, empty or damaged"
+            )
+        return facts
+
+    def _rows(self, name: str, wanted: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+        """Yield the JSON objects of a file, with ``wanted`` those whose line begins with one of these."""
+        if not (self.path / name).is_file():
+            self.missing.append(name)
+            return
+        try:
+            with (self.path / name).open(encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    if wanted and not any(mark in line[:120] for mark in wanted):
+                        continue
+                    row = _object(line)
+                    if row is None:
+                        self.damaged[name] = self.damaged.get(name, 0) + 1
+                    else:
+                        yield row
+        except OSError:
+            self.damaged[name] = self.damaged.get(name, 0) + 1
+
+    def _take_metrics(self, row: Mapping[str, Any]) -> None:
+        step = _whole(row.get("step"))
+        for name, value in row.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                self.series.setdefault(name, Series()).add(step, float(value))
+
+    def _take_event(self, row: Mapping[str, Any]) -> None:
+        step, text = _whole(row.get("step")), str(row.get("message", ""))[:LONGEST]
+        match row.get("event"):
+            case "Dispatched":
+                self._take_slots(row.get("slots"))
+            case "RunStarted":
+                self.started, self.ended, self.error = self.started + 1, "", None
+            case "RunEnded":
+                self.ended = str(row.get("reason"))
+            case "ErrorRaised":
+                self.error = Told(1, step, step, text)
+                self.error_type = _class_of(str(row.get("traceback", "")))
+            case "WarningRaised":
+                _tell(self.warnings, str(row.get("cause")), step, text)
+            case "IncidentReported":
+                key = str(row.get("kind")), str(row.get("component"))[:LONGEST]
+                _tell(self.incidents, key, step, text, max(1, _whole(row.get("count", 1))))
+            case "PromptSkipped":
+                _tell(self.skipped, str(row.get("task")), step, str(row.get("error"))[:LONGEST])
+
+    def _take_slots(self, slots: Any) -> None:
+        for slot in slots if isinstance(slots, list) else ():
+            if isinstance(slot, dict) and not slot.get("attempt"):
+                prompts = self.prompts.setdefault(str(slot.get("task")), Prompts())
+                prompts.sent += 1
+                if len(prompts.ids) < MOST_PROMPTS:
+                    prompts.ids.add(hash(str(slot.get("prompt"))))
+
+    def _take_span(self, row: Mapping[str, Any]) -> None:
+        lane, what, busy = row.get("lane"), row.get("what"), row.get("busy")
+        if not (isinstance(lane, str) and isinstance(what, str) and isinstance(busy, int | float)):
+            return
+        if not 0.0 <= busy < 1e12:
+            return
+        if lane != "loop":
+            self.lanes[lane, what] += busy  # type: ignore[assignment]
+        elif what not in STARTING:
+            self.stages[what] += busy  # type: ignore[assignment]
+
+    # ------------------------------------------------------------------------------ asking
+
+    def of(self, metric: str) -> Series:
+        """Return the values of a metric; none if the run has none."""
+        return self.series.get(metric, Series())
+
+    @property
+    def steps(self) -> int:
+        """Number of steps whose metrics are there."""
+        return len(self.of("time/step"))
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the trained tasks."""
+        return sorted(name.removeprefix("groups/") for name in self.series if name.startswith("groups/"))
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return a value of the configuration, such as "trainer.lr"."""
+        found: Any = self.config
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+    def number(self, key: str, default: float = math.nan) -> float:
+        """Return a number of the configuration; the default where there is something else."""
+        found = self.setting(key)
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else default
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the loop, from its first step on."""
+        return math.fsum(self.stages.values())
+
+    def stage(self, *whats: str) -> float:
+        """Return the share of the loop's time in these stages; 0 without a timeline."""
+        return sum(self.stages[what] for what in whats) / self.seconds if self.seconds > 0 else 0.0
+
+    def lane(self, lane: str, *whats: str) -> float:
+        """Return the seconds in which a lane did this, as a share of the loop's time."""
+        busy = sum(self.lanes[lane, what] for what in whats)
+        return busy / self.seconds if self.seconds > 0 else 0.0
+
+    def share_of_time(self, metric: str) -> float:
+        """Return the sum of a metric in seconds as a share of the time of all steps."""
+        whole = self.of("time/step").total
+        return self.of(metric).total / whole if whole > 0 else 0.0
+
+    def incident(self, kind: str, component: str = "") -> Told:
+        """Return the incidents of a kind, of all components whose name begins like this."""
+        found = Told()
+        for (its, who), told in self.incidents.items():
+            if its == kind and who.startswith(component):
+                found = Told(
+                    found.count + told.count,
+                    min(found.first, told.first) if found.count else told.first,
+                    max(found.last, told.last),
+                    f"{who}: {told.message}",
+                )
+        return found
+
+    @property
+    def attempts(self) -> float:
+        """Number of groups that were sent to the engine, each with its retries."""
+        return max(self.of("buffer/attempts").most, 1.0) if len(self.of("buffer/attempts")) else 1.0
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _tell(found: dict[Any, Told], key: Any, step: int, message: str, count: int = 1) -> None:
+    told = found.setdefault(key, Told(0.0, step, step))
+    told.count, told.last, told.message = told.count + count, step, message
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else 0
+
+
+def _class_of(traceback: str) -> str:
+    """Return the class of the error at the end of a traceback, without its module."""
+    for line in reversed(traceback.splitlines()):
+        name = line.partition(":")[0]
+        if line[:1].isalpha() and name.replace(".", "").replace("_", "").isalnum():
+            return name.rpartition(".")[2]
+    return ""

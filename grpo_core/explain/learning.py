@@ -1,0 +1,224 @@
+"""Causes in how the policy changes: steps too large or too small, a policy that collapses, old rollouts."""
+
+from __future__ import annotations
+
+from grpo_core.explain.causes import Evidence, moved, named, percent
+from grpo_core.explain.facts import Facts
+
+ENOUGH = 5
+"""Number of steps without which nothing is said about learning."""
+
+
+def _score(facts: Facts) -> float:
+    """Return the largest rise of a task's mean reward; 0 without one."""
+    rises = [facts.of(f"reward/{task}").last - facts.of(f"reward/{task}").first for task in facts.tasks]
+    return max((rise for rise in rises if rise == rise), default=0.0)
+
+
+def _rewards(facts: Facts) -> str:
+    told = [
+        f"{task} {moved(facts.of(f'reward/{task}').first, facts.of(f'reward/{task}').last)}"
+        for task in facts.tasks
+    ]
+    return f"mean reward: {'; '.join(told)}"
+
+
+def _lr(facts: Facts) -> str:
+    return (
+        f"trainer.lr = {facts.setting('trainer.lr')}, trainer.updates_per_step = "
+        f"{facts.setting('trainer.updates_per_step')}"
+    )
+
+
+@named("engine_logprobs_differ")
+def engine_logprobs_differ(facts: Facts) -> Evidence | None:
+    """Engine and trainer disagree about the logprobs of fresh tokens."""
+    series = facts.of("logprob_diff_mean")
+    if not len(series):
+        return None
+    stale = facts.of("staleness_mean")
+    fresh = series.values[0] if len(stale) and stale.values[0] == 0.0 else series.least
+    if fresh < 0.1:
+        return None
+    ratio = facts.of("importance_ratio_max")
+    return Evidence(
+        "Engine and trainer disagree about the tokens that the same weights sampled.",
+        (
+            f"logprob_diff_mean of the first step, before anything was learnt: {fresh:.3g} nats",
+            f"largest importance ratio: {ratio.most:.3g}; smallest effective_sample_size: "
+            f"{facts.of('effective_sample_size').least:.3g}",
+            f"rollout.temperature = {facts.setting('rollout.temperature')}, model.dtype = "
+            f"{facts.setting('model.dtype')!r}, engine.options = {facts.setting('engine.options')}",
+        ),
+        "let the engine sample at rollout.temperature with top_p 1 and return logprobs of that distribution; "
+        "compare dtypes; grpo-core check tests an engine",
+    )
+
+
+@named("learning_rate_too_high")
+def learning_rate_too_high(facts: Facts) -> Evidence | None:
+    """Single steps change the policy so much that it breaks."""
+    entropy, kl = facts.of("entropy"), facts.of("mismatch_kl")
+    difference, size = facts.of("logprob_diff_mean"), facts.of("effective_sample_size")
+    if len(entropy) < 2 or facts.number("trainer.updates_per_step", 1.0) > 8:
+        return None
+    if facts.number("loss.options.entropy_coefficient", 0.0) < 0.0:
+        return None  # a bonus that lowers the entropy explains the same numbers
+    steps = min(4, len(entropy))
+    fell = entropy.values[0] > 0.2 and min(entropy.values[:steps]) < 0.2 * entropy.values[0]
+    fell = fell and _score(facts) < 0.1
+    wild = difference.most > 1.0 or kl.most > 1.0 or size.least < 0.05
+    stale = facts.of("staleness_mean").median > 4.0
+    if stale or not (fell or wild):
+        return None
+    return Evidence(
+        "The learning rate is too high: single steps change the policy beyond recognition.",
+        (
+            f"entropy: {entropy.values[0]:.3g} in the first step, {min(entropy.values[:steps]):.3g} within "
+            f"{steps} steps",
+            f"largest logprob_diff_mean {difference.most:.3g} nats, largest mismatch_kl {kl.most:.3g}; "
+            f"{_rewards(facts)}",
+            _lr(facts),
+        ),
+        f"divide trainer.lr by 10 or more: --set trainer.lr={facts.number('trainer.lr', 1e-6) / 10:.0e}",
+    )
+
+
+@named("staleness_too_high")
+def staleness_too_high(facts: Facts) -> Evidence | None:
+    """Rollouts are trained so late that they are of another policy."""
+    stale, difference = facts.of("staleness_mean"), facts.of("logprob_diff_mean")
+    if stale.median < 4.0 or difference.most < 0.08:
+        return None
+    return Evidence(
+        "Rollouts are trained so many steps later that another policy sampled them.",
+        (
+            f"mean staleness {stale.median:.3g} steps (median), largest {facts.of('staleness_max').most:g}; "
+            f"pipeline.max_staleness = {facts.setting('pipeline.max_staleness')}",
+            f"largest logprob_diff_mean {difference.most:.3g} nats, smallest effective_sample_size "
+            f"{facts.of('effective_sample_size').least:.3g}",
+            f"training waits for groups in {percent(facts.stage('wait for groups'))} of the time",
+        ),
+        "set pipeline.max_staleness = 2; grpo-core whatif RUN shows what it costs",
+    )
+
+
+@named("too_many_updates")
+def too_many_updates(facts: Facts) -> Evidence | None:
+    """Each step makes so many updates that the clip works hard."""
+    updates = facts.number("trainer.updates_per_step", 1.0)
+    low, high = facts.of("clip_fraction_low"), facts.of("clip_fraction_high")
+    if updates < 6 or max(low.most, high.most) < 0.06:
+        return None
+    return Evidence(
+        "Each step makes so many updates from the same rollouts that the clip removes much of the gradient.",
+        (
+            f"trainer.updates_per_step = {updates:g}",
+            f"largest clip_fraction_low {percent(low.most)}, largest clip_fraction_high {percent(high.most)}",
+            _rewards(facts),
+        ),
+        "set trainer.updates_per_step = 2, and raise trainer.lr instead if learning is too slow",
+    )
+
+
+@named("gradient_clip_too_small")
+def gradient_clip_too_small(facts: Facts) -> Evidence | None:
+    """The norm of every gradient is far above the clip."""
+    norm, limit = facts.of("grad_norm"), facts.number("trainer.max_grad_norm", 1.0)
+    if len(norm) < ENOUGH or limit <= 0.0 or norm.least < 30.0 * limit or norm.median < 50.0 * limit:
+        return None
+    return Evidence(
+        "Every gradient is clipped to a small part of its norm.",
+        (
+            f"trainer.max_grad_norm = {limit:g}",
+            f"grad_norm before the clip: smallest {norm.least:.3g}, median {norm.median:.3g}",
+            f"the median is {norm.median / limit:.3g} times the limit; {_rewards(facts)}",
+        ),
+        f"set trainer.max_grad_norm near the median: --set trainer.max_grad_norm={norm.median:.1g}",
+    )
+
+
+@named("learning_rate_too_low")
+def learning_rate_too_low(facts: Facts) -> Evidence | None:
+    """The policy does not change, although there is something to learn."""
+    entropy, norm, stale = facts.of("entropy"), facts.of("grad_norm"), facts.of("staleness_mean")
+    kl = facts.of("mismatch_kl")
+    difference = facts.of("logprob_diff_mean")
+    if facts.steps < 8 or len(norm) < 8 or norm.median <= 0.0:
+        return None
+    if stale.median > 0.3:  # tokens of older weights show how far the weights move
+        still = difference.median < 1e-3 and kl.median < 1e-5
+    else:
+        still = (
+            abs(entropy.last - entropy.first) < 0.01 * max(entropy.first, 1e-9) and abs(_score(facts)) < 0.03
+        )
+    if not still or entropy.last < 0.05:
+        return None
+    return Evidence(
+        "The policy does not change: the learning rate is too low, or the weights are frozen.",
+        (
+            f"logprobs by weights that are {stale.median:.2g} steps older differ by {difference.median:.2g} "
+            "nats",
+            f"there is a gradient (grad_norm {norm.median:.3g}), and {_rewards(facts)}",
+            f"{_lr(facts)}, lr at the end {facts.of('lr').last:.3g}",
+        ),
+        f"raise trainer.lr tenfold until logprob_diff_mean is near 0.01: --set trainer.lr="
+        f"{facts.number('trainer.lr', 1e-6) * 10:.0e}",
+    )
+
+
+@named("entropy_collapsed")
+def entropy_collapsed(facts: Facts) -> Evidence | None:
+    """The policy became certain before it was right."""
+    entropy = facts.of("entropy")
+    if len(entropy) < 8 or not entropy.last < 0.25 * entropy.first:
+        return None
+    best = [facts.of(f"accuracy/{task}") for task in facts.tasks]
+    right = max((series.last for series in best if len(series)), default=None)
+    rewards = max((facts.of(f"reward/{task}").last for task in facts.tasks), default=0.0)
+    if (rewards if right is None else right) > 0.6:
+        return None
+    coefficient = facts.setting("loss.options.entropy_coefficient", 0.0)
+    return Evidence(
+        "The policy became certain of one reply before it was right: nothing is explored any more.",
+        (
+            f"entropy: {moved(entropy.first, entropy.last)} (nats)",
+            _rewards(facts),
+            f"loss.options.entropy_coefficient = {coefficient}, rollout.temperature = "
+            f"{facts.setting('rollout.temperature')}",
+        ),
+        "set loss.options.entropy_target = 0.3 (the factor must not be negative), loss.options.clip_high = "
+        "0.28 and rollout.temperature = 1.0",
+    )
+
+
+@named("overfitted")
+def overfitted(facts: Facts) -> Evidence | None:
+    """Training prompts get better while held-out prompts get worse."""
+    for task in facts.tasks:
+        reward = facts.of(f"reward/{task}")
+        held_out = facts.of(f"validation/{task}/reward")
+        if len(held_out) < 3 or len(reward) < 8:
+            continue
+        best, last = held_out.most, held_out.values[-1]
+        low = facts.of(f"validation/{task}/reward_low")
+        surely = not len(low) or last < low.values[held_out.values.index(best)]
+        if reward.last - reward.first > 0.1 and best - last > 0.08 and surely:
+            step = held_out.steps[held_out.values.index(best)]
+            return Evidence(
+                f"Task {task!r} gets better on training prompts and worse on held-out ones.",
+                (
+                    f"mean reward in training: {moved(reward.first, reward.last)}",
+                    f"validation reward: {best:.3g} at step {step}, {last:.3g} at step {held_out.steps[-1]}",
+                    f"{len(facts.prompts[task].ids) if task in facts.prompts else 0} different training "
+                    f"prompts, {_validated(facts, task)} held-out ones",
+                ),
+                f'keep the best checkpoint (checkpoint.best = "{task}/reward"), stop at step {step}, or add '
+                "training prompts like the held-out ones",
+            )
+    return None
+
+
+def _validated(facts: Facts, task: str) -> str:
+    number = facts.of(f"validation/{task}/prompts")
+    return f"{number.values[-1]:g}" if len(number) else "unknown"

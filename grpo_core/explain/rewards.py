@@ -1,0 +1,260 @@
+"""Causes in the rewards and in the prompts: what there is to learn from."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+from grpo_core.explain.causes import Evidence, moved, named, percent
+from grpo_core.explain.facts import Facts, Series
+
+EQUAL = 0.95
+"""Share of groups with equal rewards from which a task has no signal."""
+
+FEWEST = 16
+"""Number of groups without which nothing is said about a task."""
+
+
+def _without_signal(facts: Facts) -> list[str]:
+    """Return the tasks whose groups have had equal rewards towards the end of the run."""
+    return [
+        task
+        for task in facts.tasks
+        if facts.of(f"frac_reward_zero_std/{task}").last >= EQUAL
+        and facts.of(f"groups/{task}").total >= FEWEST
+    ]
+
+
+def _equal(facts: Facts, task: str) -> str:
+    series = facts.of(f"frac_reward_zero_std/{task}")
+    return f"groups of task {task!r} with equal rewards: {moved(series.first, series.last)} (share)"
+
+
+def _rows(facts: Facts) -> str:
+    rows = facts.of("rows")
+    return f"rollouts that a step trains: {moved(rows.first, rows.last)}"
+
+
+def _reward(facts: Facts, task: str) -> str:
+    series = facts.of(f"reward/{task}")
+    return f"mean reward of task {task!r}: {moved(series.first, series.last)}"
+
+
+def _top(facts: Facts, task: str) -> bool:
+    """Whether nearly all rollouts are successes, or have the reward 1 where none is declared."""
+    right = facts.of(f"accuracy/{task}")
+    return (right.last if len(right) else facts.of(f"reward/{task}").last) >= 0.97
+
+
+@named("rewards_all_zero")
+def rewards_all_zero(facts: Facts) -> Evidence | None:
+    """All rollouts of a task have the reward 0."""
+    for task in _without_signal(facts):
+        reward = facts.of(f"reward/{task}")
+        if len(reward) and abs(reward.last) < 0.01 and reward.most < 0.05:
+            return Evidence(
+                f"All rollouts of task {task!r} have the reward 0.",
+                (_reward(facts, task), _equal(facts, task), _rows(facts)),
+                "check the judge with grpo-core try ENV and its own solution; if it is right, begin with "
+                "easier prompts or a model that solves some of them",
+            )
+    return None
+
+
+@named("rewards_all_full")
+def rewards_all_full(facts: Facts) -> Evidence | None:
+    """All rollouts of a task were right from the start."""
+    for task in _without_signal(facts):
+        equal = facts.of(f"frac_reward_zero_std/{task}")
+        if _top(facts, task) and equal.first >= 0.85:
+            return Evidence(
+                f"All rollouts of task {task!r} are right from the first step on.",
+                (_reward(facts, task), _equal(facts, task), _rows(facts)),
+                "choose harder prompts, or let dynamic_sampling.enabled = true look for those that differ; "
+                "grpo-core audit ENV finds judges that pay for everything",
+            )
+    return None
+
+
+@named("rewards_constant")
+def rewards_constant(facts: Facts) -> Evidence | None:
+    """All rollouts of a task have the same reward, which is neither 0 nor a success."""
+    for task in _without_signal(facts):
+        reward, right = facts.of(f"reward/{task}"), facts.of(f"accuracy/{task}")
+        between = abs(reward.last) >= 0.01 and not _top(facts, task)
+        tail = reward.values[-3:]
+        entropy = facts.of("entropy")
+        unexplored = not len(entropy) or entropy.last > 0.05
+        if between and tail and max(tail) - min(tail) < 1e-9 and unexplored:
+            return Evidence(
+                f"Task {task!r} pays {reward.last:.3g} for every reply.",
+                (
+                    _reward(facts, task),
+                    _equal(facts, task),
+                    f"share of successes: {moved(right.first, right.last)}" if len(right) else _rows(facts),
+                ),
+                "look for a default or an exception handler in evaluate that returns this number; grpo-core "
+                "try ENV shows what it pays",
+            )
+    return None
+
+
+@named("filters_drop_most")
+def filters_drop_most(facts: Facts) -> Evidence | None:
+    """Nearly all finished groups are filtered."""
+    for task in facts.tasks:
+        share = facts.of(f"filtered_fraction/{task}")
+        filtered, sent = facts.of("buffer/filtered").most, facts.of("buffer/dispatched").most
+        if len(share) and share.median >= 0.45 and filtered >= 0.5 * sent:
+            return Evidence(
+                f"Filters leave out nearly all groups of task {task!r}.",
+                (
+                    f"groups left out in a step: {percent(share.median)} (median)",
+                    f"{filtered:g} of {sent:g} groups were generated for nothing",
+                    f"their mean reward: {facts.of(f'filtered_reward/{task}').mean:.3g}",
+                ),
+                "choose prompts of the right difficulty (a mean reward near 0 is too hard, near 1 too easy), "
+                'widen the bounds in [filters], or set sampler.name = "learnable"',
+            )
+    if facts.error_type == "SamplingError" and facts.error is not None:
+        return Evidence(
+            "Filters leave out nearly all groups.",
+            (
+                f"the run ended with: {facts.error.message}",
+                f"dynamic_sampling.enabled = {facts.setting('dynamic_sampling.enabled')}",
+                f"filters: {', '.join(facts.setting('filters', {})) or 'none'}",
+            ),
+            "choose prompts of the right difficulty, or widen the bounds in [filters]",
+        )
+    return None
+
+
+@named("completions_truncated")
+def completions_truncated(facts: Facts) -> Evidence | None:
+    """Most completions are cut off by a token limit."""
+    for task in facts.tasks:
+        cut = facts.of(f"truncated/{task}")
+        if cut.median >= 0.5:
+            length = facts.of(f"completion_tokens/{task}")
+            return Evidence(
+                f"Most completions of task {task!r} are cut off.",
+                (
+                    f"share that a token limit cuts off: {moved(cut.first, cut.last)}",
+                    f"mean length {length.mean:.3g} tokens, rollout.max_tokens = "
+                    f"{facts.setting('rollout.max_tokens')}",
+                    _reward(facts, task),
+                ),
+                "double rollout.max_tokens, or make the prompts ask for shorter replies",
+            )
+    return None
+
+
+@named("few_different_prompts")
+def few_different_prompts(facts: Facts) -> Evidence | None:
+    """A task has so few prompts that a step repeats them."""
+    per_step = facts.number("trainer.prompts_per_step", 1.0)
+    for task, prompts in sorted(facts.prompts.items()):
+        if len(prompts.ids) < 2 * per_step and prompts.sent >= 6 * len(prompts.ids):
+            return Evidence(
+                f"Task {task!r} has only {len(prompts.ids)} different prompts.",
+                (
+                    f"{prompts.sent} prompts were sent to the engine, {len(prompts.ids)} of them different",
+                    f"each was played {prompts.sent / max(1, len(prompts.ids)):.3g} times, in groups of "
+                    f"{facts.setting('rollout.group_size')}",
+                    f"trainer.prompts_per_step = {per_step:g}",
+                ),
+                "give the task more prompts (tasks.TASK.source, or prompts() of the environment); a path or "
+                "a filter (source.where) may leave most of them out",
+            )
+    return None
+
+
+@named("one_task_dominates")
+def one_task_dominates(facts: Facts) -> Evidence | None:
+    """Nearly all groups are of one of several tasks."""
+    totals = {task: facts.of(f"groups/{task}").total for task in facts.setting("tasks", {})}
+    whole = sum(totals.values())
+    if len(totals) < 2 or not whole or facts.steps < 5:
+        return None
+    first = max(totals, key=lambda task: totals[task])
+    if totals[first] < 0.93 * whole:
+        return None
+    weights = {task: facts.number(f"tasks.{task}.weight", 1.0) for task in totals}
+    return Evidence(
+        f"Nearly everything that is trained is of task {first!r}.",
+        (
+            f"groups by task: {', '.join(f'{task} {count:g}' for task, count in totals.items())}",
+            f"tasks.TASK.weight: {', '.join(f'{task} {weight:g}' for task, weight in weights.items())}",
+            f"skipped prompts by task: "
+            f"{', '.join(f'{task} {told.count:g}' for task, told in facts.skipped.items()) or 'none'}",
+        ),
+        f'lower tasks.{first}.weight, or set sampler.options.shares = "trained" for exact shares',
+    )
+
+
+def _fell(part: Series) -> bool:
+    """Whether a part of the reward is at the end at most half of what it was before."""
+    third = len(part) // 3
+    best = max(fmean(part.values[:third]), fmean(part.values[third : 2 * third]))
+    return best >= 0.04 and part.last < 0.5 * best
+
+
+@named("reward_part_gamed")
+def reward_part_gamed(facts: Facts) -> Evidence | None:
+    """One part of the reward rises while another one falls."""
+    for task in facts.tasks:
+        reward = facts.of(f"reward/{task}")
+        parts = {
+            name: series
+            for name, series in facts.series.items()
+            if name.startswith("feedback_") and name.endswith(f"/{task}") and len(series) >= 8
+        }
+        if len(reward) < 8 or reward.last - reward.first < 0.05:
+            continue
+        rises = {name: each.last - each.first for name, each in parts.items()}
+        up = [name for name, rise in rises.items() if rise > 0.3]
+        down = [name for name, each in parts.items() if _fell(each)]
+        if up and down:
+            return Evidence(
+                f"The model of task {task!r} learns one part of the reward at the cost of another.",
+                (
+                    _reward(facts, task),
+                    f"{up[0]}: {moved(parts[up[0]].first, parts[up[0]].last)}",
+                    f"{down[0]}: {moved(parts[down[0]].first, parts[down[0]].last)}",
+                ),
+                "lower the weight of the part that rises, or pay it only for right replies; "
+                "audit.second_opinion judges a sample with another environment",
+            )
+    return None
+
+
+@named("reward_pays_length")
+def reward_pays_length(facts: Facts) -> Evidence | None:
+    """Completions become much longer, and nothing else gets better."""
+    for task in facts.tasks:
+        reward, length = facts.of(f"reward/{task}"), facts.of(f"completion_tokens/{task}")
+        right = facts.of(f"accuracy/{task}")
+        parts = [
+            series.last - series.first
+            for name, series in facts.series.items()
+            if name.startswith("feedback_") and name.endswith(f"/{task}")
+        ]
+        if len(length) < 8 or math.isnan(reward.last):
+            continue
+        better = (right.last - right.first if len(right) else 0.0) > 0.05 or any(
+            rise > 0.05 for rise in parts
+        )
+        if length.last > 1.5 * length.first and reward.last > reward.first + 0.02 and not better:
+            return Evidence(
+                f"The replies of task {task!r} grow, and the reward with them, but nothing else.",
+                (
+                    f"mean length in tokens: {moved(length.first, length.last)}",
+                    _reward(facts, task),
+                    f"share of successes: {moved(right.first, right.last)}"
+                    if len(right)
+                    else "no success is declared, and no part of the feedback rises",
+                ),
+                "take what pays for length out of the reward, or set shaping.token_price or "
+                "shaping.overlong_buffer",
+            )
+    return None

@@ -1,0 +1,227 @@
+"""Causes in where the time goes: the timeline of the run, and what its steps waited for."""
+
+from __future__ import annotations
+
+from grpo_core.explain.causes import Evidence, named, percent
+from grpo_core.explain.facts import Facts
+
+ENOUGH = 4
+"""Number of steps without which nothing is said about times."""
+
+
+def _waits(facts: Facts) -> float:
+    return facts.stage("wait for groups")
+
+
+def _step(facts: Facts) -> str:
+    return f"a step takes {facts.of('time/step').median:.3g} s (median of {facts.steps})"
+
+
+def _training(facts: Facts) -> str:
+    return f"the trainer computes in {percent(facts.stage('step'))} of the time"
+
+
+def _enough(facts: Facts) -> bool:
+    return facts.steps >= ENOUGH and facts.seconds > 0.0
+
+
+def _environment(facts: Facts) -> tuple[str, float]:
+    """Return the busiest environment, and the share of the time in which it opened or evaluated."""
+    lanes = {lane for lane, _ in facts.lanes if lane.startswith("environment ")}
+    shares = {lane: facts.lane(lane, "evaluate", "open", "close") for lane in lanes}
+    lane = max(shares, key=lambda each: shares[each], default="environment")
+    return lane, shares.get(lane, 0.0)
+
+
+@named("checkpoints_block")
+def checkpoints_block(facts: Facts) -> Evidence | None:
+    """Training waits for checkpoints."""
+    cut, wait = facts.stage("cut of the checkpoint"), facts.stage("wait for the checkpoint")
+    if not _enough(facts) or cut + wait < 0.2:
+        return None
+    return Evidence(
+        "Training waits for checkpoints.",
+        (
+            f"{percent(cut)} of the time goes to cuts, {percent(wait)} to waiting for the checkpoint before",
+            f"checkpoint.every = {facts.setting('checkpoint.every')}, checkpoint.async_save = "
+            f"{facts.setting('checkpoint.async_save')}",
+            f"{_step(facts)}; {_training(facts)}",
+        ),
+        "raise checkpoint.every, keep checkpoint.async_save = true, or write to a faster disk",
+    )
+
+
+@named("publishing_is_slow")
+def publishing_is_slow(facts: Facts) -> Evidence | None:
+    """The trainer takes long to publish its weights."""
+    share = facts.stage("publish")
+    if not _enough(facts) or share < 0.2:
+        return None
+    return Evidence(
+        "The trainer takes long to publish its weights.",
+        (
+            f"it publishes in {percent(share)} of the time",
+            f"{_step(facts)}; {_training(facts)}",
+            f"engine.transport = {facts.setting('engine.transport')!r}, trainer.ranks = "
+            f"{facts.setting('trainer.ranks')}",
+        ),
+        "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
+        "adapters (model.lora)",
+    )
+
+
+@named("validation_blocks")
+def validation_blocks(facts: Facts) -> Evidence | None:
+    """Training waits for validation."""
+    share = facts.lane("validation", "validate")
+    waits = facts.stage("wait for validation", "wait for the weight sync", "wait for the canary")
+    if not _enough(facts) or share < 0.4 or waits < 0.3:
+        return None
+    return Evidence(
+        "Training waits for validation.",
+        (
+            f"validations run in {percent(share)} of the time",
+            f"training waits for them, or for the weight sync after them, in {percent(waits)} of the time",
+            f"validation.every = {facts.setting('validation.every')}, validation.prompts = "
+            f"{facts.setting('validation.prompts')}, validation.pause = {facts.setting('validation.pause')}",
+        ),
+        "raise validation.every, lower validation.prompts, or give it an engine ([validation.engine])",
+    )
+
+
+@named("updates_wait_for_rollouts")
+def updates_wait_for_rollouts(facts: Facts) -> Evidence | None:
+    """New weights wait until all running rollouts have ended."""
+    share = facts.lane("sync", "wait for rollouts to end")
+    if not _enough(facts) or share < 0.25:
+        return None
+    return Evidence(
+        "New weights wait until all running rollouts have ended.",
+        (
+            f"a weight sync waits for rollouts in {percent(share)} of the time",
+            f"pipeline.in_flight_updates = {facts.setting('pipeline.in_flight_updates')}",
+            f"{_step(facts)}; training waits for groups in {percent(_waits(facts))} of the time and for the "
+            f"sync in {percent(facts.stage('wait for the weight sync'))}",
+        ),
+        "set pipeline.in_flight_updates = true",
+    )
+
+
+@named("weight_sync_is_slow")
+def weight_sync_is_slow(facts: Facts) -> Evidence | None:
+    """Engines take long to load new weights."""
+    share = facts.lane("sync", "update weights", "canary")
+    if not _enough(facts) or share < 0.3:
+        return None
+    return Evidence(
+        "Engines take long to load new weights.",
+        (
+            f"a weight sync runs in {percent(share)} of the time",
+            f"training waits for it in {percent(facts.stage('wait for the weight sync'))} of the time; "
+            f"{_step(facts)}",
+            f"engine.transport = {facts.setting('engine.transport')!r}, engine.workers = "
+            f"{facts.setting('engine.workers')}",
+        ),
+        "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
+        "adapters (model.lora)",
+    )
+
+
+@named("too_few_in_flight")
+def too_few_in_flight(facts: Facts) -> Evidence | None:
+    """A limit of rollouts in flight keeps the engine idle."""
+    most = facts.number("rollout.max_in_flight", 0.0) or facts.number("engine.max_requests", 0.0)
+    group = facts.number("rollout.group_size", 8.0)
+    wanted = facts.number("trainer.prompts_per_step", 1.0) * group
+    if not _enough(facts) or not 0 < most <= 0.5 * wanted or _waits(facts) < 0.4:
+        return None
+    return Evidence(
+        "So few rollouts may be in flight that the engine has little to do.",
+        (
+            f"rollout.max_in_flight = {facts.setting('rollout.max_in_flight')}, engine.max_requests = "
+            f"{facts.setting('engine.max_requests')}; a step trains {wanted:g} rollouts",
+            f"training waits for groups in {percent(_waits(facts))} of the time",
+            f"the engines sample {facts.of('tokens_per_second/generation').median:.3g} tokens/s",
+        ),
+        f"set rollout.max_in_flight = 0 (no limit), or at least {2 * wanted:g}",
+    )
+
+
+@named("environment_is_the_bottleneck")
+def environment_is_the_bottleneck(facts: Facts) -> Evidence | None:
+    """Training waits for judging."""
+    lane, share = _environment(facts)
+    if not _enough(facts) or share < 0.55 or _waits(facts) < 0.5:
+        return None
+    return Evidence(
+        "Training waits for an environment.",
+        (
+            f"{lane} is busy in {percent(share)} of the time",
+            f"training waits for groups in {percent(_waits(facts))} of the time; {_training(facts)}",
+            f"environment.workers = {facts.setting('environment.workers')}, environment.max_batch = "
+            f"{facts.setting('environment.max_batch')}; {_step(facts)}",
+        ),
+        "raise environment.workers, make evaluate async, or judge faster",
+    )
+
+
+@named("no_overlap")
+def no_overlap(facts: Facts) -> Evidence | None:
+    """Generation and training take turns although they could run at the same time."""
+    waits, trains = _waits(facts), facts.stage("step")
+    if not _enough(facts) or facts.setting("pipeline.max_staleness") != 0 or min(waits, trains) < 0.25:
+        return None
+    return Evidence(
+        "Generation and training take turns.",
+        (
+            "pipeline.max_staleness = 0: each step waits for rollouts of the newest weights",
+            f"training waits for groups in {percent(waits)} of the time, and computes in {percent(trains)}",
+            f"{_step(facts)}; with overlap about {facts.of('time/step').median * max(waits, trains):.3g} s",
+        ),
+        "set pipeline.max_staleness = 1; grpo-core whatif RUN shows what it saves",
+    )
+
+
+@named("engine_is_the_bottleneck")
+def engine_is_the_bottleneck(facts: Facts) -> Evidence | None:
+    """Training waits for sampling most of the time."""
+    busy, judged = facts.lane("engine", "generate"), _environment(facts)[1]
+    if not _enough(facts) or busy < 0.85 or judged > 0.5:
+        return None
+    if _waits(facts) < max(0.45, 2.5 * facts.stage("step")):
+        return None
+    return Evidence(
+        "Training waits for the engines most of the time.",
+        (
+            f"training waits for groups in {percent(_waits(facts))} of the time; {_training(facts)}",
+            f"the engines generate in {percent(busy)} of the time, environments judge in {percent(judged)}",
+            f"{facts.of('tokens_per_second/generation').median:.3g} tokens/s with engine.workers = "
+            f"{facts.setting('engine.workers')}",
+        ),
+        'raise engine.workers or use a faster engine (engine.name = "vllm"), or lower rollout.max_tokens; '
+        "grpo-core whatif RUN --sweep engine.workers=1,2,4 forecasts it",
+    )
+
+
+@named("trainer_is_the_bottleneck")
+def trainer_is_the_bottleneck(facts: Facts) -> Evidence | None:
+    """The engines wait for the trainer most of the time."""
+    share, generates = facts.stage("step"), facts.share_of_time("time/generate")
+    if not _enough(facts) or share < 0.85 or generates > 0.4:
+        return None
+    return Evidence(
+        "The engines wait for the trainer most of the time.",
+        (
+            f"{_training(facts)}; {_step(facts)}",
+            f"rollouts are played in {percent(generates)} of the time",
+            f"trainer.ranks = {facts.setting('trainer.ranks')}, trainer.updates_per_step = "
+            f"{facts.setting('trainer.updates_per_step')}, padding {percent(_padding(facts))}",
+        ),
+        "raise trainer.tokens_per_microbatch, set trainer.packing = true, use more trainer.ranks, or lower "
+        "trainer.updates_per_step; --profile 3 shows where a step's time goes",
+    )
+
+
+def _padding(facts: Facts) -> float:
+    padding = facts.of("tokens/padding")
+    return padding.median if len(padding) else 0.0

@@ -1,0 +1,314 @@
+"""Records a simulated run of ``simulation.learner`` in a run directory, as ``grpo-core train`` leaves one."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import hashlib
+import random
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, evolve
+
+from grpo_core.app.first_look import first_look, leaks
+from grpo_core.app.parts import (
+    canary_prompts,
+    dynamic_sampling,
+    error_budgets,
+    health_limits,
+    make_advantages,
+    make_buffer,
+    make_sampler,
+    make_schedule,
+    make_shaping,
+    make_validation,
+    rollout_places,
+    sampling_params,
+)
+from grpo_core.config import Config, as_table, build, merge
+from grpo_core.data.samplers import PromptStream
+from grpo_core.engines.limited import LimitedEngine
+from grpo_core.engines.pool import EnginePool
+from grpo_core.environments.batcher import BatchedEnvironment
+from grpo_core.errors import GrpoError, TrackingError, describe
+from grpo_core.events import (
+    ErrorRaised,
+    Event,
+    IncidentReported,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+)
+from grpo_core.incidents import IncidentCounts, reported_to
+from grpo_core.loop.pipeline import Pipeline, Written
+from grpo_core.plugins.host import PluginHost
+from grpo_core.records import Prompt
+from grpo_core.reporting import trackers
+from grpo_core.reporting.files import FilesTracker
+from grpo_core.reporting.room import DiskRoom
+from grpo_core.run_directory import RunDirectory
+from grpo_core.testing import clock
+from grpo_core.timeline import Timeline, taken_down
+from grpo_core.validation.sets import HeldOut
+from simulation.learner import CLASSES, Engine, Judge, Learner, Renderer, Tables, Task, World
+from simulation.runs import Loader
+
+BEGIN = 1.8e9
+"""Time at which all simulated runs begin, in seconds since 1970."""
+
+
+class Killed(BaseException):
+    """kill -9: nothing is written any more."""
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings such as {"trainer.lr": 1e-6} as tables."""
+    tables: dict[str, Any] = {}
+    for key, value in settings.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        tables = merge(tables, value)
+    return tables
+
+
+def record(path: Path, settings: Mapping[str, Any], world: World) -> None:
+    """Simulate a run, and leave its directory at ``path``."""
+    tasks = {task.name: {"env": f"./{task.name}.py"} for task in world.tasks}
+    config = build([merge({"tasks": tasks}, nested(settings))])
+    directory = RunDirectory.create(path, config)
+    try:
+        run = _Run(config, world, directory)
+        clock.run(run.story(), seed=config.seed, horizon=1e9)
+    except Killed:
+        pass
+    finally:
+        directory.unlock()
+
+
+class _Run:
+    """One simulated run."""
+
+    def __init__(self, config: Config, world: World, directory: RunDirectory) -> None:
+        self.config, self.world, self.directory = config, world, directory
+        self.step = 0
+        self._rng = random.Random(f"run/{config.seed}")
+        self._dead = False
+
+    def progress(self) -> float:
+        """Return the share of the run that is over."""
+        return self.step / self.config.trainer.steps
+
+    async def story(self) -> None:
+        options = self.config.tracking.options.get("files", {})
+        self._files = FilesTracker(self.directory.info(self.config, None), **options)
+        self._room = DiskRoom(
+            self.directory.path, self.config.trainer.steps, self.emit, lambda _: int(self.world.free)
+        )
+        loop, timeline = asyncio.get_running_loop(), Timeline()
+        self._incidents = IncidentCounts(
+            lambda incident, count: self.emit(
+                IncidentReported(step=self.step, count=count, **asdict(incident))
+            ),
+            loop.time,
+        )
+        with reported_to(self._incidents.receive), taken_down(timeline):
+            timeline.stage("start")
+            engine = None
+            try:
+                pipeline, warnings = await self._pipeline()
+                engine = pipeline.engine
+                self.emit(
+                    RunStarted(
+                        directory=str(self.directory.path),
+                        config=as_table(self.config),
+                        buffer=asdict(pipeline.buffer.statistics()),
+                    )
+                )
+                for warning in warnings:
+                    self.emit(warning)
+                reason = await pipeline.run()
+            except GrpoError as error:
+                self._incidents.flush()
+                self.emit(timeline.extended(self.step))
+                text = "".join(traceback.format_exception(error))
+                self.emit(ErrorRaised(step=self.step, message=describe(error), traceback=text))
+                self.emit(RunEnded(step=self.step, reason="failed"))
+            else:
+                self._incidents.flush()
+                self.emit(timeline.extended(self.step))
+                self.emit(RunEnded(step=self.step, reason=reason))
+            finally:
+                if engine is not None:
+                    await engine.aclose()
+                self._files.close()
+
+    def emit(self, event: Event) -> None:
+        if self._dead:
+            return
+        event = evolve(event, time=BEGIN + asyncio.get_running_loop().time())
+        if isinstance(event, StepEnded):
+            self.step = event.step
+        trackers.call(self._files, event)
+        if isinstance(event, StepEnded):
+            self._room.event(event)
+            if self.progress() >= self.world.killed_at:
+                self._dead = True
+                raise Killed
+            if self.progress() >= self.world.full_at:
+                full = OSError(
+                    errno.ENOSPC, "No space left on device", f"rollouts/step-{event.step:06d}.jsonl"
+                )
+                told = TrackingError(
+                    f"tracker 'files' failed in GroupsReady: {full}. The run needs it: mend the cause and "
+                    "continue with --resume"
+                )
+                raise told from full
+
+    async def _pipeline(self) -> tuple[Pipeline, Sequence[Event]]:
+        config, world = self.config, self.world
+        host = _host()
+        tables = Tables(world, world.tasks, config.seed)
+        renderer: Any = Renderer(world, world.tasks)
+        judges = {task.name: Judge(task, config.seed, {}, self.progress) for task in world.tasks}
+        for task in world.tasks:
+            judges[task.name].max_turns = 2 if task.tools else 1
+        environments: dict[str, Any] = {
+            name: BatchedEnvironment(judge, config.environment) for name, judge in judges.items()
+        }
+        for name, judge in judges.items():
+            environments[name].solve, environments[name].first_traceback = judge.solve, ""
+        prompts = {task.name: self._prompts(number, task) for number, task in enumerate(world.tasks)}
+        held_out = [
+            HeldOut(
+                config=config.validation,
+                prompts={
+                    task.name: self._held_out(number, task, prompts[task.name])
+                    for number, task in enumerate(world.tasks)
+                },
+                environments=environments,
+            )
+        ]
+        warnings = await first_look(0, config.rollout, environments, prompts, renderer, held_out)
+        warnings += leaks(0, prompts, held_out)
+        loaders = {name: Loader(name, own, seed=config.seed) for name, own in prompts.items()}
+        weights = {name: task.weight for name, task in config.tasks.items()}
+        sampler = make_sampler(config.sampler, host, seed=config.seed, weights=weights)
+        stream = PromptStream(sampler=sampler, loaders=loaders, name=config.sampler.name)
+        engine = self._engine(tables)
+        validation = make_validation(
+            held_out,
+            config.rollout,
+            host,
+            seed=config.seed,
+            engine=engine,
+            renderer=renderer,
+            places=rollout_places(config.rollout),
+            last=config.trainer.steps,
+            emit=self.emit,
+        )
+        outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+        pipeline = Pipeline(
+            buffer=make_buffer(config.trainer, config.pipeline, config.rollout),
+            draw=stream.draw,
+            passed_over=stream.passed_over,
+            observe=stream.observe,
+            untrained=stream.untrained,
+            engine=engine,
+            trainer=Learner(world, tables, config, seed=config.seed),
+            environments=environments,
+            renderer=renderer,
+            sampling=sampling_params(config.rollout),
+            group_size=config.rollout.group_size,
+            places=rollout_places(config.rollout),
+            advantages=make_advantages(config.advantage, host),
+            shaping=make_shaping(config.shaping, max_tokens=config.rollout.max_tokens),
+            dynamic=dynamic_sampling(
+                config.dynamic_sampling,
+                config.filters,
+                host,
+                prompts_per_step=config.trainer.prompts_per_step,
+            ),
+            seed=config.seed,
+            emit=self.emit,
+            observe_attempt=error_budgets(
+                environments,
+                max_error_rate=config.environment.max_error_rate,
+                max_retries=config.rollout.max_retries,
+                max_lost=outstanding * config.rollout.group_size * (config.rollout.max_retries + 1),
+            ),
+            incidents=self._incidents.read,
+            schedule=make_schedule(
+                rollout=config.rollout,
+                engine=config.engine,
+                trainer=config.trainer,
+                pipeline=config.pipeline,
+                validation=config.validation,
+                checkpoint=config.checkpoint,
+            ),
+            validate=validation if config.validation.measures else None,
+            save=self._save if config.checkpoint.every else None,
+            canary=canary_prompts(prompts, renderer),
+            limits=health_limits(config.health),
+        )
+        return pipeline, warnings
+
+    def _engine(self, tables: Tables) -> Any:
+        config, world = self.config, self.world
+
+        def make(number: int) -> Any:
+            last = number == config.engine.workers - 1
+            factor = world.slow_member if last else 1.0
+            engine = Engine(
+                world, tables, number=number, seed=config.seed, factor=factor, progress=self.progress
+            )
+            most = config.engine.max_requests
+            return LimitedEngine(engine, most) if most else engine
+
+        workers = config.engine.workers
+        return make(0) if workers == 1 else EnginePool(make, workers, deadline=config.engine.deadline)
+
+    async def _save(self, step: int) -> Written:
+        await asyncio.sleep(self.world.cut * self._rng.uniform(0.8, 1.2))
+
+        async def written() -> Path:
+            await asyncio.sleep(self.world.write * self._rng.uniform(0.8, 1.2))
+            return self.directory.checkpoints / f"step-{step:06d}"
+
+        return written
+
+    def _prompts(self, number: int, task: Task) -> list[Prompt]:
+        rng = random.Random(f"prompts/{self.config.seed}/{task.name}")
+        made = []
+        for place in range(task.prompts):
+            kind = task.classes[place // task.repeats % len(task.classes)]
+            words = 240 if rng.random() < task.long_prompts else 6
+            text = f"{number * CLASSES + kind} {_words(self.config.seed, place // task.repeats, words)}"
+            made.append(Prompt(messages=text, id=str(place), environment=task.name))
+        return made
+
+    def _held_out(self, number: int, task: Task, training: Sequence[Prompt]) -> list[Prompt]:
+        classes = task.held_out_classes or task.classes
+        own = []
+        for place in range(self.config.validation.prompts):
+            if place < task.leaks:
+                own.append(evolve(training[place], id=f"held out {place}"))
+                continue
+            kind = classes[place % len(classes)]
+            text = f"{number * CLASSES + kind} {_words(self.config.seed, -1 - place)}"
+            own.append(Prompt(messages=text, id=f"held out {place}", environment=task.name))
+        return own
+
+
+def _words(seed: int, place: int, number: int = 6) -> str:
+    """Return a text that is far from the texts of all other places."""
+    digits = hashlib.shake_128(f"{seed}/{place}".encode()).hexdigest(3 * number)
+    return " ".join(digits[i : i + 6] for i in range(0, len(digits), 6))
+
+
+@functools.cache
+def _host() -> PluginHost:
+    return PluginHost.discover([], [])
