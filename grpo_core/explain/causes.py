@@ -22,16 +22,16 @@ class Finding:
     cause: str
     """Name of the cause."""
     title: str
-    """What is wrong, in a sentence."""
+    """A sentence that says what is wrong."""
     evidence: tuple[str, str, str]
     """Three facts, with their values."""
     fix: str
-    """What to do, with the key of the configuration or the command."""
+    """A change of the configuration, or a command, that helps."""
 
 
 @frozen
 class Evidence:
-    """What the condition of a cause returns if it holds."""
+    """The result of a condition that holds."""
 
     title: str
     lines: tuple[str, str, str]

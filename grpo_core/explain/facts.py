@@ -121,7 +121,7 @@ class Prompts:
 
 @define(kw_only=True)
 class Facts:
-    """What the files of a run say."""
+    """The contents of the files of a run, as numbers and messages."""
 
     path: Path
     config: Mapping[str, Any] = field(factory=dict)

@@ -105,7 +105,7 @@ def filters_drop_most(facts: Facts) -> Evidence | None:
     for task in facts.tasks:
         share = facts.of(f"filtered_fraction/{task}")
         filtered, sent = facts.of("buffer/filtered").most, facts.of("buffer/dispatched").most
-        if len(share) and share.median >= 0.45 and filtered >= 0.5 * sent:
+        if len(share) and share.median >= 0.6 and filtered >= 0.6 * sent:
             return Evidence(
                 f"Filters leave out nearly all groups of task {task!r}.",
                 (

@@ -75,7 +75,7 @@ def validation_blocks(facts: Facts) -> Evidence | None:
     """Training waits for validation."""
     share = facts.lane("validation", "validate")
     waits = facts.stage("wait for validation", "wait for the weight sync", "wait for the canary")
-    if not _enough(facts) or share < 0.4 or waits < 0.3:
+    if not _enough(facts) or share < 0.45 or waits < 0.35:
         return None
     return Evidence(
         "Training waits for validation.",

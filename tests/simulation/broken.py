@@ -165,8 +165,8 @@ def _constant(draw: Draw) -> None:
 def _filters(draw: Draw) -> None:
     draw.settings["dynamic_sampling.enabled"] = True
     draw.tasks(judge="exact", length=3, seconds=draw.generation * 0.002)
-    draw.world.hint = draw.rng.uniform(1.2, 1.6)
-    draw.settings["trainer.lr"] *= 0.3
+    draw.world.hint = draw.rng.uniform(1.0, 1.4)
+    draw.settings["trainer.lr"] *= 0.1
 
 
 @breaks("rewards_not_numbers")
