@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_explain.py 25 --output explain.json
 
-Each cause of ``simulation.broken`` is brought about in so many runs with held-out seeds, from 10,000 on; the
-rules were written on seeds below 100.  A run is recorded by the real pipeline on virtual time, read from its
-directory, and removed.
+Each cause of ``simulation.broken`` is brought about in so many runs with held-out seeds, from 20,000 on.  The
+rules were written on seeds below 100, and two thresholds on healthy runs from 10,000 on.  A run is recorded
+by the real pipeline on virtual time, read from its directory, and removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from simulation.broken import BREAKS, write
 from grpo_core.explain.decisions import explained
 from grpo_core.explain.facts import Facts
 
-HELD_OUT = 10_000
+HELD_OUT = 20_000
 """The first held-out seed."""
 HEALTHY = "healthy"
 
