@@ -23,7 +23,7 @@ class Trackio(grpo.Tracker):
         artifacts: whether each checkpoint is kept as a version of an artifact with the run's name.
     """
 
-    requires = {"trackio": "pip install 'grpo-plugin-trackers[trackio]'"}  # noqa: RUF012
+    requires = {"trackio": "pip install trackio"}  # noqa: RUF012
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 os.environ.setdefault("OPENAI_API_KEY", "unused")
 sys.path.insert(0, str(Path(__file__).parent / "with_verifiers"))
@@ -55,7 +56,7 @@ async def guessed(task, guesses):
 
     import game
 
-    playing = Interaction()
+    playing: Any = Interaction()
     playing.trace = trace
     player = SimpleNamespace(interaction=interaction)
     await game.Guess.run(SimpleNamespace(), task, SimpleNamespace(player=player))
