@@ -7,13 +7,14 @@ before any of them can be imported, so it uses the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import logging
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 
 TEMPLATES = "transformers.utils.chat_template_utils"
@@ -71,9 +72,23 @@ def _alone(file: str) -> types.ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _in_place_of("numpy"):  # some versions import it, and do not need it for schemas
+        spec.loader.exec_module(module)
     sys.modules[name] = module
     return module
+
+
+@contextlib.contextmanager
+def _in_place_of(name: str) -> Iterator[None]:
+    """Let an import of a module succeed if it is not installed; what is imported is empty."""
+    if importlib.util.find_spec(name) is not None:
+        yield
+        return
+    sys.modules[name] = types.ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _never(name: str) -> object:

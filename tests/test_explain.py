@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 from simulation.broken import BREAKS, write
 
 from grpo_core.errors import ConfigError
 from grpo_core.explain import command
 from grpo_core.explain.decisions import CAUSES, explained
-from grpo_core.explain.facts import Facts
+from grpo_core.explain.facts import Facts, Messages, Series, tell
 
 SEED = 58
 """A seed whose runs are small."""
@@ -168,3 +169,132 @@ def test_the_page_has_a_line_for_each_cause() -> None:
         if f"| `{cause.name}` | {(cause.condition.__doc__ or '').strip()} |" not in page
     ]
     assert missing == []
+
+
+# ---------------------------------------------------------------------------------- runs of other kinds
+
+
+def of(config: dict[str, object] | None = None, **series: list[float]) -> Facts:
+    """Facts of a run with these metrics, one value for each step."""
+    facts = Facts(path=Path("run"), config=config or {}, started=1, ended="finished")
+    for name, values in series.items():
+        for step, value in enumerate(values, 1):
+            facts.series.setdefault(name.replace("__", "/"), Series()).add(step, value)
+    return facts
+
+
+def causes(facts: Facts) -> list[str]:
+    return [finding.cause for finding in explained(facts)]
+
+
+def test_a_run_that_failed_before_its_first_step_has_its_error_and_nothing_else() -> None:
+    facts = of({"trainer": {"updates_per_step": 8}})
+    facts.ended, facts.error = "failed", Messages(1, 0, 0, "ModelError: there is no such file")
+    assert causes(facts) == ["run_failed"]
+    facts.ended = ""
+    assert causes(facts) == ["run_failed"], "a run that said why it ended was not killed without a word"
+
+
+def test_a_loss_without_clip_fractions_has_no_cause_with_nan() -> None:
+    config = {"trainer": {"updates_per_step": 8}}
+    facts = of(config, time__step=[1.0] * 10, entropy=[1.0] * 10)
+    assert not [line for finding in explained(facts) for line in finding.evidence if "nan" in line]
+
+
+def test_an_error_comes_before_what_is_merely_slow() -> None:
+    facts = of(time__step=[10.0] * 10)
+    facts.stages.update({"publish": 40, "cut of the checkpoint": 30, "step": 30})
+    facts.ended, facts.error = "failed", Messages(1, 9, 9, "WeightSyncError: engine 0 refused")
+    assert causes(facts)[0] == "run_failed"
+    facts.error = Messages(1, 9, 9, "OSError: [Errno 28] No space left on device")
+    assert causes(facts)[0] == "disk_full"
+    assert "run_failed" not in causes(facts), "the disk explains the error"
+
+
+def test_single_steps_of_a_long_run_are_no_cause() -> None:
+    ones = [1.0] * 5000
+    facts = of(time__step=ones, entropy=ones, logprob_diff_mean=[0.01] * 4999 + [1.2])
+    facts.series["non_finite_rows"] = Series()
+    for step in (17, 4001):
+        facts.series["non_finite_rows"].add(step, 1.0)
+    assert causes(facts) == []
+
+
+def test_a_part_that_counts_mistakes_falls_in_a_healthy_run() -> None:
+    up, down = [0.08 * n for n in range(12)], [0.46 - 0.04 * n for n in range(12)]
+    healthy = of(
+        groups__game=[8.0] * 12, time__step=[1.0] * 12, reward__game=up, accuracy__game=up,
+        feedback_won__game=up, feedback_invalid_move__game=down,
+    )  # fmt: skip
+    assert causes(healthy) == []
+    gamed = of(
+        groups__game=[8.0] * 12, time__step=[1.0] * 12, reward__game=up,
+        feedback_long__game=up, feedback_right__game=down,
+    )  # fmt: skip
+    assert causes(gamed) == ["reward_part_gamed"]
+    weights = {"shaping": {"weights": {"long": 1.0, "right": 0.0}}}
+    unpaid = evolve(gamed, config=weights)
+    assert causes(unpaid) == [], "nobody pays for the part that falls"
+
+
+def test_a_solved_task_whose_best_reward_is_zero_is_no_broken_judge() -> None:
+    solved = of(
+        groups__chess=[8.0] * 12, time__step=[1.0] * 12, reward__chess=[-1.0, -0.5, *[0.0] * 10],
+        accuracy__chess=[0.0, 0.5, *[1.0] * 10], frac_reward_zero_std__chess=[0.0, 0.2, *[1.0] * 10],
+    )  # fmt: skip
+    assert causes(solved) == []
+
+
+def test_a_task_that_is_switched_off_on_purpose_is_not_dominated() -> None:
+    tasks = {"sort": {"weight": 1.0}, "copy": {"weight": 0.0}}
+    groups = {"groups__sort": [8.0] * 10, "groups__copy": [0.0] * 10}
+    assert causes(of({"tasks": tasks}, time__step=[1.0] * 10, **groups)) == []
+    tasks["copy"]["weight"] = 0.5
+    assert causes(of({"tasks": tasks}, time__step=[1.0] * 10, **groups)) == ["one_task_dominates"]
+
+
+def test_the_limit_of_each_engine_counts_as_often_as_there_are_engines() -> None:
+    config = {"engine": {"max_requests": 8, "workers": 8}, "rollout": {"group_size": 8},
+              "trainer": {"prompts_per_step": 8}}  # fmt: skip
+    facts = of(config, time__step=[1.0] * 10)
+    facts.stages.update({"wait for groups": 60, "step": 40})
+    assert causes(facts) == []
+    config["engine"]["workers"] = 1
+    (finding,) = explained(facts)
+    assert finding.cause == "too_few_in_flight"
+    assert finding.fix.startswith("set engine.max_requests = 0")
+
+
+def test_engines_that_die_are_not_late() -> None:
+    facts = of(time__step=[1.0] * 10)
+    for _ in range(2):
+        tell(facts.incidents, ("replaced", "engine 1"), 3, "it is replaced: engine local died 5 times")
+    assert "engine_is_late" not in causes(facts)
+    for _ in range(2):
+        tell(facts.incidents, ("replaced", "engine 1"), 3, "it is replaced: no answer within 60 s")
+    assert "engine_is_late" in causes(facts)
+
+
+def test_a_fix_that_was_applied_is_not_asked_for_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warning = {"event": "WarningRaised", "cause": "no_stop", "step": 0, "message": "set rollout.stop"}
+    starts = [{"event": "RunStarted", "step": step} for step in (0, 6)]
+    ended = {"event": "RunEnded", "reason": "finished"}
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in (starts[0], warning, starts[1], ended))
+    assert command.explain(run, as_json=False) == 0
+    assert "continued at step 6" in capsys.readouterr().err
+    assert named(run) == []
+
+
+def test_most_rewards_that_are_nan_are_named_whatever_was_said_last() -> None:
+    facts = of(time__step=[1.0] * 10, **{"buffer/attempts": [100.0]})
+    tell(facts.incidents, ("unscored", "rollouts of task sort"), 1, "reward is nan; it must be finite", 90)
+    tell(facts.incidents, ("unscored", "rollouts of task sort"), 9, "ValueError: no answer", 3)
+    assert causes(facts)[0] == "rewards_not_numbers"
+
+
+def test_numbers_beyond_all_floats_and_odd_tables_do_no_harm(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 1, "huge": {10**400}}}\n')
+    (run / "config.toml").write_text(f"tasks = 3\nfilters = 4\n[trainer]\nlr = {10**400}\n")
+    assert named(run) == []

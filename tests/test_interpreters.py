@@ -282,3 +282,26 @@ def test_no_file_of_a_run_has_the_secret_that_its_environment_uses(tmp_path, bar
     assert any(b"$KEY_OF_TODAY" in text for text in unpacked), "the name is written"
     for text in (*unpacked, done.stdout.encode(), done.stderr.encode()):
         assert SECRET.encode() not in text
+
+
+ALONE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("lent", sys.argv[1])
+lent = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(lent)
+assert lent._alone(sys.argv[2]).get_json_schema(None) == "no torch"
+assert "numpy" not in sys.modules, "whoever imports it later must hear that it is missing"
+"""
+
+
+def test_schemas_of_tools_need_no_numpy(tmp_path):
+    """The newest transformers import it in the module that writes the schemas, which does not use it there."""
+    module = tmp_path / "chat_template_utils.py"
+    module.write_text(
+        "import numpy as np\nfrom . import logging\nfrom .import_utils import is_torch_available\n"
+        "def get_json_schema(function):\n    return 'torch' if is_torch_available() else 'no torch'\n"
+    )
+    lent = Path(__file__).parents[1] / "grpo_core" / "lent.py"
+    command = [sys.executable, "-I", "-S", "-c", ALONE, str(lent), str(module)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -413,7 +413,7 @@ class Audit:
         if self._agent:
             return [behaviour.latency(self._seconds, max(self._seconds), 1, max(self._seconds), 1)]
         left = self.extent.seconds - (self.clock() - self._began)
-        size = max(FEWEST, min(self.player.size, int(left / max(self._per_reply, 1e-6))))
+        size = min(self.player.size, max(FEWEST, int(left / max(self._per_reply, 1e-6))))
         mixed = self._mixed(len(self.some))
         full = [mixed[place % len(mixed)] for place in range(size)]
         begin = self.clock()

@@ -63,6 +63,8 @@ def _notes(facts: Facts) -> list[str]:
     """Return what keeps the command from seeing everything."""
     notes = [f"{name} is missing: what it would show is not looked at" for name in facts.missing]
     notes += [f"{count} lines of {name} cannot be read" for name, count in facts.damaged.items()]
+    if facts.resumed_at:
+        notes.append(f"it was continued at step {facts.resumed_at}: earlier numbers are of earlier settings")
     if facts.running:
         notes.append("the run goes on: this is what its files say now")
     return notes

@@ -1,7 +1,8 @@
 """The decision list: all causes, in the order in which they explain a run.
 
-What ends a run or loses its rollouts comes first, then what leaves nothing to learn from, then how the policy
-changes, and last where the time goes: each explains what follows.
+What ends a run or loses its rollouts comes first, then what leaves nothing to learn from, then an end that
+nothing before explains, then how the policy changes, and last where the time goes: each explains what
+follows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from grpo_core.explain import faults, learning, rewards, speed
 from grpo_core.explain.causes import Cause, Finding, cause
 from grpo_core.explain.facts import Facts
 
+FAILED = "run_failed"
+"""The cause that stands for every error which no other cause quotes."""
 CAUSES: tuple[Cause, ...] = tuple(
     map(
         cause,
@@ -44,6 +47,8 @@ CAUSES: tuple[Cause, ...] = tuple(
             rewards.reward_pays_length,
             rewards.one_task_dominates,
             faults.held_out_prompts_leaked,
+            faults.killed,
+            faults.run_failed,
             learning.staleness_too_high,
             learning.too_many_updates,
             learning.gradient_clip_too_small,
@@ -60,8 +65,6 @@ CAUSES: tuple[Cause, ...] = tuple(
             speed.engine_is_the_bottleneck,
             speed.validation_blocks,
             speed.trainer_is_the_bottleneck,
-            faults.killed,
-            faults.run_failed,
         ),
     )
 )
@@ -69,5 +72,9 @@ CAUSES: tuple[Cause, ...] = tuple(
 
 def explained(facts: Facts) -> list[Finding]:
     """Return the causes that the facts of a run show, the likeliest first."""
-    found = (each.found(facts) for each in CAUSES)
-    return [finding for finding in found if finding is not None]
+    found = [finding for each in CAUSES if (finding := each.found(facts)) is not None]
+    if facts.error is None or not facts.error.message:
+        return found
+    said = facts.error.message
+    quoted = any(said in line for each in found if each.cause != FAILED for line in each.evidence)
+    return [each for each in found if each.cause != FAILED or not quoted]

@@ -25,6 +25,8 @@ STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step; they count in no share of the time."""
 MOST_PROMPTS = 200_000
 """Largest number of different prompts of a task that are told apart."""
+REASON = 120
+"""Number of characters by which messages are told apart."""
 LONGEST = 400
 """Number of characters of a message that are kept."""
 _WANTED = tuple(
@@ -87,6 +89,16 @@ class Series:
         return min(self.values, default=math.nan)
 
     @property
+    def usual_most(self) -> float:
+        """The value that 95% of the steps do not exceed, the largest of up to 20; NaN without a value."""
+        return sorted(self.values)[-1 - len(self.values) // 21] if self.values else math.nan
+
+    @property
+    def usual_least(self) -> float:
+        """The value that 95% of the steps reach, the smallest of up to 20; NaN without a value."""
+        return sorted(self.values)[len(self.values) // 21] if self.values else math.nan
+
+    @property
     def total(self) -> float:
         """Sum of the values."""
         return math.fsum(self.values)
@@ -98,8 +110,8 @@ class Series:
 
 
 @define
-class Told:
-    """Messages of one kind."""
+class Messages:
+    """How often, and when, a run said something of one kind."""
 
     count: float = 0.0
     first: int = 0
@@ -107,6 +119,8 @@ class Told:
     last: int = 0
     message: str = ""
     """The last message."""
+    reasons: Counter[str] = field(factory=Counter)
+    """Number of messages by their beginnings, of the first hundred that differ."""
 
 
 @define
@@ -126,19 +140,21 @@ class Facts:
     path: Path
     config: Mapping[str, Any] = field(factory=dict)
     series: dict[str, Series] = field(factory=dict)
-    warnings: dict[str, Told] = field(factory=dict)
+    warnings: dict[str, Messages] = field(factory=dict)
     """By cause."""
-    incidents: dict[tuple[str, str], Told] = field(factory=dict)
+    incidents: dict[tuple[str, str], Messages] = field(factory=dict)
     """By kind and component."""
-    skipped: dict[str, Told] = field(factory=dict)
+    skipped: dict[str, Messages] = field(factory=dict)
     """Prompts that were skipped, by task."""
     prompts: dict[str, Prompts] = field(factory=dict)
-    error: Told | None = None
+    error: Messages | None = None
     """The error that ended the run."""
     error_type: str = ""
     """Its class, as the traceback names it."""
     started: int = 0
     """Number of starts, the first one included."""
+    resumed_at: int = 0
+    """Step at which the last start continued the run; 0 if it was started once."""
     ended: str = ""
     """Reason of the last end; empty: the last start has no end."""
     running: bool = False
@@ -200,8 +216,8 @@ class Facts:
     def _take_metrics(self, row: Mapping[str, Any]) -> None:
         step = _whole(row.get("step"))
         for name, value in row.items():
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-                self.series.setdefault(name, Series()).add(step, float(value))
+            if (number := _number(value)) is not None:
+                self.series.setdefault(name, Series()).add(step, number)
 
     def _take_event(self, row: Mapping[str, Any]) -> None:
         step, text = _whole(row.get("step")), str(row.get("message", ""))[:LONGEST]
@@ -209,19 +225,22 @@ class Facts:
             case "Dispatched":
                 self._take_slots(row.get("slots"))
             case "RunStarted":
-                self.started, self.ended, self.error = self.started + 1, "", None
+                self.started, self.ended, self.error, self.error_type = self.started + 1, "", None, ""
+                self.warnings.clear()  # each start warns again of what is still so
+                if self.started > 1:
+                    self.resumed_at = step
             case "RunEnded":
                 self.ended = str(row.get("reason"))
             case "ErrorRaised":
-                self.error = Told(1, step, step, text)
+                self.error = Messages(1, step, step, text)
                 self.error_type = _class_of(str(row.get("traceback", "")))
             case "WarningRaised":
-                _tell(self.warnings, str(row.get("cause")), step, text)
+                tell(self.warnings, str(row.get("cause")), step, text)
             case "IncidentReported":
                 key = str(row.get("kind")), str(row.get("component"))[:LONGEST]
-                _tell(self.incidents, key, step, text, max(1, _whole(row.get("count", 1))))
+                tell(self.incidents, key, step, text, max(1, _whole(row.get("count", 1))))
             case "PromptSkipped":
-                _tell(self.skipped, str(row.get("task")), step, str(row.get("error"))[:LONGEST])
+                tell(self.skipped, str(row.get("task")), step, str(row.get("error"))[:LONGEST])
 
     def _take_slots(self, slots: Any) -> None:
         for slot in slots if isinstance(slots, list) else ():
@@ -269,8 +288,13 @@ class Facts:
 
     def number(self, key: str, default: float = math.nan) -> float:
         """Return a number of the configuration; the default where there is something else."""
+        found = _number(self.setting(key))
+        return default if found is None else found
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        """Return a table of the configuration; an empty one where there is something else."""
         found = self.setting(key)
-        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else default
+        return found if isinstance(found, Mapping) else {}
 
     @property
     def seconds(self) -> float:
@@ -291,16 +315,17 @@ class Facts:
         whole = self.of("time/step").total
         return self.of(metric).total / whole if whole > 0 else 0.0
 
-    def incident(self, kind: str, component: str = "") -> Told:
+    def incident(self, kind: str, component: str = "") -> Messages:
         """Return the incidents of a kind, of all components whose name begins like this."""
-        found = Told()
+        found = Messages()
         for (its, who), told in self.incidents.items():
             if its == kind and who.startswith(component):
-                found = Told(
+                found = Messages(
                     found.count + told.count,
                     min(found.first, told.first) if found.count else told.first,
                     max(found.last, told.last),
                     f"{who}: {told.message}",
+                    found.reasons + told.reasons,
                 )
         return found
 
@@ -318,9 +343,23 @@ def _object(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _tell(found: dict[Any, Told], key: Any, step: int, message: str, count: int = 1) -> None:
-    told = found.setdefault(key, Told(0.0, step, step))
+def tell(found: dict[Any, Messages], key: Any, step: int, message: str, count: int = 1) -> None:
+    """Add a message, which stands for ``count``, to those of its kind."""
+    told = found.setdefault(key, Messages(0.0, step, step))
     told.count, told.last, told.message = told.count + count, step, message
+    reason = message[:REASON]
+    if reason in told.reasons or len(told.reasons) < 100:
+        told.reasons[reason] += count
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond all floats
+        return None
 
 
 def _whole(value: Any) -> int:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from grpo_core.explain.causes import Evidence, named, percent
-from grpo_core.explain.facts import Facts, Told
+from grpo_core.explain.facts import Facts, Messages
 
 SOME = 3
 """Number of incidents below which a run has survived chance."""
 
 
-def _before(facts: Facts) -> str:
+def _progress(facts: Facts) -> str:
     return f"the run made {facts.steps} of {facts.number('trainer.steps', 0):g} steps"
 
 
-def _often(facts: Facts, told: Told, share: float) -> bool:
+def _often(facts: Facts, told: Messages, share: float) -> bool:
     return told.count >= SOME and told.count >= share * facts.attempts
 
 
-def _per_attempt(facts: Facts, told: Told) -> str:
+def _per_attempt(facts: Facts, told: Messages) -> str:
     return f"{told.count:g} in {facts.attempts:g} attempts at a group, from step {told.first} to {told.last}"
 
 
@@ -32,7 +32,7 @@ def out_of_memory(facts: Facts) -> Evidence | None:
             f"the run ended with: {facts.error.message}",
             f"trainer.tokens_per_microbatch = {facts.setting('trainer.tokens_per_microbatch')}, "
             f"rollout.max_tokens = {facts.setting('rollout.max_tokens')}",
-            _before(facts),
+            _progress(facts),
         ),
         'halve trainer.tokens_per_microbatch, or set trainer.activations = "recompute"; '
         "grpo-core doctor CONFIG estimates what each process takes",
@@ -47,13 +47,13 @@ def disk_full(facts: Facts) -> Evidence | None:
         mark in error.message for mark in ("No space left on device", "Disk quota exceeded")
     ):
         return None
-    warned = facts.warnings.get("disk", Told())
+    warned = facts.warnings.get("disk", Messages())
     return Evidence(
         "The disk of the run is full.",
         (
             f"the run ended with: {error.message}",
             f"{warned.count:g} warnings about the disk came before",
-            _before(facts),
+            _progress(facts),
         ),
         "make room, then continue with --resume and --set tracking.files.keep=20 --set checkpoint.keep=1",
     )
@@ -66,7 +66,7 @@ def disk_nearly_full(facts: Facts) -> Evidence | None:
         return None
     return Evidence(
         "The disk of the run will soon be full.",
-        (told.message, f"the run said so {told.count:g} times, last at step {told.last}", _before(facts)),
+        (told.message, f"the run said so {told.count:g} times, last at step {told.last}", _progress(facts)),
         "make room, or continue with --resume and --set tracking.files.keep=20",
     )
 
@@ -146,12 +146,12 @@ def environment_raises(facts: Facts) -> Evidence | None:
     )
 
 
-def _unscored(facts: Facts) -> Told:
+def _unscored(facts: Facts) -> Messages:
     told = facts.incident("unscored", "rollouts")
-    return told if _often(facts, told, 0.08) else Told()
+    return told if _often(facts, told, 0.08) else Messages()
 
 
-def _share_unscored(facts: Facts) -> str:
+def _count_unscored(facts: Facts) -> str:
     errors = sum(facts.of(f"errors/{task}").total for task in facts.tasks)
     return f"{errors:g} rollouts had no reward and were played again"
 
@@ -160,14 +160,16 @@ def _share_unscored(facts: Facts) -> str:
 def rewards_not_numbers(facts: Facts) -> Evidence | None:
     """Rewards are NaN or infinite."""
     told = _unscored(facts)
-    if not any(f"reward is {what}" in told.message for what in ("nan", "inf", "-inf")):
+    marks = tuple(f"reward is {what}" for what in ("nan", "inf", "-inf"))
+    broken = sum(count for reason, count in told.reasons.items() if any(mark in reason for mark in marks))
+    if not told.count or broken < 0.5 * told.count:
         return None
     return Evidence(
         "An environment returns rewards that are no finite numbers.",
         (
             f"unscored: {_per_attempt(facts, told)}",
             f"the last one: {told.message}",
-            _share_unscored(facts),
+            _count_unscored(facts),
         ),
         "find the division by zero or the empty mean in evaluate; return None for what cannot be judged",
     )
@@ -182,7 +184,7 @@ def prompts_never_scored(facts: Facts) -> Evidence | None:
     failures = told.count + skipped.count + sum(facts.incident(kind).count for kind in others)
     if told.count < SOME or skipped.count < SOME or skipped.count * (retries + 1) < 0.6 * failures:
         return None
-    task, first = next(iter(facts.skipped.items()), ("", Told()))
+    task, first = next(iter(facts.skipped.items()), ("", Messages()))
     return Evidence(
         "Some prompts never get a reward, and are skipped.",
         (
@@ -207,7 +209,7 @@ def rollouts_unscored(facts: Facts) -> Evidence | None:
         (
             f"unscored: {_per_attempt(facts, told)}",
             f"the last one: {told.message}",
-            _share_unscored(facts),
+            _count_unscored(facts),
         ),
         "read the message, then let evaluate score such replies (one that cannot be parsed is usually a 0)",
     )
@@ -232,15 +234,22 @@ def engine_dies(facts: Facts) -> Evidence | None:
     )
 
 
+def _timed_out(facts: Facts) -> Messages:
+    """Return the replacements of engines that did not answer; others follow a death."""
+    told = facts.incident("replaced")
+    count = sum(count for reason, count in told.reasons.items() if "no answer" in reason)
+    return Messages(count, told.first, told.last, told.message) if count else Messages()
+
+
 @named("engine_is_late")
 def engine_is_late(facts: Facts) -> Evidence | None:
     """An engine of a pool does not take new weights in time."""
-    late, replaced = facts.incident("late"), facts.incident("replaced")
+    late, replaced = facts.incident("late"), _timed_out(facts)
     loading = {
         lane: facts.lane(lane, "update weights") for lane, what in facts.lanes if what == "update weights"
     }
     slow = max(loading.values(), default=0.0) > 0.5 > 10.0 * min(loading.values(), default=1.0)
-    if late.count + replaced.count < (1 if slow else 2):
+    if late.count + replaced.count < max(1 if slow else 2, 0.005 * facts.steps):
         return None
     told = late if late.count else replaced
     member = told.message.partition(":")[0]
@@ -279,7 +288,7 @@ def gradients_not_finite(facts: Facts) -> Evidence | None:
     updates, rows = facts.of("non_finite_updates"), facts.of("non_finite_rows")
     error = facts.error.message if facts.error is not None else ""
     ended = "is not finite" in error
-    if not ended and len(updates) + len(rows) < 2:
+    if not ended and len(updates) + len(rows) < max(2, 0.02 * facts.steps):
         return None
     return Evidence(
         "Losses or gradients are not finite.",
@@ -296,7 +305,7 @@ def gradients_not_finite(facts: Facts) -> Evidence | None:
 @named("killed")
 def killed(facts: Facts) -> Evidence | None:
     """The process ended without a word."""
-    if facts.ended or facts.running or not facts.started:
+    if facts.ended or facts.running or facts.error is not None or not facts.started:
         return None
     last = facts.of("time").values[-1] if len(facts.of("time")) else 0.0
     return Evidence(
@@ -304,7 +313,7 @@ def killed(facts: Facts) -> Evidence | None:
         (
             "events.jsonl has no end of the last start, and no error",
             "no process of this machine holds the run",
-            f"{_before(facts)}; its last metrics are of {last:.0f} (seconds since 1970)",
+            f"{_progress(facts)}; its last metrics are of {last:.0f} (seconds since 1970)",
         ),
         f"look for the memory killer (dmesg) or a time limit of the queue, then: grpo-core train --resume "
         f"{facts.path}",
@@ -321,7 +330,7 @@ def run_failed(facts: Facts) -> Evidence | None:
         (
             f"the error: {facts.error.message}",
             f"its class: {facts.error_type or 'unknown'}; the traceback is in events.jsonl (ErrorRaised)",
-            _before(facts),
+            _progress(facts),
         ),
         f"do what the message says, then: grpo-core train --resume {facts.path}",
     )
@@ -330,7 +339,7 @@ def run_failed(facts: Facts) -> Evidence | None:
 # ---------------------------------------------------------------------------------- warnings
 
 
-def _warned(facts: Facts, *causes: str) -> tuple[str, Told] | None:
+def _warned(facts: Facts, *causes: str) -> tuple[str, Messages] | None:
     for name, told in facts.warnings.items():
         if name.partition("/")[0] in causes:
             return name, told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from grpo_core.explain.causes import Evidence, moved, named, percent
 from grpo_core.explain.facts import Facts
 
@@ -9,7 +11,7 @@ ENOUGH = 5
 """Number of steps without which nothing is said about learning."""
 
 
-def _score(facts: Facts) -> float:
+def _rise(facts: Facts) -> float:
     """Return the largest rise of a task's mean reward; 0 without one."""
     rises = [facts.of(f"reward/{task}").last - facts.of(f"reward/{task}").first for task in facts.tasks]
     return max((rise for rise in rises if rise == rise), default=0.0)
@@ -66,8 +68,8 @@ def learning_rate_too_high(facts: Facts) -> Evidence | None:
         return None  # a bonus that lowers the entropy explains the same numbers
     steps = min(4, len(entropy))
     fell = entropy.values[0] > 0.2 and min(entropy.values[:steps]) < 0.2 * entropy.values[0]
-    fell = fell and _score(facts) < 0.1
-    wild = difference.most > 1.0 or kl.most > 1.0 or size.least < 0.05
+    fell = fell and _rise(facts) < 0.1
+    wild = difference.usual_most > 1.0 or kl.usual_most > 1.0 or size.usual_least < 0.05
     stale = facts.of("staleness_mean").median > 4.0
     if stale or not (fell or wild):
         return None
@@ -88,7 +90,7 @@ def learning_rate_too_high(facts: Facts) -> Evidence | None:
 def staleness_too_high(facts: Facts) -> Evidence | None:
     """Rollouts are trained so late that they are of another policy."""
     stale, difference = facts.of("staleness_mean"), facts.of("logprob_diff_mean")
-    if stale.median < 4.0 or difference.most < 0.08:
+    if not (stale.median >= 4.0 and difference.most >= 0.08):
         return None
     return Evidence(
         "Rollouts are trained so many steps later that another policy sampled them.",
@@ -108,7 +110,7 @@ def too_many_updates(facts: Facts) -> Evidence | None:
     """Each step makes so many updates that the clip works hard."""
     updates = facts.number("trainer.updates_per_step", 1.0)
     low, high = facts.of("clip_fraction_low"), facts.of("clip_fraction_high")
-    if updates < 6 or max(low.most, high.most) < 0.06:
+    if updates < 6 or not (low.most >= 0.06 or high.most >= 0.06):
         return None
     return Evidence(
         "Each step makes so many updates from the same rollouts that the clip removes much of the gradient.",
@@ -150,7 +152,7 @@ def learning_rate_too_low(facts: Facts) -> Evidence | None:
         still = difference.median < 1e-3 and kl.median < 1e-5
     else:
         still = (
-            abs(entropy.last - entropy.first) < 0.01 * max(entropy.first, 1e-9) and abs(_score(facts)) < 0.03
+            abs(entropy.last - entropy.first) < 0.01 * max(entropy.first, 1e-9) and abs(_rise(facts)) < 0.03
         )
     if not still or entropy.last < 0.05:
         return None
@@ -202,9 +204,9 @@ def overfitted(facts: Facts) -> Evidence | None:
             continue
         best, last = held_out.most, held_out.values[-1]
         low = facts.of(f"validation/{task}/reward_low")
-        surely = not len(low) or last < low.values[held_out.values.index(best)]
+        step = held_out.steps[held_out.values.index(best)]
+        surely = last < dict(zip(low.steps, low.values, strict=True)).get(step, math.inf)
         if reward.last - reward.first > 0.1 and best - last > 0.08 and surely:
-            step = held_out.steps[held_out.values.index(best)]
             return Evidence(
                 f"Task {task!r} gets better on training prompts and worse on held-out ones.",
                 (

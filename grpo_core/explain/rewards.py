@@ -51,7 +51,8 @@ def rewards_all_zero(facts: Facts) -> Evidence | None:
     """All rollouts of a task have the reward 0."""
     for task in _without_signal(facts):
         reward = facts.of(f"reward/{task}")
-        if len(reward) and abs(reward.last) < 0.01 and reward.most < 0.05:
+        near = len(reward) and max(abs(reward.most), abs(reward.least)) < 0.05
+        if near and abs(reward.last) < 0.01 and not _top(facts, task):
             return Evidence(
                 f"All rollouts of task {task!r} have the reward 0.",
                 (_reward(facts, task), _equal(facts, task), _rows(facts)),
@@ -65,8 +66,8 @@ def rewards_all_zero(facts: Facts) -> Evidence | None:
 def rewards_all_full(facts: Facts) -> Evidence | None:
     """All rollouts of a task were right from the start."""
     for task in _without_signal(facts):
-        equal = facts.of(f"frac_reward_zero_std/{task}")
-        if _top(facts, task) and equal.first >= 0.85:
+        begin = facts.of(f"frac_reward_zero_std/{task}").values[:3]
+        if _top(facts, task) and begin and fmean(begin) >= 0.85:
             return Evidence(
                 f"All rollouts of task {task!r} are right from the first step on.",
                 (_reward(facts, task), _equal(facts, task), _rows(facts)),
@@ -101,13 +102,13 @@ def rewards_constant(facts: Facts) -> Evidence | None:
 
 @named("filters_drop_most")
 def filters_drop_most(facts: Facts) -> Evidence | None:
-    """Nearly all finished groups are filtered."""
+    """Most finished groups are filtered."""
     for task in facts.tasks:
         share = facts.of(f"filtered_fraction/{task}")
         filtered, sent = facts.of("buffer/filtered").most, facts.of("buffer/dispatched").most
         if len(share) and share.median >= 0.6 and filtered >= 0.6 * sent:
             return Evidence(
-                f"Filters leave out nearly all groups of task {task!r}.",
+                f"Filters leave out most groups of task {task!r}.",
                 (
                     f"groups left out in a step: {percent(share.median)} (median)",
                     f"{filtered:g} of {sent:g} groups were generated for nothing",
@@ -118,11 +119,11 @@ def filters_drop_most(facts: Facts) -> Evidence | None:
             )
     if facts.error_type == "SamplingError" and facts.error is not None:
         return Evidence(
-            "Filters leave out nearly all groups.",
+            "Filters leave out most groups.",
             (
                 f"the run ended with: {facts.error.message}",
                 f"dynamic_sampling.enabled = {facts.setting('dynamic_sampling.enabled')}",
-                f"filters: {', '.join(facts.setting('filters', {})) or 'none'}",
+                f"filters: {', '.join(facts.table('filters')) or 'none'}",
             ),
             "choose prompts of the right difficulty, or widen the bounds in [filters]",
         )
@@ -172,7 +173,8 @@ def few_different_prompts(facts: Facts) -> Evidence | None:
 @named("one_task_dominates")
 def one_task_dominates(facts: Facts) -> Evidence | None:
     """Nearly all groups are of one of several tasks."""
-    totals = {task: facts.of(f"groups/{task}").total for task in facts.setting("tasks", {})}
+    wanted = (task for task in facts.table("tasks") if facts.number(f"tasks.{task}.weight", 1.0) > 0)
+    totals = {task: facts.of(f"groups/{task}").total for task in wanted}
     whole = sum(totals.values())
     if len(totals) < 2 or not whole or facts.steps < 5:
         return None
@@ -188,8 +190,25 @@ def one_task_dominates(facts: Facts) -> Evidence | None:
             f"skipped prompts by task: "
             f"{', '.join(f'{task} {told.count:g}' for task, told in facts.skipped.items()) or 'none'}",
         ),
-        f'lower tasks.{first}.weight, or set sampler.options.shares = "trained" for exact shares',
+        f'if that is not meant, lower tasks.{first}.weight, or set sampler.options.shares = "trained" for '
+        "exact shares",
     )
+
+
+def _parts(facts: Facts, task: str) -> dict[str, Series]:
+    """Return the parts of a task's reward, by the names of their metrics.
+
+    With `shaping.weights` these are the parts that it pays; without, all numbers that the environment
+    reports.
+    """
+    found = {}
+    weights = facts.table("shaping.weights")
+    for name, series in facts.series.items():
+        part, _, its = name.removeprefix("feedback_").partition("/")
+        paid = not weights or facts.number(f"shaping.weights.{part}", 0.0) > 0
+        if name.startswith("feedback_") and its == task and len(series) >= 8 and paid:
+            found[name] = series
+    return found
 
 
 def _fell(part: Series) -> bool:
@@ -204,13 +223,11 @@ def reward_part_gamed(facts: Facts) -> Evidence | None:
     """One part of the reward rises while another one falls."""
     for task in facts.tasks:
         reward = facts.of(f"reward/{task}")
-        parts = {
-            name: series
-            for name, series in facts.series.items()
-            if name.startswith("feedback_") and name.endswith(f"/{task}") and len(series) >= 8
-        }
+        parts, right = _parts(facts, task), facts.of(f"accuracy/{task}")
         if len(reward) < 8 or reward.last - reward.first < 0.05:
             continue
+        if len(right) and right.last - right.first > 0.05:
+            continue  # a part that falls while successes rise counts mistakes
         rises = {name: each.last - each.first for name, each in parts.items()}
         up = [name for name, rise in rises.items() if rise > 0.3]
         down = [name for name, each in parts.items() if _fell(each)]

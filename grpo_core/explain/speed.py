@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from grpo_core.explain.causes import Evidence, named, percent
 from grpo_core.explain.facts import Facts
 
+FASTER_SYNC = (
+    "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
+    "adapters (model.lora)"
+)
 ENOUGH = 4
 """Number of steps without which nothing is said about times."""
 
@@ -65,8 +71,7 @@ def publishing_is_slow(facts: Facts) -> Evidence | None:
             f"engine.transport = {facts.setting('engine.transport')!r}, trainer.ranks = "
             f"{facts.setting('trainer.ranks')}",
         ),
-        "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
-        "adapters (model.lora)",
+        FASTER_SYNC,
     )
 
 
@@ -122,15 +127,19 @@ def weight_sync_is_slow(facts: Facts) -> Evidence | None:
             f"engine.transport = {facts.setting('engine.transport')!r}, engine.workers = "
             f"{facts.setting('engine.workers')}",
         ),
-        "choose a faster engine.transport (cuda_ipc on one machine, collective between machines), or train "
-        "adapters (model.lora)",
+        FASTER_SYNC,
     )
 
 
 @named("too_few_in_flight")
 def too_few_in_flight(facts: Facts) -> Evidence | None:
     """A limit of rollouts in flight keeps the engine idle."""
-    most = facts.number("rollout.max_in_flight", 0.0) or facts.number("engine.max_requests", 0.0)
+    limits = {
+        "rollout.max_in_flight": facts.number("rollout.max_in_flight", 0.0),
+        "engine.max_requests": facts.number("engine.max_requests", 0.0) * facts.number("engine.workers", 1.0),
+    }
+    key = min(limits, key=lambda name: limits[name] or math.inf)
+    most = limits[key]
     group = facts.number("rollout.group_size", 8.0)
     wanted = facts.number("trainer.prompts_per_step", 1.0) * group
     if not _enough(facts) or not 0 < most <= 0.5 * wanted or _waits(facts) < 0.4:
@@ -138,12 +147,12 @@ def too_few_in_flight(facts: Facts) -> Evidence | None:
     return Evidence(
         "So few rollouts may be in flight that the engine has little to do.",
         (
-            f"rollout.max_in_flight = {facts.setting('rollout.max_in_flight')}, engine.max_requests = "
-            f"{facts.setting('engine.max_requests')}; a step trains {wanted:g} rollouts",
+            f"{key} = {facts.setting(key)} lets {most:g} rollouts be played at the same time; a step trains "
+            f"{wanted:g}",
             f"training waits for groups in {percent(_waits(facts))} of the time",
             f"the engines sample {facts.of('tokens_per_second/generation').median:.3g} tokens/s",
         ),
-        f"set rollout.max_in_flight = 0 (no limit), or at least {2 * wanted:g}",
+        f"set {key} = 0 (no limit), or raise it until at least {2 * wanted:g} are played at the same time",
     )
 
 

@@ -16,6 +16,8 @@ RECENT = 0.6
 """Share of the steps, the newest ones, that count: completions get longer or shorter as the model learns."""
 DRIFT = 0.04
 """Standard deviation of the steps' mean over the rest of a long run, as a share of the mean so far."""
+MOST = 300
+"""Largest number of steps that count: the work grows with its square."""
 CONFIDENCE = 0.8
 """Share of the intervals that shall contain the time that the run then takes."""
 
@@ -46,7 +48,7 @@ def remaining(seconds: Sequence[float], left: int) -> Remaining | None:
     steady = seconds[WARM_UP:]
     if len(steady) < FEWEST or left < 1:
         return None
-    newest = steady[-max(FEWEST, round(RECENT * len(steady))) :]
+    newest = steady[-min(MOST, max(FEWEST, round(RECENT * len(steady)))) :]
     n, mean = len(newest), fmean(newest)
     variance = _long_run_variance([value - mean for value in newest])
     drift = DRIFT * mean * left * left / (left + len(seconds))

@@ -32,7 +32,7 @@ from grpo_core.inert import inert
 from grpo_core.loop.metrics import headline
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
-from grpo_core.reporting.eta import remaining
+from grpo_core.reporting.eta import Remaining, remaining
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stored import as_json
 from grpo_core.validation.results import interval, measured, shown
@@ -83,6 +83,8 @@ class TerminalTracker(Tracker):
         """The same moment on the monotonic clock."""
         self._seconds: list[float] = []
         """Seconds of each step so far, from the end of the one before."""
+        self._told: Remaining | None = None
+        """What was left when the last step ended."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._validation: dict[str, list[tuple[str, float]]] = {}
@@ -137,10 +139,12 @@ class TerminalTracker(Tracker):
                 reply = str(best.messages[-1].get("content", "")) if best.messages else ""
                 self._sample = (prompt, reply, best.reward or 0.0)
             case StepEnded():
-                self._status = f"waiting for the groups of step {event.step + 1}"
+                more = event.step < self._steps
+                self._status = f"waiting for the groups of step {event.step + 1}" if more else "finishing"
                 self._step = event.step
                 self._seconds.append(event.time - self._ended)
                 self._ended, self._heard = event.time, time.monotonic()
+                self._told = remaining(self._seconds, self._steps - event.step)
                 self._recent.append(event.metrics)
                 self._rewards.append(_mean_of(event.metrics, "reward/"))
                 self._line(self._of_step())
@@ -184,19 +188,21 @@ class TerminalTracker(Tracker):
 
     def _mean(self, name: str) -> float:
         """Return the mean of a metric over the last steps, weighted by their times."""
-        times = [m.get("time/step", 0.0) for m in self._recent]
-        weighed = sum(time * m.get(name, 0.0) for time, m in zip(times, self._recent, strict=True))
+        recent = list(self._recent)  # another thread draws
+        times = [m.get("time/step", 0.0) for m in recent]
+        weighed = sum(time * m.get(name, 0.0) for time, m in zip(times, recent, strict=True))
         return weighed / (sum(times) or 1.0)
 
     def _share(self, name: str) -> float:
         """Return the share of the last steps' time that a metric of seconds has."""
-        times = sum(m.get("time/step", 0.0) for m in self._recent)
-        return min(1.0, sum(m.get(name, 0.0) for m in self._recent) / (times or 1.0))
+        recent = list(self._recent)  # another thread draws
+        times = sum(m.get("time/step", 0.0) for m in recent)
+        return min(1.0, sum(m.get(name, 0.0) for m in recent) / (times or 1.0))
 
     def _waits(self) -> Text:
         training, playing = self._share("time/train"), self._share("time/generate")
         return Text(
-            f"of the time training waits for groups; it works {training:.0%}, rollouts run {playing:.0%}",
+            f"of the time training waits for groups, {training:.0%} it computes; {playing:.0%} rollouts run",
             style="dim",
         )
 
@@ -216,7 +222,7 @@ class TerminalTracker(Tracker):
             since: seconds since the last step ended.
         """
         left = self._steps - self._step
-        if (told := remaining(self._seconds, left)) is not None:
+        if (told := self._told) is not None:
             low, high = (_clock(max(0.0, seconds - since)) for seconds in (told.low, told.high))
             return f", {low} to {high} left" if low != high else f", about {low} left"
         if not self._seconds or not left:

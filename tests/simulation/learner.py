@@ -474,11 +474,10 @@ class Learner(Trainer):
         )
         losses, metrics = getattr(named, config.loss.name)(inputs, **config.loss.options)
         wrong = self._rng.random() < 0.7 and self.version >= self._world.nan_from * config.trainer.steps
-        factor = math.inf if wrong else 1.0
-        (total(losses, inputs) * 1.0).backward()
+        total(losses, inputs).backward()
         if wrong:
             assert self._own.grad is not None
-            self._own.grad *= factor
+            self._own.grad *= math.inf
         norm = torch.nn.utils.clip_grad_norm_([self._own, self._common], config.trainer.max_grad_norm)
         if norm.isfinite():
             self._lost = 0

@@ -173,14 +173,7 @@ class _Run:
         host = _host()
         tables = Tables(world, world.tasks, config.seed)
         renderer: Any = Renderer(world, world.tasks)
-        judges = {task.name: Judge(task, config.seed, {}, self.progress) for task in world.tasks}
-        for task in world.tasks:
-            judges[task.name].max_turns = 2 if task.tools else 1
-        environments: dict[str, Any] = {
-            name: BatchedEnvironment(judge, config.environment) for name, judge in judges.items()
-        }
-        for name, judge in judges.items():
-            environments[name].solve, environments[name].first_traceback = judge.solve, ""
+        environments = self._environments()
         prompts = {task.name: self._prompts(number, task) for number, task in enumerate(world.tasks)}
         held_out = [
             HeldOut(
@@ -210,7 +203,6 @@ class _Run:
             last=config.trainer.steps,
             emit=self.emit,
         )
-        outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
         pipeline = Pipeline(
             buffer=make_buffer(config.trainer, config.pipeline, config.rollout),
             draw=stream.draw,
@@ -234,12 +226,7 @@ class _Run:
             ),
             seed=config.seed,
             emit=self.emit,
-            observe_attempt=error_budgets(
-                environments,
-                max_error_rate=config.environment.max_error_rate,
-                max_retries=config.rollout.max_retries,
-                max_lost=outstanding * config.rollout.group_size * (config.rollout.max_retries + 1),
-            ),
+            observe_attempt=self._budgets(environments),
             incidents=self._incidents.read,
             schedule=make_schedule(
                 rollout=config.rollout,
@@ -255,6 +242,27 @@ class _Run:
             limits=health_limits(config.health),
         )
         return pipeline, warnings
+
+    def _environments(self) -> dict[str, Any]:
+        """Return an environment for each task."""
+        found: dict[str, Any] = {}
+        for task in self.world.tasks:
+            judge = Judge(task, self.config.seed, {}, self.progress)
+            judge.max_turns = 2 if task.tools else 1
+            made: Any = BatchedEnvironment(judge, self.config.environment)
+            made.solve, made.first_traceback = judge.solve, ""
+            found[task.name] = made
+        return found
+
+    def _budgets(self, environments: dict[str, Any]) -> Any:
+        config = self.config
+        outstanding = (config.pipeline.max_staleness + 1) * config.trainer.prompts_per_step
+        return error_budgets(
+            environments,
+            max_error_rate=config.environment.max_error_rate,
+            max_retries=config.rollout.max_retries,
+            max_lost=outstanding * config.rollout.group_size * (config.rollout.max_retries + 1),
+        )
 
     def _engine(self, tables: Tables) -> Any:
         config, world = self.config, self.world

@@ -23,15 +23,19 @@ def log_checkpoint(library: Any, run: Any, name: str, event: grpo.events.Saved) 
 
     A checkpoint that the run has deleted meanwhile, because newer ones replace it, is left out.
     """
+    directory = Path(event.directory)
     artifact = library.Artifact(
         re.sub(r"[^A-Za-z0-9._-]", "-", name), type="model", metadata={"step": event.step}
     )
     try:
-        if not Path(event.directory).is_dir():
-            raise FileNotFoundError(event.directory)
+        files = [path for path in directory.rglob("*") if path.is_file()]
         artifact.add_dir(event.directory)
+        if not files or not all(path.exists() for path in files):
+            raise FileNotFoundError(event.directory)
         run.log_artifact(artifact, aliases=[f"step-{event.step}"])
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # W&B says ValueError of a directory that is not there
+        if directory.is_dir() and all(path.exists() for path in files):
+            raise
         log.warning(
             "the checkpoint of step %d was deleted before it could be logged as an artifact", event.step
         )

@@ -174,8 +174,16 @@ class Rewards(grpo.Environment):
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
-        """Return what the row has in the column ``solution``."""
+        """Return what the row has in the column ``solution``.
+
+        Raises ConfigError if there is no such column.
+        """
         row = row_of(prompt, self._answer)
+        if self._solution and self._solution not in row:
+            raise grpo.ConfigError(
+                f"trl: solution = {self._solution!r} is no column of the data, which has "
+                f"{', '.join(sorted(row)) or 'none'}"
+            )
         return str(row[self._solution]) if row.get(self._solution) is not None else None
 
     def evaluate(self, episodes: Sequence[grpo.Episode]) -> Any:

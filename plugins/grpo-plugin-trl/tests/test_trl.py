@@ -121,7 +121,8 @@ def test_a_column_may_hold_a_reply_with_full_marks():
     assert ours("length").solve(row) is None
     assert ours("length", solution="reply").solve(row) == "four"
     assert ours("length", answer="gold", solution="gold").solve(row) == "4"
-    assert ours("length", solution="other").solve(row) is None
+    with pytest.raises(grpo.ConfigError, match="solution = 'other' is no column of the data, which has"):
+        ours("length", solution="other").solve(row)
 
 
 def test_rewards_are_added_with_their_weights_and_their_parts_are_metrics():

@@ -65,9 +65,19 @@ class VerifiersTaskset(grpo.Environment):
         )
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
-        """Return what the task's data has in the field ``solution``."""
-        found = getattr(self._tasks.tasks[prompt.info["task"]].data, self._solution, None)
-        return found if isinstance(found, str) else None
+        """Return what the task's data has in the field ``solution``.
+
+        Raises ConfigError if there is no such field.
+        """
+        if not self._solution:
+            return None
+        data = self._tasks.tasks[prompt.info["task"]].data
+        if not hasattr(data, self._solution):
+            raise grpo.ConfigError(
+                f"verifiers: solution = {self._solution!r} is no field of the data of {self._tasks.name}"
+            )
+        found = getattr(data, self._solution)
+        return str(found) if isinstance(found, str | int | float) else None
 
     async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))

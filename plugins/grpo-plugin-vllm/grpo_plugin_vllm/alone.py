@@ -18,8 +18,8 @@ class Queue:
         self._running: set[int] = set()
 
     def put(self, call: Sequence[Entry]) -> None:
-        """Take a call.  One whose requests are all for one token, as a canary's, goes first."""
-        if all(request.max_tokens == 1 for _, request in call):
+        """Take a call.  One whose requests are all greedy and for one token, as a canary's, goes first."""
+        if all(request.max_tokens == 1 and request.temperature == 0.0 for _, request in call):
             self._waiting.appendleft(call)
         else:
             self._waiting.append(call)

@@ -37,7 +37,7 @@ class VllmEngine(ChildEngine):
         vllm: further arguments of ``vllm.EngineArgs``; they win over the others.
 
     Raises ValueError if an option is out of its range, and ConfigError if completions have to be reproducible
-    (``EngineSetup.reproducible``) without ``seeds``.
+    (``EngineSetup.reproducible``) without ``seeds``, or with a prefix cache.
     """
 
     requires = MappingProxyType({"vllm": "pip install 'grpo-core[vllm]' (on a CPU, see docs/engines.md)"})
@@ -81,6 +81,12 @@ class VllmEngine(ChildEngine):
                 "engine vllm: engine.options.seeds = false draws tokens that depend on other requests, and "
                 'pipeline.policy = "in_order" without updates of running requests asks for reproducible '
                 'ones; leave out seeds, or set pipeline.policy = "deadline"'
+            )
+        if setup.reproducible and options.vllm.get("enable_prefix_caching"):
+            raise ConfigError(
+                "engine vllm: engine.options.vllm has enable_prefix_caching = true, and pipeline.policy = "
+                '"in_order" without updates of running requests asks for completions that do not depend on '
+                'what is cached; leave it out, or set pipeline.policy = "deadline"'
             )
         super().__init__(
             setup,

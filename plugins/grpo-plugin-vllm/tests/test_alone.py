@@ -5,7 +5,8 @@ from __future__ import annotations
 from grpo_core import GenerationRequest
 from grpo_plugin_vllm.alone import Queue
 
-LONG, PROBE = (GenerationRequest(prompt_ids=(1,), max_tokens=n) for n in (9, 1))
+LONG, SHORT = (GenerationRequest(prompt_ids=(1,), max_tokens=n) for n in (9, 1))
+PROBE = GenerationRequest(prompt_ids=(1,), max_tokens=1, temperature=0.0)
 
 
 def keys(call):
@@ -37,6 +38,14 @@ def test_a_canary_waits_for_the_running_call_alone():
     calls.put([(6, PROBE), (7, LONG)])
     calls.ended(1)
     assert keys(calls.next()) == [4, 5]
+
+
+def test_short_calls_take_turns_with_the_others():
+    calls = queue((1,))
+    calls.put([(2, SHORT)])
+    assert keys(calls.next()) == [1]
+    calls.ended(1)
+    assert keys(calls.next()) == [2]
 
 
 def test_what_is_forgotten_does_not_begin_and_ends_its_call_if_it_runs():

@@ -150,6 +150,8 @@ def test_reproducible_completions_need_the_seeds_of_their_requests(tmp_path):
         ConfigError, match=r"engine\.options\.seeds = false draws tokens that depend on other"
     ):
         VllmEngine(EngineSetup(model=str(tmp_path), reproducible=True), seeds=False)
+    with pytest.raises(ConfigError, match=r"enable_prefix_caching = true, and pipeline\.policy"):
+        VllmEngine(EngineSetup(model=str(tmp_path), reproducible=True), vllm={"enable_prefix_caching": True})
 
 
 def test_an_update_follows_vllms_sequence(tried):
