@@ -295,7 +295,7 @@ assert "numpy" not in sys.modules, "whoever imports it later must hear that it i
 
 
 def test_schemas_of_tools_need_no_numpy(tmp_path):
-    """The newest transformers import it in the module that writes the schemas, which does not use it there."""
+    """The newest transformers import it in the module that writes the schemas, where none needs it."""
     module = tmp_path / "chat_template_utils.py"
     module.write_text(
         "import numpy as np\nfrom . import logging\nfrom .import_utils import is_torch_available\n"
