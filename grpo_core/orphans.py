@@ -32,6 +32,8 @@ _SCANS = 3
 """Number of scans in a row that find nothing until a watcher ends: a program may be starting another one."""
 _PAUSE = 0.1
 """Seconds between two scans."""
+_BECOMING = 1.0
+"""Seconds after which a process without variables and arguments is taken for one that has none."""
 _PATIENCE = 60.0
 """Seconds after which a watcher gives up: the kernel keeps a process that waits for a broken device."""
 
@@ -82,9 +84,31 @@ def _environments() -> Iterator[tuple[int, list[bytes]]]:
     for name in os.listdir("/proc") if sys.platform == "linux" else []:
         if name.isdecimal():
             with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
-                with open(f"/proc/{name}/environ", "rb") as file:
-                    variables = file.read().split(b"\0")
-                yield int(name), variables
+                yield int(name), variables(int(name)).split(b"\0")
+
+
+def variables(pid: int) -> bytes:
+    """Return the environment that a process began with; one that is just becoming a program is waited for.
+
+    The kernel shows neither variables nor arguments of it until its new stack is there, which ``Popen`` does
+    not wait for.  Raises OSError.
+    """
+    process = f"/proc/{pid}"
+    until = time.monotonic() + _BECOMING
+    while True:
+        with open(f"{process}/cmdline", "rb") as file:
+            has_begun = bool(file.read())  # before its variables are read, which come at the same moment
+        with open(f"{process}/environ", "rb") as file:
+            found = file.read()
+        if found or has_begun or time.monotonic() > until or _has_no_memory(process):
+            return found
+        time.sleep(0.001)
+
+
+def _has_no_memory(process: str) -> bool:
+    """Whether it is a thread of the kernel, or a process that has ended and waits for its parent."""
+    with open(f"{process}/statm", "rb") as file:
+        return file.read().startswith(b"0 ")
 
 
 def _start_watcher(secret: str) -> None:

@@ -407,6 +407,16 @@ def test_what_a_child_has_started_never_outlives_it(end, how):
     assert _is_gone(asyncio.run(closing(child(), use)))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone shows the variables of a process")
+def test_a_program_that_is_just_beginning_has_its_mark():
+    """The kernel shows none until its stack is there, and a child may be killed before that."""
+    for number in range(50):
+        with subprocess.Popen(["sleep", "100"], env={orphans.MARK: f"x.{number}"}) as begun:
+            seen = orphans.variables(begun.pid)
+            begun.kill()
+        assert seen == f"{orphans.MARK}=x.{number}\0".encode()
+
+
 def _kill_and_leave_unreaped(pid):
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
