@@ -84,7 +84,7 @@ class TerminalTracker(Tracker):
         self._seconds: list[float] = []
         """Seconds of each step so far, from the end of the one before."""
         self._told: Remaining | None = None
-        """What was left when the last step ended."""
+        """The forecast that was made when the last step ended."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._validation: dict[str, list[tuple[str, float]]] = {}
