@@ -1,8 +1,7 @@
 """The decision list: all causes, in the order in which they explain a run.
 
-What ends a run or loses its rollouts comes first, then what leaves nothing to learn from, then an end that
-nothing before explains, then how the policy changes, and last where the time goes: each explains what
-follows.
+What ends a run or loses its rollouts comes first, then what leaves nothing to learn from, then how the policy
+changes, then an end that nothing before explains, and last where the time goes: each explains what follows.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ CAUSES: tuple[Cause, ...] = tuple(
             rewards.reward_pays_length,
             rewards.one_task_dominates,
             faults.held_out_prompts_leaked,
-            faults.killed,
-            faults.run_failed,
             learning.staleness_too_high,
             learning.too_many_updates,
             learning.gradient_clip_too_small,
             learning.learning_rate_too_low,
             learning.entropy_collapsed,
             learning.overfitted,
+            faults.killed,
+            faults.run_failed,
             speed.checkpoints_block,
             speed.publishing_is_slow,
             speed.updates_wait_for_rollouts,
