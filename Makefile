@@ -10,6 +10,9 @@ PAGES  := $(wildcard $(foreach p,configuration options metrics records catalogue
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
 
+# thousands of processes that the tests start would compile every module again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install install-vllm demo test test-fast test-nightly test-newest lint docs pages dist bench bench-peers gpu-check gpu-check-vllm clean
 
 install: $(READY)
@@ -51,7 +54,7 @@ demo: $(READY)
 # a few that fail beside others are run again alone, and named
 test: $(READY) $(RAY) $(VLLM)
 	@$(BIN)/python tests/suite.py -n auto -m "not slow and not nightly"
-	@$(BIN)/python tests/suite.py -m "slow and not nightly"
+	@$(BIN)/python tests/suite.py -n 2 --dist loadfile -m "slow and not nightly"
 
 test-fast: $(READY)
 	@$(BIN)/python -m pytest -n auto -m "not slow and not long and not nightly"

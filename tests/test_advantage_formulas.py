@@ -128,6 +128,7 @@ def test_ddof_and_epsilon_express_the_scales_of_trl(scale: Any, step: list[list[
         assert row == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.long
 @given(st.lists(st.lists(st.tuples(rewards, rewards), min_size=4, max_size=4), min_size=1, max_size=3))
 def test_gdpo_with_two_epsilons_is_normalize_then_sum_of_trl(step: list[list[tuple[float, float]]]) -> None:
     weights = np.array([1.0, 0.5])

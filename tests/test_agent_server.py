@@ -540,6 +540,7 @@ FIELDS = ("messages", "input", "tools", "tool_choice", "n", "max_tokens", "stop"
           "response_format", "reasoning", "thinking", "logprobs")  # fmt: skip
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(body=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=6))
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)

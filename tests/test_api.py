@@ -382,6 +382,7 @@ def test_a_function_that_asks_for_a_field_that_is_not_there_ends_the_run():
         played(environment_of(judge, "judge", {}), story)
 
 
+@pytest.mark.long
 def test_code_that_hangs_is_left_behind_and_the_next_call_is_answered():
     free = threading.Event()
 

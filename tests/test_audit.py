@@ -547,6 +547,7 @@ def test_where_nonsense_is_a_success_no_share_of_it_is_told():
     assert "0%" not in told.replace("100%", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["<answer>{}</answer>", '{{"answer": "{}"}}'])
 def test_solutions_in_tags_or_json_are_known_as_such(form):
     class Formed(Sums):

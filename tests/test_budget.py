@@ -75,6 +75,7 @@ def test_one_outage_never_ends_a_run_however_many_calls_it_hits(needs_group):
     assert len(set(done.trained)) == 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("needs_group", "group_size"), [(True, 8), (True, 32), (False, 8)])
 def test_a_judge_that_always_fails_ends_the_run_at_the_second_attempts(needs_group, group_size):
     story = judged_run(

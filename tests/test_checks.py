@@ -13,6 +13,7 @@ from grpo_core import checks
 KINDS = [np.int32, np.float32, np.float64, np.float16, np.bool_, np.uint8]
 
 
+@pytest.mark.long
 @settings(max_examples=200)
 @given(st.sampled_from(KINDS), st.integers(1, 9000), st.integers(0, 2**32), st.data())
 def test_one_changed_number_is_found_whichever_bit_it_is(kind, size, seed, data):

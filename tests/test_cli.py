@@ -187,6 +187,7 @@ def test_a_broken_plugin_is_listed_and_fatal_only_when_selected(here, monkeypatc
     assert "no_such_module" in refused(here, "train", "--env", "broken:any")
 
 
+@pytest.mark.long
 def test_plugins_as_json(here):
     rows = json.loads(grpo(here, "plugins", "--json").stdout)
     (math,) = [row for row in rows if row["name"] == "math"]

@@ -12,6 +12,7 @@ import pytest
 GRPO = Path(sys.executable).with_name("grpo-core")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize(
     ("words", "found"),
@@ -29,6 +30,7 @@ def test_bash_completes_commands_options_and_choices(words, found):
     assert set(ended.stdout.split()) == found, ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_a_script_with_all_commands(shell):
     script = subprocess.run([GRPO, "completion", shell], capture_output=True, text=True, check=True).stdout

@@ -102,6 +102,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(
     options=st.dictionaries(st.text('ab-_. "\\é', max_size=4), values, max_size=4), seed=st.integers(0, 2**31)
 )

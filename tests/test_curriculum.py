@@ -125,6 +125,7 @@ def test_a_task_returns_when_its_newest_groups_are_in_the_band():
     assert sampler.rate("hard") == 0.5
 
 
+@pytest.mark.long
 @given(st.data())
 def test_the_order_in_which_groups_are_observed_makes_no_difference(data):
     rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4)

@@ -19,6 +19,7 @@ def read(printed):
     return configure([tomllib.loads(printed)], {})[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "setting",
     [
@@ -35,6 +36,7 @@ def test_what_is_printed_is_accepted_and_changes_nothing(setting):
     assert read(text(settings=[setting])) == expected
 
 
+@pytest.mark.long
 def test_each_key_is_printed_with_its_meaning():
     printed = " ".join(re.sub(r"^# ", "", line) for line in text().splitlines())
     for name, kind in documented().items():
@@ -48,6 +50,7 @@ def test_each_key_is_printed_with_its_meaning():
                 assert f"{meaning} " in printed, f"{key}: {meaning}"
 
 
+@pytest.mark.long
 def test_a_section_is_printed_alone_and_is_that_of_all():
     (table,) = (tomllib.loads(text([section])) for section in ["checkpoint"])
     assert list(table) == ["checkpoint"]

@@ -59,6 +59,7 @@ def on_policy(model: str, rows: list[Row]) -> list[Row]:
 # ---------------------------------------------------------------------------------- what is computed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_teacher_scores_each_sampled_token_as_its_own_model_does(
     models: tuple[str, str], temperature: float
@@ -146,6 +147,7 @@ def test_the_policy_comes_nearer_to_the_teacher_on_its_own_tokens(
     assert np.mean(distances[-5:]) < 0.7 * np.mean(distances[:5])
 
 
+@pytest.mark.long
 def test_resumed_distillation_is_the_same_bit_for_bit(models: tuple[str, str], tmp_path: Path) -> None:
     straight, first = TorchTrainer(taught(models)), TorchTrainer(taught(models))
     for step in range(4):

@@ -225,6 +225,7 @@ def test_running_requests_continue_on_new_weights(kind: str, references: Any, tm
     assert completion.logprobs[4] != before.logprobs[4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_a_call_that_is_decoded_alone_is_the_same_to_the_last_bit_whatever_runs_beside_it(
     kind: str, references: Any, tmp_path: Path
@@ -266,6 +267,7 @@ def test_a_call_that_waits_to_be_decoded_alone_can_be_cancelled(references: Any,
     assert sorted(found) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_fused_kernels_of_torch_give_the_same(references: Any, tmp_path: Path) -> None:
     hf, requests = references("qwen3"), mixed_requests(30)
     model = engine_model("qwen3", hf, tmp_path)

@@ -38,15 +38,23 @@ ALLOWED = {"docstrings": 0, "configuration": 0, "command line": 0}
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring: of modules, classes and functions, and below attributes."""
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    for node in documented(ast.parse(source)):
         for before, statement in zip([None, *node.body], node.body, strict=False):
             documents = before is None or isinstance(before, ast.Assign | ast.AnnAssign)
             if documents and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 text = statement.value.value
                 if isinstance(text, str):
                     yield statement.lineno, inspect.cleandoc(text)
+
+
+def documented(node: ast.AST) -> Iterator[Any]:
+    """Each module, class and function.  Expressions, which are most of a tree, are not looked at."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        below = getattr(node, part, ())
+        for statement in below if isinstance(below, list) else ():
+            yield from documented(statement)
 
 
 def fragments() -> list[str]:

@@ -48,6 +48,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cause", SIMULATED)
 def test_a_run_that_is_broken_on_purpose_is_explained(cause: str, tmp_path: Path) -> None:
     write(tmp_path / "run", cause, SEED)
@@ -59,6 +60,7 @@ def test_a_healthy_run_has_no_cause(healthy: Path, capsys: pytest.CaptureFixture
     assert "nothing found" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_each_cause_has_three_different_lines_of_evidence_and_a_fix(tmp_path: Path) -> None:
     write(tmp_path / "run", "rewards_all_zero", SEED)
     (finding, *_) = explained(Facts.read(tmp_path / "run"))
@@ -72,6 +74,7 @@ def test_the_list_names_each_cause_once_and_can_name_all_that_are_simulated() ->
     assert set(BREAKS) <= set(names)
 
 
+@pytest.mark.long
 def test_the_text_shows_three_causes_and_json_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "run", "no_stop_token", SEED)
     command.explain(tmp_path / "run", as_json=False)
@@ -142,6 +145,7 @@ def test_a_configuration_that_cannot_be_read_is_said(run: Path, capsys: pytest.C
     assert "config.toml cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_without_events_is_explained_by_its_metrics(tmp_path: Path) -> None:
     write(tmp_path / "run", "rewards_all_zero", SEED)
     (tmp_path / "run" / "events.jsonl").unlink()

@@ -140,6 +140,7 @@ def test_a_step_is_chosen_and_the_newest_is_the_default(model, tmp_path) -> None
         exported(run, tmp_path / "other", step=5)
 
 
+@pytest.mark.long
 def test_what_is_there_is_never_overwritten_and_nothing_is_left_of_a_failure(
     adapted, tmp_path, monkeypatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_our_game_goes_on_after_a_wrong_guess():
     assert (feedback.done, feedback.messages[0]["content"], feedback.reward) == (False, "+", 0.0)
 
 
+@pytest.mark.long
 def test_our_judge_is_a_configuration(monkeypatch):
     pytest.importorskip("openai", reason="the judge of grpo-plugin-judge asks by openai's package")
     monkeypatch.setenv("OPENAI_API_KEY", "unused")

@@ -143,6 +143,7 @@ def resumed_with(engine):
     return second
 
 
+@pytest.mark.long
 def test_groups_of_an_engine_that_was_wrong_before_the_resume_end_no_run():
     resumed = resumed_with(FakeEngine())()
     assert resumed.result == "finished"

@@ -159,6 +159,7 @@ def test_tools_have_the_same_schemas_in_every_interpreter(abroad, bare):
     assert schema["function"]["parameters"]["properties"]["b"]["items"] == {"type": "integer"}
 
 
+@pytest.mark.long
 def test_an_error_of_a_class_that_only_they_have_costs_one_reward_and_not_the_process(abroad, bare):
     async def story(process):
         first, second = await answers(process, "raise", "where")
@@ -169,6 +170,7 @@ def test_an_error_of_a_class_that_only_they_have_costs_one_reward_and_not_the_pr
     assert (second.reward, starts) == (1.0, 1)
 
 
+@pytest.mark.long
 def test_a_list_of_plugins_may_name_some_that_are_not_installed_there(abroad, bare):
     assert told(abroad, python=str(bare), plugins=("math",))["prefix"] == str(bare)
 

@@ -373,6 +373,7 @@ class Nameless(MemoryPlane):
     remote = None
 
 
+@pytest.mark.long
 def test_the_plane_of_the_core_keeps_the_contract():
     check_data_plane(MemoryPlane)
 
@@ -382,6 +383,7 @@ def test_a_plane_of_files_keeps_the_contract_across_processes(tmp_path):
     check_data_plane(FilePlane, directory=str(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plane", "told"),
     [
@@ -472,6 +474,7 @@ def test_a_placement_that_breaks_a_clause_is_found(placement, told):
 # ---------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.long
 def test_the_command_checks_parts_by_name_and_shows_what_is_broken(tmp_path, capsys):
     assert app(["check", "memory"], result_action="return_value") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "6 passed, 0 failed"

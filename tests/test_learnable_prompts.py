@@ -123,6 +123,7 @@ def test_late_results_in_any_order_give_the_same_rates(heard: list[tuple[int, ..
         assert mine == pytest.approx(its, rel=1e-4)
 
 
+@pytest.mark.long
 @given(evidence)
 def test_the_state_of_rates_is_exact(heard: list[tuple[int, ...]]) -> None:
     rates = Rates(4, 20.0)

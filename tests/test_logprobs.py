@@ -46,6 +46,7 @@ def cases(rows):
     return lambda test: kept(settings(max_examples=25)(shapes(test)))
 
 
+@pytest.mark.long
 @cases(rows=40)
 def test_values_and_gradients_are_those_of_log_softmax(
     keep_bytes: int, n: int, v: int, chunk: int, bias: bool, temperature: float, seed: int
@@ -66,6 +67,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
     assert not entropy.requires_grad
 
 
+@pytest.mark.long
 @cases(rows=20)
 def test_the_gradient_of_the_entropy_is_that_of_log_softmax(
     keep_bytes: int, n: int, v: int, chunk: int, bias: bool, temperature: float, seed: int

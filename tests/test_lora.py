@@ -188,6 +188,7 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_second_model(mod
     assert not trainer.model.saved_reference(), "nothing is kept for it"
 
 
+@pytest.mark.long
 def test_a_reference_that_is_refreshed_is_the_policy_of_that_step(model: str) -> None:
     given = setup(model, loss={"kl_coefficient": 0.05}, reference_every=2)
     trainer = trained(given, steps=2)
@@ -231,6 +232,7 @@ def test_adapters_alone_are_sent_and_the_same_sums_arrive_bit_for_bit(model: str
     assert {name for bucket in buckets for name in bucket} == weights(whole).keys()
 
 
+@pytest.mark.long
 def test_adapters_of_another_model_are_refused_by_who_reads_them(model: str, tmp_path: Path) -> None:
     published = trained(setup(model)).publish()
     tiny.make_tiny_model(tmp_path / "other", (), width=32, layers=1, warm_start_steps=0)
@@ -282,6 +284,7 @@ def test_resumed_training_is_the_same_bit_for_bit(model: str, tmp_path: Path, op
     assert same(straight, resumed)
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_adapters_that_transformers_loads_and_no_weights(
     model: str, tmp_path: Path
 ) -> None:
@@ -301,6 +304,7 @@ def test_a_checkpoint_holds_adapters_that_transformers_loads_and_no_weights(
     assert {path.suffix for path in files} <= {".json", ".safetensors"}
 
 
+@pytest.mark.long
 def test_adapters_of_another_rank_are_refused_on_resume(model: str, tmp_path: Path) -> None:
     save(trained(setup(model)), tmp_path)
     with pytest.raises(ModelError, match=r"lora_A.weight is \(4, \d+\), expected \(8, \d+\)") as raised:

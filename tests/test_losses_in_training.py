@@ -117,6 +117,7 @@ def plain(inputs):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a["aggregation"])
 def test_the_loss_of_a_plugin_is_aggregated_too(model: str, tmp_path: Path, aggregation: Any) -> None:
     (tmp_path / "mine.py").write_text(PLUGIN)
@@ -161,6 +162,7 @@ def test_a_ratio_of_sequences_sees_all_segments_of_a_rollout(model: str) -> None
 # ---------------------------------------------------------------------------------- logprobs that are wrong
 
 
+@pytest.mark.long
 def test_rollouts_on_which_engine_and_trainer_disagree_are_left_out(model: str) -> None:
     rows = [
         attrs.evolve(each, rollout=i, correct=i == 0) for i, each in enumerate(scores(model, ragged(2, 2)))
@@ -242,6 +244,7 @@ def resumed_halfway(
     return straight, resumed, [resumed.step(batch(ragged(seed=step), step)).metrics for step in range(3, 6)]
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Path) -> None:
     def given(**options: Any) -> Any:
         return setup(model, loss={**HELD, "entropy_target": 4.7}, lr=1e-2, **options)
@@ -255,6 +258,7 @@ def test_a_resumed_run_has_the_coefficient_that_it_had(model: str, tmp_path: Pat
 # ---------------------------------------------------------------------------------- the reference model
 
 
+@pytest.mark.long
 def test_the_reference_takes_the_trained_weights_every_few_steps(model: str) -> None:
     trainer = TorchTrainer(setup(model, lr=1e-2, loss={"kl_coefficient": 0.01}, reference_every=2))
     kl = [trainer.step(batch(ragged(), step)).metrics["kl"] for step in range(5)]

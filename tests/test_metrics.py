@@ -121,15 +121,18 @@ def written(model, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_every_metric_that_a_run_writes_is_documented(written):
     assert {name for name in written if documented(name) is None} == set()
 
 
+@pytest.mark.long
 def test_every_documented_metric_is_written_by_a_run(written):
     entries = {entry for section in METRICS.values() for entry in section}
     assert entries - {documented(name) for name in written} == set()
 
 
+@pytest.mark.long
 def test_a_name_has_one_slash_at_most_and_two_behind_validation(written):
     for name in written:
         assert name.count("/") <= (2 if name.startswith("validation/") else 1), name

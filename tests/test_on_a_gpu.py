@@ -147,6 +147,7 @@ def test_the_head_of_a_gpu_multiplies_rounded_factors_and_has_larger_chunks(monk
         assert torch.allclose(here, there, atol=tolerance), name
 
 
+@pytest.mark.long
 def test_a_snapshot_of_a_gpu_is_pinned_and_complete_before_training_goes_on(monkeypatch, runtime):
     tensor, seen = torch.arange(4.0).as_subclass(OnSecondGpu), []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: seen.append(f"synchronized {gpu}"))

@@ -129,6 +129,7 @@ def test_resumed_training_is_the_same_bit_for_bit_with_each_optimizer(
     assert not same(straight, first)
 
 
+@pytest.mark.long
 @each
 def test_an_optimizer_keeps_what_it_says_that_it_keeps(model: str, chosen: OptimizerConfig) -> None:
     trainer = TorchTrainer(setup(model, chosen))
@@ -175,6 +176,7 @@ def test_on_a_gpu_each_optimizer_trains_and_continues_with_its_state(
         torch.testing.assert_close(tensor, weights(resumed)[key], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.long
 def test_moments_of_bfloat16_are_those_of_adamw_rounded_after_each_update(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +265,7 @@ def test_muon_trains_hidden_matrices_and_adamw_the_rest_as_torch_does(model: str
         torch.testing.assert_close(parameter, twins[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.long
 def test_matrices_that_adamw_is_to_train_are_not_muons(model: str) -> None:
     chosen = OptimizerConfig(name="muon", options={"adamw": ["*embed*", "*q_proj*"]})
     trainer = TorchTrainer(setup(model, chosen))
@@ -348,6 +351,7 @@ def test_a_group_without_parameters_is_refused_with_the_names_that_there_are(
 # ---------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.long
 def test_the_state_of_another_optimizer_is_refused(model: str, tmp_path: Path) -> None:
     trainer = TorchTrainer(setup(model, OptimizerConfig()))
     trainer.step(batch(ragged()))
@@ -356,6 +360,7 @@ def test_the_state_of_another_optimizer_is_refused(model: str, tmp_path: Path) -
         TorchTrainer(setup(model, OptimizerConfig(name="muon"), resume_from=tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw_8bit", "muon"])
 def test_a_state_of_another_shape_is_refused_for_each_optimizer(
     model: str, tmp_path: Path, name: str

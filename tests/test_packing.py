@@ -128,6 +128,7 @@ def test_packed_rows_have_no_padding(model: str) -> None:
     assert TorchTrainer(given).step(batch(ragged())).metrics["tokens/padding"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [
@@ -214,6 +215,7 @@ def moved_by_gradient(model: str, rows: Sequence[Row], **options: Any) -> TorchT
     return trainer
 
 
+@pytest.mark.long
 def test_a_prompt_that_rows_share_is_computed_once_and_trains_the_same(model: str) -> None:
     """One reply has a single token, and another prompt begins like the shared one."""
     rows = [*with_one_prompt(["x", "yz", "abcd", "yzw"]), row("abcdef", "gh", 0.5, group=1)]

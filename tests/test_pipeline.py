@@ -209,6 +209,7 @@ def test_the_sampler_is_told_the_trainers_version_although_the_engine_holds_an_o
     assert any(request.generation_version < request.current_version for request in done.requests)
 
 
+@pytest.mark.long
 def test_what_is_sampled_depends_on_the_seed_of_the_run_and_on_nothing_else():
     def seeds(seed):
         asked = []
@@ -358,6 +359,7 @@ def test_an_engine_that_reports_a_wrong_version_stops_the_run():
         Run(engine=Stuck())()
 
 
+@pytest.mark.long
 def test_a_trainer_that_never_answers_is_named_by_the_backstop():
     class Silent(FakeEngine):
         async def generate(self, requests):
@@ -489,6 +491,7 @@ def test_with_dynamic_sampling_a_group_without_a_scored_difference_is_filtered()
         )
 
 
+@pytest.mark.long
 def test_groups_with_equal_rewards_reach_the_trainer_if_the_loss_needs_all_rows():
     same = FakeEnvironment(lambda episode: Feedback(reward=1.0))
     rows = [
@@ -704,6 +707,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_only_the_next_one_wa
     assert story[-1] == done.of(Saved)[-1], "the run ends when the last one is written"
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause():
     done = Run(schedule={"save_every": 2}, save=slow_disk(3.0, fails_at=4))
     with pytest.raises(CheckpointError, match="the disk is full"):

@@ -64,6 +64,7 @@ def best(costs: list[int], parts: int) -> int:
     return found
 
 
+@pytest.mark.long
 def test_few_rollouts_are_divided_nearly_as_well_as_possible() -> None:
     chance = random.Random(0)
     for _ in range(300):

@@ -229,6 +229,7 @@ class Forgetful(FakeTrainer):
         return result
 
 
+@pytest.mark.long
 def test_a_run_in_order_is_the_same_with_every_plane_and_nothing_of_it_is_left(plane):
     here, there = Story(MemoryPlane(None))(), Story(plane, trainer=Forgetful())()
     assert here.result == there.result == "finished"
@@ -239,6 +240,7 @@ def test_a_run_in_order_is_the_same_with_every_plane_and_nothing_of_it_is_left(p
     assert plane.held == (0, 0)
 
 
+@pytest.mark.long
 def test_a_group_that_is_filtered_never_enters_the_plane(plane):
     story = Story(plane, trainer=Forgetful(), dynamic=DynamicSampling(max_extra_groups=1000))()
     filtered = sum(isinstance(event, GroupFiltered) for event in story.events)
@@ -254,6 +256,7 @@ class Failing(FakeTrainer):
         return await super().step(batch)
 
 
+@pytest.mark.long
 def test_after_an_error_nothing_is_left(plane):
     with pytest.raises(TrainerError) as error:
         Story(plane, trainer=Failing())()
@@ -264,6 +267,7 @@ def test_after_an_error_nothing_is_left(plane):
     assert plane.held == (0, 0)
 
 
+@pytest.mark.long
 def test_a_plane_that_fails_ends_the_run(tmp_path):
     full = FilePlane(None, directory=str(tmp_path / "plane"), room=7)
     with pytest.raises(DataPlaneError, match="it is full"):

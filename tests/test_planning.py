@@ -129,6 +129,7 @@ def test_a_step_takes_longer_with_more_tokens(seconds):
     assert seconds(every_row, priced) == pytest.approx(1.0 + 1.0 + ROWS * (15 + 10) * 0.01)
 
 
+@pytest.mark.long
 def test_steps_that_differ_in_their_seconds_have_the_same_mean(seconds):
     found = seconds(config(0, steps=200), times(trainer={"spread": 0.3}))
     assert found != 4.0
@@ -168,6 +169,7 @@ def test_a_run_that_fails_says_why(seconds):
 # ---------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.long
 def test_the_best_choice_is_the_first_of_those_that_are_about_as_fast(host):
     planner = commands.Planner(config(1), times(), DrawnOutcomes(times().rollout), host, seed=0)
     rows = planner.sweep([])
@@ -179,6 +181,7 @@ def test_the_best_choice_is_the_first_of_those_that_are_about_as_fast(host):
     assert table(rows).splitlines()[1].split()[:2] == ["pipeline.max_staleness=0", "4"]
 
 
+@pytest.mark.long
 def test_the_command_prints_a_table_and_json(tmp_path, capsys):
     file = tmp_path / "times.toml"
     file.write_text("[engine]\ntoken = 0.1\n[rollout]\ntokens = 10\nspread = 0\n")
@@ -234,6 +237,7 @@ def test_a_sweep_names_a_key_and_values(host, text):
         planner.sweep([text])
 
 
+@pytest.mark.long
 def test_a_wrong_option_is_a_message_and_not_a_traceback():
     done = subprocess.run([GRPO, "simulate", "--steps", "0"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "grpo-core: --steps is 0; expected 1 or more\n")

@@ -152,6 +152,7 @@ def test_a_child_has_a_group_of_its_own_in_its_parents_session():
     story(closing(child(), use))
 
 
+@pytest.mark.long
 def test_an_exception_is_raised_here_with_the_childs_traceback_as_its_cause():
     async def use(c):
         with pytest.raises(KeyError, match="gold") as caught:
@@ -204,6 +205,7 @@ def test_a_child_that_dies_is_named_with_its_last_words(tmp_path):
     story(closing(child(log=tmp_path / "log"), use))
 
 
+@pytest.mark.long
 def test_a_log_that_cannot_be_written_ends_no_child():
     async def use(c):
         assert await c.call("talk", seconds=20) == "talked"
@@ -214,6 +216,7 @@ def test_a_log_that_cannot_be_written_ends_no_child():
     story(closing(child(log=Path("/dev/full")), use))
 
 
+@pytest.mark.long
 def test_an_answer_that_cannot_be_unpickled_ends_the_child_and_no_caller_waits_for_ever():
     async def use(target):
         poison = asyncio.create_task(target.call("poison", seconds=None))
@@ -226,6 +229,7 @@ def test_an_answer_that_cannot_be_unpickled_ends_the_child_and_no_caller_waits_f
     story(closing(child(), use))
 
 
+@pytest.mark.long
 def test_a_process_that_the_child_forked_does_not_hide_its_death():
     async def use(target):
         forked = await target.call("fork", seconds=60)
@@ -239,6 +243,7 @@ def test_a_process_that_the_child_forked_does_not_hide_its_death():
     story(closing(child(), use))
 
 
+@pytest.mark.long
 def test_a_future_is_answered_when_it_is_done_and_holds_no_other_call_up():
     async def use(c):
         first = asyncio.create_task(c.call("later", "you", seconds=20))
@@ -256,6 +261,7 @@ def test_a_future_is_answered_when_it_is_done_and_holds_no_other_call_up():
     story(closing(child(), use))
 
 
+@pytest.mark.long
 def test_a_target_may_run_its_own_loop_and_answer_out_of_order():
     async def use(c):
         answers = await asyncio.gather(*(c.call("any", i, seconds=20) for i in range(3)))
@@ -264,6 +270,7 @@ def test_a_target_may_run_its_own_loop_and_answer_out_of_order():
     story(closing(child("Echo"), use))
 
 
+@pytest.mark.long
 def test_a_caller_that_goes_away_leaves_the_others_alone():
     async def use(c):
         await c.started(seconds=20)
@@ -301,6 +308,7 @@ def test_no_child_outlives_its_parent(sent):
             time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_nothing_that_a_child_has_started_outlives_a_parent_that_is_killed():
     hows = ("in its group", "in its session", "as a daemon")
     script = (
@@ -325,6 +333,7 @@ def test_nothing_that_a_child_has_started_outlives_a_parent_that_is_killed():
     assert [pid for pid in pids if not _is_gone(pid)] == []
 
 
+@pytest.mark.long
 def test_what_ends_a_run_from_outside_does_not_end_its_watcher():
     script = (
         "import os, subprocess; from grpo_core import orphans\n"
@@ -344,6 +353,7 @@ def test_what_ends_a_run_from_outside_does_not_end_its_watcher():
     assert _is_gone(watcher)
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_leaves_no_temporary_files(tmp_path):
     """The directory of another process, and what others call by such a name, stay."""
     script = (

@@ -76,12 +76,14 @@ def test_a_class_with_attributes_is_a_test(here):
     assert "TestNothing names no environment: set environment = YourClass, or its name" in ended.stdout
 
 
+@pytest.mark.long
 def test_a_setting_that_cannot_be_read_is_wrong_usage(here):
     ended = pytest_in(here, "--grpo-environment", "./game.py:Fine", "--grpo-set", "length")
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--grpo-set: " in ended.stderr
 
 
+@pytest.mark.long
 def test_a_session_without_the_option_imports_nothing_of_ours_but_the_plugin(here):
     (here / "test_light.py").write_text(
         "import sys\n\ndef test_light():\n"

@@ -45,6 +45,7 @@ def test_no_task_is_given_a_whole_prompt_more_than_its_share_and_whole_shares_ar
         assert all(abs(quotas.owed[task] - float(shares[task] - drawn[task])) < 1e-6 for task in weights)
 
 
+@pytest.mark.long
 @given(weights=WEIGHTS, n=st.integers(1, 40), steps=st.integers(1, 60))
 def test_a_task_has_its_share_of_each_step_or_one_prompt_more_or_less(weights, n, steps):
     """With requests of one size; and over all steps its share is exact but for less than a prompt a task."""
@@ -73,6 +74,7 @@ def test_the_tasks_of_a_request_are_mixed_evenly(weights, n):
         assert all(abs(part[task] - place * count / n) < len(whole) for task, count in whole.items())
 
 
+@pytest.mark.long
 @given(
     weights=WEIGHTS,
     story=st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 99), max_size=5)), max_size=30),

@@ -164,6 +164,7 @@ def test_problems_are_reported_once_per_cause(tmp_path):
         assert told in text, told
 
 
+@pytest.mark.long
 def test_incidents_are_a_row_for_each_kind_and_component(tmp_path):
     def incident(step, message, count=1, kind="retried", component="engine 0"):
         return IncidentReported(step=step, kind=kind, component=component, message=message, count=count)
@@ -184,6 +185,7 @@ def test_incidents_are_a_row_for_each_kind_and_component(tmp_path):
     assert 'class="incidents"' not in record(tmp_path / "calm", run_of("sort"))
 
 
+@pytest.mark.long
 def test_the_report_of_a_run_counts_what_its_metrics_count(tmp_path):
     """Across the seam: real pipeline, counts, trackers and report."""
     run = a_run(tmp_path / "run", Greedy())
@@ -202,6 +204,7 @@ def test_a_report_opens_without_a_network(tmp_path):
 # ---------------------------------------------------------------------------------- what is shown as it is
 
 
+@pytest.mark.long
 def test_hostile_text_stays_text(tmp_path):
     harmless = Page(record(tmp_path / "harmless", run_of("sort"))).tags
     events = [

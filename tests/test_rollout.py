@@ -391,6 +391,7 @@ def test_groups_without_a_difference_teach_nothing_and_are_left_out():
     assert batch.rows[0].advantage < 0 < batch.rows[1].advantage
 
 
+@pytest.mark.long
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_every_row_has_its_own_rollouts_advantage(rewards):
     groups = [a_group(row) for row in rewards]

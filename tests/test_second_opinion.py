@@ -74,6 +74,7 @@ def alarm_at(evidence, shares, rng, judged=2):
     return None
 
 
+@pytest.mark.long
 def test_a_share_at_the_limit_seldom_makes_an_alarm_however_long_the_run():
     runs = [
         alarm_at(Evidence(tolerance=0.05, level=0.05), [0.05] * 1500, random.Random(seed))

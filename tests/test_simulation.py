@@ -25,6 +25,7 @@ def holds(seed, policy, max_staleness, **changes):
     return outcome
 
 
+@pytest.mark.long
 def test_a_story_with_faults_keeps_all_laws():
     """The stories of the other tests are many more."""
     holds(0, "deadline", 2)

@@ -211,6 +211,7 @@ def kinds(incidents):
 # ---------------------------------------------------------------------------------- slots
 
 
+@pytest.mark.long
 @given(
     number=st.integers(1, 5),
     calls=st.lists(st.tuples(st.integers(1, 5), st.floats(0, 3), st.none() | st.floats(0, 3)), max_size=12),

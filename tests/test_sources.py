@@ -161,6 +161,7 @@ def test_without_the_packages_the_message_names_them(tmp_path):
                 source(path).open()
 
 
+@pytest.mark.long
 def test_a_parquet_file_is_read(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -260,6 +261,7 @@ def test_a_template_or_condition_that_does_not_work_is_an_error_before_the_run(f
     assert message in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_data_set_on_disk_is_read(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list(ROWS)

@@ -124,6 +124,7 @@ def test_a_tracker_that_only_wants_metrics_waits_for_nothing_else():
     assert [type(item).__name__ for item in thread._waiting] == ["Validated", "StepEnded"]
 
 
+@pytest.mark.long
 def test_the_event_loop_never_writes_json_of_rollouts_nor_looks_at_their_tokens(tmp_path, monkeypatch):
     """256 rollouts of 2,000 tokens: all work on them is on the trackers' threads."""
     seen = {}

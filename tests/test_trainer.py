@@ -255,6 +255,7 @@ def test_the_metrics_of_a_step_have_the_names_that_everything_else_reads(model: 
 # ---------------------------------------------------------------------------------- off-policy
 
 
+@pytest.mark.long
 def test_the_clip_is_relative_to_the_start_of_the_step_and_the_weight_to_the_generator(model: str) -> None:
     rows = [with_tokens(r, logprobs=r.tokens.logprobs - 0.3) for r in scores(model, ragged())]
     recomputed = TorchTrainer(setup(model, updates_per_step=2)).step(batch(rows)).metrics
@@ -413,6 +414,7 @@ def test_a_loss_that_needs_the_entropy_trains_it(model: str, losses: Path, sign:
     assert (entropy[-1] - entropy[0]) * sign > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [8192, 20])
 def test_a_loss_can_average_over_the_rows_of_an_update(model: str, losses: Path, budget: int) -> None:
     rows = ragged()
@@ -422,6 +424,7 @@ def test_a_loss_can_average_over_the_rows_of_an_update(model: str, losses: Path,
     assert metrics["loss"] == pytest.approx(mean, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 def test_the_entropy_has_its_gradient_in_every_architecture(kind: str, losses: Path, tmp_path: Path) -> None:
     small(kind).save_pretrained(tmp_path / "m")
@@ -496,6 +499,7 @@ class OnlyTheHead(FullModel):
         return made
 
 
+@pytest.mark.long
 def test_a_model_decides_what_is_trained_published_and_saved(model: str, tmp_path: Path) -> None:
     """The model seam is enough for adapters and shards; the trainer knows nothing about them."""
     start = weights(TorchTrainer(setup(model)))

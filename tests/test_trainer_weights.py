@@ -43,6 +43,7 @@ def steps(first: int, end: int) -> list[Any]:
     return [batch(ragged(groups=3, size=2, seed=step), step=step) for step in range(first, end)]
 
 
+@pytest.mark.long
 def test_the_optimizer_has_float32_weights_and_passes_have_bfloat16_ones(model: str) -> None:
     trainer = TorchTrainer(in_bfloat16(model))
     seen = set()
@@ -55,6 +56,7 @@ def test_the_optimizer_has_float32_weights_and_passes_have_bfloat16_ones(model: 
     assert {tensor.dtype for tensor in trainer._optimizers.tensors()} == {torch.float32}
 
 
+@pytest.mark.long
 def test_updates_that_bfloat16_would_round_away_add_up(model: str) -> None:
     """The learning rate moves most weights by less than half of the distance between two bfloat16 numbers."""
     trainer = TorchTrainer(in_bfloat16(model, lr=1e-5))
@@ -73,6 +75,7 @@ def test_updates_that_bfloat16_would_round_away_add_up(model: str) -> None:
     assert unseen > 0.5 * total
 
 
+@pytest.mark.long
 def test_engines_get_exactly_the_weights_that_the_trainer_scores_with(model: str) -> None:
     trainer = TorchTrainer(in_bfloat16(model))
     for given in steps(0, 2):

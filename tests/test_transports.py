@@ -237,6 +237,7 @@ def listening_ports():
     }
 
 
+@pytest.mark.long
 def test_silent_strangers_are_few_do_not_last_and_do_not_keep_an_engine_out(monkeypatch):
     monkeypatch.setattr(collective, "PROOF_SECONDS", 0.2)
     monkeypatch.setattr(collective, "MOST_UNPROVEN", 5)

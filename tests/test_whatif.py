@@ -101,6 +101,7 @@ def ask(capsys):
 # ---------------------------------------------------------------------------------- what is read and fitted
 
 
+@pytest.mark.long
 def test_the_times_of_a_run_are_found_in_its_records(recorded_run):
     found = fit(read(recorded_run))
     assert found.engine.token == pytest.approx(0.02, rel=0.1)
@@ -113,6 +114,7 @@ def test_the_times_of_a_run_are_found_in_its_records(recorded_run):
     assert found.trainer.spread == pytest.approx(0.0, abs=0.001)
 
 
+@pytest.mark.long
 def test_what_the_fit_cannot_explain_is_drawn_at_random(tmp_path, host):
     uneven = evolve(
         TIMES,
@@ -166,6 +168,7 @@ def test_no_factor_is_negative():
 # ---------------------------------------------------------------------------------- what is forecast
 
 
+@pytest.mark.long
 def test_the_present_configuration_is_forecast_first(recorded_run, ask):
     recorded, same, _ = ask(recorded_run)["rows"]
     assert (recorded["recorded"], same["recorded"]) == (True, False)
@@ -173,6 +176,7 @@ def test_the_present_configuration_is_forecast_first(recorded_run, ask):
     assert same["staleness_mean"] == pytest.approx(recorded["staleness_mean"], abs=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "sections"),
     [
@@ -190,6 +194,7 @@ def test_a_change_has_the_effect_that_the_run_with_it_shows(recorded_run, host, 
     assert told == pytest.approx(fmean(run.seconds_per_step for run in runs), rel=0.1)
 
 
+@pytest.mark.long
 def test_the_table_says_how_far_the_forecast_is_from_the_run(recorded_run, capsys):
     commands.whatif(
         directory=recorded_run,
@@ -212,6 +217,7 @@ def test_the_table_says_how_far_the_forecast_is_from_the_run(recorded_run, capsy
     assert "note: no time depends on trainer.lr" in shown.err
 
 
+@pytest.mark.long
 def test_a_service_time_can_be_given_instead_of_fitted(recorded_run, ask):
     found = ask(recorded_run, times=["trainer.step=50"])
     assert found["times"]["trainer"]["step"] == 50
@@ -219,6 +225,7 @@ def test_a_service_time_can_be_given_instead_of_fitted(recorded_run, ask):
     assert found["rows"][1]["seconds_per_step"] > 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "sections", "given"),
     [

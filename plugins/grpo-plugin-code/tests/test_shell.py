@@ -52,6 +52,7 @@ def worked(*commands, tests=TESTS, files=None, **options):
 # ---------------------------------------------------------------------------------- commands
 
 
+@pytest.mark.long
 def test_files_last_from_command_to_command_and_are_tested_at_the_end():
     told, feedback = worked("cat data/in.txt", *RIGHT, "ls", files={"data/in.txt": "one\n"})
     assert told == ["one\n", "", "", "data\ndouble.sh\nnote.txt\n"]
@@ -59,12 +60,14 @@ def test_files_last_from_command_to_command_and_are_tested_at_the_end():
     assert feedback.metrics == {"passed": 1.0, "commands": 4.0}
 
 
+@pytest.mark.long
 def test_a_part_of_the_tests_is_a_part_of_the_reward_if_it_is_wanted():
     assert worked(RIGHT[0])[1].reward == 0.0
     assert worked(RIGHT[0], reward="share")[1].reward == 0.5
     assert worked(RIGHT[0], tests=json.dumps(TESTS), reward="share")[1].reward == 0.5, "tests may be JSON"
 
 
+@pytest.mark.long
 def test_a_command_tells_its_output_and_how_it_ended():
     told, _ = worked("echo out; echo err >&2; exit 3", "sleep 60", "yes", "kill -9 -1")
     assert told[0] == "out\nerr\n\nexit status 3"
@@ -174,6 +177,7 @@ def rewarded(environment, *commands):
     return asyncio.run(story())
 
 
+@pytest.mark.long
 def test_the_solution_of_a_task_earns_1_and_an_untouched_task_0(tmp_path):
     task(tmp_path, "hello")
     assert rewarded(harbor(tmp_path), "echo hello > hello.txt").reward == 1.0
@@ -233,6 +237,7 @@ PLAYS = "bash play.sh; echo 1 > /logs/verifier/reward.txt\n"
 QUICK = "[verifier]\ntimeout_sec = 1.0\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("play", "how"),
     [("while :; do :; done", "time"), ("kill -9 -1", "killed"), ("kill -9 $PPID", "killed")],
@@ -260,6 +265,7 @@ def test_a_command_that_stops_the_sandbox_holds_its_place_no_longer_than_its_own
     assert "it took longer than 2 s" in asyncio.run(story())
 
 
+@pytest.mark.long
 def test_trying_the_tasks_has_a_limit_that_names_what_to_change(tmp_path):
     task(tmp_path, "hello", **{"tests__test.sh": "sleep 20"})
     with pytest.raises(grpo.ConfigError, match=r"oracle_seconds = 0.5; .*start_deadline.*oracle = false"):
@@ -318,6 +324,7 @@ def test_tasks_that_need_more_than_the_sandbox_are_refused_with_a_reason(tmp_pat
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

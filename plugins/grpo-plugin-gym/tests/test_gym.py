@@ -178,6 +178,7 @@ def test_an_environment_that_takes_no_seed_is_refused(file):
     assert "reset(seed=...) has to decide that" in feedback.error
 
 
+@pytest.mark.long
 def test_the_contract_of_environments_holds():
     check_environment(lambda: offered("CliffWalking-v1", max_turns=4))
 

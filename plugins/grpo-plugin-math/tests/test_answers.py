@@ -110,6 +110,7 @@ def test_a_question_that_is_repeated_as_a_formula_is_no_answer(question, value):
     assert equal(value, value)
 
 
+@pytest.mark.long
 def test_a_formula_counts_where_the_reference_is_one():
     assert equal(r"\sum_{k=1}^{n} k", r"\sum_{k=1}^{n}k")
     assert equal("|x|", "|x|")

@@ -41,6 +41,7 @@ def test_the_plugin_offers_these():
     assert set(grpo_environments()) == {*NAMES, "gsm8k", "arrivals", "calculator"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_right_and_splits_share_no_prompt(name):
     environment = getattr(exercises, name)(train=2000, validation=300)

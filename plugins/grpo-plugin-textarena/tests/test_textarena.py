@@ -173,6 +173,7 @@ def test_chance_goes_on_where_it_was():
     assert parts == whole
 
 
+@pytest.mark.long
 def test_openings_are_different_and_held_out_ones_are_not_trained_on():
     environment = offered("GuessTheNumber-v0", max_number=10)
     train, held_out = ({p.info["position"] for p in environment.prompts(s)} for s in ("train", "validation"))

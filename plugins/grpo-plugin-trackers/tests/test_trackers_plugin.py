@@ -146,6 +146,7 @@ def test_wandb_has_the_metrics_and_a_resumed_run_is_the_same_one(tmp_path):
     assert set(ids) == {(tmp_path / "wandb-id").read_text().strip()}
 
 
+@pytest.mark.long
 def test_wandb_without_a_key_is_refused_before_the_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -259,6 +260,7 @@ def served(tracker):
     return {(s.name, s.labels["of"]): s.value for family in families for s in family.samples}
 
 
+@pytest.mark.long
 def test_the_newest_numbers_are_served_on_loopback(tmp_path):
     pytest.importorskip("prometheus_client")
     tracker = made("openmetrics", tmp_path, port=0)
@@ -280,6 +282,7 @@ def test_the_newest_numbers_are_served_on_loopback(tmp_path):
         urllib.request.urlopen(address, timeout=10)
 
 
+@pytest.mark.long
 def test_openmetrics_keeps_the_contract():
     pytest.importorskip("prometheus_client")
     check_tracker(find_offer("tracker", "openmetrics"), port=0)

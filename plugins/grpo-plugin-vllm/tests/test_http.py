@@ -710,6 +710,7 @@ def test_a_request_beyond_the_servers_context_is_refused_here():
     played(story)
 
 
+@pytest.mark.long
 def test_rollouts_of_several_turns_end_where_the_server_has_no_more_room():
     """Each turn adds 38 tokens to a prompt of 8; the server takes 100, and was never asked for more."""
 
