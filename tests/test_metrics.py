@@ -121,7 +121,6 @@ def written(model, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_every_metric_that_a_run_writes_is_documented(written):
     assert {name for name in written if documented(name) is None} == set()
 
