@@ -5,4 +5,4 @@ import grpo_core as grpo
 
 @grpo.hookimpl
 def grpo_environments() -> dict[str, str]:
-    return {"*": "grpo_plugin_verifiers.environment:VerifiersTaskset"}
+    return {"*": "grpo_plugin_verifiers.environment:taskset"}

@@ -1,4 +1,4 @@
-"""Loads a taskset of verifiers, refuses what a reply alone cannot be scored on, and scores replies."""
+"""Loads a taskset of verifiers, says whether a reply alone can be scored, and scores replies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import grpo_core as grpo
 
 INSTALL = "pip install 'verifiers>=0.4,<0.5'"
-ROLLOUT = "it needs a rollout by verifiers, and only replies are scored here"
 
 
 class Tasks:
@@ -24,42 +23,57 @@ class Tasks:
         config: fields of its configuration.
         most: largest number of tasks that are taken, which an endless taskset needs.
 
-    Raises ConfigError if it cannot be loaded, or if it is refused.
+    Raises ConfigError if it cannot be loaded, or if nothing here can play its tasks.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], most: int) -> None:
         self.name = name
-        self._loaders = _imported("verifiers.v1.utils.loaders")
-        self._trace = _imported("verifiers.v1.trace")
-        self._graph = _imported("verifiers.v1.graph")
-        self._types = _imported("verifiers.v1.types")
-        self._agents = _imported("verifiers.v1")
+        self._loaders = imported("verifiers.v1.utils.loaders")
+        self._trace = imported("verifiers.v1.trace")
+        self._graph = imported("verifiers.v1.graph")
+        self._types = imported("verifiers.v1.types")
+        self._agents = imported("verifiers.v1")
         try:
             kind = self._loaders.taskset_config_type(name)
-            taskset = self._loaders.load_taskset(kind.model_validate({**config, "id": name}))
-            self.tasks = list(itertools.islice(taskset, most))
+            self.taskset = self._loaders.load_taskset(kind.model_validate({**config, "id": name}))
+            self.tasks = list(itertools.islice(self.taskset, most))
         except Exception as error:  # anything may go wrong in its module, or on the way to its data
             raise grpo.ConfigError(
                 f"verifiers: the taskset {name!r} cannot be loaded: {type(error).__name__}: {error}"[:1000]
             ) from error
         if len(self.tasks) < 2:
             raise grpo.ConfigError(f"verifiers: {name} has {len(self.tasks)} tasks, expected at least 2")
-        environment = self._loaders.environment_class(name)
-        single = _imported("verifiers.v1.envs.single_agent").SingleAgentEnv
-        if environment is not single:
-            self._refuse(f"{ROLLOUT}: it has the environment {environment.__name__}")
         for task in self.tasks:
-            self._check(task)
+            if task.NEEDS_CONTAINER or task.data.image is not None:
+                self.refuse("its tasks need a container, and there is none here")
+            if not isinstance(task.data.prompt, str | None):
+                self.messages(task)
+
+    def needs_rollout(self) -> str:
+        """Return why a reply alone cannot be scored, or an empty text."""
+        environment = self._loaders.environment_class(self.name)
+        if environment is not imported("verifiers.v1.envs.single_agent").SingleAgentEnv:
+            return f"it has the environment {environment.__name__}"
+        if self.taskset.toolsets(self.taskset.config):
+            return "it has tools"
+        return next(filter(None, map(self._needs_rollout, self.tasks)), "")
+
+    def check_rewards(self) -> None:
+        """Raise ConfigError if a task scores nothing."""
+        if not all(task.hooks("reward") or task.plugged_judges() for task in self.tasks):
+            self.refuse("its tasks have no reward")
 
     def messages(self, task: Any) -> list[dict[str, Any]]:
-        """Return the messages of a task's prompt."""
+        """Return the messages of a task's prompt; its place among the tasks if others begin."""
         system = task.data.system_prompt
         told = [{"role": "system", "content": system}] if system else []
+        if task.data.prompt is None:
+            return [*told, {"role": "user", "content": f"task {task.data.idx} of {self.name}"}]
         if isinstance(task.data.prompt, str):
             return [*told, {"role": "user", "content": task.data.prompt}]
         given = [{"role": each.role, "content": each.content} for each in task.data.prompt]
         if not all(isinstance(each["content"], str) for each in given):
-            self._refuse("a prompt has more than text")
+            self.refuse("a prompt has more than text")
         return [*told, *given]
 
     def digest(self, task: Any) -> str:
@@ -90,30 +104,40 @@ class Tasks:
         await task.score(trace)
         return trace
 
+    def feedback(self, trace: Any) -> grpo.Feedback:
+        """Return what a scored trace says: its reward, and its parts and metrics as metrics."""
+        missing = sorted(name for name, reward in trace.rewards.items() if reward is None)
+        if missing or not trace.rewards:
+            return grpo.Feedback(error=f"verifiers: {self.name} gave no reward {', '.join(missing)}".strip())
+        parts = {name: reward.score for name, reward in trace.rewards.items()}
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        return grpo.Feedback(reward=trace.reward, metrics={**metrics, **parts})
+
+    def refuse(self, why: str) -> None:
+        """Raise ConfigError with the reason why this taskset is not played."""
+        raise grpo.ConfigError(f"verifiers: the taskset {self.name!r} is refused: {why}")
+
     def _node(self, place: int, message: Any, *, sampled: bool = False) -> Any:
         return self._graph.MessageNode(parent=place - 1 if place else None, message=message, sampled=sampled)
 
-    def _check(self, task: Any) -> None:
-        base = _imported("verifiers.v1.task").Task
-        if task.NEEDS_CONTAINER:
-            self._refuse(f"{ROLLOUT}: its tasks need a container")
+    def _needs_rollout(self, task: Any) -> str:
+        base = imported("verifiers.v1.task").Task
         if task.data.prompt is None:
-            self._refuse(f"{ROLLOUT}: a task has no prompt, and a simulated user begins")
+            return "a task has no prompt, and a simulated user begins"
         if task.toolsets(task.config):
-            self._refuse(f"{ROLLOUT}: its tasks have tools")
+            return "its tasks have tools"
         hooks = ("setup", "finalize")
         if prepared := [name for name in hooks if getattr(type(task), name) is not getattr(base, name)]:
-            self._refuse(f"{ROLLOUT}: its tasks define {' and '.join(prepared)}")
+            return f"its tasks define {' and '.join(prepared)}"
         if wants := [each.__name__ for each in task.hooks("reward") if _needs_runtime(each)]:
-            self._refuse(f"{ROLLOUT}: the rewards {', '.join(wants)} look into its runtime")
-        if not task.hooks("reward") and not task.plugged_judges():
-            self._refuse("its tasks have no reward")
-
-    def _refuse(self, why: str) -> None:
-        raise grpo.ConfigError(f"verifiers: the taskset {self.name!r} is refused: {why}")
+            return f"the rewards {', '.join(wants)} look into its runtime"
+        if imported("verifiers.v1.utils.decorators").discover_decorated(task, "intercept"):
+            return "its tasks change what the model reads or says"
+        return ""
 
 
-def _imported(module: str) -> Any:
+def imported(module: str) -> Any:
+    """Return a module of verifiers.  Raises ConfigError, with what to install, if it is not there."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -107,12 +107,33 @@ def test_a_taskset_that_another_process_loads_in_another_order_is_unscored():
         assert all("words_of_verifiers has another task in place" in each.error for each in feedback)
 
 
+BASH = {"environment": {"agent": {"harness": {"id": "bash"}}}}
+DOCKER = {"environment": {"agent": {"runtime": {"type": "docker"}}}}
+OTHERS = {"environment": {"agent": {"model": "somebody/else"}}}
+RENDERS = {"environment": {"agent": {"client": {"type": "train"}}}}
+TOOLS_IN_DOCKER = {"config": {"tools": {"runtime": {"type": "docker"}}}}
+
+
 @with_verifiers
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("taskset", "options", "why"),
     [
-        ("boxed_of_verifiers", {}, "the rewards file look into its runtime"),
+        ("boxed_of_verifiers", {"config": {"image": "debian"}}, "its tasks need a container"),
+        ("shop_of_verifiers", TOOLS_IN_DOCKER, "its tools Prices run in docker"),
+        (
+            "shop_of_verifiers",
+            BASH,
+            "its agent 'agent' is played by 'bash', which runs what the model writes",
+        ),
+        ("shop_of_verifiers", DOCKER, "its agent 'agent' runs in docker"),
+        ("shop_of_verifiers", OTHERS, "names the model 'somebody/else' and no client"),
+        ("shop_of_verifiers", RENDERS, "has a client that does not ask in OpenAI's language"),
+        ("shop_of_verifiers", {"environment": {"agnet": {}}}, "agnet"),
+        ("words_of_verifiers", {"environment": {"id": "user-sim"}}, "2 of its agents (assistant, user)"),
+        ("boxed_of_verifiers", {"mode": "score"}, "the rewards file look into its runtime"),
+        ("shop_of_verifiers", {"mode": "score"}, "it has tools, which needs a rollout"),
+        ("words_of_verifiers", {"mode": "scores"}, "expected one of auto, score, rollout"),
         ("missing_of_verifiers", {}, "not found"),
         ("words_of_verifiers", {"config": {"number": 1}}, "has 1 tasks, expected at least 2"),
         ("words_of_verifiers", {"config": {"numbr": 1}}, "numbr"),

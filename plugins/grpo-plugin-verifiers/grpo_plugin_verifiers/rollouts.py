@@ -1,0 +1,177 @@
+"""Lets verifiers play rollouts: its environment, its agents and its tools, with the model of the run.
+
+verifiers asks for completions at an address.  A rollout gives it the one at which the core serves the model,
+with the key of the rollout, so each token is recorded there, whatever the environment does with the replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import grpo_core as grpo
+from grpo_plugin_verifiers import chat
+from grpo_plugin_verifiers.relay import Relay
+from grpo_plugin_verifiers.tasksets import Tasks, imported
+
+CHATS = ("bash", "null")
+"""verifiers' agents in whose place ours plays: the one with a shell is only what it takes by default."""
+
+
+class Stage:
+    """Plays the tasks of a taskset.
+
+    Args:
+        tasks: the taskset.
+        config: fields of its configuration.
+        environment: fields of the configuration of verifiers' environment: its id, its agents.
+
+    Raises ConfigError if an agent, a tool or a task needs what is not here.
+    """
+
+    def __init__(self, tasks: Tasks, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        self._tasks = tasks
+        self._loaders = imported("verifiers.v1.utils.loaders")
+        self._agents = imported("verifiers.v1.configs.agent")
+        self._clients = imported("verifiers.v1.clients")
+        self._env = self._made(config, environment)
+        self._players = self._checked()
+        self._serving: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Relay] | None = None
+        self._end = asyncio.Event()
+
+    async def play(self, task: Any, client: grpo.AgentClient) -> grpo.Feedback:
+        """Play a rollout; return its reward.  Raises RuntimeError if verifiers cannot play it to its end."""
+        relay = await self._begin()
+        with relay.rollout(client) as endpoint:
+            context = self._clients.ModelContext(model=client.model, client=endpoint)
+            episode = await self._env.run_episode(task, context)
+        if not self._env.complete(episode):
+            raise RuntimeError(f"verifiers: {self._tasks.name}: {_why(episode)}")
+        played = [trace for trace in episode.traces if trace.agent.name in self._players]
+        if len(played) != 1 or not played[0].agent.trainable:
+            return grpo.Feedback(
+                error=f"verifiers: {self._tasks.name} let the model play {len(played)} times in one rollout; "
+                "a rollout has one reward, so exactly one agent that is trained may play, once"
+            )
+        return self._tasks.feedback(played[0])
+
+    async def aclose(self) -> None:
+        """End the servers of tools."""
+        if self._serving is not None:
+            self._end.set()
+            await asyncio.wait([self._serving])
+
+    # ------------------------------------------------------------------------------ serving
+
+    async def _begin(self) -> Relay:
+        """Wait until the servers of the taskset run; the next rollout tries again if they fail."""
+        if self._serving is None or self._serving.done():
+            self._ready = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.create_task(self._serve(self._ready), name="servers of verifiers")
+        assert self._ready is not None
+        await asyncio.wait([self._ready])  # a rollout that is cancelled leaves it to the others
+        return self._ready.result()
+
+    async def _serve(self, ready: asyncio.Future[Relay]) -> None:
+        try:
+            async with self._env.serving():
+                secrets = [tools.state_secret for tools in self._env._shared_tools.values()]
+                async with Relay(filter(None, secrets)) as relay:
+                    self._env._interception = relay
+                    ready.set_result(relay)
+                    await self._end.wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(RuntimeError(f"verifiers: {self._tasks.name}: {error}"[:1000]))
+
+    # ------------------------------------------------------------------------------ checks
+
+    def _made(self, config: Mapping[str, Any], environment: Mapping[str, Any]) -> Any:
+        name, harness = self._tasks.name, chat.install()
+        try:
+            found = self._loaders.resolve_env_config({**environment, "taskset": {**config, "id": name}})
+            default = self._loaders.default_harness_id(name)
+            retries = imported("verifiers.v1.configs.retries").RetryConfig()
+            local = imported("verifiers.v1.runtimes").SubprocessConfig()
+            updates: dict[str, Any] = {"retries": retries}  # the run plays a lost rollout again
+            for role, agent in self._agents.agent_config_fields(found).items():
+                update: dict[str, Any] = {"retries": retries}
+                if (
+                    "runtime" not in agent.model_fields_set
+                ):  # a hosted one is only what verifiers takes itself
+                    update["runtime"] = local
+                if (agent.harness is None and default in CHATS) or (
+                    agent.harness is not None and agent.harness.id == "null"
+                ):
+                    given = {} if agent.harness is None else agent.harness.model_dump()
+                    kind = self._loaders.harness_config_type(harness)
+                    update["harness"] = kind.model_validate({**given, "id": harness})
+                updates[role] = agent.model_copy(update=update)
+            return self._loaders.load_environment(found.model_copy(update=updates))
+        except grpo.ConfigError:
+            raise
+        except Exception as error:  # anything may go wrong in its module
+            told = f"{type(error).__name__}: {error}"
+            raise grpo.ConfigError(
+                f"verifiers: the environment of {name!r} cannot be made: {told}"[:1000]
+            ) from error
+
+    def _checked(self) -> set[str]:
+        """Return the names of the agents that the trained model plays."""
+        refuse, players = self._tasks.refuse, set()
+        for role, agent in self._agents.agent_config_fields(self._env.config).items():
+            harness = self._env._harnesses[role]
+            if agent.runtime.type != "subprocess":
+                refuse(f"its agent {role!r} runs in {agent.runtime.type}, and there are no containers here")
+            if harness.NEEDS_CONTAINER or harness.EXECUTES_CODE:
+                refuse(
+                    f"its agent {role!r} is played by {harness.config.id!r}, which runs what the model "
+                    "writes, here or in a container; only agents that talk and call tools are played here"
+                )
+            if agent.client is None and agent.model is not None:
+                refuse(
+                    f"its agent {role!r} names the model {agent.model!r} and no client, so that the model of "
+                    f"the run would play it: give environment.{role}.client the address of that model"
+                )
+            if agent.client is not None and not isinstance(agent.client, self._clients.EvalClientConfig):
+                refuse(f"its agent {role!r} has a client that does not ask in OpenAI's language")
+            if agent.client is None:
+                players.add(role)
+        if len(players) != 1:
+            named = ", ".join(sorted(players))
+            refuse(
+                f"the model of the run would play {len(players)} of its agents ({named}): a rollout has "
+                "one reward; give all but one a model and a client (environment.NAME.client)"
+            )
+        self._check_tools(self._env.taskset.toolsets(self._env.taskset.config))
+        for task in self._tasks.tasks:
+            self._check(task)
+        if type(self._env) is imported("verifiers.v1.envs.single_agent").SingleAgentEnv:
+            self._tasks.check_rewards()
+        return players
+
+    def _check(self, task: Any) -> None:
+        single = imported("verifiers.v1.envs.single_agent").SingleAgentEnv
+        data, refuse = task.data, self._tasks.refuse
+        if data.agent_user is not None or data.skills or "*" not in data.network_allow or data.network_block:
+            refuse("its tasks need a container: they name a user, skills, or rules for the network")
+        if type(self._env) is single and data.prompt is None:
+            refuse("a task has no prompt, and it has no environment of its own that begins the conversation")
+        self._check_tools(task.toolsets(task.config))
+
+    def _check_tools(self, toolsets: Any) -> None:
+        for toolset in toolsets:
+            if not toolset.config.url and toolset.config.runtime.type != "subprocess":
+                self._tasks.refuse(
+                    f"its tools {type(toolset).__name__} run in {toolset.config.runtime.type}, and there are "
+                    "no containers here"
+                )
+
+
+def _why(episode: Any) -> str:
+    """Return what went wrong in an episode."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    return f"{errors[-1].type}: {errors[-1].message}"[:1000] if errors else "the rollout did not end well"
