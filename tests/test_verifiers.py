@@ -22,7 +22,7 @@ from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
 from grpo_core.records import AgentRollout, Weights
 from grpo_core.testing import FakeEngine, FakeRenderer
 
-TASKSETS = str(Path(__file__).parent / "tasksets")
+TASKSETS = str(Path(__file__).parent.parent / "plugins" / "grpo-plugin-verifiers" / "tests" / "tasksets")
 PYTHON = os.environ.get("GRPO_VERIFIERS_PYTHON", "")
 PATH = os.pathsep.join(filter(None, [TASKSETS, os.environ.get("PYTHONPATH")]))
 
