@@ -206,14 +206,20 @@ def watch(directory: Path, *, port: int = 0, refresh: int = 15) -> int:
     return 130
 
 
-def report(run: Path) -> int:
-    """Write report.html for a finished, running or killed run.
+def report(runs: list[Path], *, output: Path | None = None) -> int:
+    """Write report.html for a finished, running or killed run, or one page that compares several runs.
+
+    The page of several runs draws their curves over one another, and shows their results, their settings and
+    their rollouts side by side.  Runs that differ in nothing but their seed are shown as a mean with an
+    interval of 95%.
 
     Parameters
     ----------
-    run
-        Directory of the run.
+    runs
+        Directories of the runs.
+    output
+        File of the page.  Several runs need it; default for one: RUN/report.html.
     """
     from grpo_core.commands import running
 
-    return running.report(directory=run)
+    return running.report(directories=runs, output=output)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
+from markupsafe import escape
 from simulation.broken import BREAKS, write
 
 from grpo_core.errors import ConfigError
 from grpo_core.explain import command
 from grpo_core.explain.decisions import CAUSES, explained
 from grpo_core.explain.facts import Facts, Messages, Series, tell
+from grpo_core.reporting import report
 
 SEED = 58
 """A seed whose runs are small."""
@@ -58,6 +60,18 @@ def test_a_run_that_is_broken_on_purpose_is_explained(cause: str, tmp_path: Path
 def test_a_healthy_run_has_no_cause(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.explain(healthy, as_json=False) == 0
     assert "nothing found" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_report_of_a_run_shows_its_causes_and_none_of_a_healthy_one(
+    tmp_path: Path, healthy: Path
+) -> None:
+    write(tmp_path / "run", "rewards_all_zero", SEED)
+    (finding, *_) = explained(Facts.read(tmp_path / "run"))
+    page = report.render(report.Files.read(tmp_path / "run"))
+    for told in (finding.title, finding.cause, *finding.evidence, finding.fix):
+        assert str(escape(told)) in page
+    assert "grpo-core explain" not in report.render(report.Files.read(healthy))
 
 
 @pytest.mark.long

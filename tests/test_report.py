@@ -217,7 +217,14 @@ def test_hostile_text_stays_text(tmp_path):
         ErrorRaised(step=1, message=HOSTILE, traceback=HOSTILE),
     ]
     page = Page(record(tmp_path / "hostile", events))
-    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in harmless} | {"details", "summary"}
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in harmless} | {
+        "details",
+        "summary",
+        "ul",
+        "li",
+        "p",
+    }
+    assert "by grpo-core explain" in page.text, "which quotes the error"
     scripts = [attrs for tag, attrs in page.tags if tag == "script"]
     assert all(attrs == {"type": "application/json"} for attrs in scripts[:-1])
     assert scripts[-1] == {}

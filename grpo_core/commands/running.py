@@ -18,6 +18,7 @@ from grpo_core.config import Config, merge, parse_settings, read_toml
 from grpo_core.errors import ConfigError, GrpoError
 from grpo_core.inert import inert
 from grpo_core.plugins.host import PluginHost
+from grpo_core.reporting import comparison
 from grpo_core.reporting.report import write as write_report
 from grpo_core.reporting.verification import verified
 from grpo_core.run_directory import RunDirectory
@@ -141,10 +142,17 @@ def verify(*, directory: Path) -> int:
     return 1 if found.findings else 0
 
 
-def report(*, directory: Path) -> int:
+def report(*, directories: Sequence[Path], output: Path | None) -> int:
     """Run ``grpo-core report``; return the exit status."""
-    RunDirectory.existing(directory)
-    say(str(write_report(directory)))
+    if len(directories) > 1 and output is None:
+        raise ConfigError(
+            "report: several runs need --output and the name of their page, as --output compared.html"
+        )
+    RunDirectory.existing(directories[0])
+    if len(directories) > 1 and output is not None:
+        say(str(comparison.write(directories, output)))
+    else:
+        say(str(write_report(directories[0], output)))
     return 0
 
 

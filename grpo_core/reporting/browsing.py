@@ -43,12 +43,26 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 @define
+class Pieces:
+    """The different texts of the tokens of a page, which the tokens of all its runs share."""
+
+    texts: list[str] = field(factory=list)
+    _places: dict[str, int] = field(factory=dict)
+
+    def place(self, text: str) -> int | None:
+        """Return the place of a text, which is new or known; None if there are too many."""
+        if text not in self._places and len(self.texts) < MOST_PIECES:
+            self._places[text] = len(self.texts)
+            self.texts.append(text)
+        return self._places.get(text)
+
+
+@define
 class Selection:
     """The rollouts of a page, as JSON values, and how much was left out."""
 
     groups: list[dict[str, Any]] = field(factory=list)
-    pieces: list[str] = field(factory=list)
-    """Texts of the tokens."""
+    pieces: Pieces = field(factory=Pieces)
     kept: int = 0
     seen: int = 0
     """Number of rollouts in the files that were read."""
@@ -80,20 +94,23 @@ def select(
     folders: Mapping[str, Sequence[tuple[int, Path]]],
     rows: Callable[[Path], Iterable[Row]],
     text_of: Callable[[int], str],
+    *,
+    pieces: Pieces | None = None,
+    runs: int = 1,
 ) -> Selection:
-    """Return the rollouts of a page.
+    """Return the rollouts of a run that its page holds.
 
     Args:
         folders: steps and files of texts by folder, ``rollouts`` or ``validation``.
         rows: reads a file of texts.
         text_of: text of a token by its id.
+        pieces: the texts that other runs of the page have.
+        runs: number of runs that share the page.
     """
-    found = Selection(of_files=sum(map(len, folders.values())))
-    chosen = [
-        (folder, *each) for folder, files in folders.items() for each in _spread(files, MOST_FILES[folder])
-    ]
+    found = Selection(of_files=sum(map(len, folders.values())), pieces=pieces or Pieces())
+    chosen = [(folder, *each) for folder, files in folders.items() for each in _spread(files, folder, runs)]
     words = _Words(text_of, found.pieces)
-    texts, tokens = TEXT_ROOM, TOKEN_ROOM
+    texts, tokens = TEXT_ROOM // runs, TOKEN_ROOM // runs
     for place, (folder, step, path) in enumerate(chosen):
         left = len(chosen) - place  # what a step does not need is left to those after it
         its = [*rows(path)]
@@ -133,19 +150,24 @@ def _add_tokens(found: Selection, groups: Sequence[_Sized], path: Path, words: _
     return used
 
 
-def as_script(selection: Selection) -> str:
-    """Return the selection as JSON that ends no script element."""
-    value = {"groups": selection.groups, "pieces": selection.pieces}
+def as_script(selections: Sequence[Selection], runs: Sequence[str] = ()) -> str:
+    """Return the selections as JSON that ends no script element; those of several runs have names."""
+    groups = [
+        group | ({"run": run} if runs else {})
+        for run, selection in enumerate(selections)
+        for group in selection.groups
+    ]
+    value = {"groups": groups, "pieces": selections[0].pieces.texts, **({"runs": [*runs]} if runs else {})}
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _spread(files: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:
-    """Return at most this many files, the first and the last and some between, that are not too large."""
+def _spread(files: Sequence[tuple[int, Path]], folder: str, runs: int) -> list[tuple[int, Path]]:
+    """Return a run's part of the files that are read: the first and the last and some between."""
     if not files:
         return []
     mean = sum(path.stat().st_size for _, path in files) / len(files)
-    most = min(most, max(5, int(MOST_BYTES / max(1.0, mean))))
+    most = max(min(5, MOST_FILES[folder]), min(MOST_FILES[folder], int(MOST_BYTES / max(1.0, mean))) // runs)
     if len(files) <= most:
         return [*files]
     return [files[round(i * (len(files) - 1) / (most - 1))] for i in range(most)]
@@ -302,7 +324,7 @@ class _Words:
     """Gives each token of the page a number, the place of its text."""
 
     _text_of: Callable[[int], str]
-    _pieces: list[str]
+    _pieces: Pieces
     _known: dict[int, int] = field(factory=dict)
 
     def numbered(self, ids: NDArray[np.int32]) -> NDArray[np.uint16] | None:
@@ -311,10 +333,9 @@ class _Words:
 
         for token in np.unique(ids).tolist():
             if token not in self._known:
-                if len(self._pieces) >= MOST_PIECES:
+                if (place := self._pieces.place(inert(self._text_of(token)))) is None:
                     return None
-                self._known[token] = len(self._pieces)
-                self._pieces.append(inert(self._text_of(token)))
+                self._known[token] = place
         return np.array([self._known[token] for token in ids.tolist()], np.uint16)
 
 

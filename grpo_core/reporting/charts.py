@@ -6,7 +6,7 @@ What is drawn of it, as SVG, is decided by a template, which escapes every text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, Literal
 
@@ -18,6 +18,10 @@ WIDTH, HEIGHT = 480, 200
 """Size of the view, in its own units."""
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
 """Margins around the plane of the points."""
+MARK_ROOM = 12
+"""Further margin on the right for the marks of lines."""
+MARK_HEIGHT = 14
+"""Least distance of two marks, of which one is above the other."""
 MOST_POINTS = 300
 """Largest number of points of a line; a longer line is drawn through the means of neighbours."""
 
@@ -25,7 +29,7 @@ LARGEST = 1e300
 """Largest value; a larger one, or one that is not finite, leaves a gap."""
 
 Point = tuple[float, float]
-Style = Literal["line", "faint", "dots"]
+Style = Literal["line", "faint", "thin", "dots"]
 
 
 @frozen(kw_only=True)
@@ -37,9 +41,11 @@ class Series:
     colour: int = 0
     """Place of the color in the template's palette."""
     style: Style = "line"
-    """``faint`` is drawn behind the others, ``dots`` marks each point."""
+    """``faint`` and ``thin`` are drawn behind the others, ``thin`` has no legend, ``dots`` marks points."""
     band: Sequence[tuple[float, float, float]] = ()
     """Step, lower and upper end of the interval around some points, drawn as an area."""
+    mark: str = ""
+    """A letter at the end of the line, by which it is known without its color."""
 
 
 @frozen(kw_only=True)
@@ -56,12 +62,15 @@ class Chart:
     """The path around the band of each series; empty without a band."""
     marks: tuple[tuple[Point, ...], ...]
     """The points of each series, if they are marked."""
+    letters: tuple[tuple[Point, str, int], ...]
+    """Place, text and color of the letter of each series that has one."""
     x_ticks: tuple[tuple[float, str], ...]
     """Place and label of each tick."""
     y_ticks: tuple[tuple[float, str], ...]
     x_range: Point
     percent: bool = False
     left: int = LEFT
+    right: int = RIGHT
     width: int = WIDTH
     height: int = HEIGHT
 
@@ -71,7 +80,7 @@ def readings(chart: Chart) -> dict[str, Any]:
     return {
         "width": WIDTH,
         "x": chart.x_range,
-        "plane": (LEFT, WIDTH - RIGHT),
+        "plane": (LEFT, WIDTH - chart.right),
         "series": [
             (
                 inert(one.name),
@@ -79,7 +88,7 @@ def readings(chart: Chart) -> dict[str, Any]:
                 [_reading(p, one, chart.percent) for p in one.points if _finite(p)],
             )
             for one in chart.series
-            if any(map(_finite, one.points))
+            if one.style != "thin" and any(map(_finite, one.points))
         ],
     }
 
@@ -92,6 +101,7 @@ def chart(
     percent: bool = False,
     low: float | None = None,
     high: float | None = None,
+    clipped: bool = False,
 ) -> Chart | None:
     """Return the chart of the series that have a point, or None if no series has one.
 
@@ -100,6 +110,7 @@ def chart(
         series: drawn in their order.
         percent: values are shares, labelled in percent.
         low, high: the range of ``y`` holds these at least.
+        clipped: bands may end at the edge of the chart; otherwise, the range of ``y`` holds them.
     """
     series = [shortened(one) for one in series]
     series = [one for one in series if any(map(_finite, one.points))]
@@ -107,17 +118,18 @@ def chart(
         return None
     xs = [x for one in series for x, _ in one.points]
     ys = [p[1] for one in series for p in one.points if _finite(p)]
-    ys += [y for one in series for _, *ends in one.band for y in ends]
+    ys += [] if clipped else [y for one in series for _, *ends in one.band for y in ends]
     ys += [y for y in (low, high) if y is not None]
     x_ticks = ticks(min(xs), max(xs), 6, whole=True)
     y_ticks = ticks(min(ys), max(ys), 4)
     x_range = (min(xs), max(max(xs), min(xs) + 1))
     y_range = (min(min(ys), y_ticks[0]), max(max(ys), y_ticks[-1]))
+    right = RIGHT + (MARK_ROOM if any(one.mark for one in series) else 0)
 
     def place(point: Point) -> Point:
-        x, y = point
+        x, y = point[0], min(max(point[1], y_range[0]), y_range[1])
         return (
-            round(LEFT + (WIDTH - LEFT - RIGHT) * (x - x_range[0]) / (x_range[1] - x_range[0]), 1),
+            round(LEFT + (WIDTH - LEFT - right) * (x - x_range[0]) / (x_range[1] - x_range[0]), 1),
             round(
                 HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - y_range[0]) / (y_range[1] - y_range[0]), 1
             ),
@@ -134,11 +146,33 @@ def chart(
         marks=tuple(
             tuple(place(p) for p in one.points if _finite(p)) if one.style == "dots" else () for one in series
         ),
+        letters=_letters(series, place),
+        right=right,
         x_ticks=tuple((place((x, 0))[0], label(x)) for x in x_ticks),
         y_ticks=tuple((place((0, y))[1], label(y, percent)) for y in y_ticks),
         x_range=x_range,
         percent=percent,
     )
+
+
+def _letters(series: Sequence[Series], place: Callable[[Point], Point]) -> tuple[tuple[Point, str, int], ...]:
+    """Return place, text and color of the letters at the ends of lines, none of which covers another."""
+    ends = [
+        (place(next(point for point in reversed(one.points) if _finite(point))), one.mark, one.colour)
+        for one in series
+        if one.mark
+    ]
+    ends.sort(key=lambda end: end[0][1])
+    heights, height = [], min(MARK_HEIGHT, (HEIGHT - TOP - BOTTOM) / max(1, len(ends)))
+    least = float(TOP)
+    for (_, y), _, _ in ends:
+        heights.append(max(y, least))
+        least = heights[-1] + height
+    most = float(HEIGHT - BOTTOM)
+    for i in reversed(range(len(ends))):  # those that are now below the chart move up again
+        heights[i] = round(min(heights[i], most), 1)
+        most = heights[i] - height
+    return tuple(((x, y), text, colour) for ((x, _), text, colour), y in zip(ends, heights, strict=True))
 
 
 def shortened(series: Series, most: int = MOST_POINTS) -> Series:

@@ -8,15 +8,11 @@ text to it: the template escapes everything, and what cannot be read is left out
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import logging
-import math
-import os
 import sys
 import tomllib
 import zlib
-from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -24,13 +20,24 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core.errors import describe
-from grpo_core.inert import inert
+from grpo_core.errors import ConfigError, describe
+from grpo_core.explain.causes import Finding
+from grpo_core.explain.decisions import explained
+from grpo_core.explain.facts import Facts
 from grpo_core.protocols import Tracker
 from grpo_core.records import RunInfo
 from grpo_core.reporting import browsing, lanes
-from grpo_core.reporting.charts import readings
 from grpo_core.reporting.curves import Task, charts, tasks_of
+from grpo_core.reporting.pages import (
+    check_output,
+    is_number,
+    measure,
+    number,
+    plain,
+    rendered,
+    replace,
+    replace_output,
+)
 from grpo_core.reporting.stored import TEXTS
 from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
 
@@ -48,6 +55,8 @@ MOST_TOLD = 50
 """Number of errors and skipped prompts that are shown."""
 MOST_STAGES = 5
 """Number of stages of the loop whose shares of its time are told."""
+MOST_CAUSES = 3
+"""Number of causes of ``grpo-core explain`` that are shown, as many as the command shows."""
 
 Row = Mapping[str, Any]
 
@@ -134,13 +143,13 @@ class Files:
         kind, component, step = str(row.get("kind")), str(row.get("component")), row.get("step")
         known = self.incidents.setdefault((kind, component), Incidents(kind, component, step, step))
         known.last, known.message = step, _short(str(row.get("message")))
-        known.count += _plain(row.get("count", 1))
+        known.count += plain(row.get("count", 1))
 
     def rows(self, path: Path, wanted: Sequence[str] = ()) -> Iterator[Row]:
         """Yield the JSON objects of a file; with ``wanted`` only lines that begin with one of these."""
         if not path.is_file():
             return
-        for number, line in enumerate(self._lines(path), 1):
+        for place, line in enumerate(self._lines(path), 1):
             if wanted and not any(mark in line[:120] for mark in wanted):
                 continue
             try:
@@ -150,7 +159,7 @@ class Files:
             if isinstance(row, dict):
                 yield row
             else:
-                self.damaged.add((path, number))
+                self.damaged.add((path, place))
 
     def _lines(self, path: Path) -> Iterator[str]:
         """Yield the lines of a file, which may be compressed, and may be damaged."""
@@ -201,46 +210,34 @@ class ReportTracker(Tracker):
             log.warning("%s: no report could be made", self._directory, exc_info=True)
 
 
-def write(path: Path) -> Path:
-    """Write the report of the run in the directory ``path``; returns the file."""
-    html = render(Files.read(path))
-    target, beside = path / REPORT, path / f".{REPORT}.{os.getpid()}"
-    try:
-        beside.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
-    return target
+def write(path: Path, output: Path | None = None) -> Path:
+    """Write the report of the run in the directory ``path``; return the file, by default ``REPORT`` in it.
+
+    Raises ConfigError if ``output`` cannot be written, or is something else than a report.
+    """
+    if output is not None:
+        check_output(output)
+        return replace_output(output, render(Files.read(path)))
+    replace(path / REPORT, render(Files.read(path)))
+    return path / REPORT
 
 
 def render(files: Files) -> str:
     """The page."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    loader = PackageLoader("grpo_core.reporting")
-    environment = Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: inert(value) if type(value) is str else value,  # not what is markup already
-    )
-    script = Markup(loader.get_source(environment, "report.js")[0])
-    environment.filters |= {"number": number, "share": share, "readings": readings, "measure": measure}
     shown = samples(files)  # first of all, since it may find more that cannot be read
     tasks = tasks_of(files.steps, files.validations, files.table)
     held_out = validation_samples(files, tasks)
     selection = browse(files)
     spans = lanes.spans(files.rows(files.path / "timeline.jsonl"))
-    return environment.get_template("report.html").render(
-        script=script,
-        script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    return rendered(
+        "report.html",
         name=files.path.resolve().name,
         state=state(files),
         headline=headline(tasks),
         tiles=tiles(files),
+        causes=causes(files.path),
         tasks=tasks,
         sections=charts(tasks, files.steps, files.table),
         warnings=warnings(files.told("WarningRaised")),
@@ -261,7 +258,7 @@ def render(files: Files) -> str:
         views=lanes.views(spans),
         kinds=lanes.KINDS,
         stages=lanes.stages(spans)[:MOST_STAGES],
-        browser=Markup(browsing.as_script(selection)) if selection.groups else "",
+        browser=Markup(browsing.as_script([selection])) if selection.groups else "",
         rule=selection.rule(),
         config=files.config,
     )
@@ -293,13 +290,13 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     steps = files.steps
 
     def column(name: str) -> list[float]:
-        return [row[name] for row in steps if _is_number(row.get(name))]
+        return [row[name] for row in steps if is_number(row.get(name))]
 
     seconds = sum(column("time/step"))
     generated = sum(
         row["tokens_per_second/generation"] * row["time/step"]
         for row in steps
-        if _is_number(row.get("tokens_per_second/generation")) and _is_number(row.get("time/step"))
+        if is_number(row.get("tokens_per_second/generation")) and is_number(row.get("time/step"))
     )
     table = files.table.get("trainer")
     planned = table.get("steps") if isinstance(table, Mapping) else None
@@ -322,6 +319,14 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
     return told
 
 
+def causes(path: Path) -> list[Finding]:
+    """Return the causes that ``grpo-core explain`` names for a run, the likeliest first."""
+    try:
+        return explained(Facts.read(path))[:MOST_CAUSES]
+    except ConfigError:  # nothing has been recorded yet
+        return []
+
+
 def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return one entry for each cause: its count, its first and last step, and its last message."""
     causes: dict[str, dict[str, Any]] = {}
@@ -334,8 +339,8 @@ def warnings(rows: Sequence[Row]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------- rollouts
 
 
-def browse(files: Files) -> browsing.Selection:
-    """Return the rollouts that the page holds."""
+def browse(files: Files, pieces: browsing.Pieces | None = None, runs: int = 1) -> browsing.Selection:
+    """Return the rollouts of a run that the page holds, which it may share with other runs."""
     model = files.table.get("model")
     text_of = browsing.token_texts(files.path, model.get("path") if isinstance(model, Mapping) else None)
     folders = {folder: files.texts(folder) for folder in (ROLLOUTS, VALIDATION)}
@@ -343,7 +348,7 @@ def browse(files: Files) -> browsing.Selection:
     def rows(path: Path) -> Iterator[Row]:
         return islice(files.rows(path), MOST_ROLLOUTS)
 
-    selection = browsing.select(folders, rows, text_of)
+    selection = browsing.select(folders, rows, text_of, pieces=pieces, runs=runs)
     files.damaged |= selection.damaged
     return selection
 
@@ -358,7 +363,7 @@ def samples(files: Files) -> list[Sample]:
                 if str(row.get("task")) == task:
                     groups.setdefault(str(row.get("prompt")), []).append(row)
             group = max(groups.values(), key=_spread)
-            ranked = sorted(group, key=lambda row: _plain(row.get("reward")), reverse=True)
+            ranked = sorted(group, key=lambda row: plain(row.get("reward")), reverse=True)
             shown = ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
             if len(shown) == 2 and shown[0].get("reward") == shown[1].get("reward"):
                 shown = shown[:1]
@@ -377,11 +382,11 @@ def validation_samples(files: Files, tasks: Sequence[Task]) -> list[Sample]:
         ends: dict[str, tuple[Row, Row]] = {}
         for row in files.validated(version):
             name, reward = str(row.get("task")), row.get("reward")
-            if name in names and _is_number(reward):
+            if name in names and is_number(reward):
                 worst, best = ends.get(name, (row, row))
                 ends[name] = (
-                    min(worst, row, key=lambda one: _plain(one.get("reward"))),
-                    max(best, row, key=lambda one: _plain(one.get("reward"))),
+                    min(worst, row, key=lambda one: plain(one.get("reward"))),
+                    max(best, row, key=lambda one: plain(one.get("reward"))),
                 )
         for name, (worst, best) in sorted(ends.items()):
             found += [(version, name, row) for row in ((best, worst) if worst is not best else (best,))]
@@ -390,14 +395,14 @@ def validation_samples(files: Files, tasks: Sequence[Task]) -> list[Sample]:
 
 def _samples(found: Sequence[tuple[int, str, Row]]) -> list[Sample]:
     """Return rollouts as they are shown, each with its step and task."""
-    rewards = [_plain(row.get("reward")) for _, _, row in found]
+    rewards = [plain(row.get("reward")) for _, _, row in found]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     return [_sample(step, task, row, low, high) for step, task, row in found]
 
 
 def _spread(group: Sequence[Row]) -> float:
     """Return the spread of a group's rewards: a group with a large spread is instructive."""
-    rewards = [_plain(row.get("reward")) for row in group]
+    rewards = [plain(row.get("reward")) for row in group]
     return max(rewards) - min(rewards)
 
 
@@ -407,7 +412,7 @@ def _sample(step: int, task: str, row: Row, low: float, high: float) -> Sample:
     roles = [message.get("role") for message in messages]
     replied = roles.index("assistant") if "assistant" in roles else len(messages)
     reward = row.get("reward")
-    known = _is_number(reward)
+    known = is_number(reward)
     return Sample(
         step=step,
         task=task,
@@ -415,7 +420,7 @@ def _sample(step: int, task: str, row: Row, low: float, high: float) -> Sample:
         reply=_text(messages[replied:]),
         answer=_short("" if row.get("answer") is None else str(row["answer"])),
         reward=reward if known else None,
-        share=(_plain(reward) - low) / (high - low) if known and high > low else None,
+        share=(plain(reward) - low) / (high - low) if known and high > low else None,
     )
 
 
@@ -437,43 +442,12 @@ def _short(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + f" … ({len(text):,} characters)"
 
 
-# ---------------------------------------------------------------------------------- numbers
-
-
-def number(value: Any) -> str:
-    """Format a number in a few digits: 12345678 is 12.3M."""
-    if not _is_number(value):
-        return "-"
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
-
-
-def measure(task: Task, value: Any) -> str:
-    """Format what stands for a task: a share in percent, any other number in a few digits."""
-    return share(value) if task.in_percent else number(value)
-
-
-def share(value: Any) -> str:
-    """Format a value, in percent if it is a share."""
-    return f"{value:.1%}" if _is_number(value) and 0 <= value <= 1 else number(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _plain(value: Any) -> float:
-    return float(value) if _is_number(value) else 0.0
-
-
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
 def _most(steps: Sequence[Row]) -> str:
-    return f"{max((_plain(row.get('staleness_max')) for row in steps), default=0):.0f}"
+    return f"{max((plain(row.get('staleness_max')) for row in steps), default=0):.0f}"
 
 
 def _clock(seconds: float) -> str:

@@ -2,14 +2,16 @@
 
 The run has 1,000 steps with 100 rollouts each, a validation every 50 steps, tokens, and a timeline.  The
 tracker of a real run makes it from records.  Opening is the time from the address to the end of the page's
-script in headless Chromium, the best of three; it is left out where there is no chromedriver.
+script in headless Chromium, the best of three; it is left out where there is no chromedriver.  The same is
+measured of one page that compares several such runs, by default three.
 
-    python tests/benchmarks/bench_report.py [STEPS]
+    python tests/benchmarks/bench_report.py [STEPS [RUNS]]
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,32 +39,47 @@ WORDS = "the sum of both sides is therefore at most n so we may assume that it h
 PROGRAM = """
 import resource, sys, time
 from pathlib import Path
-from grpo_core.reporting.report import write
+from grpo_core.reporting import comparison, report
+output, *runs = map(Path, sys.argv[1:])
 began = time.perf_counter()
-write(Path(sys.argv[1]))
+comparison.write(runs, output) if len(runs) > 1 else report.write(*runs, output)
 print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 """
 
 
 def main() -> int:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "run"
-        make(path, steps)
-        arguments = [sys.executable, "-c", PROGRAM, str(path)]
-        said = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
-        seconds, peak = map(float, said.split())
-        size = (path / "report.html").stat().st_size / 1e6
-        rows = [("made in (s)", seconds, SECONDS), ("size (MB)", size, MEGABYTES)]
-        if not webdriver.absent():
-            rows.append(("opened in Chromium (s)", opened(path / "report.html"), OPENED))
+    steps, several = map(int, [*sys.argv[1:], *[STEPS, 3][len(sys.argv) - 1 :]])
     failed = 0
-    for name, value, limit in rows:
-        what = f"{name}, {steps * GROUPS * GROUP} rollouts in {steps} steps"
-        print(f"{what:60} {value:8.2f}   limit {limit:g}")
-        failed += value > limit
-    print(f"{'peak memory (MB)':60} {peak:8.0f}")
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = [Path(scratch) / f"run-{number}" for number in range(several)]
+        make(runs[0], steps)
+        for seed, path in enumerate(runs[1:], 1):
+            shutil.copytree(runs[0], path)
+            config = path / "config.toml"
+            config.write_text(config.read_text().replace("seed = 0\n", f"seed = {seed}\n", 1))
+        for its in (runs[:1], runs):
+            failed += measured(
+                its, Path(scratch) / "page.html", f"{steps * GROUPS * GROUP} rollouts in {steps} steps"
+            )
     return failed
+
+
+def measured(runs: list[Path], page: Path, told: str) -> int:
+    """Print the figures of a page; return the number of those that are above their limits."""
+    arguments = [sys.executable, "-c", PROGRAM, str(page), *map(str, runs)]
+    said = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+    seconds, peak = map(float, said.split())
+    rows = [
+        ("made in (s)", seconds, SECONDS),
+        ("size (MB)", page.stat().st_size / 1e6, MEGABYTES),
+    ]
+    if not webdriver.absent():
+        rows.append(("opened in Chromium (s)", opened(page), OPENED))
+    what = f"{len(runs)} x {told}" if len(runs) > 1 else told
+    for name, value, limit in rows:
+        print(f"{f'{name}, {what}':60} {value:8.2f}   limit {limit:g}")
+    print(f"{'peak memory (MB)':60} {peak:8.0f}")
+    return sum(value > limit for _, value, limit in rows)
 
 
 def opened(page: Path) -> float:

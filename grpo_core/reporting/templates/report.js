@@ -2,12 +2,11 @@ for (const figure of document.querySelectorAll("figure")) {
   const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor");
   const { width, x, plane, series } = JSON.parse(figure.querySelector("script").textContent);
   const tip = document.createElement("div");
-  tip.className = "tip"; tip.hidden = true; figure.append(tip);
-  svg.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * width;
-    const wanted = x[0] + (at - plane[0]) / (plane[1] - plane[0]) * (x[1] - x[0]);
+  tip.className = "tip"; tip.hidden = true; tip.setAttribute("role", "status"); figure.append(tip);
+  let step = null;
+  function read(wanted) {  // show the values of the step that is nearest
     const lines = [];
-    let step = null;
+    step = null;
     for (const [name, steps, values] of series) {
       let near = 0;
       steps.forEach((s, i) => { if (Math.abs(s - wanted) < Math.abs(steps[near] - wanted)) near = i; });
@@ -21,8 +20,19 @@ for (const figure of document.querySelectorAll("figure")) {
     tip.style.right = place > width / 2 ? "auto" : "14px";
     tip.style.left = place > width / 2 ? "56px" : "auto";
     tip.hidden = false;
+  }
+  function leave() { tip.hidden = true; cursor.style.visibility = "hidden"; }
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * width;
+    read(x[0] + (at - plane[0]) / (plane[1] - plane[0]) * (x[1] - x[0]));
   });
-  svg.addEventListener("pointerleave", () => { tip.hidden = true; cursor.style.visibility = "hidden"; });
+  svg.addEventListener("pointerleave", leave);
+  svg.addEventListener("blur", leave);
+  svg.addEventListener("keydown", event => {
+    const steps = series[0][1], at = steps.indexOf(step);
+    const to = { ArrowRight: Math.min(at + 1, steps.length - 1), ArrowLeft: Math.max(at - 1, 0), Home: 0, End: steps.length - 1 }[event.key];
+    if (to !== undefined) { event.preventDefault(); read(steps[to]); }
+  });
 }
 
 // The browser of rollouts.  Texts of the run become text nodes only.
@@ -30,12 +40,17 @@ const browser = document.querySelector("#browser");
 if (browser) browse(browser);
 
 function browse(root) {
-  const { groups, pieces } = JSON.parse(root.querySelector("script").textContent);
+  const { groups, pieces, runs = [] } = JSON.parse(root.querySelector("script").textContent);
   const form = root.querySelector("form"), list = root.querySelector(".list"), pane = root.querySelector(".pane");
   const count = root.querySelector("output"), more = root.querySelector(".more");
-  const fields = ["set", "task", "finish", "from", "to", "low", "high", "text"];
+  const fields = [...(runs.length ? ["run", "shared"] : []), "set", "task", "finish", "from", "to", "low", "high", "text"];
+  // A prompt of another run is the same one if its messages are the same, too: its environment may have other options.
+  for (const group of groups) group.same = JSON.stringify([group.task, group.prompt, ...(runs.length ? group.messages : [])]);
   const rollouts = groups.flatMap(group => group.rollouts.map(one => ({
-    ...one, of: group, key: `${group.set[0]}${group.step}.${group.group}.${one.place || 0}` })));
+    ...one, of: group, key: `${runs.length ? `${group.run}.` : ""}${group.set[0]}${group.step}.${group.group}.${one.place || 0}` })));
+  const played = new Map();  // the runs that played a prompt
+  for (const group of groups) played.set(group.same, new Set([...(played.get(group.same) || []), group.run]));
+  const byRun = one => runs.length ? `${runs[one.of.run]}: ` : "";
   const byKey = new Map(rollouts.map(one => [one.key, one]));
   const state = restored();
   let found = [], shown = 0;
@@ -65,6 +80,7 @@ function browse(root) {
     ...one.of.messages.map(said), ...one.messages.map(said)].filter(Boolean).join("\n").toLowerCase();
 
   // ------------------------------------------------------------------------------- filters
+  if (runs.length) runs.forEach((name, run) => form.elements.run.append(new Option(name, run)));
   for (const [name, values] of [["set", rollouts.map(one => one.of.set)], ["task", rollouts.map(one => one.of.task)],
                                 ["finish", rollouts.map(one => one.finish || "")]])
     for (const value of [...new Set(values)].sort()) form.elements[name].append(new Option(value || "none", value || "none"));
@@ -78,7 +94,8 @@ function browse(root) {
     const number = name => state[name] === "" ? null : Number(state[name]);
     const [from, to, low, high] = ["from", "to", "low", "high"].map(number), text = state.text.toLowerCase();
     found = rollouts.filter(one =>
-      (!state.set || one.of.set === state.set) && (!state.task || one.of.task === state.task)
+      (!state.run || String(one.of.run) === state.run) && (!state.shared || played.get(one.of.same).size > 1)
+      && (!state.set || one.of.set === state.set) && (!state.task || one.of.task === state.task)
       && (!state.finish || (one.finish || "none") === state.finish)
       && (from === null || one.of.step >= from) && (to === null || one.of.step <= to)
       && (low === null || one.reward >= low) && (high === null || one.reward <= high)
@@ -98,11 +115,11 @@ function browse(root) {
   function entry(one) {
     const last = one.messages.at(-1) || {};
     const button = element("button", { type: "button", "data-key": one.key },
-      element("span", { class: "where" }, `${one.of.set === "validation" ? "validation " : "step "}${one.of.step}`),
+      element("span", { class: "where" }, `${runs.length ? `${runs[one.of.run].split(" ")[0]} ` : ""}${one.of.set === "validation" ? "validation " : "step "}${one.of.step}`),
       element("b", {}, plain(one.reward)),
       element("span", { class: "dim" }, [one.of.task, one.finish, one.length === undefined ? "" : `${one.length} tokens`].filter(Boolean).join(" · ")),
       element("span", { class: "snippet" }, (said(last) || "no text").slice(0, 160)));
-    button.addEventListener("click", () => { show(one.key); if (innerWidth < 900) pane.scrollIntoView(); });
+    button.addEventListener("click", () => { show(one.key, counterpart(one)); if (innerWidth < 900) pane.scrollIntoView(); });
     return element("li", {}, button);
   }
   function mark() {
@@ -131,12 +148,17 @@ function browse(root) {
     pane.replaceChildren(versions(one), element("div", { class: state.beside ? "two" : "" },
       card(one), ...(state.beside ? [card(byKey.get(state.beside))] : [])));
   }
-  const same = one => rollouts.filter(each => each.of.prompt === one.of.prompt && each.of.task === one.of.task);
+  const same = one => rollouts.filter(each => each.of.same === one.of.same);
+  function counterpart(one) {  // of another run, from the nearest step
+    const others = one && runs.length ? same(one).filter(each => each.of.run !== one.of.run && each.of.set === one.of.set) : [];
+    const far = each => Math.abs(each.of.step - one.of.step);
+    return others.sort((a, b) => far(a) - far(b))[0]?.key || "";
+  }
 
   function versions(one) {
     const others = same(one), rounds = new Map();
     for (const each of others) {
-      const name = `${each.of.set === "validation" ? "validation of version" : "step"} ${each.of.step}`
+      const name = byRun(each) + `${each.of.set === "validation" ? "validation of version" : "step"} ${each.of.step}`
         + (each.of.set === "training" && each.of.version !== undefined && each.of.version !== null ? `, generated from version ${each.of.version}` : "");
       rounds.set(name, [...(rounds.get(name) || []), each]);
     }
@@ -144,7 +166,7 @@ function browse(root) {
     for (const [name, its] of rounds) {
       const box = element("optgroup", { label: name });
       for (const each of its) if (each !== one)
-        box.append(new Option(`${each.of.set === "validation" ? "validation" : "step"} ${each.of.step}, rollout ${(each.place || 0) + 1}: reward ${plain(each.reward)}`, each.key, false, each.key === state.beside));
+        box.append(new Option(`${byRun(each)}${each.of.set === "validation" ? "validation" : "step"} ${each.of.step}, rollout ${(each.place || 0) + 1}: reward ${plain(each.reward)}`, each.key, false, each.key === state.beside));
       if (box.children.length) select.append(box);
     }
     select.addEventListener("change", () => show(one.key, select.value));
@@ -165,7 +187,7 @@ function browse(root) {
     const told = element("dl", {});
     for (const [name, value] of facts) told.append(element("div", {}, element("dt", {}, name), element("dd", {}, String(value))));
     const box = element("article", { class: "rollout" },
-      element("h3", {}, `${one.of.set === "validation" ? "Validation of version" : "Step"} ${one.of.step}, rollout ${(one.place || 0) + 1}`,
+      element("h3", {}, `${byRun(one)}${one.of.set === "validation" ? "Validation of version" : "Step"} ${one.of.step}, rollout ${(one.place || 0) + 1}`,
         element("span", { class: "note" }, ` ${one.of.task} · prompt ${one.of.prompt}`)), told);
     if (one.error) box.append(element("p", { class: "told bad" }, "error: ", one.error));
     for (const message of [...(one.whole ? [] : one.of.messages), ...one.messages]) box.append(spoken(message));
@@ -266,7 +288,7 @@ function browse(root) {
 
   root.hidden = false;
   filter();
-  show(state.show || found[0]?.key, state.beside);
+  show(state.show || found[0]?.key, state.show ? state.beside : counterpart(found[0]));
   addEventListener("hashchange", () => location.reload());
   if (location.protocol !== "file:") {  // the page is loaded again while somebody reads it
     const place = Number(sessionStorage.getItem("scrolled"));

@@ -1,0 +1,173 @@
+"""Several runs on one page: their curves over one another, their results and settings, and their rollouts.
+
+Runs that differ in nothing but their seed are one arm, which is shown as a mean with an interval.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from grpo_core.errors import ConfigError
+from grpo_core.explain.causes import Finding
+from grpo_core.reporting import arms, browsing, overlay
+from grpo_core.reporting.arms import Arm
+from grpo_core.reporting.pages import check_output, rendered, replace_output
+from grpo_core.reporting.report import Files, browse, causes, state
+from grpo_core.run_directory import RunDirectory
+
+MOST_RUNS = 26
+"""Number of runs of a page; an arm has a letter of the alphabet."""
+
+
+@frozen(kw_only=True)
+class Member:
+    """A run as the page's list of runs shows it."""
+
+    mark: str
+    """The letter of its arm, with a number if the arm has several runs."""
+    name: str
+    place: int
+    """Place of its arm's color and dashes in the palette."""
+    seed: Any
+    state: str
+    step: int
+    cause: Finding | None
+    """The first cause that ``grpo-core explain`` names."""
+
+
+def write(paths: Sequence[Path], output: Path) -> Path:
+    """Write the page of several runs; return the file.
+
+    Raises ConfigError if the runs cannot be compared, or the file cannot be written.
+    """
+    check_output(output)
+    return replace_output(output, render(read(paths)))
+
+
+def read(paths: Sequence[Path]) -> list[Files]:
+    """Read the files of runs.  Raises ConfigError if they cannot be compared."""
+    if len(paths) > MOST_RUNS:
+        raise ConfigError(f"report: {len(paths)} runs; a page has room for {MOST_RUNS}")
+    for path in paths:
+        RunDirectory.existing(path)
+    for one, other in combinations(paths, 2):
+        if one.resolve() == other.resolve():
+            raise ConfigError(f"report: {one} and {other} are the same run; give each run once")
+    files = [Files.read(path) for path in paths]
+    for each in files:
+        if not each.steps and not each.validations:
+            raise ConfigError(
+                f"{each.path}: has no metrics of a step or a validation yet; leave it out, or wait for its "
+                "first step"
+            )
+    common_tasks(_runs(files))
+    return files
+
+
+def common_tasks(runs: Sequence[overlay.Run]) -> list[str]:
+    """Return the tasks that all runs have.  Raises ConfigError if there is none."""
+    common = runs[0].tasks()
+    for run in runs[1:]:
+        its = run.tasks()
+        if not (both := [task for task in common if task in its]):
+            told = " and ".join(f"{name} has {', '.join(tasks) or 'none'}" for name, tasks in
+                                ((runs[0].name, common), (run.name, its)))  # fmt: skip
+            raise ConfigError(f"report: there is no task that all of these runs have: {told}")
+        common = both
+    return common
+
+
+def render(files: Sequence[Files]) -> str:
+    """The page."""
+    from markupsafe import Markup
+
+    runs = _runs(files)
+    found = arms.grouped([history(each) for each in files], [run.name for run in runs])
+    tasks = common_tasks(runs)
+    members = _members(files, runs, found)
+    pieces = browsing.Pieces()
+    selections = [browse(each, pieces, len(files)) for each in files]
+    marks = [f"{member.mark} {member.name}" for member in members]
+    kept = sum(selection.kept for selection in selections)
+    newest = [(history(files[arm.runs[0]]) or [{}])[-1] for arm in found]
+    return rendered(
+        "compared.html",
+        arms=found,
+        members=sorted(members, key=lambda member: member.place),
+        settings=[(key, [arms.cut(value) for value in values]) for key, values in arms.differing(newest)],
+        changed=[member for member, each in zip(members, files, strict=True) if len(history(each)) > 1],
+        tasks=tasks,
+        repeated=_repeated(members),
+        left_out=sorted({task for run in runs for task in run.tasks()} - set(tasks)),
+        most_tasks=overlay.MOST_TASKS,
+        results=[overlay.results(found, runs, task) for task in tasks],
+        columns=[(name, percent) for name, _, percent in overlay.SPEED],
+        speed=overlay.speed(found, runs),
+        sections=overlay.charts(found, runs, tasks),
+        unreadable=sum(each.unreadable for each in files),
+        browser=Markup(browsing.as_script(selections, marks)) if kept else "",
+        rules=[(mark, selection.rule()) for mark, selection in zip(marks, selections, strict=True)],
+    )
+
+
+def _repeated(members: Sequence[Member]) -> list[str]:
+    """Return the runs that repeat a seed of their arm, so that they are no further evidence."""
+    seen: set[tuple[int, str]] = set()
+    found = []
+    for member in members:
+        key = member.place, str(member.seed)
+        if key in seen:
+            found.append(f"{member.mark} {member.name}")
+        seen.add(key)
+    return found
+
+
+def history(files: Files) -> list[dict[str, Any]]:
+    """Return the configurations of a run, those that a resume has replaced first."""
+    earlier = [(int(name[1]), path) for path in files.path.glob("config-*.toml")
+               if (name := re.fullmatch(r"config-(\d+)\.toml", path.name))]  # fmt: skip
+    found = []
+    for _, path in sorted(earlier):
+        try:
+            found.append(tomllib.loads(path.read_text(encoding="utf-8", errors="replace")))
+        except tomllib.TOMLDecodeError:
+            files.damaged.add((path, 0))
+    return [*found, dict(files.table)] if files.table else found
+
+
+def _runs(files: Sequence[Files]) -> list[overlay.Run]:
+    paths = [each.path.resolve() for each in files]
+    most = max(len(path.parts) for path in paths)
+    # As much of the paths as tells them apart.
+    depth = next(n for n in range(1, most + 1) if len({path.parts[-n:] for path in paths}) == len(paths))
+    names = ["/".join(path.parts[-depth:]) for path in paths]
+    return [
+        overlay.Run(name=name, steps=each.steps, validations=each.validations)
+        for name, each in zip(names, files, strict=True)
+    ]
+
+
+def _members(files: Sequence[Files], runs: Sequence[overlay.Run], found: Sequence[Arm]) -> list[Member]:
+    """Return the runs, in their order."""
+    members = {}
+    for arm in found:
+        for number, place in enumerate(arm.runs, 1):
+            each, its = files[place], runs[place]
+            rows = [row["step"] for row in (*its.steps, *its.validations) if isinstance(row.get("step"), int)]
+            members[place] = Member(
+                mark=f"{arm.mark}{number}" if len(arm.runs) > 1 else arm.mark,
+                name=its.name,
+                place=arm.place,
+                seed=each.table.get("seed", "-"),
+                state=state(each),
+                step=max(rows, default=0),
+                cause=next(iter(causes(each.path)), None),
+            )
+    return [members[place] for place in range(len(files))]

@@ -1,0 +1,323 @@
+"""Draws the curves of several runs over one another, and puts their results side by side.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from attrs import field, frozen
+
+from grpo_core.loop.metrics import headline
+from grpo_core.reporting.arms import Arm, Estimate, difference, estimate
+from grpo_core.reporting.charts import LARGEST, Chart, Point, Series, chart
+from grpo_core.reporting.curves import RECENT, Row, points
+from grpo_core.validation.results import SHARES
+
+PARTS = 60
+"""Largest number of points of a curve over the steps; each is the mean of a part of them."""
+PALETTE = 5
+"""Number of colors; arms with the same one differ in their letters."""
+MOST_TASKS = 20
+"""Number of tasks that have charts."""
+
+
+@frozen(kw_only=True)
+class Run:
+    """The metrics of a run, which are drawn."""
+
+    name: str
+    steps: Sequence[Row]
+    validations: Sequence[Row]
+
+    def tasks(self) -> list[str]:
+        """Return the tasks that were trained or validated."""
+        trained = {
+            key.removeprefix("groups/") for row in self.steps for key in row if key.startswith("groups/")
+        }
+        return sorted(trained | {task for row in self.validations for task, _ in _measured(row)})
+
+
+@frozen(kw_only=True)
+class Result:
+    """The results of an arm on a task."""
+
+    arm: Arm
+    first: Estimate | None
+    last: Estimate | None
+    over: str
+    """Intervals of the validations are over "seeds", or over the "prompts" of one run; "" is no interval."""
+    gain: Estimate | None
+    """How far its last validation is above that of the first arm; None for the first arm."""
+    reward: Estimate | None
+
+
+@frozen(kw_only=True)
+class Results:
+    """The results of all arms on a task."""
+
+    task: str
+    metric: str
+    """The metric of the validations; empty if there is none that all runs have."""
+    in_percent: bool
+    versions: tuple[float, float] | None
+    """The first and the last version that all runs validated."""
+    steps: tuple[int, int] | None
+    """The steps over which rewards are averaged."""
+    rows: Sequence[Result]
+
+
+# ---------------------------------------------------------------------------------- results
+
+
+def results(arms: Sequence[Arm], runs: Sequence[Run], task: str) -> Results:
+    """Return the results on a task, at versions and over steps that all runs have."""
+    metric = metric_of(runs, task)
+    curves = [dict(_finite(_validations(run, task, metric))) for run in runs]
+    common = sorted(set.intersection(*map(set, curves)))
+    versions = (common[0], common[-1]) if common else None
+    rewards = [dict(_finite(points(run.steps, f"reward/{task}"))) for run in runs]
+    steps = _recent(rewards)
+    rows = []
+    for arm in arms:
+        last = [curves[run][versions[1]] for run in arm.runs] if versions else []
+        base = [curves[run][versions[1]] for run in arms[0].runs] if versions else []
+        rows.append(
+            Result(
+                arm=arm,
+                first=_validated(arm, runs, task, metric, versions and versions[0]),
+                last=_validated(arm, runs, task, metric, versions and versions[1]),
+                over="" if not versions else "seeds" if len(arm.runs) > 1 else "prompts",
+                gain=difference(last, base) if arm is not arms[0] else None,
+                reward=estimate([fmean(_within(rewards[run], steps)) for run in arm.runs]) if steps else None,
+            )
+        )
+    return Results(
+        task=task,
+        metric=metric,
+        in_percent=metric.startswith(SHARES),
+        versions=versions,
+        steps=steps,
+        rows=rows,
+    )
+
+
+def metric_of(runs: Sequence[Run], task: str) -> str:
+    """Return the metric that stands for a task, of those that all runs have measured; or an empty text."""
+    measured = [
+        dict.fromkeys(name for row in run.validations for of, name in _measured(row) if of == task)
+        for run in runs
+    ]
+    return headline(name for name in measured[0] if all(name in others for others in measured)) or ""
+
+
+def _measured(row: Row) -> list[tuple[str, str]]:
+    """Return task and metric of each result in a row of a validation."""
+    keys = [key.removeprefix("validation/").rpartition("/") for key in row if key.startswith("validation/")]
+    return [(task, metric) for task, _, metric in keys if task]
+
+
+def _validations(run: Run, task: str, metric: str) -> list[Point]:
+    return points(run.validations, f"validation/{task}/{metric}") if metric else []
+
+
+def _validated(
+    arm: Arm, runs: Sequence[Run], task: str, metric: str, version: float | None
+) -> Estimate | None:
+    """Return the result of an arm at a version; the interval of a single run is the validation's own."""
+    if version is None:
+        return None
+    found = estimate([dict(_validations(runs[run], task, metric))[version] for run in arm.runs])
+    if found is None or len(arm.runs) > 1:
+        return found
+    ends = {x: (low, high) for x, low, high in _own_intervals(runs[arm.runs[0]], task, metric)}
+    return Estimate(mean=found.mean, interval=ends.get(version))
+
+
+def _own_intervals(run: Run, task: str, metric: str) -> list[tuple[float, float, float]]:
+    low, high = (dict(_validations(run, task, f"{metric}_{end}")) for end in ("low", "high"))
+    return [(x, low[x], high[x]) for x in low if x in high]
+
+
+def _recent(rewards: Sequence[Mapping[float, float]]) -> tuple[int, int] | None:
+    """Return the last steps up to the end of the shortest run in which each run trained the task."""
+    if not all(rewards):
+        return None
+    last = min(max(curve) for curve in rewards)
+    first = max(min(min(curve) for curve in rewards), last - RECENT + 1)
+    return (int(first), int(last)) if all(_within(curve, (first, last)) for curve in rewards) else None
+
+
+def _within(curve: Mapping[float, float], steps: tuple[float, float]) -> list[float]:
+    return [y for x, y in curve.items() if steps[0] <= x <= steps[1]]
+
+
+SPEED = (
+    ("seconds of a step", "time/step", False),
+    ("tokens generated in a second", "tokens_per_second/generation", False),
+    ("tokens trained in a second", "tokens_per_second/training", False),
+    ("overlap", "overlap", True),
+    ("staleness", "staleness_mean", False),
+    ("entropy", "entropy", False),
+    ("mismatch_kl", "mismatch_kl", False),
+)
+"""Columns of the table of speed and health: name, metric, and whether it is shown in percent."""
+
+
+def speed(arms: Sequence[Arm], runs: Sequence[Run]) -> list[tuple[Arm, list[Estimate | None]]]:
+    """Return the means over all steps, for each arm and each of ``SPEED``."""
+
+    def mean(run: int, metric: str) -> list[float]:
+        values = [y for _, y in _finite(points(runs[run].steps, metric))]
+        return [fmean(values)] if values else []
+
+    return [
+        (arm, [estimate([y for run in arm.runs for y in mean(run, metric)]) for _, metric, _ in SPEED])
+        for arm in arms
+    ]
+
+
+# ---------------------------------------------------------------------------------- charts
+
+
+def charts(arms: Sequence[Arm], runs: Sequence[Run], tasks: Sequence[str]) -> list[tuple[str, list[Chart]]]:
+    """Return the charts that have something to show, in sections with a title."""
+    draw = Overlay(arms, runs)
+    shown = tasks[:MOST_TASKS]
+    sections = [
+        ("Learning", [one for task in shown for one in _learning(draw, task)]),
+        ("Groups", [one for task in shown for one in _groups(draw, task)]),
+        (
+            "Asynchrony",
+            [
+                draw.steps("seconds of a step", "time/step", low=0),
+                draw.steps("tokens generated in a second", "tokens_per_second/generation", low=0),
+                draw.steps("staleness, in steps", "staleness_mean", low=0),
+                draw.steps("overlap", "overlap", low=0, high=1, percent=True,
+                           note="share of a step in which the busier side works"),
+            ],
+        ),
+        (
+            "Health",
+            [
+                draw.steps("logprob_diff", "logprob_diff_mean", low=0,
+                           note="engine against trainer, per token"),
+                draw.steps("mismatch_kl", "mismatch_kl", low=0,
+                           note="from the engine's policy to the trainer's"),
+                draw.steps("effective sample size", "effective_sample_size", low=0, high=1, percent=True),
+                draw.steps("kl", "kl", note="to the reference model"),
+                draw.steps("entropy", "entropy", low=0, note="nats per token"),
+                draw.steps("gradient norm", "grad_norm", low=0),
+                draw.steps("loss", "loss"),
+            ],
+        ),
+    ]  # fmt: skip
+    drawn = [(title, [one for one in found if one is not None]) for title, found in sections]
+    return [(title, found) for title, found in drawn if found]
+
+
+def _learning(draw: Overlay, task: str) -> list[Chart | None]:
+    metric = metric_of(draw.runs, task)
+    return [
+        draw.steps(f"{task}: reward in training", f"reward/{task}"),
+        draw.validations(f"{task}: validation {metric}", task, metric),
+    ]
+
+
+def _groups(draw: Overlay, task: str) -> list[Chart | None]:
+    return [
+        draw.steps(f"{task}: equal rewards", f"frac_reward_zero_std/{task}", low=0, high=1, percent=True,
+                   note="share of the trained groups that teach nothing"),
+        draw.steps(f"{task}: tokens of a completion", f"completion_tokens/{task}", low=0),
+        draw.steps(f"{task}: truncated", f"truncated/{task}", low=0, percent=True,
+                   note="share of the rollouts that a token limit cut off"),
+    ]  # fmt: skip
+
+
+@frozen
+class Overlay:
+    """Draws one metric of all runs: thin lines for the seeds of an arm, and their mean with its interval."""
+
+    arms: Sequence[Arm]
+    runs: Sequence[Run]
+    _parts: Callable[[float], float] = field(init=False)
+    """Gives the middle of the part of the run that a step belongs to."""
+
+    @_parts.default
+    def _parts_of_all(self) -> Callable[[float], float]:
+        return _parts([x for run in self.runs for x, _ in points(run.steps, "step")])
+
+    def steps(self, title: str, metric: str, **options: Any) -> Chart | None:
+        """Return the chart of a metric of the steps, or None if no run has it."""
+        curves = [_binned(points(run.steps, metric), self._parts) for run in self.runs]
+        return self._chart(title, curves, {}, **options)
+
+    def validations(self, title: str, task: str, metric: str) -> Chart | None:
+        """Return the chart of a metric of the validations, or None if no run has it."""
+        curves = [_finite(_validations(run, task, metric)) for run in self.runs]
+        bounds = {"low": 0, "high": 1, "percent": True} if metric.startswith(SHARES) else {}
+        versions = {x for curve in curves for x, _ in curve}
+        if len(versions) > PARTS:
+            parts = _parts([*versions])
+            return self._chart(title, [_binned(curve, parts) for curve in curves], {}, dots=True, **bounds)
+        own = {}
+        if all(len(arm.runs) == 1 for arm in self.arms):
+            own = {i: _own_intervals(run, task, metric) for i, run in enumerate(self.runs)}
+        return self._chart(title, [*map(dict, curves)], own, dots=True, **bounds)
+
+    def _chart(
+        self,
+        title: str,
+        curves: Sequence[Mapping[float, float]],
+        own: Mapping[int, Sequence[tuple[float, float, float]]],
+        *,
+        dots: bool = False,
+        **options: Any,
+    ) -> Chart | None:
+        thin, lines = [], []
+        for arm in self.arms:
+            colour = arm.place % PALETTE
+            its = [curves[run] for run in arm.runs]
+            means = [
+                (x, found)
+                for x in sorted(set.intersection(*map(set, its)))
+                if (found := estimate([curve[x] for curve in its])) is not None
+            ]
+            if len(its) > 1:
+                thin += [Series(name="", points=sorted(c.items()), colour=colour, style="thin") for c in its]
+            lines.append(
+                Series(
+                    name=f"{arm.mark} {arm.label}",
+                    points=[(x, found.mean) for x, found in means],
+                    colour=colour,
+                    style="dots" if dots else "line",
+                    band=[(x, *found.interval) for x, found in means if found.interval]
+                    or own.get(arm.runs[0], ()),
+                    mark=arm.mark,
+                )
+            )
+        return chart(title, [*thin, *lines], clipped=True, **options)
+
+
+def _parts(steps: Sequence[float]) -> Callable[[float], float]:
+    """Return what gives the middle of the part that a step belongs to; all runs have the same parts."""
+    first, last = min(steps, default=0), max(steps, default=0)
+    width = (last - first) // PARTS + 1
+
+    def middle(step: float) -> float:
+        begin = first + (step - first) // width * width
+        return (begin + min(last, begin + width - 1)) / 2
+
+    return middle
+
+
+def _binned(curve: Sequence[Point], parts: Callable[[float], float]) -> dict[float, float]:
+    """Return the mean of each part; in five digits, so that 1.0000001 is drawn as 1."""
+    found: dict[float, list[float]] = {}
+    for x, y in _finite(curve):
+        found.setdefault(parts(x), []).append(y)
+    return {x: float(f"{fmean(ys):.5g}") for x, ys in found.items()}
+
+
+def _finite(curve: Sequence[Point]) -> list[Point]:
+    return [(x, y) for x, y in curve if abs(y) <= LARGEST]

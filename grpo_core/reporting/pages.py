@@ -1,0 +1,126 @@
+"""Makes pages from templates: one offline file, in which whatever a run has recorded is text.
+
+The template escapes everything, and the page's policy lets only its own script run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+from grpo_core.errors import ConfigError
+from grpo_core.inert import inert
+from grpo_core.reporting.charts import readings
+from grpo_core.reporting.curves import Task
+
+GENERATOR = '<meta name="generator" content="grpo-core report">'
+"""The beginning of a page contains it."""
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Return the page that a template makes of these values."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    loader = PackageLoader("grpo_core.reporting")
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: inert(value) if type(value) is str else value,  # not what is markup already
+    )
+    script = Markup(loader.get_source(environment, "report.js")[0])
+    shown = {"number": number, "share": share, "readings": readings, "measure": measure}
+    environment.filters |= shown | {"percent": percent, "signed": signed}
+    return environment.get_template(template).render(
+        script=script,
+        script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        **values,
+    )
+
+
+def replace(target: Path, html: str) -> None:
+    """Write a page; nobody sees a part of it."""
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_text(html, encoding="utf-8", errors="xmlcharrefreplace")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_output(output: Path) -> None:
+    """Raise ConfigError if a page cannot be written there, or would replace something that is no page."""
+    if output.is_dir():
+        raise ConfigError(f"--output {output}: is a directory; give the name of the page, as compared.html")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no directory {output.parent}")
+    if output.exists() and not _is_page(output):
+        raise ConfigError(f"--output {output}: exists, and is no report; give another name")
+
+
+def replace_output(output: Path, html: str) -> Path:
+    """Write a page where the user wants it; return the file.  Raises ConfigError if it cannot be written."""
+    try:
+        replace(output, html)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from error
+    return output
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is a page of this module, which a newer one may replace."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return GENERATOR in file.read(1000)
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------------------- numbers
+
+
+def number(value: Any) -> str:
+    """Format a number in a few digits: 12345678 is 12.3M."""
+    if not is_number(value):
+        return "-"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def measure(task: Task, value: Any) -> str:
+    """Format what stands for a task: a share in percent, any other number in a few digits."""
+    return share(value) if task.in_percent else number(value)
+
+
+def share(value: Any) -> str:
+    """Format a value, in percent if it is a share."""
+    return f"{value:.1%}" if is_number(value) and 0 <= value <= 1 else number(value)
+
+
+def percent(value: float) -> str:
+    """Format a share in percent; the end of an interval may be below 0 or above 1."""
+    return f"{value:.1%}"
+
+
+def signed(value: float, share: bool) -> str:
+    """Format a difference with its sign; one of shares in points of percent."""
+    return f"{value * 100:+.1f} points" if share else f"{value:+.3g}"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def plain(value: Any) -> float:
+    """Return a value of a file as a number; what is none is 0."""
+    return float(value) if is_number(value) else 0.0
