@@ -85,7 +85,7 @@ def killer(
             return None
         files = [str(ROOT / "tests" / f"test_{name}.py") for name in tests]
         pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
-        pytest += ["-m", "not slow and not long"]
+        pytest += ["-m", "not slow and not nightly"]
         pytest += files
         said = _fails(pytest, scratch, environ, seconds)
         return None if said is None else f"tests: {said}"
