@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -128,10 +130,25 @@ def forecast(
                 await world.engine.aclose()
 
     try:
-        run(story(), horizon=float("inf"))
+        with _rare_collections():
+            run(story(), horizon=float("inf"))
     except GrpoError as error:
         raise ConfigError(f"the simulated run fails after {len(steps)} steps: {error}") from error
     return summarise(steps)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for circles of objects less often, as a simulated run makes many objects and few circles.
+
+    Looking as often as usual takes an eighth of a simulation's time.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(100_000, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 class _World:

@@ -83,15 +83,32 @@ class Plays:
 
 
 @define(eq=False, order=False)
+class _Call:
+    """Completions that one caller waits for; it is woken once, when the last of them has ended."""
+
+    left: int
+    """How many have not ended."""
+    ended: asyncio.Future[None]
+
+
+@define(eq=False, order=False)
 class _Row:
     """A completion that is decoded."""
 
     number: int
     tokens: int
     truncated: bool
-    done: asyncio.Future[Completion]
+    call: _Call
     begin: float = 0.0
     """Tokens that a row of the engine had got when this one began."""
+    completion: Completion | None = None
+
+    def end(self, completion: Completion) -> None:
+        """Keep the completion, and wake the caller if it was the last."""
+        self.completion = completion
+        self.call.left -= 1
+        if not self.call.left and not self.call.ended.done():
+            self.call.ended.set_result(None)
 
 
 class PlannedEngine:
@@ -113,18 +130,21 @@ class PlannedEngine:
         self._marks: list[float] = []
         self._versions: list[int] = []
         """Weights from each of these token counts on."""
+        self._logprobs = np.empty(0, dtype=np.float32)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        rows = [self._row(request) for request in requests]
+        call = _Call(len(requests), asyncio.get_running_loop().create_future())
+        rows = [self._row(request, call) for request in requests]
         self._advance()
         self._waiting.extend(rows)
         self._pause += self.times.prompt_token * sum(len(request.prompt_ids) for request in requests)
         self._begin_rows()
         try:
-            return [await row.done for row in rows]
+            await call.ended
         finally:
-            if any(row.done.cancelled() or not row.done.done() for row in rows):
+            if call.left:
                 self._forget(rows)
+        return [row.completion for row in rows if row.completion is not None]
 
     async def update_weights(self, weights: Weights) -> None:
         self._advance()
@@ -140,13 +160,13 @@ class PlannedEngine:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _row(self, request: GenerationRequest) -> _Row:
+    def _row(self, request: GenerationRequest, call: _Call) -> _Row:
         number, tokens = self._plays.next(request)
         return _Row(
             number=number,
             tokens=min(tokens, request.max_tokens),
             truncated=tokens >= request.max_tokens,
-            done=asyncio.get_running_loop().create_future(),
+            call=call,
         )
 
     def _begin_rows(self) -> None:
@@ -185,8 +205,7 @@ class PlannedEngine:
         self._tokens = end = self._rows[0][0]
         while self._rows and self._rows[0][0] <= end + 1e-6:
             _, _, row = heapq.heappop(self._rows)
-            if not row.done.done():
-                row.done.set_result(self._completion(row))
+            row.end(self._completion(row))
         self._begin_rows()
 
     def _completion(self, row: _Row) -> Completion:
@@ -196,15 +215,20 @@ class PlannedEngine:
         versions = np.full(row.tokens, self._versions[first], dtype=np.int32)
         for mark, version in zip(self._marks[first + 1 :], self._versions[first + 1 :], strict=True):
             versions[int(np.ceil(mark - row.begin - 1e-6)) :] = version
-        logprobs = np.full(row.tokens, -1.0, dtype=np.float32)
-        for array in (ids, logprobs, versions):
-            array.flags.writeable = False  # so that it is not copied
+        ids.flags.writeable = versions.flags.writeable = False  # so that they are not copied
         return Completion(
             token_ids=ids,
-            logprobs=logprobs,
+            logprobs=self._equal_logprobs(row.tokens),
             versions=versions,
             finish_reason="length" if row.truncated else "stop",
         )
+
+    def _equal_logprobs(self, tokens: int) -> Any:
+        """Return as many equal logprobs, which no completion changes, and all of them share."""
+        if len(self._logprobs) < tokens:
+            self._logprobs = np.full(2 * tokens, -1.0, dtype=np.float32)
+            self._logprobs.flags.writeable = False
+        return self._logprobs[:tokens]
 
     def _forget(self, rows: Sequence[_Row]) -> None:
         """Take rows away whose caller has gone."""
