@@ -1,9 +1,10 @@
-"""Draws the pictures of the explanations from the code itself: staleness.svg, corrections.svg, laws.svg.
+"""Draws the pictures of the explanations from the code itself: staleness.svg, corrections.svg, laws.svg,
+planning.svg.
 
     python docs/_pictures.py
 
-The real pipeline runs on virtual time for the first and the last; the second asks the function that a loss
-asks.  The same code gives the same pictures.
+The real pipeline runs on virtual time for most of them; corrections.svg asks the function that a loss asks.
+The same code gives the same pictures.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from attrs import define, field
 from grpo_core import events
 from grpo_core.app import launch
 from grpo_core.losses.corrections import Correction, importance_weights
+from grpo_core.planning.commands import Planner
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.outcomes import DrawnOutcomes
+from grpo_core.planning.picture import drawn
 from grpo_core.planning.times import Times, read_times
 from grpo_core.plugins.host import PluginHost
 
@@ -293,7 +296,44 @@ def laws() -> str:
     return svg(bottom + 48, "Groups in flight and ready during twelve steps, below the bound", parts)
 
 
-PICTURES = {"staleness.svg": staleness, "corrections.svg": corrections, "laws.svg": laws}
+# ------------------------------------------------------------------------------ planning
+
+
+def planning() -> str:
+    """Draw the picture that ``grpo-core simulate --picture`` writes."""
+    config, host = launch.configure(
+        [
+            {
+                "tasks": {"task": {"env": "math:sort"}},
+                "trainer": {"prompts_per_step": 16},
+                "rollout": {"max_tokens": 4096},
+                "validation": {"every": 0, "at_start": False},
+            }
+        ],
+        {},
+    )
+    times = read_times(
+        None,
+        (
+            "engine.row=0.0002",
+            "engine.rows=256",
+            "engine.sync=2",
+            "rollout.tokens=800",
+            "trainer.step=2",
+            "trainer.token=0.00015",
+        ),
+    )
+    planner = Planner(config, times, DrawnOutcomes(times.rollout), host, seed=0, steps=20)
+    rows = [planner.row("as configured", {}), *planner.sweep(["pipeline.max_staleness=0,1,4"])]
+    return drawn(rows, len(rows) - 1)
+
+
+PICTURES = {
+    "staleness.svg": staleness,
+    "corrections.svg": corrections,
+    "laws.svg": laws,
+    "planning.svg": planning,
+}
 
 
 def main() -> None:

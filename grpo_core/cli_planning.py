@@ -20,6 +20,7 @@ def simulate(
     steps: int | None = None,
     seed: int = 0,
     json: bool = False,
+    picture: Path | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
     """Forecast the time of a run: the real pipeline on virtual time, with service times that you give.
@@ -43,6 +44,8 @@ def simulate(
         Seed of what is drawn.
     json
         Print the forecasts as JSON.
+    picture
+        Draw the forecasts, and some steps of each simulated run, in this SVG file.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
@@ -57,6 +60,7 @@ def simulate(
         steps=commands.at_least_one("--steps", steps),
         seed=seed,
         as_json=json,
+        picture=picture,
         block=no_plugin or [],
     )
 
@@ -70,6 +74,7 @@ def whatif(
     steps: int | None = None,
     seed: int = 0,
     json: bool = False,
+    picture: Path | None = None,
     no_plugin: Annotated[list[str] | None, Parameter(name="--no-plugin", negative="")] = None,
 ) -> int:
     """Forecast what another setting would change in the times of a run, from what the run recorded.
@@ -93,6 +98,8 @@ def whatif(
         Seed of what is drawn.
     json
         Print the forecasts as JSON, with the fitted service times.
+    picture
+        Draw the forecasts, and some steps of each simulated run, in this SVG file.
     no_plugin
         Do not load this installed plugin; may be repeated.
     """
@@ -106,5 +113,6 @@ def whatif(
         steps=commands.at_least_one("--steps", steps),
         seed=seed,
         as_json=json,
+        picture=picture,
         block=no_plugin or [],
     )

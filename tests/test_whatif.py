@@ -195,7 +195,7 @@ def test_a_change_has_the_effect_that_the_run_with_it_shows(recorded_run, host, 
 
 
 @pytest.mark.long
-def test_the_table_says_how_far_the_forecast_is_from_the_run(recorded_run, capsys):
+def test_the_table_says_how_far_the_forecast_is_from_the_run(recorded_run, tmp_path, capsys):
     commands.whatif(
         directory=recorded_run,
         settings=["trainer.lr=0.5"],
@@ -205,7 +205,11 @@ def test_the_table_says_how_far_the_forecast_is_from_the_run(recorded_run, capsy
         seed=0,
         as_json=False,
         block=[],
+        picture=tmp_path / "plan.svg",
     )
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert drawn.count(">recorded<") == 1, "a bar, and no simulated steps"
+    assert drawn.count(">the same, forecast<") == 2
     shown = capsys.readouterr()
     assert "the forecast of the run as it was differs from the run by" in shown.out
     assert [line.split("  ")[0] for line in shown.out.splitlines()[1:4]] == [

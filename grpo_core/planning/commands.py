@@ -16,7 +16,9 @@ from grpo_core.config import Config, as_table, build, merge, parse_setting, pars
 from grpo_core.errors import ConfigError
 from grpo_core.planning.fitting import calibrated, fit, has_queue, without_rows
 from grpo_core.planning.forecast import Forecast, for_steps, forecast, summarise
+from grpo_core.planning.moments import Moments
 from grpo_core.planning.outcomes import DrawnOutcomes, Outcomes
+from grpo_core.planning.picture import check_writable, write
 from grpo_core.planning.recorded import Recorded, read
 from grpo_core.planning.settings import check_lengths, without_effect
 from grpo_core.planning.tables import Row, as_json, best, table
@@ -44,8 +46,11 @@ def simulate(
     seed: int,
     as_json: bool,
     block: Sequence[str],
+    picture: Path | None = None,
 ) -> int:
     """Run ``grpo-core simulate``; return the exit status."""
+    if picture is not None:
+        check_writable(picture)
     times = read_times(times_file, time_settings)
     tables = [read_toml(config_file)] if config_file else []
     config, host = configure(tables, parse_settings(settings), block)
@@ -57,6 +62,8 @@ def simulate(
     planner = Planner(config, times, DrawnOutcomes(times.rollout), host, steps=steps, seed=seed)
     rows = [planner.row("as configured", {}), *planner.sweep(sweep)]
     _show(rows, len(rows) - 1, times, as_json=as_json)
+    if picture is not None:
+        write(picture, rows, len(rows) - 1)
     return 0
 
 
@@ -70,8 +77,11 @@ def whatif(
     seed: int,
     as_json: bool,
     block: Sequence[str],
+    picture: Path | None = None,
 ) -> int:
     """Run ``grpo-core whatif``; return the exit status."""
+    if picture is not None:
+        check_writable(picture)
     recorded = read(directory)
     changes = parse_settings(settings)
     variants = [flat(merge(changes, parse_setting(each))) for each in variants_of(sweep)]
@@ -92,7 +102,10 @@ def whatif(
     alternatives = planner.sweep(sweep, changes)
     if idle:
         complain(f"note: no time depends on {', '.join(sorted(idle))}")
-    _show([*rows, *alternatives], len(alternatives), times, as_json=as_json)
+    rows += alternatives
+    _show(rows, len(alternatives), times, as_json=as_json)
+    if picture is not None:
+        write(picture, rows, len(alternatives))
     return 0
 
 
@@ -135,22 +148,24 @@ class Planner:
     steps: int | None = None
     held_out: int | None = None
     """Number of rollouts of a validation, if it is not that of the configuration."""
-    _made: list[tuple[Config, Forecast]] = field(init=False, factory=list)
+    _made: list[tuple[Config, Forecast, Moments]] = field(init=False, factory=list)
 
     def row(self, name: str, changes: Mapping[str, Any]) -> Row:
         """Return the forecast for the configuration with changes, which are a table."""
         config = build([merge(as_table(self.config), changes)]) if changes else self.config
         refuse_unknown_parts(config)
-        return Row(name=name, settings=flat(changes), forecast=self._forecast(config))
+        found, moments = self._forecast(config)
+        return Row(name=name, settings=flat(changes), forecast=found, moments=moments)
 
     def sweep(self, given: Sequence[str], onto: Mapping[str, Any] | None = None) -> list[Row]:
         """Return a forecast for each value of each key; by default for some of ``max_staleness``."""
         return [self.row(each, merge(onto or {}, parse_setting(each))) for each in variants_of(given)]
 
-    def _forecast(self, config: Config) -> Forecast:
-        for known, found in self._made:
+    def _forecast(self, config: Config) -> tuple[Forecast, Moments]:
+        for known, found, moments in self._made:
             if known == config:
-                return found
+                return found, moments
+        moments = Moments()
         held_out = self.held_out
         if held_out is None:
             held_out = config.validation.prompts * max(1, len(config.tasks))
@@ -161,9 +176,10 @@ class Planner:
             self.host,
             seed=self.seed,
             held_out=held_out if config.validation.measures else 0,
+            emit=moments.receive,
         )
-        self._made.append((config, found))
-        return found
+        self._made.append((config, found, moments))
+        return found, moments
 
 
 def enough_steps(config: Config) -> int:

@@ -139,7 +139,7 @@ def forecast(
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python look for circles of objects less often, as a simulated run makes many objects and few circles.
+    """Let Python look for circles of objects less often: a simulated run makes many objects and few circles.
 
     Looking as often as usual takes an eighth of a simulation's time.
     """

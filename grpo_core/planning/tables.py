@@ -9,6 +9,7 @@ import attrs
 from attrs import frozen
 
 from grpo_core.planning.forecast import Forecast
+from grpo_core.planning.moments import Moments
 
 NEAR = 1.02
 """Forecasts that differ by less than this factor are as good as each other."""
@@ -25,6 +26,8 @@ class Row:
     forecast: Forecast
     recorded: bool = False
     """Whether it is no forecast but what a run has recorded."""
+    moments: Moments | None = None
+    """When the simulated run generated and trained."""
 
 
 HEADS = ("", "s/step", "overlap", "generating", "training", "waiting", "staleness", "tokens/s")

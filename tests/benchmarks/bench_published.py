@@ -1,9 +1,10 @@
-"""Forecasts of published asynchronous runs, from the generation and training times that are published with them.
+"""Forecasts of published asynchronous runs, from generation and training times that are published with them.
 
     python tests/benchmarks/bench_published.py
 
-The tables give how long a synchronous batch is generated and how long a step trains, and hardly anything else.
-So every row is made in the same way, with the defaults of ``grpo-core simulate`` where the table is silent:
+The tables give how long a synchronous batch is generated and how long a step trains, and hardly anything
+else.  So every row is made in the same way, with the defaults of ``grpo-core simulate`` where the table is
+silent:
 
 * The engine's seconds per token are those with which a synchronous batch takes the published time.  Lengths
   have the default spread.  In a full batch, half of the seconds of a token are the same for any number of
@@ -59,7 +60,7 @@ class Published:
     training: float
     """Seconds of the row's own training, of a whole batch."""
     pipeline: dict[str, Any]
-    """What our pipeline does in its place."""
+    """Settings of our pipeline that do the same, or nearly so."""
     updates: int = 1
     """Steps that train a batch."""
     measured_on: int = 1
@@ -186,6 +187,15 @@ and of the older table of these notes that have generation and training times, i
 nearly as many GPUs.  All of them were chosen, and put down with these settings, before any was simulated."""
 FURTHER = (
     Published(
+        name="verl 7B 16 colocated",
+        source=FULLY_ASYNC,
+        published=484.623,
+        generation=52.939,
+        training=430.263,
+        pipeline={"max_staleness": 0},
+        origin="the same row; its step beside that of 8:8 is the gain that there is not",
+    ),
+    Published(
         name="verl 7B 16:16",
         source=FULLY_ASYNC,
         published=294.77,
@@ -230,7 +240,8 @@ FURTHER = (
         origin=ON_64,
     ),
 )
-"""Rows that do not count: generation was measured on twice the GPUs, or the notes do not name them."""
+"""Rows that do not count: the run is synchronous, generation was measured on twice the GPUs, or the notes do
+not name them."""
 WITHOUT_TIMES = {
     "marin 67B, 1652.8 to 1182.2 and 959.7 s": "no generation and training times of these runs were found",
     "NeMo RL v0.6, 192 to 152 and 34.5 s": "the table has the whole step only",
