@@ -79,6 +79,14 @@ def test_the_steps_of_a_run_are_drawn_one_after_the_other(rows):
     assert steps[0][2] + 1 == pytest.approx(gap[0] * 3 / 4, abs=0.3), "of which 3 s are training"
 
 
+def test_no_group_is_being_generated_while_a_step_without_staleness_is_trained(rows):
+    (alone,) = [row for row in rows if row.settings == {"pipeline.max_staleness": 0}]
+    counts = [count for _, count in alone.moments.generating]
+    assert set(counts) == {0, 1, 2}, "a step has two groups"
+    for step in alone.moments.steps:
+        assert [count for at, count in alone.moments.generating if step.begin <= at < step.trained][-1] == 0
+
+
 def test_a_run_that_is_in_two_lines_of_the_table_is_drawn_once(rows):
     assert rows[0].moments is rows[2].moments
     assert [words for words in texts(drawn(rows, 2)) if "as configured" in words] == ["as configured"] * 2
@@ -154,3 +162,6 @@ def test_a_forecast_that_fails_leaves_an_earlier_picture_as_it_was(tmp_path):
     with pytest.raises(ConfigError, match="service times"):
         simulate(picture, time_settings=["no such time"])
     assert picture.read_text() == "earlier"
+    with pytest.raises(ConfigError, match="service times"):
+        simulate(tmp_path / "new.svg", time_settings=["no such time"])
+    assert not (tmp_path / "new.svg").exists()
