@@ -3,7 +3,8 @@
     python tests/benchmarks/bench_mutants.py [NAME ...] [--seeds 500] [--first-seed 0]
 
 A mutant is a copy of the package with one function edited.  It is killed by the first seed of the simulation
-whose laws break (or that hangs), or else by the tests of the buffer, the pipeline and their neighbours.
+whose laws break (or that hangs), or else by the tests of the buffer, the pipeline and their neighbours, the
+quick ones first.  If its law is "tests", the simulation comes last.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ TESTS = [
 ]
 PATIENCE = 5.0
 """Times as long as without a mutant, or it hangs."""
+NO_TESTS = 5
+"""Exit status of pytest if its marks select nothing."""
 NOTHING: dict[str, Any] = {"name": "nothing", "file": "loop/buffer.py"}
 """No fault: if this is killed, so would be any mutant."""
 
@@ -79,16 +82,19 @@ def killer(
         }
         simulation = [sys.executable, "-m", "simulation.runs", "--quiet"]
         simulation += ["--seed", str(seeds.start), "--seeds", str(len(seeds))]
-        if (said := _fails(simulation, scratch, environ, seconds)) is not None:
-            return said
-        if not tests:
-            return None
-        files = [str(ROOT / "tests" / f"test_{name}.py") for name in tests]
         pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
-        pytest += ["-m", "not slow and not nightly"]
-        pytest += files
-        said = _fails(pytest, scratch, environ, seconds)
-        return None if said is None else f"tests: {said}"
+        files = [str(ROOT / "tests" / f"test_{name}.py") for name in tests]
+        tested = [
+            ("tests: ", [*pytest, "-m", f"{which} and not slow and not nightly", *files])
+            for which in ("not long", "long")
+            if files
+        ]
+        simulated = [("", simulation)]
+        in_turn = [*tested, *simulated] if mutant.get("law") == "tests" else [*simulated, *tested]
+        for of, command in in_turn:
+            if (said := _fails(command, scratch, environ, seconds)) is not None:
+                return of + said
+    return None
 
 
 def _fails(command: list[str], cwd: str, environ: dict[str, str], seconds: float) -> str | None:
@@ -100,7 +106,7 @@ def _fails(command: list[str], cwd: str, environ: dict[str, str], seconds: float
         return f"hangs for {seconds:.0f} s"
     lines = (done.stdout + done.stderr).strip().splitlines()
     found = [line for line in lines if line.startswith(("seed", "FAILED"))]
-    return None if done.returncode == 0 else (found or lines or ["?"])[0][:150]
+    return None if done.returncode in (0, NO_TESTS) else (found or lines or ["?"])[0][:150]
 
 
 def main() -> int:
