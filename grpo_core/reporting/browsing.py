@@ -11,6 +11,7 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,6 +39,8 @@ LONGEST = 12_000
 """Number of characters of a message that are kept; of a longer one the middle is left out."""
 MOST_PIECES = 2**16
 """Number of different tokens: each token of the page is 16 bits, the place of its text in a list."""
+WINDOW = 2**15
+"""Number of tokens that are read at once: a call for each of a thousand short rollouts takes longer."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message under which its reasoning is."""
 
@@ -327,20 +330,34 @@ class _Words:
     _pieces: Pieces
     _known: dict[int, int] = field(factory=dict)
 
-    def numbered(self, ids: NDArray[np.int32]) -> NDArray[np.uint16] | None:
+    def numbered(self, ids: Sequence[int]) -> NDArray[np.uint16] | None:
         """Return the numbers of tokens; None if there are too many different ones."""
         import numpy as np
 
-        for token in np.unique(ids).tolist():
-            if token not in self._known:
+        known = self._known
+        for token in ids:
+            if token not in known:
                 if (place := self._pieces.place(inert(self._text_of(token)))) is None:
                     return None
-                self._known[token] = place
-        return np.array([self._known[token] for token in ids.tolist()], np.uint16)
+                known[token] = place
+        return np.array([known[token] for token in ids], np.uint16)
+
+
+@define
+class _Window:
+    """The tokens from ``begin`` to ``end`` of a file, as the page has them."""
+
+    begin: int
+    end: int
+    ids: list[int]
+    sampled: list[bool]
+    logprobs: NDArray[np.uint16]
+    """Thousandths of a nat below 0."""
+    versions: list[int]
 
 
 class _StoredTokens:
-    """A file of tokens, of which only what is asked for is read."""
+    """A file of tokens, of which only what is asked for, and what follows it, is read."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
@@ -348,10 +365,14 @@ class _StoredTokens:
         self._file = cast(Any, safe_open)(path, framework="numpy")
         names = {*self._file.keys()}
         read = self._file.get_tensor
-        self._offsets, self._rollouts = read("segment_offsets"), read("segment_rollouts")
+        self._offsets: list[int] = read("segment_offsets").tolist()
+        self._segments: dict[int, list[int]] = {}
+        for segment, rollout in enumerate(read("segment_rollouts").tolist()):
+            self._segments.setdefault(rollout, []).append(segment)
         self._turns = {}
         if "turn_rollouts" in names:
             self._turns = {name: read(f"turn_{name}") for name in ("rollouts", "advantages", "lengths")}
+        self._window = _Window(0, 0, [], [], cast(Any, ()), [])
 
     @classmethod
     def beside(cls, texts: Path) -> _StoredTokens | None:
@@ -376,22 +397,24 @@ class _StoredTokens:
         """
         import numpy as np
 
-        places = np.flatnonzero(self._rollouts == rollout).tolist()
-        parts = {
-            name: np.concatenate([np.zeros(0), *(self._part(name, place) for place in places)])
-            for name in ("ids", "sampled", "logprobs", "versions")
-        }
-        numbers = words.numbered(parts["ids"].astype(np.int32))
-        if numbers is None:
+        ids, sampled, versions, logprobs, lengths = [], [], [], [], []
+        for segment in self._segments.get(rollout, ()):
+            begin, end = self._offsets[segment], self._offsets[segment + 1]
+            read = self._read(begin, end)
+            part = slice(begin - read.begin, end - read.begin)
+            ids += read.ids[part]
+            sampled += read.sampled[part]
+            versions += read.versions[part]
+            logprobs.append(read.logprobs[part])
+            lengths.append(end - begin)
+        if (numbers := words.numbered(ids)) is None:
             return None
-        sampled = parts["sampled"].astype(bool)
-        logprobs = np.nan_to_num(-1000 * parts["logprobs"], nan=65535, posinf=65535, neginf=0)
-        found = {
+        found: dict[str, Any] = {
             "ids": _base64(numbers),
-            "logprobs": _base64(np.clip(np.rint(logprobs), 0, 65535).astype(np.uint16)),
+            "logprobs": _base64(np.concatenate(logprobs) if logprobs else np.zeros(0, np.uint16)),
             "mask": _mask(sampled),
-            "versions": [n for run in _runs(parts["versions"][sampled].astype(int).tolist()) for n in run],
-            "segments": [int(self._offsets[place + 1] - self._offsets[place]) for place in places],
+            "versions": [n for run in _runs(compress(versions, sampled)) for n in run],
+            "segments": lengths,
         }
         if self._turns and (its := np.flatnonzero(self._turns["rollouts"] == rollout)).size:
             values = [_number(value) for value in self._turns["advantages"][its].tolist()]
@@ -399,15 +422,30 @@ class _StoredTokens:
             found["advantages"] = [n for run in zip(values, lengths, strict=True) for n in run]
         return found
 
-    def _part(self, name: str, segment: int) -> NDArray[Any]:
+    def _read(self, begin: int, end: int) -> _Window:
+        """Return a window with these tokens.  Raises ValueError if they cannot be read."""
+        import numpy as np
         from safetensors import SafetensorError
 
-        begin, end = int(self._offsets[segment]), int(self._offsets[segment + 1])
+        if self._window.begin <= begin and end <= self._window.end:
+            return self._window
+        end = max(end, min(begin + WINDOW, self._offsets[-1]))
         try:
-            part: NDArray[Any] = self._file.get_slice(name)[begin:end]
+            ids, sampled, logprobs, versions = (
+                self._file.get_slice(name)[begin:end] for name in ("ids", "sampled", "logprobs", "versions")
+            )
         except SafetensorError as error:
             raise ValueError(str(error)) from error
-        return part
+        logprobs = np.nan_to_num(-1000.0 * logprobs, nan=65535, posinf=65535, neginf=0)
+        self._window = _Window(
+            begin,
+            end,
+            ids.tolist(),
+            sampled.astype(bool).tolist(),
+            np.clip(np.rint(logprobs), 0, 65535).astype(np.uint16),
+            versions.astype(int).tolist(),
+        )
+        return self._window
 
 
 def _base64(numbers: NDArray[np.uint16]) -> str:
@@ -428,8 +466,8 @@ def _runs(values: Iterable[Any]) -> Iterator[list[Any]]:
         yield last
 
 
-def _mask(sampled: NDArray[np.bool_]) -> list[int]:
-    runs = [*_runs(sampled.tolist())]
+def _mask(sampled: Sequence[bool]) -> list[int]:
+    runs = [*_runs(sampled)]
     return [*([0] if runs and runs[0][0] else []), *(length for _, length in runs)]
 
 
