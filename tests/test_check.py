@@ -657,6 +657,7 @@ EACH = "it returns one loss and one of each metric for each token"
         ("changes", "it returns the same each time", "for the same groups"),
     ],
 )
+@pytest.mark.long
 def test_losses_and_advantages_are_checked(capsys, tmp_path, name, failed, told):
     (tmp_path / "functions.py").write_text(LOSSES)
     status, printed = checked(capsys, tmp_path / f"functions.py:{name}")
@@ -675,6 +676,7 @@ def test_the_losses_and_advantages_of_the_core_keep_their_contracts(capsys, name
 
 
 @pytest.mark.parametrize("name", ["custom_loss.py:gspo", "custom_advantage.py:concise"])
+@pytest.mark.long
 def test_the_examples_keep_their_contracts(capsys, name):
     status, printed = checked(capsys, Path(__file__).parent.parent / "examples" / name)
     assert status == 0, printed

@@ -314,6 +314,7 @@ def test_the_page_holds_rollouts_of_each_run_and_shares_the_texts_of_tokens(html
     assert page["pieces"] == ["#2", "#3"]
 
 
+@pytest.mark.long
 def test_runs_share_the_room_of_one_page(tmp_path, monkeypatch):
     monkeypatch.setattr(browsing, "TEXT_ROOM", 12_000)
     long = [run(tmp_path / str(seed), seed, steps=20, reply="x" * 300) for seed in range(3)]

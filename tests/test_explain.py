@@ -57,6 +57,7 @@ def test_a_run_that_is_broken_on_purpose_is_explained(cause: str, tmp_path: Path
     assert named(tmp_path / "run")[0] == cause
 
 
+@pytest.mark.long
 def test_a_healthy_run_has_no_cause(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.explain(healthy, as_json=False) == 0
     assert "nothing found" in capsys.readouterr().out

@@ -154,6 +154,7 @@ def test_what_is_there_is_never_overwritten_and_nothing_is_left_of_a_failure(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_not_exported(model, tmp_path) -> None:
     trainer, config = of(model, lora=False)
     run = saved_run(tmp_path / "run", trainer, config)
@@ -174,6 +175,7 @@ def test_a_directory_without_a_checkpoint_or_a_run_is_one_line(tmp_path) -> None
         exported(tmp_path / "run", tmp_path / "out", merged=True, adapters=True)
 
 
+@pytest.mark.long
 def test_merging_without_peft_is_one_line_and_adapters_need_none(adapted, tmp_path, monkeypatch) -> None:
     run, _ = adapted
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -141,6 +141,7 @@ def test_37_rewards_that_are_all_equal_teach_nothing_and_end_nothing():
     assert all(event.metrics["frac_reward_zero_std/task"] == 1.0 for event in equal.of(StepEnded))
 
 
+@pytest.mark.long
 def test_50_after_a_weight_sync_generation_is_at_its_cap_within_no_time():
     """With updates that wait until nothing runs, the hardest barrier there is."""
     times = []

@@ -59,6 +59,7 @@ def test_names_are_told_once_and_again_when_the_tensors_are_others():
     assert of.taken().names == ("w", "w/moment")
 
 
+@pytest.mark.long
 def test_a_step_has_fingerprints_which_a_trainer_that_continues_goes_on_with(model, tmp_path):  # noqa: F811
     whole = TorchTrainer(setup(model))
     first = whole.step(batch(ragged()))

@@ -197,6 +197,7 @@ def test_an_advantage_function_that_masks_everything_is_named():
     assert "the advantage function gives 0 or None to all of its rollouts" in warning.message
 
 
+@pytest.mark.long
 def test_a_run_that_trains_one_row_in_five_steps_is_not_warned_about():
     rewarded = []
 

@@ -234,6 +234,7 @@ def test_the_built_in_optimizers_keep_the_contract(function, options):
         (declares_nothing_that_it_keeps, {}, "its state() declares"),
     ],
 )
+@pytest.mark.long
 def test_an_optimizer_that_breaks_a_clause_is_found(function, options, told):
     with pytest.raises((AssertionError, PluginError)) as found:
         check_optimizer(function, **options)

@@ -142,6 +142,7 @@ def test_the_loss_of_a_plugin_is_aggregated_too(model: str, tmp_path: Path, aggr
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_ratio_of_sequences_sees_all_segments_of_a_rollout(model: str) -> None:
     """Half of the tokens moved up and half of them down: the rollout has not moved, its rows have."""
     first, second = scores(model, [row("ab=", "good", 1.0), row("ab=good", "evil", 1.0)])
@@ -203,6 +204,7 @@ def test_interpolated_proximal_logprobs_follow_the_staleness_of_each_token() -> 
     assert between.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
 
 
+@pytest.mark.long
 def test_tokens_of_fresh_weights_need_no_correction_and_old_ones_do(model: str) -> None:
     rows = [with_tokens(r, logprobs=r.tokens.logprobs - 0.4) for r in scores(model, ragged())]
     trainer = TorchTrainer(setup(model, proximal="interpolate", lr=1e-9))
@@ -219,6 +221,7 @@ def test_tokens_of_fresh_weights_need_no_correction_and_old_ones_do(model: str) 
 HELD = {"entropy_target": 4.0, "entropy_coefficient": 0.05, "entropy_delta": 0.01}
 
 
+@pytest.mark.long
 def test_the_entropy_bonus_begins_when_the_entropy_is_below_its_target(model: str) -> None:
     """An untrained model has nearly the highest entropy, log 98 = 4.58."""
     trainer = TorchTrainer(setup(model, loss={**HELD, "entropy_target": 4.7}, updates_per_step=2))

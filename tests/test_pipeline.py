@@ -118,6 +118,7 @@ class CountingEngine(FakeEngine):
 
 
 @pytest.mark.parametrize(("places", "most"), [(12, 12), (8, 8), (5, 4), (2, 4)])
+@pytest.mark.long
 def test_no_more_rollouts_are_played_at_the_same_time_than_there_are_places(places, most):
     """Groups have four rollouts, which begin together."""
     engine = CountingEngine()
@@ -283,6 +284,7 @@ def test_a_prompt_that_never_gets_a_reward_is_skipped_and_that_is_recorded():
     assert sorted(map(int, done.trained)) == [i for i in range(49) if i != 2]
 
 
+@pytest.mark.long
 def test_a_request_that_is_never_answered_costs_its_deadline_and_no_more():
     silent = {"left": 1}
 

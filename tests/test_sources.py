@@ -194,6 +194,7 @@ def test_a_csv_file_is_read_with_all_values_as_texts(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])
+@pytest.mark.long
 def test_a_file_of_arrow_is_read(tmp_path, kind):
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.Table.from_pylist(ROWS)
