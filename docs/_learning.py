@@ -44,6 +44,8 @@ Runs = Mapping[Arm, Mapping[int, Mapping[str, Any]]]
 def read(task: str) -> Runs:
     found: dict[Arm, dict[int, Any]] = defaultdict(dict)
     for name, run in json.loads(NUMBERS.read_text()).items():
+        if name == "pace":
+            continue
         of, bound, correction, seed = name.split("/")
         if of == task:
             found[int(bound), correction][int(seed)] = run
@@ -75,6 +77,41 @@ def table(runs: Runs) -> str:
             f"| {bound} | {'none' if correction == 'off' else f'`{correction}`'} | {len(seeds)} "
             f"| {_cell(accuracy)} | {_cell(reward, scale=1.0, digits=3, unit='')} "
             f"| {fmean(run['staleness'] for run in seeds.values()):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def pace(task: str) -> Mapping[int, Sequence[float]]:
+    """Seconds of a step by bound of staleness, one number for each run."""
+    found = json.loads(NUMBERS.read_text()).get("pace", {})
+    return {int(name.split("/")[1]): seconds for name, seconds in found.items() if name.split("/")[0] == task}
+
+
+def steps_to(run: Mapping[str, Any], target: float) -> int | None:
+    """Steps until the mean reward of a window has reached the target."""
+    windows = (place for place, reward in enumerate(run["reward"], 1) if reward >= target)
+    return WINDOW * place if (place := next(windows, None)) else None
+
+
+def per_second(task: str, runs: Runs, target: float) -> str:
+    """One row for each arm: seconds of a step, and steps and seconds to a mean reward."""
+    seconds_of = pace(task)
+    lines = [
+        f"| `max_staleness` | correction | seconds a step | steps to reward {target:g} | seconds to it |",
+        "|---|---|---|---|---|",
+    ]
+    for (bound, correction), seeds in runs.items():
+        steps = [steps_to(run, target) for run in seeds.values()]
+        reached = [float(each) for each in steps if each is not None]
+        if not reached or bound not in seconds_of:
+            continue
+        a_step = fmean(seconds_of[bound])
+        missed = "" if len(reached) == len(steps) else f" ({len(steps) - len(reached)} of {len(steps)} never)"
+        lines.append(
+            f"| {bound} | {'none' if correction == 'off' else f'`{correction}`'} "
+            f"| {_cell(seconds_of[bound], scale=1.0, digits=3, unit='')} "
+            f"| {_cell(reached, scale=1.0, digits=0, unit='')}{missed} "
+            f"| {_cell(reached, scale=a_step, digits=1, unit='')} |"
         )
     return "\n".join(lines)
 

@@ -1,9 +1,12 @@
 """Does asynchronous training learn as well?  Two tasks with several bounds of staleness and corrections.
 
     nice python tests/benchmarks/bench_learning.py NUMBERS.json [--seeds 5] [--jobs 2] [--task sort]
+    python tests/benchmarks/bench_learning.py NUMBERS.json --pace
 
 Hours on two cores.  Each run is kept in NUMBERS.json as it ends: its rewards in windows of ten steps, its
 accuracy in the end, and its mean staleness.  A second call goes on where the first was interrupted.
+``--pace`` measures the seconds of a step for each bound of staleness instead, in turns, on a machine that
+nobody else uses.
 ``docs/learning.json`` has the numbers of docs/learning.md, which ``docs/_learning.py`` writes.
 """
 
@@ -16,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -24,6 +28,8 @@ from typing import Any
 GRPO = Path(sys.executable).with_name("grpo-core")
 WINDOW = 10
 """Steps whose mean reward is kept."""
+ROUNDS, PACED, FIRST_STEPS = 3, 50, 10
+"""Runs of each bound by which its pace is measured, their steps, and how many of these do not count."""
 STEPS = {"sort": 200, "arrivals": 120}
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "off": {"loss.options.correction": "off"},
@@ -65,17 +71,22 @@ def runs(tasks: list[str], seeds: int) -> Iterator[Key]:
 
 def trained(key: Key) -> dict[str, Any]:
     """One run: its rewards in windows of steps, its accuracy in the end, and its mean staleness."""
+    return summary(key[0], metrics(key, STEPS[key[0]]))
+
+
+def metrics(key: Key, n: int) -> list[dict[str, Any]]:
+    """Train for so many steps, and return the metrics."""
     task, bound, correction, seed = key
     settings = {
         "seed": seed,
         "pipeline.max_staleness": bound,
         "trainer.proximal": "recompute",
-        "trainer.steps": STEPS[task],
+        "trainer.steps": n,
         "checkpoint.every": 0,
-        "validation.every": STEPS[task],
+        "validation.every": n,
         "validation.prompts": 1000,
         "tracking.trackers": '["files"]',
-        "tracking.files.every": STEPS[task],
+        "tracking.files.every": n,
         **CORRECTIONS[correction],
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -86,7 +97,7 @@ def trained(key: Key) -> dict[str, Any]:
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(f"{key}: {done.stderr[-500:]}")
-        return summary(task, [json.loads(line) for line in (run / "metrics.jsonl").open()])
+        return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
 
 def summary(task: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -100,9 +111,28 @@ def summary(task: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def read(numbers: Path) -> dict[str, Any]:
+    return json.loads(numbers.read_text()) if numbers.exists() else {}
+
+
+def keep(known: Mapping[str, Any], numbers: Path) -> None:
+    numbers.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+
+
+def measure_pace(numbers: Path, tasks: list[str]) -> None:
+    """Measure the seconds of a step after the first ones, for each bound of staleness in turn."""
+    pace: dict[str, list[float]] = {}
+    for _, task, bound in product(range(ROUNDS), tasks, sorted(ARMS["sort"])):
+        rows = metrics((task, bound, "token_truncate" if bound else "off", 0), PACED)
+        steps = [row["time/step"] for row in rows if "time/step" in row]
+        pace.setdefault(f"{task}/{bound}", []).append(round(fmean(steps[FIRST_STEPS:]), 4))
+        print(f"{task}, staleness {bound}: {pace[f'{task}/{bound}'][-1]:.3f} s a step", flush=True)
+    keep(read(numbers) | {"pace": pace}, numbers)
+
+
 def measure(numbers: Path, tasks: list[str], seeds: int, jobs: int) -> None:
     """Train what is not known yet, and keep each run as it ends."""
-    known: dict[str, Any] = json.loads(numbers.read_text()) if numbers.exists() else {}
+    known = read(numbers)
     lock = Lock()
 
     def one(key: Key) -> None:
@@ -112,7 +142,7 @@ def measure(numbers: Path, tasks: list[str], seeds: int, jobs: int) -> None:
         found = trained(key)
         with lock:
             known[name] = found
-            numbers.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+            keep(known, numbers)
         print(f"{name}: {found['accuracy']:.1%}, mean reward {fmean(found['reward']):.3f}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -125,7 +155,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--task", choices=list(STEPS), action="append")
+    parser.add_argument(
+        "--pace", action="store_true", help="measure the seconds of a step, and train nothing else"
+    )
     given = parser.parse_args()
+    if given.pace:
+        return measure_pace(given.numbers, given.task or list(STEPS))
     measure(given.numbers, given.task or list(STEPS), given.seeds, given.jobs)
 
 
