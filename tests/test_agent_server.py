@@ -186,6 +186,72 @@ def test_a_stream_has_the_same_text_calls_and_usage():
     story(play, CALL, "yes")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_is_given_apart_from_the_reply(stream):
+    """As servers give it that have a parser of reasoning: agents and judges read the content alone."""
+
+    async def play(scene):
+        async def said(prompt):
+            messages.append({"role": "user", "content": prompt})
+            options = {"model": "any", "messages": messages, "tools": [TOOL]}
+            if stream:
+                async with model.chat.completions.stream(**options) as events:
+                    whole = await events.get_final_completion()
+            else:
+                whole = await model.chat.completions.create(**options)
+            (choice,) = whole.choices
+            messages.append(choice.message.model_dump(exclude_none=True, exclude={"parsed"}))
+            return getattr(choice.message, "reasoning_content", None), choice.message.content, choice.message
+
+        async with scene.openai() as model:
+            messages = []
+            assert (await said("what is it"))[:2] == ("is it 2?", "it costs 2")
+            thought, content, message = await said("and now")
+            assert (thought, content) == ("look it up", None)
+            assert message.tool_calls[0].function.name == "price"
+            messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"})
+            assert (await said("so"))[:2] == (None, "a < b")
+
+    texts = ["<think>\nis it 2?\n</think>\n\nit costs 2", f"<think>look it up</think>{CALL}", "a < b"]
+    recording = story(play, *texts)
+    assert (len(recording.segments), recording.turns) == (1, 3), "the agent goes on, without its tags"
+    said = [message["content"] for message in recording.messages if message["role"] == "assistant"]
+    assert said == [texts[0], "<think>look it up</think>", "a < b"], "an environment reads what was said"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "parts"),
+    [
+        ("what is it<think>\n", "is it 2?\n</think>\n\nyes", ("is it 2?", "yes")),
+        ("what is it<think>\n", "is it", ("is it", "")),
+        ("what is it", "<think>is it", ("is it", "")),
+        ("what is it", "<think>\n\n</think>\n\nyes", (None, "yes")),
+        ("what is it", "<think>a</think>b</think> yes", ("a</think>b", "yes")),
+        ("is <think> a tag?", " yes\n", (None, " yes\n")),
+    ],
+)
+def test_thinking_that_is_cut_off_or_begun_by_the_prompt_is_no_reply(prompt, text, parts):
+    async def play(scene):
+        body = {"messages": [{"role": "user", "content": prompt}]}
+        message = (await scene.post("/chat/completions", body))[1]["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == parts
+
+    story(play, text)
+
+
+def test_an_agent_goes_on_from_the_completion_whose_thinking_it_sends_back():
+    async def play(scene):
+        body = {"messages": ASKED, "n": 2}
+        choices = (await scene.post("/chat/completions", body))[1]["choices"]
+        first = choices[0]["message"]
+        assert first["content"] == choices[1]["message"]["content"] == "yes"
+        await scene.post("/chat/completions", {"messages": [*ASKED, first, *ASKED]})
+        request, _ = scene.engine.said[-1]
+        assert "".join(map(chr, request.prompt_ids.tolist())) == "what is it<think>a</think>yeswhat is it"
+
+    assert len(story(play, "<think>a</think>yes", "<think>b</think>yes", "no").segments) == 2
+
+
 def test_several_completions_of_one_request_are_branches():
     async def play(scene):
         async with scene.openai() as model:

@@ -5,6 +5,7 @@ virtual environment, whose Python GRPO_VERIFIERS_PYTHON names.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -146,6 +147,20 @@ def test_a_taskset_with_tools_setup_and_finalize_is_played_and_its_turns_are_tra
     assert stopped.metrics["turns"] == 1.0
 
 
+def test_thinking_reaches_verifiers_apart_from_the_reply():
+    def reply(conversation):
+        return {"0": "<think>\nis it w1?\n</think>\n\nw0", "1": "<think>w1", "2": "w2"}[conversation[-2]]
+
+    async def story(process, server):
+        return await played(process, (await everything(process))[:3], reply)
+
+    parted, cut, plain = staged("words_of_verifiers", story, mode="rollout")
+    assert (parted.reward, parted.metrics["thought"], parted.metrics["length"]) == (3.0, 9.0, 2.0)
+    assert trained(parted) == ["<think>\nis it w1?\n</think>\n\nw0"], "thinking is trained"
+    assert (cut.reward, cut.metrics["thought"], cut.metrics["length"]) == (1.0, 2.0, 0.0)
+    assert (plain.reward, plain.metrics["thought"]) == (3.0, 0.0)
+
+
 # ---------------------------------------------------------------------------------- environments of its own
 
 
@@ -157,10 +172,14 @@ def halves(conversation):
     return str(int(last) + {"4": 2}.get(last, 1) * (1 if hint == "+" else -1))
 
 
-def test_an_environment_that_answers_plays_many_rollouts_at_once():
+@pytest.mark.parametrize("thought", ["", "<think>4, or 2?</think>"])
+def test_an_environment_that_answers_plays_many_rollouts_at_once(thought):
+    def says(conversation):
+        return thought + halves(conversation)
+
     async def story(process, server):
         prompts = await everything(process)
-        return prompts, await played(process, prompts, halves), server.sessions
+        return prompts, await played(process, prompts, says), server.sessions
 
     prompts, rollouts, left = staged("guess_of_verifiers", story)
     assert len(rollouts) == 14
@@ -170,7 +189,8 @@ def test_an_environment_that_answers_plays_many_rollouts_at_once():
         assert rollout.messages[0] == prompt.messages[0], "each has the conversation of its own task"
         assert rollout.metrics["guesses"] == rollout.turns
     guesses = {1: "421", 2: "42", 3: "423", 4: "4", 5: "465", 6: "46", 7: "467"}
-    assert [trained(rollout) for rollout in rollouts] == [[guesses[n % 7 + 1]] for n in range(14)]
+    expected = [["".join(thought + guess for guess in guesses[n % 7 + 1])] for n in range(14)]
+    assert [trained(rollout) for rollout in rollouts] == expected, "its thinking is trained, in one segment"
 
 
 def test_what_cannot_be_played_to_its_end_is_unscored_or_lost_and_the_next_rollout_plays():
@@ -191,6 +211,70 @@ def test_what_cannot_be_played_to_its_end_is_unscored_or_lost_and_the_next_rollo
     assert "out of order" in lost.error
     assert (late.reward, late.lost) == (None, True)
     assert fine.reward == 1.0
+
+
+async def started(directory):
+    """Wait until a server of the slow taskset is starting, which says so by a file."""
+    async with asyncio.timeout(60):
+        while not list(directory.iterdir()):  # noqa: ASYNC110 - another process makes the file
+            await asyncio.sleep(0.1)
+
+
+def left_of(home):
+    """The processes that run with this home, and what verifiers keeps there for their runtimes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"HOME={home}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found, list((home / ".cache/verifiers/runtimes/subprocess").glob("*"))
+
+
+def slow(story, home, config):
+    starts = home / "starts"
+    starts.mkdir()
+    env_vars = {"HOME": str(home), "SLOW_STARTS": str(starts)}
+
+    async def told(process, server):
+        return await story(process, await everything(process), starts)
+
+    return staged("slow_of_verifiers", told, env_vars=env_vars, config=config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stubborn", [False, True])
+@pytest.mark.parametrize("whose", ["taskset", "task"])
+def test_a_server_that_is_still_starting_ends_with_the_environment(whose, stubborn, tmp_path):
+    tools = {"tools": {"stubborn": stubborn}}
+
+    async def story(process, prompts, starts):
+        playing = asyncio.create_task(played(process, prompts[:2], lambda conversation: "?"))
+        await started(starts)
+        running, kept = left_of(tmp_path)
+        assert len(running) >= 2, "the environment, and its server"
+        assert kept
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        await process.aclose()
+
+    slow(story, tmp_path, tools if whose == "taskset" else {"task": tools})
+    assert left_of(tmp_path) == ([], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_server_that_is_still_starting_ends_with_its_rollout(stubborn, tmp_path):
+    async def story(process, prompts, starts):
+        playing = asyncio.create_task(played(process, prompts[:1], lambda conversation: "?"))
+        await started(starts)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        await asyncio.sleep(7)  # by then, a call that goes on after its cancellation has cost the process
+        await process.prompts("train")
+        running, kept = left_of(tmp_path)
+        assert (len(running), kept, process.starts) == (1, [], 1), "the environment alone, the same one"
+
+    slow(story, tmp_path, {"task": {"tools": {"stubborn": stubborn}}})
 
 
 def test_a_simulated_user_is_a_model_of_its_own_and_is_not_trained():

@@ -30,6 +30,7 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.agents.thoughts import parted, split_thought
 from grpo_core.limits import Limits
 from grpo_core.protocols import Renderer
 from grpo_core.records import Completion, EndReason, Message, Recording, Segment
@@ -37,8 +38,6 @@ from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
 from grpo_core.tool_calls import numbered
 
 Tools = Sequence[Mapping[str, Any]]
-
-_THOUGHT_ENDS = "</think>"
 
 
 @define(eq=False)
@@ -243,12 +242,12 @@ def _continued(node: Node, messages: Sequence[Message], tools: Tools, renderer: 
 def _nearest(nodes: Sequence[Node], sent: Message) -> Node:
     """Return the completion that an agent continues, of several that mean the same.
 
-    It is the newest, if possible one with the same text, and one that ends its row.
+    It is the newest, if possible one with the same text and thinking, and one that ends its row.
     """
     return max(
         enumerate(nodes),
         key=lambda pair: (
-            pair[1].said.get("content") == sent.get("content"),
+            parted(pair[1].said) == parted(sent),
             pair[1].row.tip is pair[1],
             pair[0],
         ),
@@ -279,7 +278,7 @@ def meaning(message: Message) -> str:
         [call["function"]["name"], parsed(call["function"]["arguments"])]
         for call in message.get("tool_calls") or ()
     ]
-    return _canonical([role, content.rpartition(_THOUGHT_ENDS)[2].strip(), calls])
+    return _canonical([role, split_thought(content)[1].strip(), calls])
 
 
 def parsed(arguments: Any) -> Any:

@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded, event
 from grpo_core.agents.recorder import Node, Recorder, Turn
 from grpo_core.agents.repeats import Attempt, Call, KeyReused, Repeats
+from grpo_core.agents.thoughts import ENDS, OPENS
 from grpo_core.aio import cancel
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, describe
@@ -27,6 +28,8 @@ from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationR
 
 MOST_COMPLETIONS = 64
 """Largest ``n`` of a request."""
+_TAIL = 16
+"""Tokens at the end of a prompt in which the tag that begins thinking is looked for."""
 PING = 2.0
 """Seconds between the signs of life of a stream; clients have time-outs for silence."""
 
@@ -259,11 +262,12 @@ class Session:
     def _recorded(self, dialect: Dialect, read: _Read, completions: Sequence[Completion]) -> Reply:
         """Record completions, and write the reply."""
         texts = self.renderer.texts([completion.token_ids.tolist() for completion in completions])
+        thinking = self._begins_thinking(read.turn)
         answers = []
         for completion, text in zip(completions, texts, strict=True):
             message = self._message(read, completion, text)
             node = self.recorder.record(read.turn, completion, message)
-            answers.append(self._answered(node, dialect, read.request))
+            answers.append(self._answered(node, thinking and ENDS not in text))
         return Reply(body=encoded(dialect, read.request, answers), stream=read.request.stream)
 
     def _message(self, read: _Read, completion: Completion, text: str) -> Message:
@@ -281,7 +285,12 @@ class Session:
                 content = content.removesuffix(stop)
         return {**message, "content": content}
 
-    def _answered(self, node: Node, dialect: Dialect, request: ChatRequest) -> Answer:
+    def _begins_thinking(self, turn: Turn) -> bool:
+        """Return whether the prompt ends with the tag that begins thinking, as some templates write it."""
+        (end,) = self.renderer.texts([turn.context[-_TAIL:].tolist()])
+        return end.rstrip().endswith(OPENS)
+
+    def _answered(self, node: Node, thinking: bool) -> Answer:
         id = f"{len(self._replies):08d}"
         answer = Answer(
             id=id,
@@ -289,6 +298,7 @@ class Session:
             finish_reason=node.finish_reason,
             prompt_tokens=node.prompt_tokens,
             completion_tokens=len(node.tokens),
+            thinking=thinking,
         )
         self._replies[f"resp_{id}"] = node
         return answer

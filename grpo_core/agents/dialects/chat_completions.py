@@ -99,12 +99,12 @@ def _chat_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_reply(answer: Answer) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": answer.content}
-    for key in ("reasoning_content", "reasoning", "thinking"):
-        if thought := answer.message.get(key):
-            said["reasoning_content"] = str(thought)
+    thought, content = answer.parts
+    said: dict[str, Any] = {"role": "assistant", "content": content}
+    if thought:
+        said["reasoning_content"] = thought
     if answer.calls:
-        said["content"] = answer.content or None
+        said["content"] = content or None
         said["tool_calls"] = [
             {"id": call["id"], "type": "function",
              "function": {"name": call["function"]["name"], "arguments": openai.arguments(call)}}

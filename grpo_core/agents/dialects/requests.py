@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from attrs import frozen
 
+from grpo_core.agents.thoughts import parted
 from grpo_core.records import EndReason, Message
 
 
@@ -41,10 +42,17 @@ class Answer:
     finish_reason: EndReason
     prompt_tokens: int
     completion_tokens: int
+    thinking: bool = False
+    """Whether the prompt has begun the model's thinking, which did not end."""
 
     @property
     def content(self) -> str:
         return str(self.message.get("content") or "")
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The thinking, which may be empty, and the content without it."""
+        return parted(self.message, thinking=self.thinking)
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""The agent that plays tasksets, as a harness of verifiers: it asks, and runs the tools that are called.
+"""The agent that plays tasksets, as a harness of verifiers: it asks, and runs the tools that the model calls.
 
 verifiers' own agents are programs that it starts for each rollout, with packages that it downloads first, and
 the one that it takes by default gives the model a shell on this machine.  This one runs in the process of the
@@ -53,7 +53,7 @@ def _harness() -> Any:
             data: Any,
             tool_interception_url: str | None = None,
         ) -> Any:
-            """Play to the next reply that calls no tool; what came before is in ``data``."""
+            """Talk until a reply calls no tool; ``data`` has the conversation so far."""
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
             if isinstance(prompt, str):
@@ -74,7 +74,7 @@ def _harness() -> Any:
 
 
 class TalkError(RuntimeError):
-    """A request that got no completion."""
+    """Raised for a request that got no completion."""
 
 
 @define
@@ -85,14 +85,14 @@ class _Talk:
     endpoint: str
     key: str
     gate: str | None
-    """Address that says whether a call of a tool may run, if the task wants to be asked."""
+    """Address that decides whether a tool call may run; None if each may."""
     http: Any = None
     tools: Any = ()
     dispatch: Any = None
     servers: Any = None
 
     async def connect(self, servers: Mapping[str, Any], stack: AsyncExitStack) -> None:
-        """Ask the servers of tools what they have."""
+        """Connect to the servers of tools, and ask which tools they have."""
         http = importlib.import_module("httpx")
         # no certificates: the address is that of this machine, and reading them takes 20 ms
         client = http.AsyncClient(timeout=None, verify=False, trust_env=False)  # the rollout has a deadline
@@ -152,7 +152,7 @@ def _mcp() -> Any:
 
 
 def _bounded(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an answer as verifiers cuts it: a very long one keeps its two ends."""
+    """Return an answer as verifiers shortens it: of a very long one, both ends stay."""
     cut: Mapping[str, Any] = imported("verifiers.v1.harnesses.utils.compaction").bound_tool_message(
         dict(message)
     )

@@ -20,7 +20,7 @@ class Relay:
     """The ``Interception`` of an environment of verifiers: each rollout asks its model with its own key.
 
     Args:
-        secrets: what authenticates the servers of tools that all rollouts share.
+        secrets: keys with which the servers of tools that all rollouts share identify themselves.
     """
 
     def __init__(self, secrets: Iterable[str]) -> None:
@@ -30,7 +30,7 @@ class Relay:
         self._stack = AsyncExitStack()
         self._http: Any = None
         self._clients: dict[str, Any] = {}
-        """Clients of the rollouts that play, by the configuration that stands for them."""
+        """The client of each rollout that plays, by the configuration that stands for it."""
         self._numbers = iter(range(2**63))
 
     async def __aenter__(self) -> Relay:

@@ -18,6 +18,10 @@ from grpo_plugin_verifiers.tasksets import Tasks, imported
 CHATS = ("bash", "null")
 """verifiers' agents in whose place ours plays: the one with a shell is only what it takes by default."""
 
+STOPPING = 1.5
+"""Seconds in which a server may end by itself before it is killed.  verifiers waits 5 s, and the core gives a
+rollout that it cancels, or an environment that it ends, no longer for everything that they clean up."""
+
 
 class Stage:
     """Plays the tasks of a taskset.
@@ -35,6 +39,7 @@ class Stage:
         self._loaders = imported("verifiers.v1.utils.loaders")
         self._agents = imported("verifiers.v1.configs.agent")
         self._clients = imported("verifiers.v1.clients")
+        imported("verifiers.v1.runtimes.subprocess")._BACKGROUND_STOP_TIMEOUT = STOPPING
         self._env = self._made(config, environment)
         self._players = self._checked()
         self._serving: asyncio.Task[None] | None = None
@@ -58,10 +63,13 @@ class Stage:
         return self._tasks.feedback(played[0])
 
     async def aclose(self) -> None:
-        """End the servers of tools."""
-        if self._serving is not None:
-            self._end.set()
-            await asyncio.wait([self._serving])
+        """End the servers of tools, and those that are still starting."""
+        if self._serving is None:
+            return
+        self._end.set()
+        if self._ready is not None and not self._ready.done():
+            self._serving.cancel()
+        await asyncio.wait([self._serving])
 
     # ------------------------------------------------------------------------------ serving
 
@@ -82,10 +90,13 @@ class Stage:
                     self._env._interception = relay
                     ready.set_result(relay)
                     await self._end.wait()
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if ready.done():
                 raise
-            ready.set_exception(RuntimeError(f"verifiers: {self._tasks.name}: {error}"[:1000]))
+            ended = isinstance(error, asyncio.CancelledError)
+            told = "its servers were ended while they started" if ended else error
+            ready.set_exception(RuntimeError(f"verifiers: {self._tasks.name}: {told}"[:1000]))
+            ready.exception()  # no warning if all rollouts that waited for it have been cancelled
 
     # ------------------------------------------------------------------------------ checks
 

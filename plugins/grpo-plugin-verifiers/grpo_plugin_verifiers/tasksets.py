@@ -90,16 +90,13 @@ class Tasks:
             ),
             agent=self._agents.AgentInfo(config=self._agents.AgentConfig()),
         )
-        thought, _, text = reply.rpartition("</think>")
-        said = self._types.AssistantMessage(
-            content=text.strip() if thought else reply,
-            reasoning_content=thought.removeprefix("<think>").strip() or None,
-        )
+        thought, said = _parted(reply)
+        message = self._types.AssistantMessage(content=said, reasoning_content=thought or None)
         kinds = {"system": self._types.SystemMessage, "assistant": self._types.AssistantMessage}
-        for place, message in enumerate(self.messages(task)):
-            kind = kinds.get(message["role"], self._types.UserMessage)
-            trace.nodes.append(self._node(place, kind(content=message["content"])))
-        trace.nodes.append(self._node(len(trace.nodes), said, sampled=True))
+        for place, each in enumerate(self.messages(task)):
+            kind = kinds.get(each["role"], self._types.UserMessage)
+            trace.nodes.append(self._node(place, kind(content=each["content"])))
+        trace.nodes.append(self._node(len(trace.nodes), message, sampled=True))
         trace.is_completed = trace.ok = True
         await task.score(trace)
         return trace
@@ -145,6 +142,15 @@ def imported(module: str) -> Any:
             f"verifiers: {module} cannot be imported ({error}): {INSTALL}, in the Python that runs the "
             "environment (environment.python, if that is set)"
         ) from error
+
+
+def _parted(reply: str) -> tuple[str, str]:
+    """Return the thinking of a reply, and the rest; one that was cut off while it thinks is all thinking."""
+    thought, ends, said = reply.rpartition("</think>")
+    if not ends and not reply.lstrip().startswith("<think>"):
+        return "", reply
+    thought = thought if ends else reply
+    return thought.strip().removeprefix("<think>").strip(), said.strip() if ends else ""
 
 
 def _needs_runtime(function: Any) -> bool:

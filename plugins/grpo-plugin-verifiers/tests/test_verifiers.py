@@ -67,7 +67,7 @@ def test_rewards_and_metrics_are_those_of_the_taskset():
     async def story(process):
         train, held_out = await process.prompts("train"), await process.prompts("validation")
         prompt = next(p for p in [*train, *held_out] if p.answer == "w0")
-        replies = [*said, "<think>is it w1?</think>w0", "raise"]
+        replies = [*said, "<think>is it w1?</think>w0", "<think>w0", "raise"]
         return train, held_out, prompt, await process.evaluate([episode(prompt, each) for each in replies])
 
     train, held_out, prompt, feedback = run("words_of_verifiers", story)
@@ -76,14 +76,15 @@ def test_rewards_and_metrics_are_those_of_the_taskset():
         {"role": "system", "content": "Echo."},
         {"role": "user", "content": "Say w0."},
     )
-    *scored, thought, failed = feedback
+    *scored, thought, cut, failed = feedback
     expected = subprocess.run(
         [sys.executable, "-c", SCORED_BY_VERIFIERS, *said],
         capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": PATH},
     )  # fmt: skip
     assert [each.reward for each in scored] == [float(line) for line in expected.stdout.split()] == [3, 1, 0]
-    assert scored[0].metrics == {"same": 1.0, "short": 1.0, "length": 2.0}
-    assert thought.reward == 3.0, "thinking is no part of the reply"
+    assert scored[0].metrics == {"same": 1.0, "short": 1.0, "length": 2.0, "thought": 0.0}
+    assert (thought.reward, thought.metrics["thought"]) == (3.0, 9.0), "thinking is no part of the reply"
+    assert (cut.reward, cut.metrics["thought"]) == (1.0, 2.0), "it was cut off before it said anything"
     assert failed.reward is None
     assert "the judge is away" in failed.error
 

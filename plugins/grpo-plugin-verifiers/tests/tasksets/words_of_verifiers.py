@@ -22,6 +22,10 @@ class Echo(vf.Task[Data]):
     async def length(self, trace) -> float:
         return float(len(trace.last_reply))
 
+    @vf.metric
+    async def thought(self, trace) -> float:
+        return float(len(trace.assistant_messages[-1].reasoning_content or ""))
+
 
 class Config(vf.TasksetConfig):
     number: int = 12
