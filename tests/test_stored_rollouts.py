@@ -107,6 +107,17 @@ def test_a_prompt_that_rollouts_share_is_stored_once(tmp_path):
     assert arrays["segment_rollouts"].tolist() == [0, 1, 2, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "versions", [(-1, 7, 7), (-1, -1, 7)], ids=["told by versions", "not told by versions"]
+)
+def test_which_tokens_were_sampled_is_read_back(versions, tmp_path):
+    of = Tokens(ids=(4, 5, 6), sampled=(False, True, True), logprobs=(0.0, -1.0, -2.0), versions=versions)
+    given = with_advantages([group(rollout(1.0, Segment(prompt_ids=(1,), tokens=of)))], group_advantages)
+    run = record(tmp_path / "run", [GroupsReady(step=0, groups=tuple(given))], config())
+    assert ("sampled" in load_file(run.path / "rollouts" / "step-000001.safetensors")) == (versions[1] == -1)
+    assert grpo.stored_rollouts(run.path, 1) == list(given)
+
+
 def test_tokens_are_not_written_where_they_are_switched_off_and_the_texts_are_read_alone(tmp_path):
     run = record(
         tmp_path / "run", [GroupsReady(step=0, groups=groups())], config(tokens=False, compress=False)
@@ -161,7 +172,6 @@ def flipped(path, name, at, bit=0):
     ("name", "at", "bit", "told"),
     [
         ("ids", 13, 4, "ids of slot 0, rollout 1, segment 0, token 1 is "),
-        ("sampled", 0, 0, "sampled of slot 0, rollout 0, segment 0, token 0 is False"),
         ("logprobs", 28, 22, "logprobs of slot 0, rollout 2, segment 1, token 0 is "),
         ("versions", 30, 31, "versions of slot 1, rollout 0, segment 0, token 0 is -2147483641"),
         ("prompt_ids", 4, 0, "prompt_ids of prompt 1, token 1 is 8"),

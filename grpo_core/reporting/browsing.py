@@ -363,7 +363,7 @@ class _StoredTokens:
         from safetensors import safe_open
 
         self._file = cast(Any, safe_open)(path, framework="numpy")
-        names = {*self._file.keys()}
+        self._names = names = {*self._file.keys()}
         read = self._file.get_tensor
         self._offsets: list[int] = read("segment_offsets").tolist()
         self._segments: dict[int, list[int]] = {}
@@ -427,13 +427,17 @@ class _StoredTokens:
         import numpy as np
         from safetensors import SafetensorError
 
+        from grpo_core.tokens import NOT_SAMPLED
+
         if self._window.begin <= begin and end <= self._window.end:
             return self._window
         end = max(end, min(begin + WINDOW, self._offsets[-1]))
         try:
-            ids, sampled, logprobs, versions = (
-                self._file.get_slice(name)[begin:end] for name in ("ids", "sampled", "logprobs", "versions")
+            ids, logprobs, versions = (
+                self._file.get_slice(name)[begin:end] for name in ("ids", "logprobs", "versions")
             )
+            told = "sampled" in self._names
+            sampled = self._file.get_slice("sampled")[begin:end] if told else versions != NOT_SAMPLED
         except SafetensorError as error:
             raise ValueError(str(error)) from error
         logprobs = np.nan_to_num(-1000.0 * logprobs, nan=65535, posinf=65535, neginf=0)

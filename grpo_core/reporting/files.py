@@ -42,7 +42,7 @@ class FilesTracker(Tracker):
             validations are written to ``validation/`` in any case.
         keep: number of newest steps, and of newest validations, whose rollouts stay on disk; 0 keeps all.
         compress: write the texts of rollouts with gzip.
-        tokens: write the tokens of rollouts as well, with logprobs, versions and advantages: about 13 bytes
+        tokens: write the tokens of rollouts as well, with logprobs, versions and advantages: about 12 bytes
             for each token.  ``grpo_core.stored_rollouts`` reads them.
     """
 

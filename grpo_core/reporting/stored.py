@@ -6,9 +6,9 @@ is line r of the texts:
     prompt_ids         int32 [P]       prompts one after another; one that segments share is there once
     prompt_offsets     int64 [p + 1]   the beginning of each prompt in prompt_ids, and the end of the last
     ids                int32 [N]       tokens after the prompts, of all segments one after another
-    sampled            bool [N]        whether the engine sampled a token
     logprobs           float32 [N]     logprob of each token when it was sampled, otherwise 0
     versions           int32 [N]       weights that sampled each token, otherwise -1
+    sampled            bool [N]        whether the engine sampled a token; only there if versions do not tell
     segment_offsets    int64 [S + 1]   the beginning of each segment in ids, and the end of the last
     segment_prompts    int32 [S]       the prompt of each segment
     segment_rollouts   int32 [S]       the rollout of each segment
@@ -208,7 +208,7 @@ def _line(place: int, group: Group, rollout: Rollout) -> dict[str, Any]:
 def _arrays(rollouts: Sequence[Rollout]) -> Arrays:
     import numpy as np
 
-    from grpo_core.tokens import fetched
+    from grpo_core.tokens import NOT_SAMPLED, fetched
 
     segments = [(r, segment) for r, rollout in enumerate(rollouts) for segment in rollout.segments]
     tokens = fetched([segment.tokens for _, segment in segments])
@@ -218,6 +218,8 @@ def _arrays(rollouts: Sequence[Rollout]) -> Arrays:
         name: np.concatenate([empty, *(each.arrays()[name] for each in tokens)])
         for name, empty in Segment(prompt_ids=()).tokens.arrays().items()
     }
+    if np.array_equal(joined["sampled"], joined["versions"] != NOT_SAMPLED):
+        del joined["sampled"]
     return {
         "prompt_ids": np.frombuffer(b"".join(prompts), np.int32),
         "prompt_offsets": _offsets([len(prompt) // 4 for prompt in prompts]),
@@ -254,7 +256,7 @@ def _turns(rollouts: Sequence[Rollout]) -> Arrays:
 
 def _checked_parts(arrays: Arrays) -> Iterator[tuple[str, int, NDArray[Any]]]:
     """Yield each part that has sums: the name of its array, its beginning there, and its numbers."""
-    for name in OF_TOKENS:
+    for name in [name for name in OF_TOKENS if name in arrays]:
         for begin in range(0, len(arrays[name]), BLOCK):
             yield name, begin, arrays[name][begin : begin + BLOCK]
     for name in sorted(set(arrays) - {*OF_TOKENS, "checks"}):
@@ -329,16 +331,17 @@ def _by_token(arrays: Arrays) -> dict[int, NDArray[np.float64]]:
 
 
 def _each_segment(arrays: Arrays) -> Iterator[Segment]:
-    from grpo_core.tokens import Tokens
+    from grpo_core.tokens import NOT_SAMPLED, Tokens
 
+    by_token = {"sampled": arrays["versions"] != NOT_SAMPLED} | {
+        name: arrays[name] for name in OF_TOKENS if name in arrays
+    }
     prompts, offsets = arrays["prompt_offsets"].tolist(), arrays["segment_offsets"].tolist()
     for place, prompt in enumerate(arrays["segment_prompts"].tolist()):
         here = slice(offsets[place], offsets[place + 1])
         yield Segment(
             prompt_ids=arrays["prompt_ids"][prompts[prompt] : prompts[prompt + 1]],
-            tokens=Tokens(
-                **{name: arrays[name][here] for name in ("ids", "sampled", "logprobs", "versions")}
-            ),
+            tokens=Tokens(**{name: array[here] for name, array in by_token.items()}),
         )
 
 
