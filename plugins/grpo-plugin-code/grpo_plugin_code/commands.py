@@ -6,6 +6,7 @@ memory, lasts longer than the command.  The files are kept packed, and are never
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import io
@@ -19,10 +20,13 @@ from pathlib import Path
 from attrs import field, frozen
 
 import grpo_core as grpo
+from grpo_plugin_code.images import Image
 from grpo_plugin_code.sandbox import MIB, Job, Limits, Sandboxes, value_of
 
 PAGE = 4096
 """Bytes in which memory is given to files."""
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where an image that does not say it has its programs."""
 GRACE = 15.0
 """Seconds that unpacking and packing the files may take."""
 
@@ -63,14 +67,23 @@ class Commands:
         limits: of each command.
         place: absolute path of the directory that they work in.
         others: further directories that they may write to; nothing is kept of them.
-        at_once: number of commands that run at once.
+        at_once: number of commands that run at once, or a semaphore that others share.
         ready: number of sandboxes that are started ahead.
+        image: the system of the commands, in place of this machine's.
     """
 
     def __init__(
-        self, limits: Limits, *, place: str, others: Sequence[str] = (), at_once: int, ready: int
+        self,
+        limits: Limits,
+        *,
+        place: str,
+        others: Sequence[str] = (),
+        at_once: int | asyncio.Semaphore,
+        ready: int,
+        image: Image | None = None,
     ) -> None:
         self._limits, self._place, self._others = limits, place, tuple(others)
+        self._environ = {"PATH": PATH, **image.environ} if image is not None else {}
         packed = limits.files * 1024 * 4 // 3 + 1024  # base64 of all files, where nothing can be compressed
         wide = Limits(
             seconds=limits.seconds + GRACE,
@@ -81,7 +94,7 @@ class Commands:
             output=limits.output + packed,
         )
         places = [each for each in (place, *self._others) if each != "/tmp"]
-        self._sandboxes = Sandboxes(wide, at_once=at_once, ready=ready, places=places)
+        self._sandboxes = Sandboxes(wide, at_once=at_once, ready=ready, places=places, image=image)
 
     async def run(
         self,
@@ -107,6 +120,7 @@ class Commands:
         job = {
             "command": command,
             "place": self._place,
+            "environ": self._environ,
             "tree": tree,
             "others": {place: (others or {}).get(place, "") for place in self._others},
             "reads": list(reads),

@@ -18,15 +18,18 @@ from attrs import frozen
 
 import grpo_core as grpo
 from grpo_plugin_code.commands import Commands, Ran, packed_directory, room_of
+from grpo_plugin_code.images import Image, ImageError, built, default_cache
 from grpo_plugin_code.sandbox import MIB, Limits
 from grpo_plugin_code.shell import Shell
 
 PLACE, TESTS, LOGS, SOLUTION = "/app", "/tests", "/logs", "/solution"
+OTHERS = (TESTS, LOGS, SOLUTION)
 REWARDS = (f"{LOGS}/verifier/reward.txt", f"{LOGS}/verifier/rewards.json", f"{LOGS}/verifier/reward.json")
 HARMLESS = {"FROM", "WORKDIR", "ENV", "LABEL", "COPY", "CMD", "ENTRYPOINT", "SHELL", "USER", "ARG", "EXPOSE"}
 """Instructions of a Dockerfile that ask for nothing to be installed; some of them are looked into."""
 IMAGES = re.compile(r"(debian|ubuntu|python|alpine|busybox|buildpack-deps)(:[\w.-]+)?$")
 """Base images in whose place the sandbox's system can stand."""
+BUILD = 'images = "podman" or "docker" builds it'
 NETWORK = re.compile(r"\b(apt-get|apt|apk|dnf|curl|wget|uvx|pip3? install|npm install|git clone)\b")
 """Commands in a test that need a network."""
 
@@ -38,12 +41,39 @@ class HarborTask:
     name: str
     instruction: str
     tree: str
-    """The files that the Dockerfile copies to the working directory, packed."""
+    """The files in the working directory at the beginning, packed."""
     tests: str
     solution: str
     """The files of ``solution/``, packed; empty if there are none."""
     seconds: float
     """Time limit of the verifier."""
+    image: Image | None = None
+    """The system that it needs; None is this machine's."""
+
+
+class _Systems:
+    """Runs commands in the systems of tasks: this machine's, and those of images."""
+
+    def __init__(self, limits: Limits, cores: int) -> None:
+        self._limits, self._slots = limits, asyncio.Semaphore(cores)
+        self._commands: dict[Path | None, Commands] = {}
+
+    def of(self, task: HarborTask) -> Commands:
+        root = task.image.root if task.image is not None else None
+        if root not in self._commands:
+            self._commands[root] = Commands(
+                self._limits,
+                place=task.image.place if task.image is not None else PLACE,
+                others=OTHERS,
+                at_once=self._slots,
+                ready=1 if root is None else 0,  # there may be hundreds of images
+                image=task.image,
+            )
+        return self._commands[root]
+
+    async def aclose(self) -> None:
+        for commands in self._commands.values():
+            await commands.aclose()
 
 
 class Harbor(grpo.Environment):
@@ -60,6 +90,9 @@ class Harbor(grpo.Environment):
             earn less.
         oracle_seconds: limit of wall time for trying all tasks; ``environment.start_deadline`` has to be
             longer.
+        images: program that builds the image of each task, "podman" or "docker", with the network and the
+            rights of its user; "" builds none, and refuses tasks whose Dockerfile installs something.
+        image_cache: directory in which the files of images are kept; ``~/.cache/grpo-core/images`` if None.
         refused: what becomes of tasks that cannot be played, or fail this: "stop" the run, or "skip" them.
         validation_size: number of tasks that are held out, at most half of them; 0 is a tenth.
         seed: seed of that choice.
@@ -84,6 +117,8 @@ class Harbor(grpo.Environment):
         *,
         oracle: bool = True,
         oracle_seconds: float = 100.0,
+        images: Literal["", "podman", "docker"] = "",
+        image_cache: Path | None = None,
         refused: Literal["stop", "skip"] = "stop",
         validation_size: int = 0,
         seed: int = 0,
@@ -96,7 +131,7 @@ class Harbor(grpo.Environment):
         output: int = 16,
         at_once: int = 0,
     ) -> None:
-        found = tasks_in(directory)
+        found = tasks_in(directory, images, image_cache)
         self._tasks = {name: task for name, task in found.items() if isinstance(task, HarborTask)}
         self._reasons = {name: why for name, why in found.items() if isinstance(why, str)}
         for name, task in list(self._tasks.items()):
@@ -115,7 +150,7 @@ class Harbor(grpo.Environment):
             output=output,
         )
         self._seconds, self._cores = seconds, at_once or len(os.sched_getaffinity(0))
-        self._commands = self._made()
+        self._systems = self._made()
         self._validation_size, self._seed = validation_size, seed
         self.max_turns = max_turns
         self.concurrency, self.deadline = 2 * self._cores, 120.0 + 4 * longest
@@ -130,17 +165,18 @@ class Harbor(grpo.Environment):
         return None
 
     def open(self, prompt: grpo.Prompt) -> Shell:
-        return Shell(self._commands, self._tasks[prompt.id].tree, self._seconds)
+        task = self._tasks[prompt.id]
+        return Shell(self._systems.of(task), task.tree, self._seconds)
 
     async def evaluate(self, episodes: Sequence[grpo.Episode]) -> list[grpo.Feedback]:
         return list(await asyncio.gather(*(self._judged(episode) for episode in episodes)))
 
     async def aclose(self) -> None:
-        await self._commands.aclose()
+        await self._systems.aclose()
 
     async def _judged(self, episode: grpo.Episode) -> grpo.Feedback:
         shell: Shell = episode.session
-        ran = await self._verified(self._commands, self._tasks[episode.prompt.id], shell._tree)
+        ran = await self._verified(self._systems, self._tasks[episode.prompt.id], shell._tree)
         rewards = rewards_of(ran)
         if isinstance(rewards, str):
             if ran.cut:  # a rollout that is played again instead would let the model avoid a failure
@@ -150,8 +186,8 @@ class Harbor(grpo.Environment):
         metrics = {**rewards, "commands": float(shell._number)}
         return grpo.Feedback(reward=_mean(rewards), metrics=metrics)
 
-    async def _verified(self, commands: Commands, task: HarborTask, tree: str) -> Ran:
-        return await commands.run(
+    async def _verified(self, systems: _Systems, task: HarborTask, tree: str) -> Ran:
+        return await systems.of(task).run(
             f"mkdir -p {LOGS}/verifier; bash {TESTS}/test.sh",
             tree,
             others={TESTS: task.tests},
@@ -160,9 +196,8 @@ class Harbor(grpo.Environment):
             seconds=task.seconds,
         )
 
-    def _made(self) -> Commands:
-        others = (TESTS, LOGS, SOLUTION)
-        return Commands(self._limits, place=PLACE, others=others, at_once=self._cores, ready=1)
+    def _made(self) -> _Systems:
+        return _Systems(self._limits, self._cores)
 
     @cached_property
     def _prompts(self) -> dict[str, list[grpo.Prompt]]:
@@ -181,10 +216,10 @@ class Harbor(grpo.Environment):
         return {"validation": everything[:held_out], "train": everything[held_out:]}
 
     async def _try_all(self) -> None:
-        commands = self._made()  # of this event loop
+        systems = self._made()  # of this event loop
         try:
             async with asyncio.timeout(self._oracle_seconds):
-                tried = await asyncio.gather(*(self._fault(commands, task) for task in self._tasks.values()))
+                tried = await asyncio.gather(*(self._fault(systems, task) for task in self._tasks.values()))
         except TimeoutError as error:
             raise grpo.ConfigError(
                 f"code: trying {len(self._tasks)} tasks of Harbor took longer than oracle_seconds = "
@@ -192,21 +227,21 @@ class Harbor(grpo.Environment):
                 "oracle = false to leave this out"
             ) from error
         finally:
-            await commands.aclose()
+            await systems.aclose()
         self._reasons |= {name: why for name, why in zip(self._tasks, tried, strict=True) if why}
         self._tasks = {name: task for name, task in self._tasks.items() if name not in self._reasons}
 
-    async def _fault(self, commands: Commands, task: HarborTask) -> str:
+    async def _fault(self, systems: _Systems, task: HarborTask) -> str:
         """Return why a task cannot be trained on, or an empty text."""
-        untouched = rewards_of(await self._verified(commands, task, task.tree))
+        untouched = rewards_of(await self._verified(systems, task, task.tree))
         if not isinstance(untouched, str) and _mean(untouched) >= 1:
             return "untouched, it earns a full reward"
         if not task.solution:
             return ""
-        solved = await commands.run(
+        solved = await systems.of(task).run(
             f"bash {SOLUTION}/solve.sh", task.tree, others={SOLUTION: task.solution}, seconds=task.seconds
         )
-        ran = await self._verified(commands, task, solved.tree)
+        ran = await self._verified(systems, task, solved.tree)
         rewards = rewards_of(ran)
         if isinstance(rewards, str):
             return f"with its own solution {rewards}"
@@ -225,12 +260,21 @@ class Harbor(grpo.Environment):
             )
 
 
-def tasks_in(directory: Path) -> dict[str, HarborTask | str]:
-    """Return the tasks of a directory by their names, or why one cannot be played.  Raises ConfigError."""
+def tasks_in(directory: Path, images: str = "", cache: Path | None = None) -> dict[str, HarborTask | str]:
+    """Return the tasks of a directory by their names, or why one cannot be played.
+
+    Args:
+        directory: a task, or a directory of tasks.
+        images: program that builds their images; "" plays them with this machine's system, or refuses them.
+        cache: directory in which images are kept.
+
+    Raises ConfigError if there are no tasks, or no such program.
+    """
     if not directory.is_dir():
         raise grpo.ConfigError(f"code: there is no directory {directory}")
     places = [directory] if (directory / "task.toml").exists() else sorted(directory.iterdir())
-    found = {place.name: _task(place) for place in places if (place / "task.toml").exists()}
+    places = [place for place in places if (place / "task.toml").exists()]
+    found = {place.name: _task(place, images, cache or default_cache()) for place in places}
     if not found:
         raise grpo.ConfigError(
             f"code: {directory} holds no task of Harbor: a task is a directory with task.toml, "
@@ -274,51 +318,64 @@ def _mean(rewards: Mapping[str, float]) -> float:
     return sum(rewards.values()) / len(rewards)
 
 
-def _task(place: Path) -> HarborTask | str:
+def _task(place: Path, images: str, cache: Path) -> HarborTask | str:
+    source = place / "environment"
     try:
         settings = tomllib.loads((place / "task.toml").read_text())
         instruction = (place / "instruction.md").read_text().strip()
         test = (place / "tests" / "test.sh").read_text()
-        dockerfile = place / "environment" / "Dockerfile"
-        docker = dockerfile.read_text() if dockerfile.exists() else "FROM debian"
+        has_image = (source / "Dockerfile").exists()
+        docker = (source / "Dockerfile").read_text() if has_image else "FROM debian"
         seconds = float(settings.get("verifier", {}).get("timeout_sec", 600))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"it cannot be read: {error}"
-    if why := _needs_more(settings, docker, test, place):
+    image = None
+    if why := _needs_more(settings, test, place) or ("" if images and has_image else _unusual(docker)):
         return why
     if not instruction:
         return "its instruction.md is empty"
-    copies = _copies(docker)
-    source = place / "environment"
+    files = source if _copies(docker) else source / "nothing"
+    if images and has_image:
+        try:
+            image = built(source, images, cache, OTHERS)
+        except ImageError as error:
+            return str(error)
+        files = image.root / image.place.lstrip("/")
     return HarborTask(
         name=place.name,
         instruction=instruction,
-        tree=packed_directory(source if copies else source / "nothing"),
+        tree=packed_directory(files),
         tests=packed_directory(place / "tests"),
         solution=packed_directory(place / "solution") if (place / "solution" / "solve.sh").exists() else "",
         seconds=seconds,
+        image=image,
     )
 
 
-def _needs_more(settings: Mapping[str, Any], docker: str, test: str, place: Path) -> str:
-    """Return what a task needs that the sandbox does not have, or an empty text."""
+def _needs_more(settings: Mapping[str, Any], test: str, place: Path) -> str:
+    """Return what a task needs that no sandbox has, or an empty text."""
     if settings.get("steps"):
         return "it has several steps"
     if (place / "environment" / "docker-compose.yaml").exists():
         return "it needs several containers (docker-compose.yaml)"
     if wanted := NETWORK.search(test):
         return f"its tests need a network ({wanted[0]})"
+    return ""
+
+
+def _unusual(docker: str) -> str:
+    """Return what a Dockerfile asks for that this machine's system does not have, or an empty text."""
     for line in _instructions(docker):
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         if word.upper() not in HARMLESS:
-            return f"its Dockerfile needs more than the sandbox has: {line[:80]}"
+            return f"its Dockerfile needs more than the sandbox has: {line[:80]} ({BUILD})"
         if word.upper() == "FROM" and not IMAGES.match(rest.split(" ")[0]):
-            return f"its Dockerfile begins with the image {rest[:80]}"
+            return f"its Dockerfile begins with the image {rest[:80]} ({BUILD})"
         if word.upper() == "WORKDIR" and rest.rstrip("/") != PLACE:
-            return f"its Dockerfile works in {rest[:80]}, and the sandbox has {PLACE}"
+            return f"its Dockerfile works in {rest[:80]}, and the sandbox has {PLACE} ({BUILD})"
     if _copies(docker) is None:
-        return "its Dockerfile copies single files, or to another place than its working directory"
+        return f"its Dockerfile copies single files, or to another place than its working directory ({BUILD})"
     return ""
 
 

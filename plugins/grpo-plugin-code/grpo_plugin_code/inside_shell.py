@@ -59,10 +59,12 @@ def empty(place: str) -> None:
         shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
 
 
-def run(command: str, place: str, seconds: float, most: int) -> tuple[int | None, bytes]:
+def run(
+    command: str, place: str, of_image: dict[str, str], seconds: float, most: int
+) -> tuple[int | None, bytes]:
     """Run a command; return its exit status, None if its time was over, and the beginning of its output."""
     here = os.path.join(sys.base_prefix, "bin")
-    environ = {"HOME": "/tmp", "PATH": f"/usr/local/bin:{here}:/usr/bin:/bin", "LANG": "C.UTF-8"}
+    environ = {"HOME": "/tmp", "PATH": f"/usr/local/bin:{here}:/usr/bin:/bin", "LANG": "C.UTF-8", **of_image}
     process = subprocess.Popen(
         ["/bin/bash", "-c", command], cwd=place, env=environ, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -96,7 +98,9 @@ def play(job: dict[str, Any]) -> dict[str, Any]:
         empty(other)
         if packed:
             unpack(other, packed)
-    status, out = run(str(job["command"]), place, float(job["seconds"]), int(job["output"]))
+    status, out = run(
+        str(job["command"]), place, dict(job["environ"]), float(job["seconds"]), int(job["output"])
+    )
     files = {}
     for path in list(job["reads"]):
         if os.path.isfile(path) and not os.path.islink(path):

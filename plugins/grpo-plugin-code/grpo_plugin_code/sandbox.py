@@ -32,6 +32,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 import grpo_core as grpo
+from grpo_plugin_code.images import Image, python_words
 
 Reason = Literal["", "error", "time", "cpu", "output", "killed"]
 """Why a program did not end well: it exits with another status than 0, or a limit or a signal ends it."""
@@ -116,22 +117,31 @@ class Sandboxes:
 
     Args:
         limits: of each program.
-        at_once: number of programs that run at once.
+        at_once: number of programs that run at once, or a semaphore that others share.
         ready: number of sandboxes that are started ahead.
         places: further directories, empty and in memory, as /tmp is.
+        image: the system of the sandboxes, in place of this machine's.
 
     Raises ConfigError if there is no sandbox on this machine; nothing is ever run without one.
     """
 
-    def __init__(self, limits: Limits, *, at_once: int, ready: int, places: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        at_once: int | asyncio.Semaphore,
+        ready: int,
+        places: Sequence[str] = (),
+        image: Image | None = None,
+    ) -> None:
         self._limits, self._ready = limits, ready
-        self._command = command(limits, places)
-        self._places = asyncio.Semaphore(at_once)
+        self._command = command(limits, places, image)
+        self._slots = asyncio.Semaphore(at_once) if isinstance(at_once, int) else at_once
         self._waiting: deque[asyncio.Task[_Sandbox]] = deque()
 
     async def run(self, job: Job) -> Outcome:
         """Run a program to its end, or to a limit."""
-        async with self._places:
+        async with self._slots:
             sandbox = await self._next()
             try:
                 return await sandbox.run(job)
@@ -286,21 +296,43 @@ class _Sandbox:
         return last[0][:300]
 
 
-def command(limits: Limits, places: Sequence[str] = ()) -> list[str]:
+def command(limits: Limits, places: Sequence[str] = (), image: Image | None = None) -> list[str]:
     """Return bubblewrap's command.  Raises ConfigError if it is missing, or cannot make a sandbox here."""
+    system, python = _of_this_machine(("/tmp", *places)) if image is None else _of_an_image(image)
+    words = _bubblewrap(limits, system, places)
+    _probe(tuple(words), tuple(python))
+    return [*words, "--", *python, "-I", "-S", "-X", "utf8", "-c", _inside()]
+
+
+def _of_this_machine(places: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return bubblewrap's words for the system's libraries and Python, and the words that start Python."""
     python = os.path.realpath(sys.executable)
-    for place in ("/tmp", *places):
+    for place in places:
         if any(Path(os.path.realpath(part)).is_relative_to(place) for part in (python, sys.base_prefix)):
             raise grpo.ConfigError(
                 f"code: this Python is {python}, and the sandbox has a directory of its own at {place}, "
                 "which hides it; use a Python that is installed elsewhere"
             )
-    words = _bubblewrap(limits, places)
-    _probe(tuple(words), python)
-    return [*words, "--", python, "-I", "-S", "-X", "utf8", "-c", _inside()]
+    words = []
+    for place in SYSTEM:
+        if os.path.islink(place):
+            words += ["--symlink", os.readlink(place), place]
+        elif os.path.isdir(place):
+            words += ["--ro-bind", place, place]
+    base = Path(os.path.realpath(sys.base_prefix))
+    if not base.is_relative_to("/usr"):
+        for parent in reversed(base.parents[:-1]):  # all users may pass through them
+            words += ["--perms", "0755", "--dir", str(parent)]
+        words += ["--ro-bind", str(base), str(base)]
+    return words, [python]
 
 
-def _bubblewrap(limits: Limits, places: Sequence[str]) -> list[str]:
+def _of_an_image(image: Image) -> tuple[list[str], list[str]]:
+    bound, python = python_words()
+    return ["--ro-bind", str(image.root), "/", *bound], python
+
+
+def _bubblewrap(limits: Limits, system: Sequence[str], places: Sequence[str]) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise grpo.ConfigError(
@@ -320,17 +352,7 @@ def _bubblewrap(limits: Limits, places: Sequence[str]) -> list[str]:
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--disable-userns"]
-    for place in SYSTEM:
-        if os.path.islink(place):
-            words += ["--symlink", os.readlink(place), place]
-        elif os.path.isdir(place):
-            words += ["--ro-bind", place, place]
-    base = Path(os.path.realpath(sys.base_prefix))
-    if not base.is_relative_to("/usr"):
-        for parent in reversed(base.parents[:-1]):  # all users may pass through them
-            words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--ro-bind", str(base), str(base)]
-    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    words += [*system, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     for place in ("/tmp", *places):
         words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", place]
     words += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
@@ -338,8 +360,8 @@ def _bubblewrap(limits: Limits, places: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def _probe(words: tuple[str, ...], python: str) -> None:
-    tries = [*words, "--", python, "-I", "-S", "-c", ""]
+def _probe(words: tuple[str, ...], python: tuple[str, ...]) -> None:
+    tries = [*words, "--", *python, "-I", "-S", "-c", ""]
     try:
         tried = subprocess.run(tries, capture_output=True, text=True, timeout=30, env={})
     except (OSError, subprocess.TimeoutExpired) as error:
