@@ -28,6 +28,8 @@ ARMS = [(0, "off"), (2, "token_truncate"), (2, "off"), (4, "sequence_truncate"),
 NUMBERS, PICTURE, PAGE = DOCS / "learning.json", DOCS / "learning.svg", DOCS / "learning.md"
 WINDOW = 10
 """Steps whose mean reward is one number of ``reward``."""
+TARGET = 0.8
+"""Mean reward whose steps and seconds are counted."""
 MARGIN = 0.02
 """Difference in accuracy below which two settings count as equal."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -163,7 +165,11 @@ def legend(arms: Sequence[Arm]) -> str:
 def page() -> str:
     """The page with the present numbers."""
     runs = read("sort")
-    parts = {"table": table(runs), "equivalence": equivalence(runs, (2, "token_truncate"), (0, "off"))}
+    parts = {
+        "table": table(runs),
+        "equivalence": equivalence(runs, (2, "token_truncate"), (0, "off")),
+        "seconds": per_second("sort", runs, TARGET),
+    }
     text = PAGE.read_text(encoding="utf-8")
     for name, part in parts.items():
         begin, end = f"<!-- begin {name}", f"<!-- end {name} -->"
