@@ -109,4 +109,5 @@ class DataPlaneConfig(PluginChoice):
 
     name: str = "memory"
     """Name of the data plane: `memory` is the process of the run; `ray`, with `--ray`, is Ray's object store,
-    from which the trainer's processes fetch the tokens of their rows."""
+    from which the trainer's processes fetch the tokens of their rows; `transferqueue`, with `--ray`, are
+    storage units of TransferQueue (grpo-plugin-transferqueue)."""

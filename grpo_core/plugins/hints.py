@@ -9,6 +9,8 @@ from grpo_core.plugins.offers import Kind
 VLLM = "pip install 'grpo-core[vllm]'"
 
 INSTALL: Mapping[tuple[Kind, str], str] = {
+    ("data_plane", "ray"): "pip install 'grpo-core[ray]'",
+    ("data_plane", "transferqueue"): "pip install grpo-plugin-transferqueue",
     ("engine", "vllm"): VLLM,
     ("environment", "code"): "pip install grpo-plugin-code",
     ("environment", "gym"): "pip install grpo-plugin-gym",

@@ -4,7 +4,7 @@
 
 A group has 8 rollouts.  "sent" is the call that gives a step to a trainer of one rank.  "held" is what a
 rollout that waits to be trained takes in the process of the run.  "CPU" is that of ``put`` in that process.
-With Ray installed, the same is measured with a cluster of this machine.
+With Ray installed, the same is measured with a cluster of this machine; with TransferQueue, too.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ def main() -> int:
     given = [int(word) for word in sys.argv[1:] if word.isdigit()]
     groups = given[0] if given else GROUPS
     failed = asyncio.run(measure("memory", "local", groups, limit=None))
-    if (
-        importlib.util.find_spec("ray") is not None
-        and importlib.util.find_spec("grpo_plugin_ray") is not None
-    ):
+    if installed("ray", "grpo_plugin_ray"):
         failed += asyncio.run(measure("ray", "ray", groups, limit=GROWTH))
+        if installed("transfer_queue", "grpo_plugin_transferqueue"):
+            failed += asyncio.run(measure("transferqueue", "ray", groups, limit=GROWTH))
     return failed
+
+
+def installed(*modules: str) -> bool:
+    return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
 async def measure(name: str, where: str, groups: int, *, limit: float | None) -> int:
@@ -61,14 +64,14 @@ async def measure(name: str, where: str, groups: int, *, limit: float | None) ->
             for length in LENGTHS:
                 sizes[length], held, seconds = await cost(plane, length, groups)
                 print(
-                    f"{name:8} {length:6,} tokens: {sizes[length]:9,.0f} bytes sent, {held:9,.0f} held, "
+                    f"{name:13} {length:6,} tokens: {sizes[length]:9,.0f} bytes sent, {held:9,.0f} held, "
                     f"{seconds * 1e6:6.0f} us of CPU for a rollout",
                     flush=True,
                 )
         finally:
             await plane.aclose()
     ratio = sizes[LENGTHS[-1]] / sizes[LENGTHS[0]]
-    print(f"{name:8} bytes sent, longest / shortest: {ratio:.3f}" + (f", limit {limit}" if limit else ""))
+    print(f"{name:13} bytes sent, longest / shortest: {ratio:.3f}" + (f", limit {limit}" if limit else ""))
     return int(limit is not None and ratio > limit)
 
 
