@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from grpo_core.records import StateDigest as StateDigest
     from grpo_core.records import StepResult as StepResult
     from grpo_core.records import TensorInfo as TensorInfo
+    from grpo_core.records import TensorPart as TensorPart
     from grpo_core.records import Weights as Weights
     from grpo_core.reporting.stored import stored_rollouts as stored_rollouts
     from grpo_core.tokens import Tokens as Tokens
@@ -166,6 +167,7 @@ __getattr__, __dir__, __all__ = attach(
             "StateDigest",
             "StepResult",
             "TensorInfo",
+            "TensorPart",
             "Weights",
         ],
         "grpo_core.reporting.stored": ["stored_rollouts"],

@@ -301,6 +301,20 @@ class Completion:
 
 
 @frozen(kw_only=True)
+class TensorPart:
+    """Rows of a tensor that one rank of a trainer published."""
+
+    rank: int
+    """Number of the rank."""
+    first: int
+    """The first row; a tensor without dimensions is one row."""
+    rows: int
+    """Number of rows."""
+    checksum: int
+    """Sum of the rows' bytes, each as a byte of the integers of the whole tensor, modulo 2**64."""
+
+
+@frozen(kw_only=True)
 class TensorInfo:
     """The place of a tensor in the bytes of a ``Weights``."""
 
@@ -314,6 +328,9 @@ class TensorInfo:
     """Place of its first byte."""
     checksum: int
     """Sum of the tensor's bytes read as integers, modulo 2**64 (``grpo_core.weights.layout.checksum``)."""
+    parts: tuple[TensorPart, ...] = ()
+    """The rows that each rank of the trainer published; empty if the trainer is one process.  Their checksums
+    add up to the tensor's."""
 
 
 @frozen(kw_only=True)

@@ -121,7 +121,7 @@ def test_buckets_cover_the_block_and_are_small_unless_one_tensor_is_large(monkey
 @pytest.mark.parametrize("kind", ["shm", "collective"])
 def test_buckets_bring_all_tensors_and_no_bucket_is_left_when_the_next_one_comes(kind, writer, monkeypatch):
     monkeypatch.setattr(layout, "BUCKET", 1000)
-    received, fill = [], collective._Partner._fill
+    received, fill = [], collective._Partner.fill
 
     def noted(partner, part):
         assert part.untyped_storage().nbytes() <= 1000
@@ -129,7 +129,7 @@ def test_buckets_bring_all_tensors_and_no_bucket_is_left_when_the_next_one_comes
         received.append(StorageWeakRef(part.untyped_storage()))
         fill(partner, part)
 
-    monkeypatch.setattr(collective._Partner, "_fill", noted)
+    monkeypatch.setattr(collective._Partner, "fill", noted)
     chosen = SharedMemoryWriter() if kind == "shm" else writer
     weights = chosen.write(3, [(f"t{i}", torch.full((200,), i, dtype=torch.float32)) for i in range(9)])
     values = {}

@@ -207,7 +207,7 @@ def _ranks(
 ) -> Iterator[ProcessMemory]:
     """Yield the trainer's processes: each holds an equal share, on a GPU of its own if there are any.
 
-    What is published counts as shared, too: the first rank has it all.  Each holds the whole teacher.
+    Each holds the whole teacher.
     """
     shared = [part if part.name == TEACHER else evolve(part, nbytes=part.nbytes // ranks) for part in parts]
     if ranks == 1 or device == HOST:

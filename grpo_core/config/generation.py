@@ -55,8 +55,8 @@ class EngineConfig(PluginChoice):
     """Engines reach the trainer at this address of its machine (`collective` only); on a cluster use an
     address of its network."""
     collective_ports: tuple[int, int] = field(default=(0, 0), validator=_ports)
-    """Engines reach the trainer at the first free port of this range, [first, last] (`collective` only);
-    [0, 0] is any free port. A firewall has to let the range through."""
+    """Engines reach the trainer, and each of its ranks, at the first free port of this range, [first, last]
+    (`collective` only); [0, 0] is any free port. A firewall has to let the range through."""
 
 
 CUTS = ("top_p", "top_k", "min_p")

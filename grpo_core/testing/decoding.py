@@ -36,8 +36,8 @@ from grpo_core.protocols import Engine
 from grpo_core.records import Canary, Completion, EngineSetup, GenerationRequest, Weights
 from grpo_core.testing.engines import check_engine, ids_of
 from grpo_core.training import model as models
-from grpo_core.weights.layout import Writer
 from grpo_core.weights.names import checkpoint_tensors, module_tensors
+from grpo_core.weights.publishing import Writer
 from grpo_core.weights.shm import SharedMemoryWriter
 
 PATIENCE = 60.0

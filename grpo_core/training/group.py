@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_core.training.plan import balanced
-from grpo_core.weights.layout import whole
+from grpo_core.weights.publishing import whole
 
 T = TypeVar("T")
 

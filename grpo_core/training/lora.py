@@ -36,8 +36,8 @@ from grpo_core.training.model import (
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.weights.adapters import factors, shapes_in_files
 from grpo_core.weights.layout import LowRankSum
-from grpo_core.weights.layout import whole as gathered
 from grpo_core.weights.names import checkpoint_tensors
+from grpo_core.weights.publishing import whole as gathered
 
 ADAPTER = "default"
 """peft's name of the adapters in the model."""

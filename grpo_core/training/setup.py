@@ -53,7 +53,7 @@ class TrainerSetup:
     collective_host: str = "127.0.0.1"
     """Address at which engines reach the trainer, for ``collective``."""
     collective_ports: tuple[int, int] = (0, 0)
-    """First and last port of which the trainer takes one that is free, for ``collective``."""
+    """First and last port of which each rank takes one that is free, for ``collective``."""
     max_non_finite: float = 0.1
     """Share of an update's rows whose loss may be not finite; see ``HealthConfig``."""
     plugins: tuple[str, ...] | None = None

@@ -49,7 +49,7 @@ from grpo_core.training.totals import Totals, off_policy
 from grpo_core.training.update import Update
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
-from grpo_core.weights.layout import Contribution, Writer, whole
+from grpo_core.weights.publishing import Writer, whole
 from grpo_core.weights.shm import SharedMemoryWriter
 
 MAX_LOST_UPDATES = 3
@@ -105,7 +105,8 @@ class TorchTrainer:
         if self._device.type == "cuda" and self._device.index is not None:
             torch.cuda.set_device(self._device)  # otherwise some calls would take memory of the first GPU
         self._ranks = _ranks(setup, self._device)
-        self._writer = _writer(setup, self._device)  # before the model is made: its port may be taken
+        # before the model is made: its port may be taken
+        self._writer = _writer(setup, self._device, self._ranks)
         host = PluginHost.discover(setup.plugins, setup.block)
         self._loss = host.function("loss", setup.loss.name, **setup.loss.options)
         self._needs = losses.needs_of(self._loss.function, self._loss.options)
@@ -458,7 +459,8 @@ class TorchTrainer:
         with part("publication"):
             weights = self._writer.write(self.version, self.model.published(), dtype=dtype)
         with part("logprobs of the canary"):
-            weights = evolve(weights, canary=self.model.next_tokens(canary), base=self.model.base)
+            predicted = self.model.next_tokens(canary) if canary else ()  # ranks gather layers for it
+            weights = evolve(weights, canary=predicted, base=self.model.base)
         if self._config.offload:
             self._resting.leave([*self.model.weights(), *self._optimizers.tensors()])
         if self._setup.shares_gpu or (self._config.offload and self._device.type == "cuda"):
@@ -500,12 +502,10 @@ def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
     )
 
 
-def _writer(setup: TrainerSetup, device: torch.device) -> Writer:
-    if setup.rank:
-        return Contribution()
+def _writer(setup: TrainerSetup, device: torch.device, ranks: Ranks) -> Writer:
     if setup.transport == "collective":
         first, last = setup.collective_ports
-        return CollectiveWriter(device, setup.collective_host, range(first, last + 1))
+        return CollectiveWriter(device, setup.collective_host, range(first, last + 1), ranks)
     if setup.transport == "cuda_ipc" and device.type == "cuda":
-        return CudaIpcWriter(device)
-    return SharedMemoryWriter()
+        return CudaIpcWriter(device, ranks)
+    return SharedMemoryWriter(ranks)

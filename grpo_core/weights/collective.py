@@ -18,7 +18,10 @@ its own, so none waits for another.  The trainer refuses any number but the last
 publication it waits ``PATIENCE`` seconds for engines that are still receiving, and then hangs up on them; so
 an engine gets one whole version or an error, and a slow engine never stops the trainer.
 
-The location contains the address of the trainer's socket and a secret.  Whoever has the secret can read the
+If the trainer has several ranks, each has a socket, and a block with the rows that it holds.  An engine asks
+all of them, and puts each bucket together from what they send.
+
+The location contains the address of each rank's socket and a secret.  Whoever has the secret can read the
 weights.  Nothing is encrypted, so bind the socket to a trusted network only.
 """
 
@@ -26,12 +29,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,9 +43,10 @@ import torch
 from grpo_core.errors import ConfigError, WeightSyncError, one_line
 from grpo_core.records import Weights
 from grpo_core.weights import COLLECTIVE
-from grpo_core.weights.layout import Bucket, LowRankSum, buckets, pack
+from grpo_core.weights.layout import LowRankSum, Slice, buckets, slices
 from grpo_core.weights.line import Line, proof, proves, shut
 from grpo_core.weights.nccl import ENGINE, TRAINER, Pair, device_id, memory_setting, settle
+from grpo_core.weights.publishing import ALONE, Publishers, pack
 
 PROOF_SECONDS = 10.0
 """Seconds in which a new connection has to prove that it has the secret."""
@@ -64,19 +69,22 @@ class CollectiveWriter:
         device: device of the block.
         host: address of the socket at which engines reach the trainer.
         ports: ports of which the socket takes the first one that is free; 0 is any.
+        ranks: the processes that publish together, each what it holds, and each at a socket of its own.
 
     Raises ConfigError if the trainer cannot listen there.
     """
 
-    def __init__(self, device: torch.device, host: str, ports: Iterable[int] = (0,)) -> None:
-        self._device, self._host = device, host
+    def __init__(
+        self, device: torch.device, host: str, ports: Iterable[int] = (0,), ranks: Publishers = ALONE
+    ) -> None:
+        self._device, self._host, self._ranks = device, host, ranks
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
         self._state = threading.Condition()
         """Guards the four attributes below."""
         self._publication = 0
         self._version: int | None = None
         """Version of the block's contents; None while they are written."""
-        self._buckets: list[Bucket] = []
+        self._slices: list[Slice] = []
         """The parts in which the block is sent, one after the other."""
         self._readers: set[Line] = set()
         """Connections over which the block is being sent."""
@@ -94,12 +102,20 @@ class CollectiveWriter:
     ) -> Weights:
         """Copy the tensors into the block, when no engine receives the version before any more."""
         self._withdraw()
-        port = self._socket.getsockname()[1]
-        location = f"{COLLECTIVE}{json.dumps([self._host, port, self._secret, self._publication])}"
-        weights = pack(version, tensors, block=self._memory, location=lambda: location, dtype=dtype)
+        here = [self._host, self._socket.getsockname()[1], self._secret, self._publication]
+        ends = self._ranks.gathered(here)
+        weights = pack(
+            version,
+            tensors,
+            block=self._memory,
+            location=lambda: f"{COLLECTIVE}{json.dumps(ends if len(ends) > 1 else here)}",
+            dtype=dtype,
+            ranks=self._ranks,
+            apart=True,
+        )
         settle(self._device)
         with self._state:
-            self._version, self._buckets = version, buckets(weights)
+            self._version, self._slices = version, slices(weights, self._ranks.rank)
         return weights
 
     def _withdraw(self) -> None:
@@ -197,7 +213,7 @@ class CollectiveWriter:
             for part in parts:
                 if pair is None:
                     line.send_block(part)
-                else:
+                elif part.numel():  # a rank may hold nothing of a bucket
                     pair.move(part)
 
     @contextlib.contextmanager
@@ -206,7 +222,7 @@ class CollectiveWriter:
         with self._state:
             readers = self._readers
             present = publication == self._publication and self._version is not None
-            parts = [self._block[part.begin : part.end] for part in self._buckets] if present else None
+            parts = [self._block[part.begin : part.end] for part in self._slices] if present else None
             if present:
                 readers.add(line)
         try:
@@ -218,7 +234,7 @@ class CollectiveWriter:
 
 
 class _Partner:
-    """An engine's connection to one trainer, with the last block that it received."""
+    """An engine's connection to one rank of a trainer."""
 
     def __init__(self, host: str, port: int, secret: str, device: torch.device) -> None:
         try:
@@ -235,9 +251,8 @@ class _Partner:
         except BaseException:
             self.close()
             raise
-        self._device = device if nccl else torch.device("cpu")
-        self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._publication: int | None = None
+        self.device = device if nccl else torch.device("cpu")
+        """Device to which blocks come."""
 
     def _meet(self, secret: str, device: torch.device) -> bool:
         """Return whether the block comes by NCCL.  Raises ConnectionError if the other end is a stranger."""
@@ -251,49 +266,19 @@ class _Partner:
             raise ValueError(answer["problem"])
         return bool(answer["nccl"])
 
-    def pull(self, publication: int, weights: Weights) -> torch.Tensor:
-        nbytes = weights.nbytes
-        if self._publication == publication:
-            return self._block
-        self._publication = None
-        if self._block.numel() != nbytes:  # before it asks: the trainer waits for no memory
-            self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        parts = (self._block[part.begin : part.end] for part in buckets(weights))
-        deque(self._filled(publication, parts), maxlen=0)
-        self._publication = publication
-        return self._block
-
-    def parts(self, publication: int, weights: Weights) -> Iterator[torch.Tensor]:
-        """Receive a publication in buckets, each in memory of its own."""
-        sizes = [part.end - part.begin for part in buckets(weights)]
-        return self._filled(
-            publication, (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
-        )
-
-    def _filled(self, publication: int, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        asked = False
-        for part in parts:
-            settle(self._device)  # the memory may still be read by what this thread started
-            if not asked:  # when there is memory
-                self._ask_for(publication)
-                asked = True
-            self._fill(part)
-            yield part
-            del part  # the next one needs memory
-
-    def _ask_for(self, publication: int) -> None:
+    def ask_for(self, publication: int) -> None:
         self._line.limit(MEETING)
         answer = self._ask({"publication": publication})
         if "problem" in answer:
             raise ValueError(answer["problem"])
         self._line.limit(SECONDS)
 
-    def _fill(self, part: torch.Tensor) -> None:
+    def fill(self, part: torch.Tensor) -> None:
+        settle(self.device)  # the memory may still be read by what this thread started
         try:
             if self._pair is None:
                 self._line.receive_block(part)
-            else:
+            elif part.numel():
                 self._pair.move(part)
         except ConnectionError as error:
             raise ConnectionError(
@@ -322,6 +307,72 @@ class _Partner:
             self._pair.abort()
 
 
+class _Trainer:
+    """An engine's connections to the ranks of one trainer, with the last block that it received."""
+
+    def __init__(self, ends: Iterable[tuple[str, int, str]], device: torch.device) -> None:
+        self._partners: list[_Partner] = []
+        try:
+            for host, port, secret in ends:
+                self._partners.append(_Partner(host, port, secret, device))
+        except BaseException:
+            self.close()
+            raise
+        devices = [partner.device for partner in self._partners]
+        self._device = next((each for each in devices if each.type == "cuda"), devices[0])
+        self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._publications: list[int] = []
+
+    def pull(self, publications: list[int], weights: Weights) -> torch.Tensor:
+        if self._publications == publications:
+            return self._block
+        self._publications = []
+        if self._block.numel() != weights.nbytes:  # before it asks: the trainer waits for no memory
+            self._block = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._block = torch.empty(weights.nbytes, dtype=torch.uint8, device=self._device)
+        parts = (self._block[part.begin : part.end] for part in buckets(weights))
+        deque(self._filled(publications, weights, parts), maxlen=0)
+        self._publications = publications
+        return self._block
+
+    def parts(self, publications: list[int], weights: Weights) -> Iterator[torch.Tensor]:
+        """Receive a publication in buckets, each in memory of its own."""
+        sizes = [part.end - part.begin for part in buckets(weights)]
+        made = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
+        return self._filled(publications, weights, made)
+
+    def _filled(
+        self, publications: list[int], weights: Weights, parts: Iterator[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        asked = False
+        for held in zip(*(slices(weights, rank) for rank in range(len(self._partners))), strict=True):
+            part = next(parts)
+            if not asked:  # when there is memory
+                for partner, publication in zip(self._partners, publications, strict=True):
+                    partner.ask_for(publication)
+                asked = True
+            self._fill(part, held)
+            yield part
+            del part  # the next one needs memory
+
+    def _fill(self, bucket: torch.Tensor, held: Sequence[Slice]) -> None:
+        """Receive a bucket from all ranks, one after the other; engines begin with different ones."""
+        if len(self._partners) == 1:
+            self._partners[0].fill(bucket)
+            return
+        first = os.getpid() % len(self._partners)
+        for rank in (*range(first, len(self._partners)), *range(first)):
+            partner, part = self._partners[rank], held[rank]
+            received = torch.empty(part.end - part.begin, dtype=torch.uint8, device=partner.device)
+            partner.fill(received)
+            for begin, place, nbytes in part.pieces:
+                bucket[place : place + nbytes].copy_(received[begin : begin + nbytes])
+
+    def close(self) -> None:
+        for partner in self._partners:
+            partner.close()
+
+
 def _differs(trainer: str, engine: str) -> str:
     """Return what is wrong with NCCL's setting of the two ends, or an empty text."""
     if trainer == engine:
@@ -333,8 +384,8 @@ def _differs(trainer: str, engine: str) -> str:
     )
 
 
-_partners: dict[tuple[str, int, str, torch.device], _Partner] = {}
-"""The connection to the last trainer."""
+_trainers: dict[tuple[tuple[tuple[str, int, str], ...], torch.device], _Trainer] = {}
+"""The connections to the last trainer."""
 
 
 def pulled(weights: Weights, device: torch.device | None = None) -> torch.Tensor:
@@ -347,8 +398,8 @@ def pulled(weights: Weights, device: torch.device | None = None) -> torch.Tensor
     if there is no memory for the copy.
     """
     with _arriving(weights):
-        partner, publication = _partner(weights, device)
-        return partner.pull(publication, weights)
+        trainer, publications = _trainer(weights, device)
+        return trainer.pull(publications, weights)
 
 
 def streamed(weights: Weights, device: torch.device | None = None) -> Generator[torch.Tensor]:
@@ -357,17 +408,19 @@ def streamed(weights: Weights, device: torch.device | None = None) -> Generator[
     Close the generator if not all are wanted.  Arguments and errors are those of ``pulled``.
     """
     with _arriving(weights):
-        partner, publication = _partner(weights, device)
-        yield from partner.parts(publication, weights)
+        trainer, publications = _trainer(weights, device)
+        yield from trainer.parts(publications, weights)
 
 
-def _partner(weights: Weights, device: torch.device | None) -> tuple[_Partner, int]:
-    host, port, secret, publication = json.loads(weights.location.removeprefix(COLLECTIVE))
-    key = host, port, secret, device or torch.device("cpu")
-    if key not in _partners:
+def _trainer(weights: Weights, device: torch.device | None) -> tuple[_Trainer, list[int]]:
+    """Return the trainer of weights, and the number of the publication at each of its ranks."""
+    told = json.loads(weights.location.removeprefix(COLLECTIVE))
+    ends = told if isinstance(told[0], list) else [told]
+    key = tuple((host, port, secret) for host, port, secret, _ in ends), device or torch.device("cpu")
+    if key not in _trainers:
         _hang_up()
-        _partners[key] = _Partner(*key)
-    return _partners[key], publication
+        _trainers[key] = _Trainer(*key)
+    return _trainers[key], [publication for *_, publication in ends]
 
 
 @contextlib.contextmanager
@@ -387,8 +440,8 @@ def _arriving(weights: Weights) -> Iterator[None]:
 
 
 def _hang_up() -> None:
-    while _partners:
-        _partners.popitem()[1].close()
+    while _trainers:
+        _trainers.popitem()[1].close()
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:

@@ -15,7 +15,8 @@ import torch
 
 from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
-from grpo_core.weights.layout import LowRankSum, pack
+from grpo_core.weights.layout import LowRankSum
+from grpo_core.weights.publishing import ALONE, Publishers, pack
 
 SCHEME = "cuda:"
 _BYTES = ("handle", "counter", "event")
@@ -24,10 +25,16 @@ _HANDLE = ("device", "handle", "size", "offset", "counter", "counter_offset", "e
 
 
 class CudaIpcWriter:
-    """Owns a block of GPU memory; each ``write`` replaces its contents."""
+    """Owns a block of GPU memory; each ``write`` replaces its contents.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: where this process computes.
+        ranks: the processes that write it together.  The block is on the first one's GPU, and each of the
+            others opens it and writes the rows that it holds.
+    """
+
+    def __init__(self, device: torch.device, ranks: Publishers = ALONE) -> None:
+        self._device, self._ranks = device, ranks
         self._block: torch.Tensor | None = None
         self._location = ""
 
@@ -38,17 +45,36 @@ class CudaIpcWriter:
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:
-        """Copy the tensors into the block; the copies are complete when this returns."""
-        weights = pack(version, tensors, block=self._memory, location=lambda: self._location, dtype=dtype)
+        """Copy the tensors into the block; the copies are complete when this returns.
+
+        Raises WeightSyncError if a rank cannot open the block.
+        """
+        weights = pack(
+            version,
+            tensors,
+            block=self._memory,
+            location=lambda: self._location,
+            dtype=dtype,
+            ranks=self._ranks,
+        )
         torch.cuda.synchronize(self._device)
         return weights
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        if self._block is None or self._block.numel() < nbytes:
+        if self._ranks.rank == 0 and (self._block is None or self._block.numel() < nbytes):
             self._block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             handle = self._block.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
             uuid = str(torch.cuda.get_device_properties(self._device).uuid)
             self._location = described(uuid, handle)
+        location = self._ranks.gathered(self._location)[0]
+        if self._block is None or location != self._location:
+            try:
+                self._block, self._location = _open(location), location
+            except (RuntimeError, ValueError) as error:
+                raise WeightSyncError(
+                    f"rank {self._ranks.rank} of the trainer cannot open the block of rank 0 ({error}); use "
+                    'engine.transport = "shm"'
+                ) from None
         return self._block
 
 
@@ -79,15 +105,19 @@ def opened(weights: Weights) -> torch.Tensor:
     if weights.location not in _opened:
         _opened.clear()
         try:
-            count = torch.cuda.device_count()
-            uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
-            number, *handle = handle_of(weights.location, uuids)
-            storage = torch.UntypedStorage._new_shared_cuda(number, *handle)
-            empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", number))
-            _opened[weights.location] = empty.set_(storage)
+            _opened[weights.location] = _open(weights.location)
         except (RuntimeError, ValueError) as error:
             raise WeightSyncError(
                 f"version {weights.version}: the trainer's GPU memory cannot be opened here ({error}); both "
                 'must see the same GPU of one machine, or use engine.transport = "shm"'
             ) from None
     return _opened[weights.location]
+
+
+def _open(location: str) -> torch.Tensor:
+    """Open a block of another process.  Raises RuntimeError, or ValueError if its GPU is not visible."""
+    count = torch.cuda.device_count()
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+    number, *handle = handle_of(location, uuids)
+    storage = torch.UntypedStorage._new_shared_cuda(number, *handle)
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", number)).set_(storage)

@@ -1,16 +1,15 @@
-"""The layout of named tensors in one block of bytes, with a checksum for each tensor."""
+"""The layout of named tensors in a block of bytes, with a checksum for each tensor and each of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
 
 import torch
 from attrs import frozen
 
 from grpo_core.errors import ModelError, WeightSyncError
-from grpo_core.records import TensorInfo, Weights
+from grpo_core.records import TensorInfo, TensorPart, Weights
 
 _ALIGNMENT = 64
 BUCKET = 64 << 20
@@ -42,6 +41,53 @@ def buckets(weights: Weights) -> list[Bucket]:
     return found
 
 
+def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where in a block things of these sizes begin, one after the other, and the size of the block."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+@frozen
+class Slice:
+    """The rows of a bucket's tensors that one rank of a trainer holds: consecutive bytes of its own block."""
+
+    begin: int
+    end: int
+    pieces: list[tuple[int, int, int]]
+    """Of each tensor, where its rows begin in the slice and in the bucket, and their size in bytes."""
+
+
+def slices(weights: Weights, rank: int) -> list[Slice]:
+    """Return what a rank holds of each bucket; the whole bucket, if the trainer is one process."""
+    found, begin = [], 0
+    for bucket in buckets(weights):
+        places = [_held(info, rank) for info in bucket.tensors]
+        offsets, size = laid_out([nbytes for _, nbytes in places])
+        pieces = [
+            (offset, place - bucket.begin, nbytes)
+            for offset, (place, nbytes) in zip(offsets, places, strict=True)
+            if nbytes
+        ]
+        found.append(Slice(begin, begin + size, pieces))
+        begin += size
+    return found
+
+
+def _held(info: TensorInfo, rank: int) -> tuple[int, int]:
+    """Return where in the whole block the rows of a rank begin, and their size in bytes."""
+    nbytes = torch.Size(info.shape).numel() * getattr(torch, info.dtype).itemsize
+    if not info.parts:
+        return info.offset, 0 if rank else nbytes
+    row = nbytes // (info.shape[0] if info.shape else 1)
+    for part in info.parts:
+        if part.rank == rank:
+            return info.offset + part.first * row, part.rows * row
+    return info.offset, 0
+
+
 @frozen(eq=False)
 class LowRankSum:
     """A tensor that is computed when it is needed: ``base + left @ right``, in float32."""
@@ -54,105 +100,29 @@ class LowRankSum:
         return torch.addmm(self.base.float(), self.left.float(), self.right.float())
 
 
-class Writer(Protocol):
-    """The trainer's side of a transport; owns the block of the published weights."""
-
-    def write(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Weights:
-        """Copy the tensors into the block, over the version before; see ``pack``."""
-        ...
-
-
-class Contribution:
-    """The ``Writer`` of a rank that does not publish: it sends its parts to the rank that does."""
-
-    def write(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Weights:
-        for _, tensor in tensors:
-            whole(tensor, _sent(tensor.base if isinstance(tensor, LowRankSum) else tensor, dtype))
-        return Weights(version=version, location="", nbytes=0, tensors=())
-
-
-def checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor, begin: int = 0, total: int | None = None) -> int:
     """Sum a tensor's bytes as little-endian integers of up to 8 bytes, modulo 2**64.
 
     It takes one pass at memory speed and detects lost, doubled and altered tensors.  It does not protect
-    against an attacker.
-    """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    total = int(flat[:whole].view(torch.int64).sum()) if whole else 0
-    return (total + int(flat[whole:].to(torch.int64).sum())) % 2**64
-
-
-def pack(
-    version: int,
-    tensors: Iterable[tuple[str, torch.Tensor | LowRankSum]],
-    *,
-    block: Callable[[int], torch.Tensor],
-    location: Callable[[], str],
-    dtype: torch.dtype | None = None,
-) -> Weights:
-    """Copy tensors into a block, one after the other.  Tied tensors appear once, under one name.
+    against an attacker.  The checksums of the parts of a tensor add up to its own.
 
     Args:
-        block: makes the block, uint8 [n], for a size in bytes; n may be larger.
-        location: returns the location of the block.
-        dtype: dtype of floating-point tensors in the block; None keeps theirs.  Integers and buffers
-            (``torch.nn.Buffer``), such as the biases that choose experts, keep theirs in any case.
+        begin: place of the first byte in the whole tensor.
+        total: size of the whole tensor in bytes; None if this is the whole.
     """
-    named = list(tensors)
-    shaped = [tensor.base if isinstance(tensor, LowRankSum) else tensor for _, tensor in named]
-    dtypes = [_sent(tensor, dtype) for tensor in shaped]
-    offsets, nbytes = [], 0
-    for tensor, sent in zip(shaped, dtypes, strict=True):
-        offsets.append(nbytes)
-        nbytes += -(-tensor.numel() * sent.itemsize // _ALIGNMENT) * _ALIGNMENT
-    target = block(nbytes)
-    infos = []
-    for (name, given), tensor, sent, offset in zip(named, shaped, dtypes, offsets, strict=True):
-        size = tensor.numel() * sent.itemsize
-        there = target[offset : offset + size].view(sent).view(tensor.shape)
-        there.copy_(whole(given, sent))
-        infos.append(
-            TensorInfo(
-                name=name,
-                dtype=str(sent).removeprefix("torch."),
-                shape=tuple(there.shape),
-                offset=offset,
-                checksum=checksum(there),
-            )
-        )
-    return Weights(version=version, location=location(), nbytes=nbytes, tensors=tuple(infos))
+    flat = bytes_of(tensor)
+    end = (len(flat) if total is None else total) // 8 * 8
+    cut = min(max(end - begin, 0), len(flat))
+    words, rest = flat[:cut], flat[cut:]
+    if begin % 8 or cut % 8 or words.storage_offset() % 8:  # torch views no other bytes as integers
+        words = torch.nn.functional.pad(words, (begin % 8, -(begin + cut) % 8))
+    sums = int(words.view(torch.int64).sum()) if cut else 0
+    return (sums + int(rest.to(torch.int64).sum())) % 2**64
 
 
-@torch.no_grad()
-def whole(tensor: torch.Tensor | LowRankSum, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor without gradient; if the ranks of a trainer hold parts of it, all of them must ask.
-
-    The parts are cast to ``dtype`` before they are sent; a tensor that is whole is returned as it is.
-    """
-    part: Any = (tensor.computed() if isinstance(tensor, LowRankSum) else tensor).detach()
-    if not hasattr(part, "full_tensor"):  # of a DTensor, which takes long to import
-        return cast(torch.Tensor, part)
-    gathered: torch.Tensor = (part if dtype is None else part.to(dtype)).full_tensor()
-    return gathered
-
-
-def _sent(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a tensor is published in."""
-    cast = tensor.is_floating_point() and not isinstance(tensor, torch.nn.Buffer)
-    return dtype if dtype and cast else tensor.dtype
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8 [n]: a view, if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def unpack(infos: Iterable[TensorInfo], block: torch.Tensor, begin: int = 0) -> dict[str, torch.Tensor]:
@@ -167,12 +137,21 @@ def unpack(infos: Iterable[TensorInfo], block: torch.Tensor, begin: int = 0) -> 
 
 
 def verify(version: int, infos: Iterable[TensorInfo], tensors: dict[str, torch.Tensor]) -> None:
-    """Raise WeightSyncError if a tensor's checksum differs from the trainer's."""
+    """Raise WeightSyncError if the checksum of a tensor, or of a part of it, differs from the trainer's."""
     for info in infos:
-        if (found := checksum(tensors[info.name])) != info.checksum:
+        rows = info.shape[0] if info.shape else 1
+        alone = TensorPart(rank=0, first=0, rows=rows, checksum=info.checksum)
+        flat = bytes_of(tensors[info.name])
+        for part in info.parts or (alone,):
+            begin, end = (len(flat) * row // max(rows, 1) for row in (part.first, part.first + part.rows))
+            if (found := checksum(flat[begin:end], begin, len(flat))) == part.checksum:
+                continue
+            last = part.first + part.rows - 1
+            rows_of = f" in rows {part.first} to {last}, which rank {part.rank} published,"
+            where = rows_of if info.parts else ""
             raise WeightSyncError(
-                f"version {version}: tensor {info.name!r} {tuple(info.shape)} is not what the "
-                f"trainer wrote (checksum {found:#x}, expected {info.checksum:#x})"
+                f"version {version}: tensor {info.name!r} {tuple(info.shape)}{where} is not what the trainer "
+                f"wrote (checksum {found:#x}, expected {part.checksum:#x})"
             )
 
 

@@ -1,7 +1,9 @@
 """Weights in shared memory, for the processes of one machine.
 
 The trainer writes each version into one memory file that it owns.  The file has no name on any disk and
-vanishes with the trainer, however it dies; engines open it through ``/proc`` and copy what they need.
+vanishes with the trainer, however it dies; engines open it through ``/proc`` and copy what they need.  So do
+the ranks of a trainer, to write: the parts of all ranks lie in the file as the whole tensors, and each rank
+touches no more than the pages of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +15,24 @@ from typing import BinaryIO
 
 import torch
 
+from grpo_core.errors import WeightSyncError
 from grpo_core.records import Weights
 from grpo_core.weights import anonymous_file
-from grpo_core.weights.layout import LowRankSum, pack
+from grpo_core.weights.layout import LowRankSum
+from grpo_core.weights.publishing import ALONE, Publishers, pack
 
 
 class SharedMemoryWriter:
-    """Owns the shared memory of one trainer; each ``write`` replaces its contents."""
+    """Owns the shared memory of one trainer; each ``write`` replaces its contents.
 
-    def __init__(self) -> None:
-        self._file: int | None = None
+    Args:
+        ranks: the processes that write it together.  The first one owns it, and each of the others opens it
+            and writes the rows that it holds.
+    """
+
+    def __init__(self, ranks: Publishers = ALONE) -> None:
+        self._ranks = ranks
+        self._location = ""
         self._map: mmap.mmap | None = None
 
     def write(
@@ -32,21 +42,37 @@ class SharedMemoryWriter:
         *,
         dtype: torch.dtype | None = None,
     ) -> Weights:
-        """Copy the tensors into shared memory."""
+        """Copy the tensors into shared memory.  Raises WeightSyncError if a rank cannot open it."""
         return pack(
             version,
             tensors,
             block=lambda nbytes: torch.frombuffer(self._memory(nbytes), dtype=torch.uint8),
-            location=lambda: f"/proc/{os.getpid()}/fd/{self._file}",
+            location=lambda: self._location,
             dtype=dtype,
+            ranks=self._ranks,
         )
 
     def _memory(self, nbytes: int) -> mmap.mmap:
-        if self._map is None or len(self._map) < nbytes:
-            self._file = anonymous_file("grpo-core-weights")
-            os.ftruncate(self._file, nbytes)
-            self._map = mmap.mmap(self._file, nbytes)
+        if self._ranks.rank == 0 and (self._map is None or len(self._map) < nbytes):
+            file = anonymous_file("grpo-core-weights")
+            os.ftruncate(file, nbytes)
+            self._map, self._location = mmap.mmap(file, nbytes), f"/proc/{os.getpid()}/fd/{file}"
+        location = self._ranks.gathered(self._location)[0]
+        if self._map is None or location != self._location:
+            self._map, self._location = _of_first_rank(location), location
         return self._map
+
+
+def _of_first_rank(location: str) -> mmap.mmap:
+    """Map the memory to which all ranks write.  Raises WeightSyncError."""
+    try:
+        with open(location, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(
+            f"the shared memory {location} of the trainer's rank 0 cannot be written ({error}); all ranks of "
+            "a trainer run on one machine, under one user"
+        ) from None
 
 
 def mapped(weights: Weights) -> torch.Tensor:

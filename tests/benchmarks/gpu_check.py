@@ -46,7 +46,7 @@ from grpo_core.training.sharded import ShardedModel
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.weights.collective import CollectiveWriter
 from grpo_core.weights.cuda_ipc import CudaIpcWriter
-from grpo_core.weights.layout import Writer
+from grpo_core.weights.publishing import Writer
 from grpo_core.weights.reading import read_weights
 from grpo_core.weights.shm import SharedMemoryWriter
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from grpo_core import TensorInfo, Weights
+from grpo_core import TensorInfo, TensorPart, Weights
 from grpo_core.engine_kit import die_with
 
 if TYPE_CHECKING:
@@ -52,7 +52,16 @@ def as_table(weights: Weights) -> dict[str, Any]:
 def from_table(
     version: int, location: str, nbytes: int, tensors: Iterable[dict[str, Any]], base: str
 ) -> Weights:
-    infos = tuple(TensorInfo(**{**info, "shape": tuple(info["shape"])}) for info in tensors)
+    infos = tuple(
+        TensorInfo(
+            **{
+                **info,
+                "shape": tuple(info["shape"]),
+                "parts": tuple(TensorPart(**part) for part in info.get("parts", ())),
+            }
+        )
+        for info in tensors
+    )
     return Weights(version=version, location=location, nbytes=nbytes, tensors=infos, base=base)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import json
 import os
 import re
 import resource
@@ -24,7 +25,7 @@ from grpo_core.app.workers import make_engine, workers_of
 from grpo_core.engine_kit import EngineConfig, PluginHost, read_weights, reported_to
 from grpo_core.loop import canary
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, play
-from grpo_core.records import Canary
+from grpo_core.records import Canary, TensorPart, Weights
 from grpo_core.testing import FakeEnvironment, FakeRenderer, SharedMemoryWriter, prompts
 from grpo_plugin_vllm import http
 from grpo_plugin_vllm.client import Client, ServerError, checked_url
@@ -264,6 +265,17 @@ def test_running_requests_are_kept_by_a_pause_and_their_keys_and_values_if_asked
         assert server.queries["/pause"] == {"mode": "keep", "clear_cache": str(not keep_cache).lower()}
 
     played(story, keep_cache=keep_cache)
+
+
+def test_the_parts_of_a_trainers_ranks_are_told_with_their_checksums():
+    import torch
+
+    from grpo_plugin_vllm.transfer import as_table, from_table
+
+    (info,) = SharedMemoryWriter().write(3, [("a", torch.arange(6))]).tensors
+    parts = tuple(TensorPart(rank=i, first=3 * i, rows=3, checksum=2**64 - i - 1) for i in range(2))
+    weights = Weights(version=3, location="/w", nbytes=64, tensors=(evolve(info, parts=parts),), base="")
+    assert from_table(**json.loads(json.dumps(as_table(weights)))) == weights
 
 
 def test_a_directory_that_both_see_takes_the_weights_of_a_server_elsewhere(tmp_path):

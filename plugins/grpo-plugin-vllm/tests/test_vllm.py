@@ -17,7 +17,8 @@ import torch
 from adapted import AdaptedEngine
 from killing import Run, left_after
 
-from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, ModelError
+from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, ModelError, TrainerSetup
+from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.testing import (
     ENGINE_LAWS,
     CollectiveWriter,
@@ -26,6 +27,7 @@ from grpo_core.testing import (
     make_test_model,
     start_engine,
 )
+from grpo_core.training.process import ProcessTrainer
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.transfer import LAYERWISE
 
@@ -70,6 +72,32 @@ def test_vllm_keeps_the_laws_of_decoding_with_adapters(native, tmp_path):
             await law(tried)
         await engine.aclose()
         assert ("load_format=auto" in (tmp_path / "engine-vllm.log").read_text()) == native
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+def test_vllm_generates_with_the_parts_of_a_trainers_ranks(transport, tmp_path):
+    async def story():
+        path = make_test_model(tmp_path)
+        engine = await start_engine(VllmEngine, path, max_rows=8, cache_mib=64)
+        given = TrainerSetup(
+            model=ModelConfig(path=str(path)),
+            trainer=TrainerConfig(ranks=3, threads=1, device="cpu"),
+            transport=transport,
+        )
+        trainer = ProcessTrainer(given)
+        await trainer.started()
+        weights = await trainer.publish([(5, 8, 2)])
+        assert {part.rank for info in weights.tensors for part in info.parts} == {0, 1, 2}
+        await engine.update_weights(weights)
+        greedy = GenerationRequest(prompt_ids=(5, 8, 2), max_tokens=1, temperature=0.0)
+        (completion,) = await engine.generate([greedy])
+        (expected,) = weights.canary
+        assert completion.token_ids.tolist() == [expected.token_ids[0]]
+        assert completion.logprobs[0] == pytest.approx(expected.logprobs[0], abs=1e-4)
+        await trainer.aclose()
+        await engine.aclose()
 
     asyncio.run(story())
 
