@@ -57,7 +57,7 @@ class Slice:
     begin: int
     end: int
     pieces: list[tuple[int, int, int]]
-    """Of each tensor, where its rows begin in the slice and in the bucket, and their size in bytes."""
+    """Places of each tensor's rows in the slice and in the bucket, and their size in bytes."""
 
 
 def slices(weights: Weights, rank: int) -> list[Slice]:

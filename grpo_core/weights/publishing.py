@@ -113,7 +113,7 @@ class _Share:
     dtype: torch.dtype
     """The dtype that it is published in."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     first: int
     """The first row."""
     rows: int

@@ -36,7 +36,7 @@ def figure(path: str, name: str) -> int:
 
 
 class Watch:
-    """What some processes take and write from now on."""
+    """Measures what some processes take and write from now on."""
 
     def __init__(self, pids: list[int]) -> None:
         self._pids = pids
