@@ -69,15 +69,20 @@ class CollectiveWriter:
         device: device of the block.
         host: address of the socket at which engines reach the trainer.
         ports: ports of which the socket takes the first one that is free; 0 is any.
-        ranks: the processes that publish together, each what it holds, and each at a socket of its own.
+        ranks: the processes that publish together, each what it holds, and each at a socket of its own; None
+            if it is one.
 
     Raises ConfigError if the trainer cannot listen there.
     """
 
     def __init__(
-        self, device: torch.device, host: str, ports: Iterable[int] = (0,), ranks: Publishers = ALONE
+        self,
+        device: torch.device,
+        host: str,
+        ports: Iterable[int] = (0,),
+        ranks: Publishers | None = None,
     ) -> None:
-        self._device, self._host, self._ranks = device, host, ranks
+        self._device, self._host, self._ranks = device, host, ranks or ALONE
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
         self._state = threading.Condition()
         """Guards the four attributes below."""

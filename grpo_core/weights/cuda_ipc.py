@@ -29,12 +29,12 @@ class CudaIpcWriter:
 
     Args:
         device: where this process computes.
-        ranks: the processes that write it together.  The block is on the first one's GPU, and each of the
-            others opens it and writes the rows that it holds.
+        ranks: the processes that write it together; None if it is one.  The block is on the first one's GPU,
+            and each of the others opens it and writes the rows that it holds.
     """
 
-    def __init__(self, device: torch.device, ranks: Publishers = ALONE) -> None:
-        self._device, self._ranks = device, ranks
+    def __init__(self, device: torch.device, ranks: Publishers | None = None) -> None:
+        self._device, self._ranks = device, ranks or ALONE
         self._block: torch.Tensor | None = None
         self._location = ""
 

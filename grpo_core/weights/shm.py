@@ -26,12 +26,12 @@ class SharedMemoryWriter:
     """Owns the shared memory of one trainer; each ``write`` replaces its contents.
 
     Args:
-        ranks: the processes that write it together.  The first one owns it, and each of the others opens it
-            and writes the rows that it holds.
+        ranks: the processes that write it together; None if it is one.  The first one owns it, and each of
+            the others opens it and writes the rows that it holds.
     """
 
-    def __init__(self, ranks: Publishers = ALONE) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Publishers | None = None) -> None:
+        self._ranks = ranks or ALONE
         self._location = ""
         self._map: mmap.mmap | None = None
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from adapted import AdaptedEngine
+from attrs import evolve
 from killing import Run, left_after
 
 from grpo_core import ConfigError, EngineError, EngineSetup, GenerationRequest, ModelError, TrainerSetup
-from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.engine_kit import PluginHost
 from grpo_core.testing import (
     ENGINE_LAWS,
     CollectiveWriter,
@@ -27,7 +28,6 @@ from grpo_core.testing import (
     make_test_model,
     start_engine,
 )
-from grpo_core.training.process import ProcessTrainer
 from grpo_plugin_vllm.engine import VllmEngine
 from grpo_plugin_vllm.transfer import LAYERWISE
 
@@ -81,12 +81,13 @@ def test_vllm_generates_with_the_parts_of_a_trainers_ranks(transport, tmp_path):
     async def story():
         path = make_test_model(tmp_path)
         engine = await start_engine(VllmEngine, path, max_rows=8, cache_mib=64)
-        given = TrainerSetup(
-            model=ModelConfig(path=str(path)),
-            trainer=TrainerConfig(ranks=3, threads=1, device="cpu"),
-            transport=transport,
+        given = TrainerSetup(transport=transport)
+        given = evolve(
+            given,
+            model=evolve(given.model, path=str(path)),
+            trainer=evolve(given.trainer, ranks=3, threads=1, device="cpu"),
         )
-        trainer = ProcessTrainer(given)
+        trainer = PluginHost.discover().find("trainer", "torch").load()(given)
         await trainer.started()
         weights = await trainer.publish([(5, 8, 2)])
         assert {part.rank for info in weights.tensors for part in info.parts} == {0, 1, 2}
