@@ -30,6 +30,8 @@ WINDOW = 10
 """Steps whose mean reward is one number of ``reward``."""
 TARGET = 0.8
 """Mean reward whose steps and seconds are counted."""
+FEWEST = 3
+"""Seeds from which a mean has an interval: that of two is wider than all that was measured."""
 MARGIN = 0.02
 """Difference in accuracy below which two settings count as equal."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -60,8 +62,8 @@ def interval(values: Sequence[float], quantiles: Mapping[int, float]) -> tuple[f
 
 
 def _cell(values: Sequence[float], *, scale: float = 100.0, digits: int = 1, unit: str = "%") -> str:
-    if len(values) == 1:
-        return f"{values[0] * scale:.{digits}f}{unit}"
+    if len(values) < FEWEST:
+        return f"{fmean(values) * scale:.{digits}f}{unit}"
     mean, half = interval(values, T_95)
     return f"{mean * scale:.{digits}f}{unit} ± {half * scale:.{digits}f}"
 
