@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from grpo_core.records import TensorPart as TensorPart
     from grpo_core.records import Weights as Weights
     from grpo_core.reporting.stored import stored_rollouts as stored_rollouts
+    from grpo_core.thoughts import split_thought as split_thought
     from grpo_core.tokens import Tokens as Tokens
     from grpo_core.training.setup import TrainerSetup as TrainerSetup
     from grpo_core.validation.estimates import majority_score as majority_score
@@ -171,6 +172,7 @@ __getattr__, __dir__, __all__ = attach(
             "Weights",
         ],
         "grpo_core.reporting.stored": ["stored_rollouts"],
+        "grpo_core.thoughts": ["split_thought"],
         "grpo_core.tokens": ["Tokens"],
         "grpo_core.training.setup": ["TrainerSetup"],
         "grpo_core.validation.estimates": [

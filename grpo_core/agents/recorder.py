@@ -30,10 +30,10 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.agents.thoughts import parted, split_thought
 from grpo_core.limits import Limits
 from grpo_core.protocols import Renderer
 from grpo_core.records import Completion, EndReason, Message, Recording, Segment
+from grpo_core.thoughts import parted, split_thought
 from grpo_core.tokens import Ids, Tokens, as_ids, concatenated
 from grpo_core.tool_calls import numbered
 

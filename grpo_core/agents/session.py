@@ -18,13 +18,13 @@ from attrs import define, field, frozen
 from grpo_core.agents.dialects import Answer, BadRequest, ChatRequest, Dialect, as_object, encoded, event
 from grpo_core.agents.recorder import Node, Recorder, Turn
 from grpo_core.agents.repeats import Attempt, Call, KeyReused, Repeats
-from grpo_core.agents.thoughts import ENDS, OPENS
 from grpo_core.aio import cancel
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, ModelError, describe
 from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import Engine, Renderer
 from grpo_core.records import AgentClient, AgentRollout, Completion, GenerationRequest, Message, Recording
+from grpo_core.thoughts import THOUGHT_ENDS, THOUGHT_OPENS
 
 MOST_COMPLETIONS = 64
 """Largest ``n`` of a request."""
@@ -267,7 +267,7 @@ class Session:
         for completion, text in zip(completions, texts, strict=True):
             message = self._message(read, completion, text)
             node = self.recorder.record(read.turn, completion, message)
-            answers.append(self._answered(node, thinking and ENDS not in text))
+            answers.append(self._answered(node, thinking and THOUGHT_ENDS not in text))
         return Reply(body=encoded(dialect, read.request, answers), stream=read.request.stream)
 
     def _message(self, read: _Read, completion: Completion, text: str) -> Message:
@@ -288,7 +288,7 @@ class Session:
     def _begins_thinking(self, turn: Turn) -> bool:
         """Return whether the prompt ends with the tag that begins thinking, as some templates write it."""
         (end,) = self.renderer.texts([turn.context[-_TAIL:].tolist()])
-        return end.rstrip().endswith(OPENS)
+        return end.rstrip().endswith(THOUGHT_OPENS)
 
     def _answered(self, node: Node, thinking: bool) -> Answer:
         id = f"{len(self._replies):08d}"

@@ -26,6 +26,7 @@ from grpo_core.loop.templates import ChatTemplate, Rendered
 from grpo_core.models import UNKNOWN_SIZE, size_of
 from grpo_core.records import Message
 from grpo_core.response_formats import AUTO, response_reader
+from grpo_core.thoughts import THOUGHT_ENDS, THOUGHT_KEYS, THOUGHT_OPENS
 from grpo_core.tool_calls import parse_calls, read_calls
 from grpo_core.unicode import well_formed
 
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 _ASKED: Message = {"role": "user", "content": "?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-_THOUGHT_ENDS = "</think>"
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which templates look for the reasoning of a message."""
 
 _RENDERS = "transformers.tokenization_utils_base"
 """Module in which transformers renders templates; ``ChatTemplate`` does the same with a bound."""
@@ -245,7 +243,7 @@ class Renderer:
             self._rendered_lately.keep((*before, said, *messages), tools, whole)
         thought, content = _marks(len(before))
         own, shown, after = whole[len(start) :].partition(content)
-        forgotten = any(part in str(spoken) and part not in own for part in (thought, _THOUGHT_ENDS))
+        forgotten = any(part in str(spoken) and part not in own for part in (thought, THOUGHT_ENDS))
         if not whole.startswith(start) or forgotten:
             return None
         after = after if shown else own  # some templates leave out what is said beside a call
@@ -451,15 +449,15 @@ def _sketch(message: Message, place: int) -> Message:
     if message["role"] != "assistant":
         return message
     thought, said = _marks(place)
-    thoughts, thinks, content = str(message.get("content") or "").rpartition(_THOUGHT_ENDS)
+    thoughts, thinks, content = str(message.get("content") or "").rpartition(THOUGHT_ENDS)
     said = said if content.strip() else ""
     if thinks:  # a template may show an empty thought in another way
-        shown = thought if thoughts.rpartition("<think>")[2].strip() else ""
-        said = f"<think>\n{shown}\n{_THOUGHT_ENDS}\n\n{said}"
+        shown = thought if thoughts.rpartition(THOUGHT_OPENS)[2].strip() else ""
+        said = f"{THOUGHT_OPENS}\n{shown}\n{THOUGHT_ENDS}\n\n{said}"
     sketch: dict[str, Any] = {
         "role": "assistant",
         "content": said,
-        **{key: thought for key in _THOUGHTS if message.get(key)},
+        **{key: thought for key in THOUGHT_KEYS if message.get(key)},
     }
     if calls := message.get("tool_calls"):
         functions = [{"name": call["function"]["name"], "arguments": {}} for call in calls]

@@ -20,6 +20,7 @@ from attrs import define, field
 from grpo_core.inert import inert
 from grpo_core.reporting.stored import TEXTS, TOKENS
 from grpo_core.run_directory import ROLLOUTS, VALIDATION
+from grpo_core.thoughts import THOUGHT_KEYS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,8 +42,6 @@ MOST_PIECES = 2**16
 """Number of different tokens: each token of the page is 16 bits, the place of its text in a list."""
 WINDOW = 2**15
 """Number of tokens that are read at once: a call for each of a thousand short rollouts takes longer."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message under which its reasoning is."""
 
 
 @define
@@ -267,7 +266,7 @@ def _messages(row: Row) -> list[dict[str, Any]]:
 def message(given: Row) -> dict[str, Any]:
     """Return a message as harmless texts: role, name, thoughts, text and calls, without those it has not."""
     calls = given.get("tool_calls")
-    thoughts = next((given[key] for key in THOUGHTS if given.get(key)), "")
+    thoughts = next((given[key] for key in THOUGHT_KEYS if given.get(key)), "")
     told = {
         "role": _short(given.get("role")),
         "name": _short(given.get("name")),

@@ -90,7 +90,7 @@ class Tasks:
             ),
             agent=self._agents.AgentInfo(config=self._agents.AgentConfig()),
         )
-        thought, said = _parted(reply)
+        thought, said = grpo.split_thought(reply)
         message = self._types.AssistantMessage(content=said, reasoning_content=thought or None)
         kinds = {"system": self._types.SystemMessage, "assistant": self._types.AssistantMessage}
         for place, each in enumerate(self.messages(task)):
@@ -142,15 +142,6 @@ def imported(module: str) -> Any:
             f"verifiers: {module} cannot be imported ({error}): {INSTALL}, in the Python that runs the "
             "environment (environment.python, if that is set)"
         ) from error
-
-
-def _parted(reply: str) -> tuple[str, str]:
-    """Return the thinking of a reply, and the rest; one that was cut off while it thinks is all thinking."""
-    thought, ends, said = reply.rpartition("</think>")
-    if not ends and not reply.lstrip().startswith("<think>"):
-        return "", reply
-    thought = thought if ends else reply
-    return thought.strip().removeprefix("<think>").strip(), said.strip() if ends else ""
 
 
 def _needs_runtime(function: Any) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-OPENS, ENDS = "<think>", "</think>"
-KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message under which a response format, or an agent, gives thinking that is parted already."""
+THOUGHT_OPENS, THOUGHT_ENDS = "<think>", "</think>"
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message with thinking that is parted already; templates, response formats and agents use them."""
 
 
 def split_thought(text: str, *, thinking: bool = False) -> tuple[str, str]:
@@ -23,18 +23,18 @@ def split_thought(text: str, *, thinking: bool = False) -> tuple[str, str]:
         text: the text of a reply.
         thinking: whether the prompt has begun the thinking, so that a text without its end is all thinking.
     """
-    thought, ends, rest = text.rpartition(ENDS)
+    thought, ends, rest = text.rpartition(THOUGHT_ENDS)
     if not ends:
-        if not thinking and not text.lstrip().startswith(OPENS):
+        if not thinking and not text.lstrip().startswith(THOUGHT_OPENS):
             return "", text
         thought, rest = text, ""
-    return thought.strip().removeprefix(OPENS).strip(), rest.strip()
+    return thought.strip().removeprefix(THOUGHT_OPENS).strip(), rest.strip()
 
 
 def parted(message: Mapping[str, Any], *, thinking: bool = False) -> tuple[str, str]:
     """Return the thinking of an assistant message, and what it says; see ``split_thought``."""
     content = str(message.get("content") or "")
-    for key in KEYS:
+    for key in THOUGHT_KEYS:
         if thought := message.get(key):
             return str(thought), content
     return split_thought(content, thinking=thinking)
