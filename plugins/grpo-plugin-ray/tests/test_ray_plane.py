@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
-from killing import GRPO, SETTINGS, Run, left_after
+from plane_runs import nothing_is_lost_or_left, the_same_is_trained_with
 
 pytest.importorskip("grpo_plugin_ray")
 
@@ -131,103 +127,14 @@ def owned() -> int:
 # ---------------------------------------------------------------------------------- whole runs
 
 
-ON_RAY = ["--ray", "--set", "data_plane.name=ray"]
-LENGTH = """
-import grpo_core as grpo
-
-class Length(grpo.Environment):
-    def prompts(self, split):
-        return [grpo.Prompt(messages=f"{i}=", answer=str(i)) for i in range(40)]
-
-    def evaluate(self, episodes):
-        return [len(episode.reply) + ord(episode.reply[-1:] or "a") / 256 for episode in episodes]
-"""
-"""Rollouts of a group have different rewards."""
-IN_ORDER = [
-    "--env", "./length.py:Length", "--set", "trainer.steps=2", "--set", "trainer.prompts_per_step=2",
-    "--set", "trainer.updates_per_step=1", "--set", "rollout.group_size=2", "--set", "validation.every=0",
-    "--set", "checkpoint.every=2", "--set", "model.options.warm_start_steps=5",
-    "--set", "pipeline.policy=in_order", "--set", "pipeline.max_staleness=0",
-    "--set", "engine.options.max_rows=1", "--set", "rollout.max_tokens=6", "--set", "trainer.threads=1",
-    "--set", "trainer.ranks=2", "--set", "trainer.device=cpu",
-]  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_two_ranks_train_the_same_weights_in_order_with_either_plane(tmp_path):
-    (tmp_path / "length.py").write_text(LENGTH)
-    for name, more in (("memory", []), ("ray", ON_RAY)):
-        done = subprocess.run(
-            [GRPO, "train", *IN_ORDER, *more, "--output", name], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert '"rows": 0.0' not in (tmp_path / name / "metrics.jsonl").read_text()
-    made = sorted((tmp_path / "memory" / "checkpoints" / "step-000002").rglob("*.safetensors"))
-    assert len(made) >= 3, "of the model, and of the optimizer in each rank"
-    for path in (*made, *(tmp_path / "memory" / "rollouts").glob("*.safetensors")):
-        other = tmp_path / "ray" / path.relative_to(tmp_path / "memory")
-        assert path.read_bytes() == other.read_bytes(), path.name
-
-
-PATIENCE = 240.0
-"""Seconds for a run to start its cluster and to train some steps, on a machine that others use, too."""
-
-
-class PlaneRun(Run):
-    """A run whose tokens are in Ray's object store."""
-
-    def _start(self, *arguments: str) -> None:
-        super()._start(*arguments, *(ON_RAY if "--env" in arguments else []))
-
-    def environ(self) -> dict[str, str]:
-        """Return nothing: below the test's folder, names of Ray's sockets would have over 107 characters."""
-        return {}
-
-    def store(self) -> list[int]:
-        """Actors that know where the tokens are."""
-        found = []
-        for pid in self.everything():
-            with suppress(OSError):
-                if "TokenStore" in Path(f"/proc/{pid}/cmdline").read_text():
-                    found.append(pid)
-        return found
+    the_same_is_trained_with(["ray"], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_nothing_is_lost_and_nothing_left_when_the_plane_dies_and_when_the_run_is_killed(tmp_path):
-    run = PlaneRun(tmp_path, settings=SETTINGS | {"trainer.steps": 20})
-    try:
-        run.wait(lambda: run.steps >= 2, PATIENCE)
-        (store,) = run.store()
-        everybody = run.everything()
-        os.kill(store, signal.SIGKILL)
-        said = run.end()
-        assert "the tokens of finished rollouts are lost" in said, said
-        assert "--resume" in said
-        assert left_after(everybody, 20.0) == []
-        run.resume()
-        at = run.steps
-        run.wait(lambda: run.steps >= at + 2, PATIENCE)
-        everybody = [pid for pid in run.everything() if not is_of_ray_alone(pid)]
-        assert run.store()
-        os.kill(run.process.pid, signal.SIGKILL)
-        run.end()
-        assert left_after(everybody, 20.0) == []
-        run.resume()
-        said = run.end(PATIENCE)
-        assert run.finished, said
-    finally:
-        if run.running:
-            os.killpg(run.process.pid, signal.SIGKILL)
-    checked = subprocess.run([GRPO, "verify", run.directory], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout
-
-
-def is_of_ray_alone(pid: int) -> bool:
-    """Whether it looks for Ray's head for a minute after its driver was killed together with it."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().startswith(("ray::DashboardAgent", "ray::RuntimeEnv"))
-    return True
+    nothing_is_lost_or_left(tmp_path, "ray", "TokenStore")

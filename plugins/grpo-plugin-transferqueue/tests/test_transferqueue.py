@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from killing import GRPO, SETTINGS, Run, left_after
+from plane_runs import nothing_is_lost_or_left, the_same_is_trained_with, train
 from test_planes import group as group_of
 from test_planes import sent
 
@@ -261,53 +261,10 @@ class TestPlane:
 # ---------------------------------------------------------------------------------- whole runs
 
 
-ON_IT = ["--ray", "--set", "data_plane.name=transferqueue"]
-LENGTH = """
-import grpo_core as grpo
-
-class Length(grpo.Environment):
-    def prompts(self, split):
-        return [grpo.Prompt(messages=f"{i}=", answer=str(i)) for i in range(40)]
-
-    def evaluate(self, episodes):
-        if len(episodes[0].prompt.answer) == UNTRAINED:
-            return [1.0] * len(episodes)
-        return [len(episode.reply) + ord(episode.reply[-1:] or "a") / 256 for episode in episodes]
-"""
-"""Rollouts of a group have different rewards, but those whose answers have UNTRAINED digits."""
-IN_ORDER = [
-    "--env", "./length.py:Length", "--set", "trainer.steps=2", "--set", "trainer.prompts_per_step=2",
-    "--set", "trainer.updates_per_step=1", "--set", "rollout.group_size=2", "--set", "validation.every=0",
-    "--set", "checkpoint.every=2", "--set", "model.options.warm_start_steps=5",
-    "--set", "pipeline.policy=in_order", "--set", "pipeline.max_staleness=0",
-    "--set", "engine.options.max_rows=1", "--set", "rollout.max_tokens=6", "--set", "trainer.threads=1",
-    "--set", "trainer.ranks=2", "--set", "trainer.device=cpu",
-]  # fmt: skip
-
-
-def train(cwd: Path, name: str, *more: str, untrained: int = 0) -> Path:
-    (cwd / "length.py").write_text(LENGTH.replace("UNTRAINED", str(untrained)))
-    done = subprocess.run(
-        [GRPO, "train", *IN_ORDER, *more, "--output", name], cwd=cwd, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert '"rows": 0.0' not in (cwd / name / "metrics.jsonl").read_text()
-    return cwd / name
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="needs TransferQueue and grpo-plugin-ray")
 def test_two_ranks_train_the_same_weights_in_order_with_every_plane(tmp_path):
-    here = train(tmp_path, "memory")
-    there = [
-        train(tmp_path, name, "--ray", "--set", f"data_plane.name={name}")
-        for name in ("ray", "transferqueue")
-    ]
-    made = sorted((here / "checkpoints" / "step-000002").rglob("*.safetensors"))
-    assert len(made) >= 3, "of the model, and of the optimizer in each rank"
-    for path in (*made, *(here / "rollouts").glob("*.safetensors")):
-        for other in there:
-            assert path.read_bytes() == (other / path.relative_to(here)).read_bytes(), path.name
+    the_same_is_trained_with(["ray", "transferqueue"], tmp_path)
 
 
 COUNTED = """
@@ -362,64 +319,8 @@ def test_filtered_groups_never_enter_the_plane_and_a_step_leaves_it_when_it_is_t
     assert counted[-1] == ["end", 0, 0, 0]
 
 
-PATIENCE = 240.0
-"""Seconds for a run to start its cluster and to train some steps, on a machine that others use, too."""
-
-
-class PlaneRun(Run):
-    """A run whose tokens are in TransferQueue."""
-
-    def _start(self, *arguments: str) -> None:
-        super()._start(*arguments, *(ON_IT if "--env" in arguments else []))
-
-    def environ(self) -> dict[str, str]:
-        """Return nothing: below the test's folder, names of Ray's sockets would have over 107 characters."""
-        return {}
-
-    def named(self, actor: str) -> list[int]:
-        found = []
-        for pid in self.everything():
-            with suppress(OSError):
-                if actor in Path(f"/proc/{pid}/cmdline").read_text():
-                    found.append(pid)
-        return found
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not INSTALLED, reason="needs TransferQueue and grpo-plugin-ray")
 def test_nothing_is_lost_and_nothing_left_when_the_plane_dies_and_when_the_run_is_killed(tmp_path):
-    run = PlaneRun(tmp_path, settings=SETTINGS | {"trainer.steps": 20})
-    try:
-        run.wait(lambda: run.steps >= 2, PATIENCE)
-        (unit,) = run.named("SimpleStorageUnit")
-        assert len(run.named("TransferQueueController")) == 1
-        everybody = run.everything()
-        os.kill(unit, signal.SIGKILL)
-        said = run.end()
-        assert "the tokens of finished rollouts are lost" in said, said
-        assert "--resume" in said
-        assert left_after(everybody, 20.0) == []
-        run.resume()
-        at = run.steps
-        run.wait(lambda: run.steps >= at + 2, PATIENCE)
-        everybody = [pid for pid in run.everything() if not is_of_ray_alone(pid)]
-        assert set(run.named("SimpleStorageUnit")) < set(everybody)
-        os.kill(run.process.pid, signal.SIGKILL)
-        run.end()
-        assert left_after(everybody, 20.0) == []
-        run.resume()
-        said = run.end(PATIENCE)
-        assert run.finished, said
-    finally:
-        if run.running:
-            os.killpg(run.process.pid, signal.SIGKILL)
-    checked = subprocess.run([GRPO, "verify", run.directory], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout
-
-
-def is_of_ray_alone(pid: int) -> bool:
-    """Whether it looks for Ray's head for a minute after its driver was killed together with it."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().startswith(("ray::DashboardAgent", "ray::RuntimeEnv"))
-    return True
+    nothing_is_lost_or_left(tmp_path, "transferqueue", "SimpleStorageUnit", "TransferQueueController")
