@@ -1,6 +1,6 @@
-"""Profiles of Hypothesis: the same examples each time, or new ones in the night; and a stand-in for GPUs.
+"""Profiles of Hypothesis, threads of torch, and a stand-in for GPUs.
 
-A failure is made small by the nightly profile only.
+Hypothesis tries the same examples each time, or new ones in the night; only then is a failure made small.
 
 Choose one with ``--hypothesis-profile=nightly`` or ``HYPOTHESIS_PROFILE=nightly``.
 """
@@ -10,6 +10,10 @@ import stat
 
 import pytest
 from hypothesis import Phase, settings
+
+# Workers of pytest share the cores: with several threads each, they would mostly wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Contract tests find planted faults: nobody reads what shrinking them would take most of the time for.
 settings.register_profile(
