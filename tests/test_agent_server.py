@@ -14,7 +14,7 @@ import tracemalloc
 import aiohttp
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_agent_sessions import MANY, Says, check
 
@@ -607,7 +607,6 @@ FIELDS = ("messages", "input", "tools", "tool_choice", "n", "max_tokens", "stop"
 
 
 @pytest.mark.long
-@settings(max_examples=300, deadline=None)
 @given(body=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=6))
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_a_dialect_reads_any_json_or_says_what_is_wrong(dialect, body):

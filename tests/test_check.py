@@ -734,6 +734,7 @@ def grpo_environments():
 
 
 @pytest.mark.long
+@pytest.mark.nightly  # CI follows docs/tutorial.md, which does the same
 def test_the_smallest_plugin_is_installed_checked_and_trained_on(tmp_path):
     """pip install . && grpo-core check backwards && grpo-core train --env backwards"""
     source, site = tmp_path / "source", tmp_path / "site"

@@ -49,6 +49,9 @@ NOT_RUN = {
     r"whatif runs/": "needs the records of more steps than runs have here; tests/test_whatif.py makes them",
     r"--ray": "needs a cluster; plugins/grpo-plugin-ray/tests/test_ray.py starts one",
     r"train --env math:(sort|addition)$": "tests/test_cli.py trains on these environments",
+    r"train --env ./examples/shout.py:Shout$": "tests/test_cli.py trains on it",
+    r"train examples/(arrivals|calculator)\.toml": "the tests of grpo-plugin-math train as these say",
+    r"validate .*--only": "tests/test_validation_sets.py measures by name",
     r"train puzzles\.toml": "its model has to be downloaded",
     r"--profile": "it needs more steps than commands have here; tests/test_profile.py runs it",
     r"--output runs/sort$": "it has been run when the workspace was made",
@@ -62,6 +65,7 @@ NOT_RUN = {
 """Commands of ours that are parsed but not run, and why."""
 
 NOT_TRAINED = {
+    r"^# gsm8k\.toml": "it is a file that the commands of its page train by",
     r'name = "vllm"': "vLLM is large; the tests of grpo-plugin-vllm run it",
     r"reasoning_gym:": "it starts slowly; the tests of grpo-plugin-reasoning-gym play its tasks",
     r"trl:trl": "needs TRL; the tests of grpo-plugin-trl train on a function of their own",

@@ -109,7 +109,14 @@ def ended(seed):
     return limit, times[-1], run_.result, run_.of(StepEnded)[-1].step, run_.of(Saved)[-1].step
 
 
-@pytest.mark.parametrize("seeds", [[269, 521], pytest.param(range(60), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        [269, 521],
+        pytest.param(range(60), marks=[pytest.mark.long, pytest.mark.nightly]),
+        pytest.param(range(10), marks=pytest.mark.long),
+    ],
+)
 def test_the_last_checkpoint_is_complete_before_the_time_limit(seeds):
     used = []
     for seed in seeds:

@@ -65,9 +65,10 @@ def by(transport: str, given: TrainerSetup, dtype: Any = "auto") -> TrainerSetup
 @pytest.mark.parametrize(
     ("ranks", "tied", "transport", "dtype"),
     [
-        (2, True, "shm", "auto"),
-        (4, False, "shm", "bfloat16"),
+        (2, False, "shm", "bfloat16"),
         (3, False, "collective", "auto"),
+        pytest.param(2, True, "shm", "auto", marks=pytest.mark.nightly),
+        pytest.param(4, False, "shm", "bfloat16", marks=pytest.mark.nightly),
         pytest.param(4, True, "shm", "auto", marks=pytest.mark.nightly),
         pytest.param(2, False, "shm", "auto", marks=pytest.mark.nightly),
         pytest.param(4, True, "collective", "bfloat16", marks=pytest.mark.nightly),
@@ -95,7 +96,7 @@ def test_engines_get_from_several_ranks_the_bytes_that_one_process_publishes(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.nightly), "collective"])
 def test_what_ranks_publish_after_steps_is_what_they_save(model: str, tmp_path: Path, transport: str) -> None:
     given = by(transport, configured(model, PLAIN, ranks=3))
     published, _ = run(trained(given, batches(2), save=tmp_path))
@@ -107,10 +108,17 @@ def test_what_ranks_publish_after_steps_is_what_they_save(model: str, tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("publish", ["adapters", "merged"])
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("kind", "publish"),
+    [
+        ("llama", "merged"),
+        pytest.param("llama", "adapters", marks=pytest.mark.nightly),  # test_ranks.py compares these
+        pytest.param("gpt2", "merged", marks=pytest.mark.nightly),
+        pytest.param("gpt2", "adapters", marks=pytest.mark.nightly),
+    ],
+)
 def test_adapters_of_several_ranks_are_those_of_one(
-    model: str, tmp_path: Path, publish: Any, kind: str
+    model: str, tmp_path: Path, kind: str, publish: Any
 ) -> None:
     """GPT-2 keeps its weights transposed, so that its factors are divided along their other dimension."""
     path = model
@@ -145,7 +153,7 @@ async def greedy(given: TrainerSetup) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.nightly), "collective"])
 def test_an_engine_generates_with_the_weights_of_two_ranks(model: str, transport: str) -> None:
     expected = run(greedy(configured(model, PLAIN)))
     assert len(expected) == 12

@@ -116,7 +116,7 @@ def values(metrics, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("response_format", ["auto", "qwen3"])
+@pytest.mark.parametrize("response_format", ["auto", pytest.param("qwen3", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("template", [pytest.param(text, id=name) for name, text in TEMPLATES.items()])
 def test_a_model_that_reasons_is_trained_over_turns_and_tools(tmp_path, template, response_format):
     make_qwen3(tmp_path / "qwen3", template)

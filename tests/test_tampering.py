@@ -454,7 +454,11 @@ def linked(run, outside):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (halved, "step-000008: trainer/model.safetensors is not what was written (its sha256 differs)"),
+        pytest.param(
+            halved,
+            "step-000008: trainer/model.safetensors is not what was written (its sha256 differs)",
+            marks=pytest.mark.nightly,  # test_cli.py changes a byte of one
+        ),
         (linked, "step-000008: trainer is a symbolic link; put the original in its place"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_trainer_that_dies_ends_the_run_with_what_it_said(here: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+@pytest.mark.parametrize("coefficient", [pytest.param(0.0, marks=pytest.mark.nightly), 0.1])
 def test_a_run_trains_on_equal_rewards_if_its_loss_needs_all_rows(here: Path, coefficient: float) -> None:
     done = train(here, "--env", "./my.py:Same", *SMALL, "--set", f"loss.options.kl_coefficient={coefficient}")
     assert done.returncode == 0, done.stderr

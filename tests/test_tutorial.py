@@ -17,9 +17,8 @@ from documents import ROOT, TUTORIALS, blocks
 from grpo_core.app import launch
 from grpo_core.plugins.host import PluginHost
 
-NIGHTLY = {"first-run", "tools", "first-agent", "several-tasks", "first-sampler", "one-gpu", "first-cluster"}
-NIGHTLY |= {"from-trl", "from-verifiers"}
-"""CI follows the other tutorials; of these it reads the configurations, and the form of the commands."""
+NIGHTLY = {page.stem for page in TUTORIALS} - {"tutorial"}
+"""CI follows docs/tutorial.md; of the others it reads the configurations, and the form of the commands."""
 
 INSTALLED = {
     r"^python -m venv|^source ": "the test's interpreter is the environment",
