@@ -20,6 +20,11 @@ A placement, which runs engines and environments somewhere else (see ``grpo_plug
     Copies, WeightsLease, mapped, COLLECTIVE                 keep and read published weights
     pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
 
+A trainer whose processes are somewhere else:
+
+    ProcessTrainer, RankProcess    its base class, and what it needs of the process of a rank
+    Child                          a process of this machine, which makes an object and answers calls
+
 A data plane, which keeps the tokens of finished rollouts outside of the run's process:
 
     DataPlane                   its contract
@@ -62,12 +67,15 @@ if TYPE_CHECKING:
     from grpo_core.plugins.offers import Offer as Offer
     from grpo_core.plugins.selection import PluginSelection as PluginSelection
     from grpo_core.processes import Call as Call
+    from grpo_core.processes import Child as Child
     from grpo_core.processes import Connection as Connection
     from grpo_core.processes import RemoteTraceback as RemoteTraceback
     from grpo_core.processes import die_with as die_with
     from grpo_core.processes import scratch_directory as scratch_directory
     from grpo_core.protocols import DataPlane as DataPlane
     from grpo_core.tokens import TokenReader as TokenReader
+    from grpo_core.training.process import ProcessTrainer as ProcessTrainer
+    from grpo_core.training.process import RankProcess as RankProcess
     from grpo_core.weights import COLLECTIVE as COLLECTIVE
     from grpo_core.weights.copies import Copies as Copies
     from grpo_core.weights.copies import WeightsLease as WeightsLease
@@ -99,9 +107,17 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.plugins.host": ["PluginHost"],
         "grpo_core.plugins.offers": ["Offer"],
         "grpo_core.plugins.selection": ["PluginSelection"],
-        "grpo_core.processes": ["Call", "Connection", "RemoteTraceback", "die_with", "scratch_directory"],
+        "grpo_core.processes": [
+            "Call",
+            "Child",
+            "Connection",
+            "RemoteTraceback",
+            "die_with",
+            "scratch_directory",
+        ],
         "grpo_core.protocols": ["DataPlane"],
         "grpo_core.tokens": ["TokenReader"],
+        "grpo_core.training.process": ["ProcessTrainer", "RankProcess"],
         "grpo_core.weights": ["COLLECTIVE"],
         "grpo_core.weights.copies": ["Copies", "WeightsLease", "mapped"],
         "grpo_core.weights.reading": ["read_buckets", "read_weights"],

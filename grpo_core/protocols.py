@@ -294,6 +294,11 @@ class Trainer(Protocol):
     Its factory is called as ``factory(setup: TrainerSetup, **options)`` and must return at once: engines and
     environments start meanwhile.  A class that inherits from this protocol need not define ``started``,
     ``watch`` and ``aclose``.
+
+    A factory whose processes are in the workers of a placement has the placement's name as its attribute
+    ``placement``.  Such a trainer publishes by ``collective``, each process at its own machine's address.  A
+    factory may have ``check(trainer: TrainerConfig)``, which raises ConfigError for what has no meaning for
+    it before anything starts.
     """
 
     async def started(self) -> None:

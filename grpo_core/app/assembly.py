@@ -41,6 +41,7 @@ from grpo_core.app.parts import (
     reproducible,
     rollout_places,
     sampling_params,
+    trainer_here,
     with_steps,
 )
 from grpo_core.app.placement import Placement
@@ -206,7 +207,8 @@ def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
 async def choose_devices(config: Config, run: RunContext) -> Devices:
     """Choose the GPUs of the run's processes, and tell the user."""
     engines = engines_of(config, trains=True)
-    devices = await asyncio.to_thread(run.placement.devices, config.trainer, engines)
+    trainer = trainer_here(config.trainer, run.plugins)
+    devices = await asyncio.to_thread(run.placement.devices, trainer, engines)
     if devices.told:
         run.trackers.status(devices.told)
     return devices
@@ -371,6 +373,7 @@ class Assembly:
                 config.validation.engine if config.validation.measures else None,
                 run.placement,
                 run.plugins,
+                from_here=trainer_here(config.trainer, run.plugins) is not None,
             ),
             engine_dtype=engine_dtype(engines_of(config, trains=True).values()),
             collective_host=config.engine.collective_host,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 
 from grpo_core.app import machine
 from grpo_core.app.gpus import choose, gpus_seen, number_of
-from grpo_core.app.parts import engine_dtype, engines_of, make_placement
+from grpo_core.app.parts import engine_dtype, engines_of, make_placement, trainer_here
 from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import transport
 from grpo_core.config import Config, EngineConfig
@@ -158,11 +158,13 @@ def certain_parts(
     engines = engines_of(config, trains=True)
     device = trainer_device(config, gpus)
     dtype = _sent(_dtype(config, device), engine_dtype(engines.values()))
-    devices = choose(config.trainer, {} if placement.remote else engines, len(gpus))
+    here = trainer_here(config.trainer, host)
+    devices = choose(here, {} if placement.remote else engines, len(gpus))
     lora = config.model.lora
     sends_all = lora is None or lora.publish == "merged"
     found: list[ProcessMemory] = []
-    if (of_trainer := _memory(host.find("trainer", config.trainer.name).load())) is not None:
+    of_trainer = _memory(host.find("trainer", config.trainer.name).load())
+    if of_trainer is not None and here is not None:
         loss = host.function("loss", config.loss.name, **config.loss.options)
         needs = needs_of(loss.function, loss.options)
         optimizer = host.find("optimizer", config.optimizer.name).load()
@@ -354,7 +356,8 @@ def footprint(
     processes = certain_parts(config, host, directory, model.tensors, gpus)
     changed = sum(map(prod, trained_shapes(config, model.tensors).values())) // config.trainer.ranks
     microbatch = largest_microbatch(config, directory, model.vocabulary, trainer_device(config, gpus))
-    missing = _not_told(config, processes, remote=remote)
+    elsewhere = ["engine"] * remote + ["trainer"] * (trainer_here(config.trainer, host) is None)
+    missing = _not_told(config, processes, elsewhere)
     found = [ProcessMemory(name="main", parts=(_base(with_torch), *_copies(config, processes)))]
     for process in processes:
         parts = (_base(bases.get(process.name, with_torch)), *process.parts)
@@ -372,13 +375,13 @@ def footprint(
     )
 
 
-def _not_told(config: Config, processes: Sequence[ProcessMemory], *, remote: bool) -> list[str]:
-    """Return a sentence for each part of the run that does not tell its memory."""
-    told = {process.name for process in processes}
+def _not_told(config: Config, processes: Sequence[ProcessMemory], elsewhere: Collection[str]) -> list[str]:
+    """Return a sentence for each part of this machine that does not tell its memory."""
+    told = {process.name for process in processes}.union(elsewhere)
     return [
         f"the {each} {name!r} does not tell what memory it takes"
         for each, name in (("trainer", config.trainer.name), ("engine", config.engine.name))
-        if each not in told and not (remote and each == "engine")
+        if each not in told
     ]
 
 

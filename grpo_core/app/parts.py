@@ -72,6 +72,17 @@ def make_placement(config: PlacementConfig, plugins: PluginHost) -> Placement:
     return placement
 
 
+def trainer_here(config: TrainerConfig, plugins: PluginHost) -> TrainerConfig | None:
+    """Return the section of the trainer; None if its processes are in the workers of a placement."""
+    return None if placement_of(config, plugins) else config
+
+
+def placement_of(config: TrainerConfig, plugins: PluginHost) -> str:
+    """Return the name of the placement that has the trainer's processes; empty if this machine has them."""
+    name: str = getattr(plugins.find("trainer", config.name).load(), "placement", "")
+    return name
+
+
 def make_data_plane(config: DataPlaneConfig, plugins: PluginHost, placement: Placement) -> DataPlane:
     """Make the data plane of a run, which is not started yet.
 

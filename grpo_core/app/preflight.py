@@ -7,7 +7,15 @@ import re
 
 from attrs import evolve
 
-from grpo_core.app.parts import engines_of, make_data_plane, make_placement, make_sampler, make_shaping
+from grpo_core.app.parts import (
+    engines_of,
+    make_data_plane,
+    make_placement,
+    make_sampler,
+    make_shaping,
+    placement_of,
+    trainer_here,
+)
 from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import of_task, transport, workers_of
 from grpo_core.config import (
@@ -233,11 +241,25 @@ def _check_strategy(validation: ValidationConfig, host: PluginHost) -> None:
 
 def _check_placement(config: Config, host: PluginHost, *, trains: bool) -> None:
     placement = make_placement(config.placement, host)
-    placement.check(config.trainer if trains else None, engines_of(config, trains=trains))
+    here = trainer_here(config.trainer, host)
+    placement.check(here if trains else None, engines_of(config, trains=trains))
     own = config.validation.engine if config.validation.measures else None
-    transport(config.engine, own, placement, host)
     if trains:
+        _check_place_of_trainer(config, host)
         make_data_plane(config.data_plane, host, placement)
+    transport(config.engine, own, placement, host, from_here=here is not None)
+
+
+def _check_place_of_trainer(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError if the trainer's processes are in another placement, or a key does not fit them."""
+    trainer, needed = config.trainer, placement_of(config.trainer, host)
+    if needed and needed != config.placement.name:
+        raise ConfigError(
+            f'trainer.name = "{trainer.name}": its processes are in the workers of placement.name = '
+            f'"{needed}", and placement.name is "{config.placement.name}"; set it to "{needed}"'
+        )
+    if (check_section := getattr(host.find("trainer", trainer.name).load(), "check", None)) is not None:
+        check_section(trainer)
 
 
 def _check_ranks(config: Config, host: PluginHost) -> None:

@@ -28,6 +28,7 @@ from grpo_core.app.parts import (
     make_placement,
     make_validation,
     rollout_places,
+    trainer_here,
 )
 from grpo_core.app.placement import Placement
 from grpo_core.app.profile import ProfileTracker
@@ -391,8 +392,10 @@ def _prepare(prepare: Callable[[], None], threads: int) -> None:
 async def _start(config: Config, run: RunContext) -> Pipeline:
     """Start every part of a run, and tell the trackers that the run has started."""
     run.trackers.status("starting the environments")
-    sets = config.validation.due_sets
-    around = started_tasks(config, run.placement, sets=sets, logs=run.directory.logs)
+    ranks = 0 if trainer_here(config.trainer, run.plugins) else config.trainer.ranks
+    around = started_tasks(
+        config, run.placement, sets=config.validation.due_sets, logs=run.directory.logs, more=ranks
+    )
     run.tasks = await run.stack.enter_async_context(around)
     config, pipeline = await assemble(config, run)
     run.emit(_started(config, run, pipeline))
@@ -405,12 +408,15 @@ async def _start(config: Config, run: RunContext) -> Pipeline:
 
 @contextlib.asynccontextmanager
 async def started_tasks(
-    config: Config, placement: Placement, *, sets: Sequence[str], logs: Path | None
+    config: Config, placement: Placement, *, sets: Sequence[str], logs: Path | None, more: int = 0
 ) -> AsyncIterator[Tasks]:
-    """Start the environments of a run, and of some validation sets, while its placement is connected."""
+    """Start the environments of a run, and of some validation sets, while its placement is connected.
+
+    ``more``: workers besides those of engines and environments.
+    """
     of_sets = config.validation.environments(sets)
     wanted = config.engine.workers + config.environment.workers * (len(config.tasks) + len(of_sets))
-    wanted += bool(config.audit.second_opinion)
+    wanted += bool(config.audit.second_opinion) + more
     with placement.connected(wanted):
         async with Tasks.start(config.tasks, config.environment, placement, sets=of_sets, logs=logs) as tasks:
             yield tasks

@@ -110,43 +110,65 @@ def of_task(config: EnvironmentConfig, task: TaskConfig) -> EnvironmentConfig:
 
 
 def transport(
-    engine: EngineConfig, validation: EngineConfig | None, placement: Placement, plugins: PluginHost
+    engine: EngineConfig,
+    validation: EngineConfig | None,
+    placement: Placement,
+    plugins: PluginHost,
+    *,
+    from_here: bool = True,
 ) -> Transport:
     """Choose the transport of weights from the trainer to the engines.
 
     Args:
         validation: the engine that only validation uses, if there is one.
+        from_here: whether the trainer's processes are on this machine.
 
     Raises ConfigError if an engine does not support it, PluginError for an unknown engine.
     """
     engines = [engine] if validation is None else [engine, validation]
     if validation is not None and validation.transport != "auto":
         raise ConfigError("validation.engine.transport: weights come to all engines by engine.transport")
-    if engine.transport == "auto":
+    if engine.transport == "auto" and from_here:
         return "shm"
+    chosen: Transport = "collective" if engine.transport == "auto" else engine.transport
     takes = set.intersection(*(_transports(plugins, each.name) for each in engines))
-    if engine.transport not in takes:
+    if chosen not in takes:
         names = " and ".join(repr(each.name) for each in engines)
         raise ConfigError(
-            f"engine.transport = {engine.transport!r}: engine {names} takes weights by "
-            f"{', '.join(sorted(takes))} only"
+            f"engine.transport = {chosen!r}: engine {names} takes weights by {', '.join(sorted(takes))} only"
         )
-    for problem in _impossible(engine, placement, shared=any(each.workers > 1 for each in engines)):
-        raise ConfigError(f'engine.transport = "{engine.transport}"{problem}')
-    return engine.transport
+    shared = any(each.workers > 1 for each in engines)
+    for problem in _impossible(engine, placement, shared) if from_here else _not_from_elsewhere(engine):
+        raise ConfigError(problem)
+    return chosen
 
 
-def _impossible(engine: EngineConfig, placement: Placement, *, shared: bool) -> Iterator[str]:
-    """Yield reasons why the chosen transport cannot reach the engines."""
+def _not_from_elsewhere(engine: EngineConfig) -> Iterator[str]:
+    """Yield reasons why engines cannot reach a trainer in the workers of a placement as configured."""
+    if engine.transport not in ("auto", "collective"):
+        yield (
+            f'engine.transport = "{engine.transport}" is for a trainer of this machine, and this one is in '
+            'workers, which may be on several: use "collective", or leave it out'
+        )
+    if engine.collective_host not in LOOPBACK:
+        yield (
+            f"engine.collective_host = {engine.collective_host!r}: each process of this trainer listens at "
+            "its own machine's address; leave it out"
+        )
+
+
+def _impossible(engine: EngineConfig, placement: Placement, shared: bool) -> Iterator[str]:
+    """Yield reasons why the chosen transport cannot reach the engines from this machine."""
+    told = f'engine.transport = "{engine.transport}"'
     if engine.transport == "collective" and placement.remote and engine.collective_host in LOOPBACK:
         yield (
-            f": workers on other machines cannot reach engine.collective_host = {engine.collective_host!r}; "
-            "set it to an address of this machine in the cluster's network"
+            f"{told}: workers on other machines cannot reach engine.collective_host = "
+            f"{engine.collective_host!r}; set it to an address of this machine in the cluster's network"
         )
     if engine.transport == "cuda_ipc" and (placement.pooled or shared):
         yield (
-            " is for one engine: of several, one that is late would read what the trainer writes next; "
-            'use "collective" or "shm"'
+            f"{told} is for one engine: of several, one that is late would read what the trainer writes "
+            'next; use "collective" or "shm"'
         )
 
 

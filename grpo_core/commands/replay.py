@@ -15,10 +15,11 @@ from typing import Self
 
 from attrs import define, evolve, field, frozen
 
+from grpo_core.app.parts import trainer_here
 from grpo_core.app.run import to_the_end
 from grpo_core.commands.history import History, StepRecord, first_metric, first_tensor, read
 from grpo_core.complaints import say
-from grpo_core.config import Config
+from grpo_core.config import Config, TrainerConfig
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.rows import make_batch
@@ -189,7 +190,10 @@ class Replayer:
             log=str(self.scratch / "trainer.log"),
         )
         self._made_for, self._names = config, ()
-        self._trainer = host.make("trainer", config.trainer.name, setup, **config.trainer.options)
+        chosen = config.trainer
+        if trainer_here(chosen, host) is None:  # a replay needs no cluster: the same ranks, on this machine
+            chosen = TrainerConfig()
+        self._trainer = host.make("trainer", chosen.name, setup, **chosen.options)
         await self._trainer.started()
 
     async def stop(self) -> None:

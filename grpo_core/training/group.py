@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -28,8 +30,8 @@ class Group:
     Args:
         rank: number of this process, from 0.
         size: number of processes.
-        rendezvous: file in which they find each other; it must not exist before the first one begins.  One
-            process needs none.
+        rendezvous: where they find each other: a file, which must not exist before the first one begins, or
+            ``tcp://address:port``, at which the first one listens.  One process needs none.
         device: where this process computes.
         seconds: time limit of each exchange.
         leaves: whether other groups of this process use NCCL between machines.  It has one choice of network
@@ -55,7 +57,7 @@ class Group:
         if not dist.is_initialized():  # a process has one group for all of its time
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=FileStore(rendezvous, size) if size > 1 else HashStore(),
+                store=_store(rendezvous, rank, size, timedelta(seconds=seconds)) if size > 1 else HashStore(),
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=seconds),
@@ -108,3 +110,16 @@ class Group:
         return distribute_tensor(
             value.to(self._device), like.device_mesh, like.placements, src_data_rank=None
         )
+
+
+def _store(rendezvous: str, rank: int, size: int, wait: timedelta) -> Store:
+    """Return the store by which ranks tell each other their addresses.  Raises OSError if a port is taken."""
+    if not rendezvous.startswith("tcp://"):
+        return FileStore(rendezvous, size)
+    where = urlsplit(rendezvous)
+    host, port = where.hostname or "", where.port or 0
+    if rank > 0:
+        return TCPStore(host, port, size, False, wait)
+    family = socket.getaddrinfo(host, None)[0][0]
+    listening = socket.create_server((host, port), family=family)  # torch's own would listen at all addresses
+    return TCPStore(host, port, size, True, wait, False, master_listen_fd=listening.detach())

@@ -8,7 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from attrs import evolve
 
@@ -38,6 +38,29 @@ def thread_count(configured: int, colocated: bool, ranks: int = 1) -> int:
     return configured or max(1, (cores // 2 if colocated else cores) // ranks)
 
 
+class RankProcess(Protocol):
+    """The process of a rank: a ``Child`` of this one, or a process elsewhere.  It starts at once."""
+
+    name: str
+    """Its name in messages."""
+
+    async def started(self, *, seconds: float) -> Any:
+        """Return when its trainer is made.  Raises that one's error, ChildDied or DeadlineExceeded."""
+
+    async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
+        """Call a method of its trainer; the errors are those of ``started``, and a late process is killed."""
+
+    async def died(self) -> GrpoError:
+        """Wait until it has ended for any reason, and return the reason."""
+        ...
+
+    def kill(self, why: GrpoError | None = None) -> None:
+        """End it now; calls that wait raise ``why`` or ChildDied."""
+
+    async def aclose(self) -> None:
+        """End it, and wait for its end."""
+
+
 class ProcessTrainer(Trainer):
     """A ``TorchTrainer`` in a child process, or in one for each rank: the trainer "torch".
 
@@ -54,9 +77,9 @@ class ProcessTrainer(Trainer):
         self._deadline = setup.trainer.deadline
         self._updates, ranks = setup.trainer.updates_per_step, setup.trainer.ranks
         self._log = Path(setup.log) if setup.log else None
-        self._meeting = scratch_directory() if ranks > 1 else None
-        where = f"{self._meeting.name}/rendezvous" if self._meeting is not None else ""
-        self.children = [
+        self._closing = contextlib.ExitStack()
+        where = self._rendezvous() if ranks > 1 else ""
+        self.children: Sequence[RankProcess] = [
             self._start(
                 evolve(setup, rank=rank, ranks=ranks, rendezvous=where),
                 "trainer" if ranks == 1 else f"trainer rank {rank}",
@@ -64,8 +87,12 @@ class ProcessTrainer(Trainer):
             for rank in range(ranks)
         ]
 
-    def _start(self, setup: TrainerSetup, name: str) -> Child:
-        """Start the process of a rank."""
+    def _rendezvous(self) -> str:
+        """Return where the ranks find each other, as ``TrainerSetup.rendezvous``."""
+        return f"{self._closing.enter_context(scratch_directory())}/rendezvous"
+
+    def _start(self, setup: TrainerSetup, name: str) -> RankProcess:
+        """Start the process of a rank, without waiting for it; a subclass may start it elsewhere."""
         return Child(self.target, {"setup": setup}, name=name, environ=setup.env_vars, log=self._log)
 
     async def started(self) -> None:
@@ -94,8 +121,7 @@ class ProcessTrainer(Trainer):
 
     async def aclose(self) -> None:
         await asyncio.gather(*(rank.aclose() for rank in self.children))
-        if self._meeting is not None:
-            self._meeting.cleanup()
+        self._closing.close()
 
     async def _call(self, method: str, *args: Sequence[Any]) -> Any:
         """Call a method of all ranks, each with its arguments; return what rank 0 returns."""

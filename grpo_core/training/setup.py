@@ -70,7 +70,8 @@ class TrainerSetup:
     ranks: int = 1
     """Number of the trainer's processes."""
     rendezvous: str = ""
-    """File in which they find each other; the first one makes it."""
+    """Where they find each other: a file, which the first one makes, or ``tcp://address:port``, at which the
+    first one listens."""
     profile: str = ""
     """Directory for the traces of ``trainer.profile`` steps."""
     log: str | None = None

@@ -482,8 +482,10 @@ def _in_group(setup: TrainerSetup) -> bool:
 
 
 def _of_rank(device: torch.device, rank: int) -> torch.device:
-    """Return the GPU of a rank: that with its number, unless the configuration names one."""
-    return torch.device("cuda", rank) if device == torch.device("cuda") else device
+    """Return the GPU of a rank, unless the configuration names one: that with its number, or the only one."""
+    if device != torch.device("cuda"):
+        return device
+    return torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
 
 
 def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:

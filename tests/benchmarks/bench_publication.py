@@ -21,6 +21,7 @@ from pathlib import Path
 from bench_update_memory import MIB, make_model
 
 from grpo_core.config import ModelConfig, TrainerConfig
+from grpo_core.processes import Child
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
 from grpo_core.weights import collective
@@ -66,7 +67,7 @@ async def measured(ranks: int, model: str, transport: str) -> dict[str, float]:
     )
     try:
         await trainer.started()
-        pids = [child.pid for child in trainer.children]
+        pids = [child.pid for child in trainer.children if isinstance(child, Child)]
         watch = Watch(pids)
         weights = await trainer.publish()
         found: dict[str, float] = {"first": watch.grown()}

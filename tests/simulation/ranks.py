@@ -58,8 +58,7 @@ class SimulatedRanks(ProcessTrainer):
 
     def forget(self) -> None:
         """Remove what the processes would have left to the machine."""
-        assert self._meeting is not None
-        self._meeting.cleanup()
+        self._closing.close()
 
     async def watch(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Engines and environments in Ray workers: actors on the machines of a cluster, or of this one alone.
+"""Engines, environments and a trainer in Ray workers: actors on a cluster's machines, or on this one alone.
 
 Tokens of finished rollouts can be in Ray's object store.
 
@@ -16,6 +16,11 @@ import grpo_core
 @grpo_core.hookimpl
 def grpo_placements() -> Mapping[str, str]:
     return {"ray": "grpo_plugin_ray.placement:RayPlacement"}
+
+
+@grpo_core.hookimpl
+def grpo_trainers() -> Mapping[str, str]:
+    return {"ray": "grpo_plugin_ray.trainer:RayTrainer"}
 
 
 @grpo_core.hookimpl

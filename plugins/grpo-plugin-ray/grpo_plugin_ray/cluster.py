@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from grpo_core import ChildDied, ConfigError, EngineError, GrpoError, PluginError
 from grpo_core.engine_kit import Incident, Offer, RemoteTraceback, report
@@ -105,8 +105,13 @@ class PluginRequirement:
     @classmethod
     def elsewhere(cls, name: str) -> PluginRequirement:
         """Return the requirement for an offer that only another interpreter of the worker can find."""
-        versions = {"python": _python(), "grpo-core": _version("grpo-core")}
-        return cls(name=absolute(name), allow=None, versions=versions)
+        return evolve(cls.software(), name=absolute(name))
+
+    @classmethod
+    def software(cls, *distributions: str) -> PluginRequirement:
+        """Return the requirement of Python, grpo-core and other distributions, and of no plugin."""
+        versions = {"python": _python(), **{name: _version(name) for name in ("grpo-core", *distributions)}}
+        return cls(name="", allow=None, versions=versions)
 
     def check(self, who: str) -> None:
         """Raises PluginError that names what is different where this is called."""

@@ -1,0 +1,299 @@
+"""The trainer ``ray``: the ranks of the trainer ``torch`` in Ray workers, on several machines if need be.
+
+    ProcessTrainer -> RayRank   -- call -->   RankWorker, an actor   ->   Child: the process of a rank
+                                                                            |
+                                              the other ranks   <-- torch.distributed, weights by collective
+
+The actor starts the same child process as without Ray, and passes calls on to it.  So a rank dies, hangs and
+writes its log as on the driver's machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import sys
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from attrs import evolve, frozen
+
+from grpo_core import ChildDied, ConfigError, DeadlineExceeded, GrpoError, TrainerError, TrainerSetup
+from grpo_core.engine_kit import Child, ProcessTrainer, RankProcess, RemoteTraceback, TrainerConfig
+from grpo_plugin_ray.cluster import PluginRequirement, brief, load, where
+from grpo_plugin_ray.placement import NO_GPU
+
+GRACE = 15.0
+"""Seconds for an actor to kill a rank that is late, and to say so."""
+GOODBYE = 5.0
+"""Seconds for an actor to end its rank; then Ray kills both."""
+
+
+@frozen(kw_only=True)
+class RankPlace:
+    """Where a rank is."""
+
+    who: str
+    """The rank with its machine and process, for messages."""
+    address: str
+    """Address of its machine in the cluster."""
+    port: int
+    """A port of that address that is free."""
+
+
+# ---------------------------------------------------------------------------------- in the worker
+
+
+class RankWorker:
+    """The actor, which has the process of one rank.
+
+    Args:
+        name: how messages call the rank ("trainer rank 3").
+        origin: the driver's versions of the software.
+        directory: the driver's working directory, from which relative paths count.
+    """
+
+    def __init__(self, name: str, origin: PluginRequirement, directory: str) -> None:
+        self._name, self._who = name, f"{name} ({where()})"
+        self._origin, self._directory = origin, directory
+        self._child: Child | None = None
+        self._begun = asyncio.Event()
+
+    async def place(self) -> RankPlace:
+        """Raises PluginError if the versions differ from the driver's."""
+        self._origin.check(self._who)
+        address: str = load().util.get_node_ip_address()
+        with socket.create_server((address, 0), family=_family(address)) as probe:
+            port: int = probe.getsockname()[1]
+        return RankPlace(who=self._who, address=address, port=port)
+
+    async def start(self, target: str, setup: TrainerSetup, address: str, seconds: float) -> Any:
+        """Start the rank, and wait for it; raises what ``Child.started`` raises."""
+        _prepare_files(self._who, self._directory, setup)
+        variables = {**_interfaces(address), **setup.env_vars}
+        log = Path(setup.log).with_stem(f"trainer-{setup.rank}") if setup.log else None
+        self._child = Child(target, {"setup": setup}, name=self._who, environ=variables, log=log)
+        self._begun.set()
+        return await self._child.started(seconds=seconds)
+
+    async def call(self, method: str, args: tuple[Any, ...], seconds: float | None) -> Any:
+        assert self._child is not None
+        return await self._child.call(method, *args, seconds=seconds)
+
+    async def died(self) -> GrpoError:
+        """Wait for the death of the rank, and return the reason."""
+        await self._begun.wait()
+        assert self._child is not None
+        return await self._child.died()
+
+    async def aclose(self) -> None:
+        if self._child is not None:
+            await self._child.aclose()
+
+
+def _prepare_files(who: str, directory: str, setup: TrainerSetup) -> None:
+    """Go to the driver's working directory, if it is here.
+
+    Raises ConfigError if the directory of the run, or the model, is not on this machine.
+    """
+    if os.path.isdir(directory):
+        os.chdir(directory)
+    needed = [Path(setup.log).parent if setup.log else None, setup.resume_from]
+    needed += [] if setup.prepare else [setup.model.path]
+    for path in (Path(path) for path in needed if path):
+        if not path.exists():
+            raise ConfigError(
+                f"{who}: there is no {path.absolute()} on this machine; the run's directory (--output) and "
+                "the model must be on a file system that all machines share, under the same path"
+            )
+
+
+def _interfaces(address: str) -> dict[str, str]:
+    """Return the environment variables by which gloo and NCCL use the interface that has the address.
+
+    What the user has set on the machine holds.
+    """
+    interface = interface_of(address)
+    names = [f"{library}_SOCKET_IFNAME" for library in ("GLOO", "NCCL")]
+    return {name: interface for name in names if interface and name not in os.environ}
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an IPv4 address; empty if it is not known."""
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR of Linux
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                told = fcntl.ioctl(asked, get_address, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(told[20:24]) == address:
+                    return name
+    return "lo" if address.startswith("127.") else ""
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+# ---------------------------------------------------------------------------------- on the driver's side
+
+
+class RayRank(RankProcess):
+    """The process of a rank in a Ray worker, which starts when it has been told where the others are.
+
+    Args:
+        name: how messages call it ("trainer rank 3").
+        setup: what the rank is made from.
+        target: makes its trainer, as ``ProcessTrainer.target``.
+        resources: options of the Ray actor.
+    """
+
+    def __init__(self, name: str, setup: TrainerSetup, target: str, resources: Mapping[str, Any]) -> None:
+        self.name, self._setup, self._target = name, setup, target
+        actor: Any = load().remote(RankWorker)
+        origin = PluginRequirement.software("torch", "transformers")
+        self._worker = actor.options(max_restarts=0, **resources).remote(name, origin, os.getcwd())
+        self._place: RankPlace | None = None
+        self._death: GrpoError | None = None
+        self._dies: Any = None
+
+    async def place(self) -> RankPlace:
+        """Return where it is, once the cluster has room for it.  Raises PluginError, ChildDied."""
+        self._place = await self._answer(self._worker.place.remote(), GRACE, "place")
+        self.name = self._place.who
+        return self._place
+
+    def meet(self, rendezvous: str) -> None:
+        """Say where the ranks find each other."""
+        self._setup = evolve(self._setup, rendezvous=rendezvous)
+
+    async def started(self, *, seconds: float) -> Any:
+        assert self._place is not None, "place comes first"
+        address = self._place.address
+        setup = evolve(self._setup, collective_host=address)
+        begun = self._worker.start.remote(self._target, setup, address, seconds)
+        return await self._answer(begun, seconds, "start")
+
+    async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
+        return await self._answer(self._worker.call.remote(method, args, seconds), seconds, method)
+
+    async def died(self) -> GrpoError:
+        if self._dies is None:
+            self._dies = self._worker.died.remote()
+        try:
+            reason: GrpoError = await self._dies
+        except load().exceptions.RayError as error:
+            reason = self._gone(error)
+        return reason
+
+    def kill(self, why: GrpoError | None = None) -> None:
+        self._death = self._death or why or ChildDied(f"{self.name} was stopped")
+        load().kill(self._worker)
+
+    async def aclose(self) -> None:
+        if self._death is None:
+            with contextlib.suppress(TimeoutError, load().exceptions.RayError):
+                await asyncio.wait_for(self._worker.aclose.remote(), GOODBYE)
+        self.kill(ChildDied(f"{self.name} is closed"))
+
+    async def _answer(self, reference: Awaitable[Any], seconds: float | None, method: str) -> Any:
+        """Return an answer of the actor; raises what the rank raised, ChildDied or DeadlineExceeded."""
+        if self._death is not None:
+            raise self._death
+        ray = load()
+        try:
+            async with asyncio.timeout(None if seconds is None else seconds + GRACE):
+                return await reference
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            told = cause if isinstance(cause, Exception) else TrainerError(f"{self.name}: {brief(error)}")
+            raise told from RemoteTraceback(str(error))
+        except ray.exceptions.RayError as error:
+            raise self._gone(error) from error
+        except TimeoutError:
+            late = DeadlineExceeded(f"{self.name}: no answer to {method!r} within {seconds:g} s; killed")
+            self.kill(late)
+            raise late from None
+
+    def _gone(self, error: BaseException) -> GrpoError:
+        return self._death or ChildDied(f"{self.name} is gone: {brief(error)}")
+
+
+class RayTrainer(ProcessTrainer):
+    """The trainer ``torch`` with each of its ranks in a Ray worker.
+
+    Each rank with a GPU gets one from Ray.  Weights go from each rank to the engines (``collective``).
+
+    Args:
+        spread: whether the ranks use as many machines as possible, and not as few.
+        start_deadline: seconds for the cluster to have room for all ranks.
+
+    Raises ConfigError if the run does not use a Ray cluster.
+    """
+
+    placement: ClassVar[str] = "ray"
+
+    def __init__(self, setup: TrainerSetup, *, spread: bool = False, start_deadline: float = 300.0) -> None:
+        ray = load()
+        if not ray.is_initialized():
+            raise ConfigError('trainer.name = "ray" trains in a Ray cluster: add --ray')
+        self._start_deadline, self._ranks = start_deadline, setup.trainer.ranks
+        gpu = setup.trainer.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        self._each = {"CPU": 1, **({"GPU": 1} if gpu else {})}
+        self._room = ray.util.placement_group(
+            [self._each] * self._ranks, strategy="SPREAD" if spread else "PACK"
+        )
+        super().__init__(setup if gpu else evolve(setup, env_vars={**NO_GPU, **setup.env_vars}))
+
+    @classmethod
+    def check(cls, config: TrainerConfig) -> None:
+        """Raise ConfigError for keys that name GPUs."""
+        if config.gpus or config.device.startswith("cuda:"):
+            given = f"gpus = {config.gpus}" if config.gpus else f'device = "{config.device}"'
+            raise ConfigError(f"trainer.{given}: Ray chooses the GPUs of the ranks; leave it out")
+
+    def _rendezvous(self) -> str:
+        return ""  # it is known when rank 0 has a place
+
+    def _start(self, setup: TrainerSetup, name: str) -> RayRank:
+        ray = load()
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._room, placement_group_bundle_index=setup.rank
+        )
+        resources = {
+            "num_cpus": 1,
+            "num_gpus": self._each.get("GPU", 0),
+            "scheduling_strategy": strategy,
+        }
+        return RayRank(name, setup, self.target, resources)
+
+    async def started(self) -> None:
+        ranks = [rank for rank in self.children if isinstance(rank, RayRank)]
+        await self._room_is_there()
+        with self._explaining("cannot be made"):
+            first, *_ = await self._together([rank.place() for rank in ranks])
+        host = f"[{first.address}]" if ":" in first.address else first.address
+        for rank in ranks if len(ranks) > 1 else ():
+            rank.meet(f"tcp://{host}:{first.port}")
+        await super().started()
+
+    async def _room_is_there(self) -> None:
+        try:
+            await asyncio.wait_for(self._room.ready(), self._start_deadline)
+        except TimeoutError:
+            raise TrainerError(
+                f"trainer.ranks = {self._ranks}: the cluster has had no room for them within "
+                f"{self._start_deadline:g} s (trainer.options.start_deadline); each asks for {self._each}, "
+                f"and {load().available_resources()} is free"
+            ) from None
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        load().util.remove_placement_group(self._room)
