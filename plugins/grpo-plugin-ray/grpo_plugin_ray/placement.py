@@ -60,8 +60,8 @@ class RayPlacement:
             from_here(engine.env_vars)
         if trainer is not None and trainer.ranks > 1 and trainer.device != "cpu":
             raise ConfigError(
-                f"trainer.ranks = {trainer.ranks}: Ray reserves one GPU for the trainer; train with "
-                'trainer.ranks = 1, or with trainer.device = "cpu"'
+                f"trainer.ranks = {trainer.ranks}: Ray reserves one GPU for a trainer of this machine; set "
+                'trainer.name = "ray", whose ranks are in Ray workers, or trainer.device = "cpu"'
             )
         if trainer is not None and (trainer.gpus or trainer.device.startswith("cuda:")):
             given = f"gpus = {trainer.gpus}" if trainer.gpus else f'device = "{trainer.device}"'

@@ -59,7 +59,11 @@ def check(engine, trainer=None):
             r"trainer\.gpus = \[7\]: Ray reserves a GPU .* leave it out",
         ),
         (EngineConfig(), TrainerConfig(device="cuda:7"), r'trainer\.device = "cuda:7": Ray reserves a GPU'),
-        (EngineConfig(), TrainerConfig(ranks=2), r"trainer\.ranks = 2: Ray reserves one GPU for the trainer"),
+        (
+            EngineConfig(),
+            TrainerConfig(ranks=2),
+            r"trainer\.ranks = 2: Ray reserves one GPU .* trainer.name = \"ray\"",
+        ),
     ],
     ids=str,
 )
