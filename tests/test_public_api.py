@@ -77,6 +77,7 @@ SEAMS = {
     "plugins/grpo-plugin-ray/tests/test_ray.py",
     "plugins/grpo-plugin-ray/tests/test_cluster.py",
     "plugins/grpo-plugin-ray/tests/test_ray_plane.py",
+    "plugins/grpo-plugin-ray/tests/test_ray_trainer.py",
     "plugins/grpo-plugin-transferqueue/tests/test_transferqueue.py",
     "plugins/grpo-plugin-vllm/tests/test_http.py",
 }

@@ -22,11 +22,10 @@ from test_ranks import batch, batches, model, ragged, run, setup
 
 pytest.importorskip("grpo_plugin_ray")
 
+from grpo_core import ConfigError, DeadlineExceeded, PluginError, TrainerError
 from grpo_core.app.preflight import check
 from grpo_core.commands.running import configured
-from grpo_core.errors import ConfigError, DeadlineExceeded, PluginError, TrainerError
-from grpo_core.training.process import ProcessTrainer
-from grpo_core.weights.reading import read_weights
+from grpo_core.engine_kit import ProcessTrainer, read_weights
 from grpo_plugin_ray import trainer as ray_trainer
 from grpo_plugin_ray.cluster import ENVIRON, ENVIRON_ALONE
 from grpo_plugin_ray.cluster import load as load_ray
