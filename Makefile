@@ -6,6 +6,7 @@ READY  := $(VENV)/.ready
 VLLM   := $(VENV)/.vllm
 RAY    := $(VENV)/.ray
 DOCS   := $(VENV)/.docs
+BUILD  := $(BIN)/python -m build --quiet --no-isolation --outdir dist
 PAGES  := $(wildcard $(foreach p,configuration options metrics records catalogue learning architecture pictures authoring,docs/_$(p).py))
 LOCK   := plugins/grpo-plugin-vllm/requirements-cpu.txt
 PROJECTS := -e .[dev] $(foreach p,$(filter-out plugins/grpo-plugin-ray,$(wildcard plugins/*)),-e $(p))
@@ -74,10 +75,12 @@ test-nightly: $(READY) $(RAY) $(VLLM)
 test-newest:
 	@$(PYTHON) tests/newest.py
 
-# wheels and source distributions of all projects in dist/, and what an index would show of them
+# wheels and source distributions of all projects in dist/, and what an index would show of them; the plugins'
+# files are in that of grpo-core, so it is built before something is made beside them
 dist: $(READY)
 	@rm -rf dist
-	@for project in . plugins/*; do $(BIN)/python -m build --quiet --outdir dist $$project || exit 1; done
+	@$(BUILD) .
+	@ls -d plugins/* | xargs -P 2 -n 1 $(BUILD)
 	@$(BIN)/python tests/distributions.py dist
 
 # the parts of the documents that the code knows
