@@ -463,7 +463,12 @@ FORTY = ["--env", "./envs.py:Words"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL]
+    "how",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.nightly),  # test_kill.py kills runs again and again
+    ],
 )
 def test_a_run_that_is_ended_continues_where_it_was(here, how):
     """40 prompts an epoch, 30 steps of 4: three whole epochs, each prompt once an epoch."""
@@ -601,6 +606,7 @@ def test_an_environment_that_never_gives_a_reward_stops_the_run_with_its_words(h
 def test_an_environment_that_hangs_is_killed_at_its_deadline(here):
     text = refused(
         here, "train", "--env", "./envs.py:Hangs", *SMALL, "--set", "environment.deadline=0.3",
+        "--set", "environment.max_error_rate=0.03", "--set", "rollout.max_retries=0",
         "--set", "validation.every=0", "--output", "run",
     )  # fmt: skip
     assert "within 0.3 s" in text

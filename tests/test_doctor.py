@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from test_memory import EIGHT_PARAMETERS, eight_billion
 
+from grpo_core import cli
 from grpo_core.app import machine
 from grpo_core.commands import running
 from grpo_core.commands.doctor import of_machine
@@ -132,9 +133,26 @@ def test_the_text_fits_the_terminal(tmp_path, width):
 # ---------------------------------------------------------------------------------- a configuration
 
 
-@pytest.mark.slow
-def test_the_memory_of_a_run_adds_up(tmp_path, small):
-    data, checks = doctor(tmp_path, "--env", "math:sort", "--set", f"model.path={small}")
+@pytest.fixture
+def doctor_here(tmp_path, monkeypatch, capsys):
+    """``doctor`` in this process, which has imported torch already."""
+    monkeypatch.chdir(tmp_path)
+
+    def doctor_here(*arguments, status=0):
+        assert status in (_status(["doctor", *map(str, arguments), "--json"]), None)
+        data = json.loads(capsys.readouterr().out)
+        return data, {check["name"]: check for check in data["checks"]}
+
+    return doctor_here
+
+
+def _status(arguments):
+    return cli.app(arguments, exit_on_error=True, result_action="return_value")
+
+
+@pytest.mark.long
+def test_the_memory_of_a_run_adds_up(doctor_here, small):
+    data, checks = doctor_here("--env", "math:sort", "--set", f"model.path={small}")
     memory = data["memory"]
     assert memory.keys() == {"parameters", "microbatch", "parts", "devices"}
     of_trainer = {part["name"]: part["bytes"] for part in memory["parts"] if part["process"] == "trainer"}
@@ -149,18 +167,18 @@ def test_the_memory_of_a_run_adds_up(tmp_path, small):
     assert checks["run's memory"]["status"] == "ok"
 
 
-@pytest.mark.slow
-def test_a_model_that_is_made_is_estimated_before_it_is_made(tmp_path):
-    data, _ = doctor(tmp_path, "--env", "math:sort", "--set", "model.options.width=128")
+@pytest.mark.long
+def test_a_model_that_is_made_is_estimated_before_it_is_made(doctor_here, tmp_path):
+    data, _ = doctor_here("--env", "math:sort", "--set", "model.options.width=128")
     assert data["memory"]["parameters"] == 99 * 128 + 128 + 2 * (2 * 128 + 4 * 128**2 + 3 * 128 * 256)
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_a_large_model_is_a_problem_with_what_to_change(tmp_path):
+@pytest.mark.long
+def test_a_large_model_is_a_problem_with_what_to_change(doctor_here, tmp_path):
     directory = eight_billion(tmp_path / "eight")
     settings = ["--set", f"model.path={directory}", "--set", "health.max_memory=0.001"]
-    data, checks = doctor(tmp_path, "--env", "math:sort", *settings, "--set", "trainer.device=cpu", status=1)
+    data, checks = doctor_here("--env", "math:sort", *settings, "--set", "trainer.device=cpu", status=1)
     assert data["memory"]["parameters"] == EIGHT_PARAMETERS
     assert checks["run's memory"]["status"] == "problem"
     assert "checkpoint.async_save = false" in checks["run's memory"]["advice"]
@@ -168,19 +186,19 @@ def test_a_large_model_is_a_problem_with_what_to_change(tmp_path):
     assert "up to 269 GiB" in checks["run's checkpoints"]["found"]
 
 
-@pytest.mark.slow
-def test_a_model_without_weights_is_estimated_all_the_same(tmp_path, small):
+@pytest.mark.long
+def test_a_model_without_weights_is_estimated_all_the_same(doctor_here, tmp_path, small):
     directory = tmp_path / "bare"
     directory.mkdir()
     for name in ("config.json", "tokenizer_config.json"):
         (directory / name).write_bytes((small / name).read_bytes())
-    data, checks = doctor(tmp_path, "--env", "math:sort", "--set", f"model.path={directory}", status=1)
+    data, checks = doctor_here("--env", "math:sort", "--set", f"model.path={directory}", status=1)
     assert "no *.safetensors" in checks["configuration"]["advice"]
     assert data["memory"]["parameters"] == 88_576
 
 
-@pytest.mark.slow
-def test_the_parts_on_a_gpu_are_where_the_trainer_is(tmp_path, small, two_gpus):
+@pytest.mark.long
+def test_the_parts_on_a_gpu_are_where_the_trainer_is(doctor_here, small, two_gpus):
     settings = [
         "trainer.gpus=[1]",
         "trainer.device=cuda",
@@ -188,7 +206,7 @@ def test_the_parts_on_a_gpu_are_where_the_trainer_is(tmp_path, small, two_gpus):
         f"model.path={small}",
     ]
     more = [word for each in settings for word in ("--set", each)]
-    data, _ = doctor(tmp_path, "--env", "math:sort", *more, status=None)  # whether torch can use GPUs or not
+    data, _ = doctor_here("--env", "math:sort", *more, status=None)  # whether torch can use GPUs or not
     at = {(part["process"], part["name"]): part["device"] for part in data["memory"]["parts"]}
     assert at["trainer", "activations"] == at["trainer", "weights"] == "cuda:1"
     assert at["engine", "weights"] == at["engine", "keys and values"] == "cuda:0"
@@ -199,18 +217,17 @@ def test_the_parts_on_a_gpu_are_where_the_trainer_is(tmp_path, small, two_gpus):
     assert cuda["cuda:1"]["certain"] == 16 * data["memory"]["parameters"] < cuda["cuda:1"]["needed"]
 
 
-@pytest.mark.slow
-def test_what_train_would_refuse_is_a_problem(tmp_path):
-    data, checks = doctor(tmp_path, "--env", "math:sort", "--set", "sampler.name=mixx", status=1)
+@pytest.mark.long
+def test_what_train_would_refuse_is_a_problem(doctor_here):
+    data, checks = doctor_here("--env", "math:sort", "--set", "sampler.name=mixx", status=1)
     assert data["status"] == "problem"
     assert "Did you mean 'mix'?" in checks["configuration"]["advice"]
 
 
-@pytest.mark.slow
-def test_a_gpu_that_is_not_there_is_a_problem(tmp_path):
-    _, checks = doctor(
-        tmp_path, "--env", "math:sort", "--set", "trainer.device=cuda:7", status=1, CUDA_VISIBLE_DEVICES=""
-    )
+@pytest.mark.long
+def test_a_gpu_that_is_not_there_is_a_problem(doctor_here, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    _, checks = doctor_here("--env", "math:sort", "--set", "trainer.device=cuda:7", status=1)
     assert "cuda:7, and nvidia-smi shows 0 GPUs" in checks["trainer.device"]["found"]
 
 

@@ -44,7 +44,7 @@ class Numbers(FakeRenderer):
 @pytest.mark.parametrize(
     ("factory", "options", "room"),
     [
-        pytest.param(vllm_engine, {"max_model_len": 40}, 40, marks=WITH_VLLM),
+        pytest.param(vllm_engine, {"max_model_len": 40}, 40, marks=[WITH_VLLM, pytest.mark.nightly]),
         pytest.param(vllm_engine, {"vllm": {"max_model_len": 50}}, 50, marks=WITH_VLLM),
         (LocalEngine, {}, 256),
     ],

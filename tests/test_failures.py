@@ -319,7 +319,7 @@ def test_06_an_engine_whose_processes_all_hang_ends_the_update_after_two_of_them
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [1, 2])
+@pytest.mark.parametrize("stopped", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_06_engines_of_a_pool_that_stop_answering_are_replaced(model, stopped):
     writer = SharedMemoryWriter()
 

@@ -20,40 +20,33 @@ from grpo_core.reporting.report import Files
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_whose_engine_and_environment_die_goes_on(tmp_path):
-    run = Run(tmp_path)
-    run.wait(lambda: run.steps >= 3)
-    before = run.processes()
-    for who in ("engine", "environment"):
-        run.kill(who)
-        run.wait(lambda who=who: run.processes().get(who, before[who]) != before[who])
-        steps = run.steps
-        run.wait(lambda steps=steps: run.steps > steps)
-    said = run.end()
-    assert run.process.returncode == 0, said
-    check_accounting(run.directory)
-
-
-class Sorting(Run):
-    """A run of the shipped environment ``math:sort``."""
-
-    def _start(self, *arguments: str) -> None:
-        super()._start(*("math:sort" if each == "./words.py:Words" else each for each in arguments))
-
-
-def test_a_run_says_what_it_has_survived_in_four_places(tmp_path):
-    run = Sorting(tmp_path)
+@pytest.fixture(scope="module")
+def survivor(tmp_path_factory):
+    """A finished run whose engine and environment were killed, and what it said; tests only read it."""
+    run = Run(tmp_path_factory.mktemp("survivor"))
     for who in ("engine", "environment"):
         steps = run.steps
         run.wait(lambda steps=steps: run.steps >= steps + 3)
         before = run.processes()
         run.kill(who)
         run.wait(lambda who=who, before=before: run.processes().get(who, before[who]) != before[who])
-    said = run.end()
+        steps = run.steps
+        run.wait(lambda steps=steps: run.steps > steps)
+    return run, run.end()
+
+
+def test_a_run_whose_engine_and_environment_die_goes_on(survivor):
+    run, said = survivor
+    assert run.process.returncode == 0, said
+    check_accounting(run.directory)
+
+
+def test_a_run_says_what_it_has_survived_in_four_places(survivor):
+    run, said = survivor
     assert run.process.returncode == 0, said
     died = {
         "engine local": ["its process is started again: engine local died (killed by SIGKILL)"],
-        "environment of task 'sort'": [
+        "environment of task 'words'": [
             "died (killed by SIGKILL); it is started again",
             "it died while nobody waited for it; it is started again",
         ],
@@ -106,9 +99,16 @@ WITH_A_SANDBOX = (
 )
 
 
-def test_a_run_that_is_killed_again_and_again_leaves_nothing_behind_and_loses_nothing(tmp_path):
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [("main", 2), ("all", 20)],
+        pytest.param([("main", 2), ("all", 20), ("main", 40)], marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_that_is_killed_again_and_again_leaves_nothing_behind_and_loses_nothing(tmp_path, kills):
     run = Run(tmp_path, environment=WITH_A_SANDBOX)
-    for who, step in [("main", 2), ("all", 20), ("main", 40)]:
+    for who, step in kills:
         run.wait(lambda step=step: run.steps >= step)
         started = run.everything()
         pids = run.kill(who)
@@ -135,7 +135,7 @@ def model(tmp_path_factory):
         ("main", "SIGSTOP", "weight sync"),
         pytest.param("trainer", "SIGSEGV", "checkpoint", marks=pytest.mark.nightly),
         pytest.param("engine", "limit", "validation", marks=pytest.mark.nightly),
-        ("environment", "SIGSTOP", "training"),
+        pytest.param("environment", "SIGSTOP", "training", marks=pytest.mark.nightly),
     ],
 )
 def test_a_fault_costs_a_run_nothing_that_it_has_trained(tmp_path, model, process, fault, moment):

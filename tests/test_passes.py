@@ -69,7 +69,13 @@ def test_what_waits_leaves_a_gpu_and_no_cpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it to compile
-@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        pytest.param(False, id="all weights"),
+        pytest.param(True, id="adapters", marks=pytest.mark.nightly),
+    ],
+)
 def test_compiled_layers_train_the_weights_of_plain_layers(model: str, adapters: bool) -> None:
     """Rows of several lengths, a reference without a gradient, and layers that are computed again."""
     given = setup(model, loss={"kl_coefficient": 0.1}, activations="recompute")

@@ -230,7 +230,7 @@ def forget_peak(pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("collective", marks=pytest.mark.nightly)])
 def test_no_rank_takes_more_memory_to_publish_than_its_part_and_one_tensor(
     model: str, tmp_path: Path, transport: str
 ) -> None:
@@ -269,6 +269,7 @@ def test_no_rank_takes_more_memory_to_publish_than_its_part_and_one_tensor(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # above, an engine generates with such parts; test_ranks.py trains a run of two ranks
 def test_a_run_of_two_ranks_sends_their_parts_to_its_engines(tmp_path: Path) -> None:
     done = grpo(
         tmp_path,

@@ -198,7 +198,7 @@ def test_weights_are_sent_to_workers_that_come_late(ray, tmp_path):
 # ---------------------------------------------------------------------------------- death
 
 
-@pytest.mark.parametrize("victim", ["actor", "engine"])
+@pytest.mark.parametrize("victim", ["actor", pytest.param("engine", marks=pytest.mark.nightly)])
 def test_a_worker_or_its_engine_dies_and_nothing_is_lost(ray, publisher, victim, tmp_path):
     async def story():
         incidents = []
@@ -724,7 +724,7 @@ with cluster.connected("", cpus=4):
 @pytest.mark.parametrize(
     ("gpus", "expected"),
     [
-        (0, ["{} False 0"] * 4),
+        pytest.param(0, ["{} False 0"] * 4, marks=pytest.mark.nightly),
         (
             1,
             [
