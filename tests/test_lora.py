@@ -388,6 +388,8 @@ def test_a_run_with_lora_is_trained_resumed_and_validated_by_the_command(tmp_pat
         "model.lora.rank=4",
         "trainer.lr=0.003",
         "trainer.steps=4",
+        "trainer.prompts_per_step=4",
+        "rollout.group_size=4",
     ]
     settings += ["checkpoint.every=2", "validation.every=2", "validation.prompts=20"]
     settings += ["health.canary_tolerance=1e-5"]

@@ -19,10 +19,10 @@ from grpo_plugin_math.calculator import Calculator
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHORT = (
-    "model.options.warm_start_steps=90",
+    "model.options.warm_start_steps=60",
     "trainer.steps=2",
-    "trainer.prompts_per_step=8",
-    "rollout.group_size=8",
+    "trainer.prompts_per_step=4",
+    "rollout.group_size=4",
 )
 GRPO = Path(sys.executable).with_name("grpo-core")
 
