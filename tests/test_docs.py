@@ -55,6 +55,7 @@ GENERATED = {
     "catalogue": "docs/catalogue.md",
     "architecture": "ARCHITECTURE.md",
     "learning": "docs/learning.md",
+    "selection": "docs/samplers.md",
     "authoring": "docs/new-user.md",
 }
 """Generator in docs/, and the page that it writes."""
