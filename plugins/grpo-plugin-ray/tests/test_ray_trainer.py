@@ -327,7 +327,8 @@ def test_a_run_on_two_machines_trains_what_one_machine_trains_and_goes_on_withou
     machines, tmp_path
 ):
     here = train(tmp_path, "here")
-    there = train(tmp_path, "there", "--ray", machines.address, *CHOSEN)
+    plane = ["--set", "data_plane.name=ray"]  # each rank fetches its rows from its own machine
+    there = train(tmp_path, "there", "--ray", machines.address, *CHOSEN, *plane)
     for path in sorted((here / "checkpoints" / "step-000002").rglob("*.safetensors")):
         assert path.read_bytes() == (there / path.relative_to(here)).read_bytes(), path.name
     logs = {path.name for path in (there / "logs").iterdir()}
@@ -338,6 +339,7 @@ def test_a_run_on_two_machines_trains_what_one_machine_trains_and_goes_on_withou
         tmp_path,
         *("train", "--resume", "there", "--set", "trainer.name=torch", "--set", "trainer.options={}"),
         *("--set", "placement.name=local", "--set", "placement.options={}", "--set", "trainer.steps=3"),
+        *("--set", "data_plane.name=memory"),
     )
     assert again.returncode == 0, again.stderr
     assert grpo(tmp_path, "verify", "there").returncode == 0
