@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PEERS = {"bench_peers"}
-"""Need an environment of their own: ``make bench-peers``."""
+APART = {
+    "bench_peers",  # these need environments of their own; the first one is ``make bench-peers``
+    "bench_nemo_gym",
+    "bench_openenv",
+    "bench_learning",  # these train for hours, into a file that has to be named
+    "bench_selection",
+    "bench_eta",
+}
+"""Benchmarks that are run by themselves, since they need an argument."""
 
 
 def main() -> int:
@@ -17,7 +24,7 @@ def main() -> int:
     numbers = [word for word in words if word.isdigit()]  # for the one that is named and takes some
     wanted, failed = set(words) - set(numbers), 0
     for path in sorted(HERE.glob("bench_*.py")):
-        if path.stem not in PEERS and (not wanted or path.stem.removeprefix("bench_") in wanted):
+        if path.stem not in APART and (not wanted or path.stem.removeprefix("bench_") in wanted):
             print(f"\n{path.stem}", flush=True)
             sys.argv = [str(path), *numbers]
             try:
