@@ -102,8 +102,10 @@ class Plan:
     groups: int
     max_staleness: int = 1
     link: float
-    """Bytes a second in which the trainer's rank 0 sends weights: NVLink 450e9 on one machine, 50e9 by its
-    network card of 400 Gb/s to other machines."""
+    """Bytes a second of a GPU's connection, of the trainer's ranks as of engines: NVLink 450e9 on one
+    machine, 50e9 by a network card of 400 Gb/s to other machines."""
+    senders: int = 0
+    """Ranks that send weights; 0 means all."""
     in_turns: bool = False
     """Engine and trainer share a GPU."""
     change: str = ""
@@ -119,8 +121,8 @@ PLANS = (
     evolve(_64, max_staleness=2, change="`max_staleness = 2`"),
     evolve(_64, engines=56, trainers=8, change="a trainer of one machine"),
     _512,
-    evolve(_512, link=304 * 50e9, change="every GPU of the trainer sends its part"),
-    evolve(_512, link=304 * 50e9, max_staleness=2, change="the same and `max_staleness = 2`"),
+    evolve(_512, max_staleness=2, change="`max_staleness = 2`"),
+    evolve(_512, senders=1, change="one rank sends all weights"),
 )
 
 
@@ -133,8 +135,11 @@ def train_seconds(plan: Plan, tokens: float, gpu: Gpu) -> float:
 
 
 def sync_seconds(plan: Plan) -> float:
-    """Seconds until all engines have the weights: each receives them twice, all from the trainer's rank 0."""
-    return 2 * plan.model.nbytes * plan.engines / plan.link
+    """Seconds until all engines have the weights: each receives them twice, a part from each rank.
+
+    The side with fewer connections is the one that takes longest.
+    """
+    return 2 * plan.model.nbytes * max(1.0, plan.engines / (plan.senders or plan.trainers)) / plan.link
 
 
 @define(eq=False)
