@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from attrs import asdict
+from attrs import asdict, evolve
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
@@ -50,4 +50,6 @@ def test_engines_and_trainer_compute_what_their_bandwidth_and_operations_allow(b
     decoder.rows = [(1.0, i, None) for i in range(100)]
     assert decoder.seconds() == pytest.approx((16.38e9 + 100 * 2012 * 147456) / (0.8 * 4.8e12))
     assert bench.train_seconds(plan, 1e6, gpu) == pytest.approx(6 * 8.19e9 * 1e6 / (0.3 * 989e12 * 5))
-    assert bench.sync_seconds(plan) == pytest.approx(2 * 16.38e9 * 3 / 450e9)
+    assert bench.sync_seconds(plan) == pytest.approx(2 * 16.38e9 / 450e9), "five ranks send to three engines"
+    alone = evolve(plan, senders=1)
+    assert bench.sync_seconds(alone) == pytest.approx(3 * 2 * 16.38e9 / 450e9), "one rank sends to three"
