@@ -58,7 +58,7 @@ class RankWorker:
     """
 
     def __init__(self, name: str, origin: PluginRequirement, directory: str) -> None:
-        self._name, self._who = name, f"{name} ({where()})"
+        self._who = f"{name} ({where()})"
         self._origin, self._directory = origin, directory
         self._child: Child | None = None
         self._begun = asyncio.Event()
@@ -164,9 +164,9 @@ class RayRank(RankProcess):
         self._death: GrpoError | None = None
         self._dies: Any = None
 
-    async def place(self) -> RankPlace:
-        """Return where it is, once the cluster has room for it.  Raises PluginError, ChildDied."""
-        self._place = await self._answer(self._worker.place.remote(), GRACE, "place")
+    async def place(self, *, seconds: float) -> RankPlace:
+        """Return where it is, once its worker runs.  Raises PluginError, ChildDied, DeadlineExceeded."""
+        self._place = await self._answer(self._worker.place.remote(), seconds, "place")
         self.name = self._place.who
         return self._place
 
@@ -233,7 +233,7 @@ class RayTrainer(ProcessTrainer):
 
     Args:
         spread: whether the ranks use as many machines as possible, and not as few.
-        start_deadline: seconds for the cluster to have room for all ranks.
+        start_deadline: seconds for the cluster to have room for all ranks, and then to start their workers.
 
     Raises ConfigError if the run does not use a Ray cluster.
     """
@@ -278,7 +278,7 @@ class RayTrainer(ProcessTrainer):
         ranks = [rank for rank in self.children if isinstance(rank, RayRank)]
         await self._room_is_there()
         with self._explaining("cannot be made"):
-            first, *_ = await self._together([rank.place() for rank in ranks])
+            first, *_ = await self._together([rank.place(seconds=self._start_deadline) for rank in ranks])
         host = f"[{first.address}]" if ":" in first.address else first.address
         for rank in ranks if len(ranks) > 1 else ():
             rank.meet(f"tcp://{host}:{first.port}")
