@@ -406,7 +406,7 @@ def test_40_no_port_is_opened_but_free_ones_by_collective_transport():
     for path in MODULES:
         names = names_used(path)
         assert not names & {"start_http_server", "make_server", "HTTPServer", "run_app"}, path
-        if path.name == "collective.py":
+        if path.name in ("collective.py", "group.py"):  # by which ranks of several machines find each other
             assert path.read_text().count("create_server") == 1
             continue
         assert not names & {"listen", "start_server", "create_server"}, path

@@ -329,18 +329,19 @@ class ChosenError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("device", "rank", "weights", "expected"),
+    ("device", "rank", "weights", "seen", "expected"),
     [
-        ("cuda", 1, "float32", "cuda:1"),
-        ("cuda", 0, "bfloat16", "cuda:0"),
-        ("cuda:2", 0, "bfloat16", "cuda:2"),
-        ("cuda:2", 0, "float32", "cuda:2"),
-        ("cuda", 0, "float32", "cuda"),
-        ("cpu", 1, "float32", "cpu"),
+        ("cuda", 1, "float32", 2, "cuda:1"),
+        ("cuda", 1, "float32", 1, "cuda:0"),
+        ("cuda", 0, "bfloat16", 2, "cuda:0"),
+        ("cuda:2", 0, "bfloat16", 4, "cuda:2"),
+        ("cuda:2", 0, "float32", 4, "cuda:2"),
+        ("cuda", 0, "float32", 2, "cuda"),
+        ("cpu", 1, "float32", 0, "cpu"),
     ],
 )
-def test_each_rank_computes_on_the_gpu_with_its_number_unless_one_is_named(
-    monkeypatch, device, rank, weights, expected
+def test_each_rank_computes_on_the_gpu_with_its_number_or_its_only_one_unless_one_is_named(
+    monkeypatch, device, rank, weights, seen, expected
 ):
     def ranks(setup, device):
         raise ChosenError(str(device))
@@ -349,6 +350,7 @@ def test_each_rank_computes_on_the_gpu_with_its_number_unless_one_is_named(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
     monkeypatch.setattr(trainers, "_ranks", ranks)
     monkeypatch.setattr(trainers.cpu, "resolve_device", lambda device, key: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     config = TrainerConfig(device=device, weights=weights, ranks=2 if rank else 1)
     with pytest.raises(ChosenError, match=f"^{expected}$"):
         trainers.TorchTrainer(TrainerSetup(trainer=config, rank=rank, ranks=config.ranks))

@@ -485,7 +485,7 @@ def _of_rank(device: torch.device, rank: int) -> torch.device:
     """Return the GPU of a rank, unless the configuration names one: that with its number, or the only one."""
     if device != torch.device("cuda"):
         return device
-    return torch.device("cuda", rank if torch.cuda.device_count() > 1 else 0)
+    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else rank)
 
 
 def _ranks(setup: TrainerSetup, device: torch.device) -> Ranks:
