@@ -169,13 +169,18 @@ def listening(pid: int) -> set[str]:
 def of_rank(trainer: RayTrainer, number: int) -> tuple[int, int]:
     """Return the process ids of a rank's actor, and of the rank itself."""
     actor = int(re.search(r"process (\d+)\)", trainer.children[number].name)[1])
+    return actor, rank_below(actor)
+
+
+def rank_below(actor: int) -> int:
+    """Return the process id of the rank that an actor has started, besides its watcher."""
     (rank,) = [
-        int(line)
+        int(pid)
         for task in Path(f"/proc/{actor}/task").iterdir()
-        for line in (task / "children").read_text().split()
-        if "grpo_core import processes" in Path(f"/proc/{line}/cmdline").read_text()
+        for pid in (task / "children").read_text().split()
+        if "grpo_core import processes" in Path(f"/proc/{pid}/cmdline").read_text()
     ]
-    return actor, rank
+    return rank
 
 
 @pytest.mark.slow
@@ -345,16 +350,6 @@ def test_a_run_on_two_machines_trains_what_one_machine_trains_and_goes_on_withou
     assert grpo(tmp_path, "verify", "there").returncode == 0
 
 
-def rank_of(run: PlaneRun) -> int:
-    """Return the process of a rank in a run."""
-    return next(
-        pid
-        for actor in run.named("RankWorker")
-        for task in Path(f"/proc/{actor}/task").iterdir()
-        for pid in map(int, (task / "children").read_text().split())
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_run_is_continued_after_a_rank_died_and_leaves_nothing(tmp_path):
@@ -367,7 +362,7 @@ def test_a_run_is_continued_after_a_rank_died_and_leaves_nothing(tmp_path):
     try:
         story.wait(lambda: story.steps >= 2, 240.0)
         everybody = story.everything()
-        os.kill(rank_of(story), signal.SIGKILL)
+        os.kill(rank_below(story.named("RankWorker")[0]), signal.SIGKILL)
         said = story.end()
         assert re.search(r"trainer rank \d .* died \(killed by SIGKILL\)", said), said
         assert left_after(everybody, 20.0) == []
