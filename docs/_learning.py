@@ -21,7 +21,8 @@ from grpo_core.reporting.charts import Chart, Series, chart
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
-from _learning_curves import COLOURS, TITLE, svg  # noqa: E402 - it lies beside this file
+from _blocks import filled  # noqa: E402 - it lies beside this file
+from _learning_curves import COLOURS, TITLE, svg  # noqa: E402
 
 ARMS = [(0, "off"), (2, "token_truncate"), (2, "off"), (4, "sequence_truncate"), (4, "off")]
 """Settings that the picture shows."""
@@ -172,13 +173,7 @@ def page() -> str:
         "equivalence": equivalence(runs, (2, "token_truncate"), (0, "off")),
         "seconds": per_second("sort", runs, TARGET),
     }
-    text = PAGE.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        begin, end = f"<!-- begin {name}", f"<!-- end {name} -->"
-        before, _, rest = text.partition(begin)
-        first, _, _ = rest.partition("\n")
-        text = f"{before}{begin}{first}\n{part}\n{end}{rest.partition(end)[2]}"
-    return text
+    return filled(PAGE.read_text(encoding="utf-8"), parts)
 
 
 def main() -> None:

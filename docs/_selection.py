@@ -15,7 +15,8 @@ from statistics import fmean
 from typing import Any
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent / "tests" / "benchmarks"))
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests" / "benchmarks")]
+from _blocks import filled  # noqa: E402 - it lies beside this file
 from bench_selection import TASKS, middle, settings, summary  # noqa: E402 - it is no package
 
 NUMBERS, PAGE = DOCS / "selection.json", DOCS / "samplers.md"
@@ -71,13 +72,8 @@ def page() -> str:
     numbers = json.loads(NUMBERS.read_text())
     if numbers["settings"] != settings():
         raise SystemExit(f"{NUMBERS.name} has the numbers of other settings: run bench_selection.py again")
-    text = PAGE.read_text(encoding="utf-8")
-    for name, part in (("trained", table(numbers["runs"])), ("finals", finals(numbers["runs"]))):
-        begin, end = f"<!-- begin {name}", f"<!-- end {name} -->"
-        before, _, rest = text.partition(begin)
-        first, _, _ = rest.partition("\n")
-        text = f"{before}{begin}{first}\n{part}\n{end}{rest.partition(end)[2]}"
-    return text
+    parts = {"trained": table(numbers["runs"]), "finals": finals(numbers["runs"])}
+    return filled(PAGE.read_text(encoding="utf-8"), parts)
 
 
 if __name__ == "__main__":

@@ -252,11 +252,15 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
     done = grpo(here, "train", *chosen, *SMALL, "--sampler", "round_robin", "--output", "run",
                 "--set", "trainer.steps=2")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    names = {key for row in metrics(here / "run") for key in row}
-    for task, claims in {"plain": False, "declared": True, "set": True}.items():
-        assert f"validation/{task}/reward" in names
+    rows = metrics(here / "run")
+    names = {key for row in rows for key in row}
+    for task, headline in {"plain": "reward", "declared": "accuracy", "set": "accuracy"}.items():
         claimed = {f"accuracy/{task}", f"validation/{task}/accuracy", f"validation/{task}/accuracy_low"}
-        assert names & claimed == (claimed if claims else set()), task
+        assert names & claimed == (claimed if headline == "accuracy" else set()), task
+        first, last = (row[f"validation/{task}/{headline}"] for row in (rows[0], rows[-1]))
+        shown = "{:.1%} -> {:.1%}" if headline == "accuracy" else "{:.4g} -> {:.4g}"
+        assert f"{task}: validation {headline} {shown.format(first, last)}" in done.stdout.splitlines()[-1]
+    assert done.stdout.splitlines()[-1].startswith("finished: ")
 
 
 @pytest.mark.long

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +56,21 @@ def with_row(given: Batch, place: int, *, logprob: float | None = None, advantag
     return attrs.evolve(given, rows=tuple(rows))
 
 
+@contextlib.asynccontextmanager
+async def running(trainer: ProcessTrainer) -> AsyncIterator[ProcessTrainer]:
+    """A trainer that has started, and is closed in the end."""
+    try:
+        await trainer.started()
+        yield trainer
+    finally:
+        await trainer.aclose()
+
+
 async def trained(
     given: Any, batches: list[Any], *, before: Path | None = None, save: Path | None = None
 ) -> tuple[Any, list[Any]]:
     """The published weights, and the results of the steps; saves the state before them and after them."""
-    trainer = ProcessTrainer(given)
-    try:
-        await trainer.started()
+    async with running(ProcessTrainer(given)) as trainer:
         if before is not None:
             await (await trainer.save(before))()
         results = [await trainer.step(each) for each in batches]
@@ -68,8 +78,6 @@ async def trained(
         if save is not None:
             await (await trainer.save(save))()
         return dict(read_weights(weights)), results
-    finally:
-        await trainer.aclose()
 
 
 def run(story: Any) -> Any:
@@ -226,6 +234,33 @@ def test_a_checkpoint_without_the_file_of_a_rank_is_refused(
         run(trained(configured(model, FULL, resume_from=tmp_path / "less"), []))
 
 
+async def killed_in_a_call(
+    trainer: ProcessTrainer, method: str, tmp_path: Path, *, stopped: int, killed: int, reason: str
+) -> None:
+    """Kill a process while the trainer, which holds version 1, is in a call: it ends with the reason."""
+    calls = {
+        "step": lambda: trainer.step(batch(ragged(groups=60, size=8), step=1)),
+        "publish": trainer.publish,
+        "save": lambda: trainer.save(tmp_path / "new"),
+    }
+    os.kill(stopped, signal.SIGSTOP)
+    call = asyncio.create_task(calls[method]())
+    await asyncio.sleep(0.2)
+    os.kill(killed, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(TrainerError, match=reason):
+        await call
+    assert time.monotonic() - began < 5
+
+
+async def hung(trainer: ProcessTrainer, rank: int, told: str) -> None:
+    """Stop the process of a rank: the trainer ends at its deadline, and says so."""
+    trainer._deadline = 3.0
+    os.kill(rank, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded, match=told):
+        await trainer.step(batch(ragged(groups=3)))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "method",
@@ -239,29 +274,14 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
     model: str, tmp_path: Path, method: str
 ) -> None:
     async def story() -> None:
-        trainer = ProcessTrainer(setup(model, ranks=3, updates_per_step=1))
-        try:
-            await trainer.started()
+        async with running(ProcessTrainer(setup(model, ranks=3, updates_per_step=1))) as trainer:
             await trainer.step(batch(ragged(groups=3)))
-            calls = {
-                "step": lambda: trainer.step(batch(ragged(groups=60, size=8), step=1)),
-                "publish": trainer.publish,
-                "save": lambda: trainer.save(tmp_path / "new"),
-            }
             pids = [child.pid for child in trainer.children]
-            os.kill(pids[1], signal.SIGSTOP)
-            call = asyncio.create_task(calls[method]())
-            await asyncio.sleep(0.2)
-            os.kill(pids[1], signal.SIGKILL)
-            began = time.monotonic()
-            with pytest.raises(TrainerError, match=r"trainer rank 1 died \(killed by SIGKILL\)"):
-                await call
-            assert time.monotonic() - began < 5
+            reason = r"trainer rank 1 died \(killed by SIGKILL\)"
+            await killed_in_a_call(trainer, method, tmp_path, stopped=pids[1], killed=pids[1], reason=reason)
             for pid in pids:
                 with pytest.raises(ProcessLookupError):
                     os.kill(pid, 0)
-        finally:
-            await trainer.aclose()
 
     run(story())
 
@@ -269,15 +289,9 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
 @pytest.mark.long
 def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(model: str) -> None:
     async def story() -> None:
-        trainer = ProcessTrainer(setup(model, ranks=2))
-        try:
-            await trainer.started()
-            trainer._deadline = 3.0
-            os.kill(trainer.children[1].pid, signal.SIGSTOP)
-            with pytest.raises(DeadlineExceeded, match=r"trainer rank \d: no answer to 'train' within 3 s"):
-                await trainer.step(batch(ragged(groups=3)))
-        finally:
-            await trainer.aclose()
+        async with running(ProcessTrainer(setup(model, ranks=2))) as trainer:
+            told = r"trainer rank \d: no answer to 'train' within 3 s"
+            await hung(trainer, trainer.children[1].pid, told)
 
     run(story())
 

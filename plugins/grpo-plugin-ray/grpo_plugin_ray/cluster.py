@@ -163,14 +163,17 @@ async def call(worker: Any, method: str, *args: Any, who: str) -> Any:
     return await answer_of(getattr(worker, method).remote(*args), who=who)
 
 
-async def answer_of(reference: Any, *, who: str) -> Any:
-    """Await the answer of a call that an actor has been sent; raises as ``call`` does."""
+async def answer_of(reference: Any, *, who: str, kept: type[Exception] = GrpoError) -> Any:
+    """Await the answer of a call that an actor has been sent; raises as ``call`` does.
+
+    ``kept``: class of the errors that are raised as they are.
+    """
     ray = load()
     try:
         return await reference
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
-        told = cause if isinstance(cause, GrpoError) else EngineError(f"{who}: {cause!r}")
+        told = cause if isinstance(cause, kept) else EngineError(f"{who}: {cause!r}")
         raise told from RemoteTraceback(str(error))
     except ray.exceptions.RayError as error:
         raise ChildDied(f"{who} is gone: {brief(error)}") from error

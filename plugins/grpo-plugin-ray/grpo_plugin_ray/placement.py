@@ -63,8 +63,7 @@ class RayPlacement:
                 f"trainer.ranks = {trainer.ranks}: Ray reserves one GPU for a trainer of this machine; set "
                 'trainer.name = "ray", whose ranks are in Ray workers, or trainer.device = "cpu"'
             )
-        if trainer is not None and (trainer.gpus or trainer.device.startswith("cuda:")):
-            given = f"gpus = {trainer.gpus}" if trainer.gpus else f'device = "{trainer.device}"'
+        if trainer is not None and (given := named_gpus(trainer)):
             raise ConfigError(
                 f"trainer.{given}: Ray reserves a GPU of this machine for the trainer; leave it out"
             )
@@ -133,6 +132,13 @@ class RayPlacement:
             ),
             resources={"num_cpus": 1, "scheduling_strategy": STRATEGIES["spread"]},
         )
+
+
+def named_gpus(trainer: TrainerConfig) -> str:
+    """Return the key that names GPUs of a machine, with its value; empty if there is none."""
+    if trainer.gpus:
+        return f"gpus = {trainer.gpus}"
+    return f'device = "{trainer.device}"' if trainer.device.startswith("cuda:") else ""
 
 
 def from_here(env_vars: Mapping[str, str]) -> dict[str, str]:

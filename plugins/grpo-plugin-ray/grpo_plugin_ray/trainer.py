@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 from attrs import evolve, frozen
 
 from grpo_core import ChildDied, ConfigError, DeadlineExceeded, GrpoError, TrainerError, TrainerSetup
-from grpo_core.engine_kit import Child, ProcessTrainer, RankProcess, RemoteTraceback, TrainerConfig
-from grpo_plugin_ray.cluster import PluginRequirement, brief, load, where
-from grpo_plugin_ray.placement import NO_GPU
+from grpo_core.engine_kit import Child, ProcessTrainer, RankProcess, TrainerConfig
+from grpo_plugin_ray.cluster import PluginRequirement, answer_of, load, where
+from grpo_plugin_ray.placement import NO_GPU, named_gpus
 
 GRACE = 15.0
 """Seconds for an actor to kill a rank that is late, and to say so."""
@@ -71,10 +71,10 @@ class RankWorker:
             port: int = probe.getsockname()[1]
         return RankPlace(who=self._who, address=address, port=port)
 
-    async def start(self, target: str, setup: TrainerSetup, address: str, seconds: float) -> Any:
+    async def start(self, target: str, setup: TrainerSetup, seconds: float) -> Any:
         """Start the rank, and wait for it; raises what ``Child.started`` raises."""
         _prepare_files(self._who, self._directory, setup)
-        variables = {**_interfaces(address), **setup.env_vars}
+        variables = {**_interfaces(setup.collective_host), **setup.env_vars}
         log = Path(setup.log).with_stem(f"trainer-{setup.rank}") if setup.log else None
         self._child = Child(target, {"setup": setup}, name=self._who, environ=variables, log=log)
         self._begun.set()
@@ -160,25 +160,22 @@ class RayRank(RankProcess):
         actor: Any = load().remote(RankWorker)
         origin = PluginRequirement.software("torch", "transformers")
         self._worker = actor.options(max_restarts=0, **resources).remote(name, origin, os.getcwd())
-        self._place: RankPlace | None = None
         self._death: GrpoError | None = None
         self._dies: Any = None
 
     async def place(self, *, seconds: float) -> RankPlace:
         """Return where it is, once its worker runs.  Raises PluginError, ChildDied, DeadlineExceeded."""
-        self._place = await self._answer(self._worker.place.remote(), seconds, "place")
-        self.name = self._place.who
-        return self._place
+        place: RankPlace = await self._answer(self._worker.place.remote(), seconds, "place")
+        self.name = place.who
+        self._setup = evolve(self._setup, collective_host=place.address)
+        return place
 
     def meet(self, rendezvous: str) -> None:
         """Say where the ranks find each other."""
         self._setup = evolve(self._setup, rendezvous=rendezvous)
 
     async def started(self, *, seconds: float) -> Any:
-        assert self._place is not None, "place comes first"
-        address = self._place.address
-        setup = evolve(self._setup, collective_host=address)
-        begun = self._worker.start.remote(self._target, setup, address, seconds)
+        begun = self._worker.start.remote(self._target, self._setup, seconds)
         return await self._answer(begun, seconds, "start")
 
     async def call(self, method: str, *args: Any, seconds: float | None) -> Any:
@@ -188,9 +185,9 @@ class RayRank(RankProcess):
         if self._dies is None:
             self._dies = self._worker.died.remote()
         try:
-            reason: GrpoError = await self._dies
-        except load().exceptions.RayError as error:
-            reason = self._gone(error)
+            reason: GrpoError = await answer_of(self._dies, who=self.name)
+        except ChildDied as error:
+            reason = self._death or error
         return reason
 
     def kill(self, why: GrpoError | None = None) -> None:
@@ -207,23 +204,18 @@ class RayRank(RankProcess):
         """Return an answer of the actor; raises what the rank raised, ChildDied or DeadlineExceeded."""
         if self._death is not None:
             raise self._death
-        ray = load()
         try:
-            async with asyncio.timeout(None if seconds is None else seconds + GRACE):
-                return await reference
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            told = cause if isinstance(cause, Exception) else TrainerError(f"{self.name}: {brief(error)}")
-            raise told from RemoteTraceback(str(error))
-        except ray.exceptions.RayError as error:
-            raise self._gone(error) from error
+            async with asyncio.timeout(None if seconds is None else seconds + GRACE) as limit:
+                # a trainer tells a disk's errors from others
+                return await answer_of(reference, who=self.name, kept=Exception)
+        except ChildDied as error:
+            raise self._death or error from error.__cause__
         except TimeoutError:
+            if not limit.expired():  # it is the rank's own
+                raise
             late = DeadlineExceeded(f"{self.name}: no answer to {method!r} within {seconds:g} s; killed")
             self.kill(late)
             raise late from None
-
-    def _gone(self, error: BaseException) -> GrpoError:
-        return self._death or ChildDied(f"{self.name} is gone: {brief(error)}")
 
 
 class RayTrainer(ProcessTrainer):
@@ -255,8 +247,7 @@ class RayTrainer(ProcessTrainer):
     @classmethod
     def check(cls, config: TrainerConfig) -> None:
         """Raise ConfigError for keys that name GPUs."""
-        if config.gpus or config.device.startswith("cuda:"):
-            given = f"gpus = {config.gpus}" if config.gpus else f'device = "{config.device}"'
+        if given := named_gpus(config):
             raise ConfigError(f"trainer.{given}: Ray chooses the GPUs of the ranks; leave it out")
 
     def _rendezvous(self) -> str:

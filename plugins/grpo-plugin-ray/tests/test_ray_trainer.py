@@ -18,11 +18,11 @@ import pytest
 from killing import left_after
 from plane_runs import PlaneRun, train
 from test_cli import grpo
-from test_ranks import batch, batches, model, ragged, run, setup
+from test_ranks import batch, batches, hung, killed_in_a_call, model, ragged, run, running, setup
 
 pytest.importorskip("grpo_plugin_ray")
 
-from grpo_core import ConfigError, DeadlineExceeded, PluginError, TrainerError
+from grpo_core import ConfigError, PluginError, TrainerError
 from grpo_core.app.preflight import check
 from grpo_core.commands.running import configured
 from grpo_core.engine_kit import ProcessTrainer, read_weights
@@ -120,8 +120,7 @@ def spread(model: str, **options: Any) -> RayTrainer:
 
 async def trained(trainer: ProcessTrainer, directory: Path) -> tuple[list[str], dict[str, Any], list[Any]]:
     """Train some steps; return the ranks' addresses, the published weights, and the metrics."""
-    try:
-        await trainer.started()
+    async with running(trainer):
         results = [await trainer.step(each) for each in batches(3)]
         weights = await trainer.publish()
         await (await trainer.save(directory))()
@@ -133,8 +132,6 @@ async def trained(trainer: ProcessTrainer, directory: Path) -> tuple[list[str], 
             for result in results
         ]
         return [address for address, *_ in said], copies, metrics
-    finally:
-        await trainer.aclose()
 
 
 @pytest.mark.slow
@@ -186,13 +183,9 @@ def rank_below(actor: int) -> int:
 @pytest.mark.slow
 def test_ranks_listen_at_their_machines_address_in_the_cluster_alone(joined, model):
     async def story() -> None:
-        trainer = spread(model, ranks=2)
-        try:
-            await trainer.started()
+        async with running(spread(model, ranks=2)) as trainer:
             here = [listening(of_rank(trainer, number)[1]) for number in range(2)]
             assert {address for each in here for address in each} == {"0100007F", "0200007F"}
-        finally:
-            await trainer.aclose()
 
     run(story())
 
@@ -210,28 +203,13 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
     joined, model, tmp_path, method, victim, reason
 ):
     async def story() -> None:
-        trainer = spread(model, ranks=3, updates_per_step=1)
-        try:
-            await trainer.started()
+        async with running(spread(model, ranks=3, updates_per_step=1)) as trainer:
             await trainer.step(batch(ragged(groups=3)))
-            calls = {
-                "step": lambda: trainer.step(batch(ragged(groups=60, size=8), step=1)),
-                "publish": trainer.publish,
-                "save": lambda: trainer.save(tmp_path / "new"),
-            }
             everybody = [pid for number in range(3) for pid in of_rank(trainer, number)]
             actor, rank = of_rank(trainer, 1)
-            os.kill(rank, signal.SIGSTOP)
-            call = asyncio.create_task(calls[method]())
-            await asyncio.sleep(0.2)
-            os.kill(rank if victim == "rank" else actor, signal.SIGKILL)
-            began = time.monotonic()
-            with pytest.raises(TrainerError, match=reason):
-                await call
-            assert time.monotonic() - began < 5
+            pid = rank if victim == "rank" else actor
+            await killed_in_a_call(trainer, method, tmp_path, stopped=rank, killed=pid, reason=reason)
             assert left_after(everybody, 5.0) == []
-        finally:
-            await trainer.aclose()
 
     run(story())
 
@@ -241,9 +219,7 @@ def test_a_rank_that_is_killed_ends_the_trainer_with_its_name(
 def test_a_machine_that_is_lost_ends_the_trainer(joined, model):
     async def story() -> None:
         machine = joined.add_node(num_cpus=4, node_ip_address="127.0.0.3")
-        trainer = spread(model, ranks=3)
-        try:
-            await trainer.started()
+        async with running(spread(model, ranks=3)) as trainer:
             watching = asyncio.create_task(trainer.watch())
             await asyncio.sleep(0.5)
             joined.remove_node(machine, allow_graceful=False)
@@ -251,8 +227,6 @@ def test_a_machine_that_is_lost_ends_the_trainer(joined, model):
             with pytest.raises(TrainerError, match=r"trainer rank \d \(.*\) is gone: Actor"):
                 await asyncio.wait_for(watching, 60)
             assert time.monotonic() - began < 5
-        finally:
-            await trainer.aclose()
 
     run(story())
 
@@ -260,17 +234,13 @@ def test_a_machine_that_is_lost_ends_the_trainer(joined, model):
 @pytest.mark.slow
 def test_a_death_between_two_calls_is_noticed(joined, model):
     async def story() -> None:
-        trainer = spread(model, ranks=2)
-        try:
-            await trainer.started()
+        async with running(spread(model, ranks=2)) as trainer:
             watching = asyncio.create_task(trainer.watch())
             await asyncio.sleep(0.2)
             assert not watching.done()
             os.kill(of_rank(trainer, 1)[1], signal.SIGKILL)
             with pytest.raises(TrainerError, match=r"trainer rank 1 \(.*\) died \(killed by SIGKILL\)"):
                 await asyncio.wait_for(watching, 5)
-        finally:
-            await trainer.aclose()
 
     run(story())
 
@@ -278,15 +248,9 @@ def test_a_death_between_two_calls_is_noticed(joined, model):
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(joined, model):
     async def story() -> None:
-        trainer = spread(model, ranks=2)
-        try:
-            await trainer.started()
-            trainer._deadline = 3.0
-            os.kill(of_rank(trainer, 1)[1], signal.SIGSTOP)
-            with pytest.raises(DeadlineExceeded, match=r"trainer rank \d \(.*\): no answer to 'train'"):
-                await trainer.step(batch(ragged(groups=3)))
-        finally:
-            await trainer.aclose()
+        async with running(spread(model, ranks=2)) as trainer:
+            told = r"trainer rank \d \(.*\): no answer to 'train' within 3 s"
+            await hung(trainer, of_rank(trainer, 1)[1], told)
 
     run(story())
 
@@ -295,12 +259,9 @@ def test_a_rank_that_hangs_ends_the_trainer_at_its_deadline(joined, model):
 def test_a_cluster_without_room_is_an_error_with_what_the_ranks_ask_for(joined, model):
     async def story() -> None:
         given = attrs.evolve(setup(model, device="cpu", ranks=50), transport="collective")
-        trainer = RayTrainer(given, start_deadline=2.0)
-        try:
-            with pytest.raises(TrainerError, match=r"ranks = 50: the cluster has had no room .*2 s.*CPU"):
-                await trainer.started()
-        finally:
-            await trainer.aclose()
+        with pytest.raises(TrainerError, match=r"ranks = 50: the cluster has had no room .*2 s.*CPU"):
+            async with running(RayTrainer(given, start_deadline=2.0)):
+                pass
 
     run(story())
 
@@ -308,13 +269,9 @@ def test_a_cluster_without_room_is_an_error_with_what_the_ranks_ask_for(joined, 
 @pytest.mark.slow
 def test_an_error_of_a_rank_is_told_as_one_of_this_machine(joined, model):
     async def story() -> None:
-        trainer = spread(model, ranks=2)
-        try:
-            await trainer.started()
+        async with running(spread(model, ranks=2)) as trainer:
             with pytest.raises(TrainerError, match="step 7 was asked of a trainer that holds version 0"):
                 await trainer.step(batch(ragged(groups=3), step=7))
-        finally:
-            await trainer.aclose()
 
     run(story())
 
