@@ -285,7 +285,9 @@ def main() -> None:
     """Run the command line; print errors as one message and exit with their status."""
     from grpo_core.complaints import complain, make_log_inert, unexpected
     from grpo_core.errors import ConfigError, GrpoError
+    from grpo_core.garbage import collect_rarely
 
+    collect_rarely()
     make_log_inert()
     try:
         arguments = _with_values(sys.argv[1:])

@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import gc
 import importlib
 import io
 import itertools
@@ -48,6 +47,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from attrs import frozen
 
 from grpo_core import errors, orphans
+from grpo_core.garbage import collect_rarely, spare_the_collector
 
 if TYPE_CHECKING:
     from grpo_core.interpreters import Interpreter
@@ -469,6 +469,7 @@ class Connection:
 def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
     """Run the child process; see ``Connection``."""
     die_with(parent)
+    collect_rarely()
     sys.stdout, sys.stderr = _log(1), _log(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=fd), own_errors_only=own_errors_only)
@@ -500,12 +501,6 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
     """Make a directory for temporary files, which is removed also if this process is killed (Linux only)."""
     return _MARKS.directory()
-
-
-def spare_the_collector() -> None:
-    """Let the garbage collector pass over what lives now: imported libraries take it 0.1 s each time."""
-    gc.collect()
-    gc.freeze()
 
 
 class _LogFile(io.FileIO):

@@ -26,7 +26,7 @@ SMALL = [
 SORT = ["--env", "math:sort", "--set", "tasks.sort.options.length=3"]
 
 ENVIRONMENTS = '''
-import os, time
+import os, sys, time
 import grpo_core as grpo
 
 class Words(grpo.Environment):
@@ -83,6 +83,12 @@ class Dies(Words):
 class OneBadPrompt(Words):
     def judge(self, e):
         return {}["gold"] if e.prompt.messages[0]["content"] == "t7=" else super().judge(e)
+
+class Loaded(grpo.Tracker):
+    """Tells at its end which large libraries this process has imported."""
+    def __init__(self, run): ...
+    def close(self):
+        print("LOADED", *sorted({"torch", "transformers", "torchdata"} & set(sys.modules)))
 
 class TooFew:
     def sample(self, loaders, request):
@@ -250,8 +256,10 @@ def test_accuracy_is_claimed_only_where_a_success_is_declared(here):
              "tasks.set.env": "./envs.py:Digits", "tasks.set.success": "0.5"}  # fmt: skip
     chosen = [part for key, value in tasks.items() for part in ("--set", f"{key}={value}")]
     done = grpo(here, "train", *chosen, *SMALL, "--sampler", "round_robin", "--output", "run",
-                "--set", "trainer.steps=2")  # fmt: skip
+                "--set", "trainer.steps=2",
+                "--set", 'tracking.trackers=["files", "./envs.py:Loaded"]')  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "LOADED transformers\n" in done.stdout, "the main process imports no torch"
     rows = metrics(here / "run")
     names = {key for row in rows for key in row}
     for task, headline in {"plain": "reward", "declared": "accuracy", "set": "accuracy"}.items():

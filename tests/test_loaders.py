@@ -116,13 +116,15 @@ def test_a_task_without_prompts_is_an_error():
         TaskLoader("a", [], seed=0).take(1)
 
 
-def test_torch_is_not_imported_before_the_first_draw():
+def test_torch_is_not_imported_unless_workers_read_ahead():
     code = """if True:
         import sys
         from grpo_core.data.loaders import TaskLoader
         from grpo_core.records import Prompt
         loader = TaskLoader("a", [Prompt(messages="x", id="0")], seed=0)
+        loader.take(3)
         loader.load_state_dict(loader.state_dict())
+        loader.take(1)
         print("torch" in sys.modules)
     """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -188,4 +190,21 @@ def test_a_stream_with_workers_is_resumed_at_every_position_of_two_epochs():
 def test_workers_read_ahead_and_change_nothing():
     alone, helped = (TaskLoader("a", prompts(7), seed=0, workers=workers) for workers in (0, 2))
     assert [ids(helped.take(n)) for n in (1, 9, 4)] == [ids(alone.take(n)) for n in (1, 9, 4)]
-    assert {**helped.state_dict(), "dataloader": None} == {**alone.state_dict(), "dataloader": None}
+    assert helped.state_dict() == alone.state_dict()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
+def test_a_stream_is_resumed_with_another_number_of_workers(before, after):
+    loader = TaskLoader("a", prompts(7), seed=5, workers=before)
+    taken = ids(loader.take(9))
+    assert taken + ids(resumed(loader.state_dict(), 7, after).take(5)) == ids(
+        TaskLoader("a", prompts(7), seed=5).take(14)
+    )
+
+
+def test_a_state_that_has_the_position_of_torchdata_as_well_is_resumed():
+    loader = TaskLoader("a", prompts(7), seed=5)
+    loader.take(9)
+    state = {**loader.state_dict(), "dataloader": {"_sampler_iter_yielded": 3}}
+    assert resumed(state, 7, 0).take(5) == loader.take(5)

@@ -214,9 +214,12 @@ async def choose_devices(config: Config, run: RunContext) -> Devices:
     return devices
 
 
-def _import_what_is_needed_soon() -> None:
+def _import_what_is_needed_soon(config: Config) -> None:
     """Import modules that take a second, while the trainer starts."""
-    for module in ("transformers.tokenization_utils_tokenizers", "torchdata.stateful_dataloader"):
+    modules = ["transformers.tokenization_utils_tokenizers"]
+    if any(task.source.workers for task in config.tasks.values()):
+        modules.append("torchdata.stateful_dataloader")
+    for module in modules:
         importlib.import_module(module)
 
 
@@ -264,7 +267,7 @@ class Assembly:
         trainer = self.trainer(start, teacher)
         buffer = make_buffer(config.trainer, config.pipeline, config.rollout)
         engine, validation_engine = self.engine(model), self.validation_engine(model)
-        await asyncio.to_thread(_import_what_is_needed_soon)
+        await asyncio.to_thread(_import_what_is_needed_soon, config)
         await trainer.started()  # after the imports: a trainer in a thread may import the same
         if renderer is None:
             renderer = await self.renderer(model)

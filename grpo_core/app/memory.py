@@ -344,10 +344,14 @@ def footprint(
 
     Raises ModelError if the configuration makes no model.
     """
-    import torchdata.stateful_dataloader  # noqa: F401 - as the main process does
-    import transformers.tokenization_utils_tokenizers  # noqa: F401 - as it does, too
+    import transformers.tokenization_utils_tokenizers  # noqa: F401 - as the main process does
+
+    main = machine.resident()
+    import torchdata.stateful_dataloader  # noqa: F401 - as it does if prompts are read ahead, and an engine
 
     with_torch = machine.resident()
+    if any(task.source.workers for task in config.tasks.values()):
+        main = with_torch
     from grpo_core.training.activations import shapes
 
     model = shapes(directory, trust_remote_code=config.model.trust_remote_code)
@@ -358,7 +362,7 @@ def footprint(
     microbatch = largest_microbatch(config, directory, model.vocabulary, trainer_device(config, gpus))
     elsewhere = ["engine"] * remote + ["trainer"] * (trainer_here(config.trainer, host) is None)
     missing = _not_told(config, processes, elsewhere)
-    found = [ProcessMemory(name="main", parts=(_base(with_torch), *_copies(config, processes)))]
+    found = [ProcessMemory(name="main", parts=(_base(main), *_copies(config, processes)))]
     for process in processes:
         parts = (_base(bases.get(process.name, with_torch)), *process.parts)
         if process.name == "trainer":

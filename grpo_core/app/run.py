@@ -36,6 +36,7 @@ from grpo_core.app.tasks import Tasks
 from grpo_core.config import Config, as_table
 from grpo_core.errors import ConfigError, describe
 from grpo_core.events import ErrorRaised, Event, RunEnded, RunStarted, Validated
+from grpo_core.garbage import spare_the_collector
 from grpo_core.incidents import Incident, Lines, report, reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
@@ -44,7 +45,7 @@ from grpo_core.loop.rendering import Renderer
 from grpo_core.loop.retention import Retention
 from grpo_core.model_sources import ModelRequest, model_source
 from grpo_core.plugins.host import PluginHost
-from grpo_core.processes import scratch_directory, spare_the_collector
+from grpo_core.processes import scratch_directory
 from grpo_core.protocols import Engine, Tracker
 from grpo_core.reporting.room import DiskRoom
 from grpo_core.reporting.selection import make_trackers

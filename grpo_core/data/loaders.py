@@ -1,9 +1,8 @@
 """The endless stream of one task's prompts, which is reshuffled each epoch and resumes exactly.
 
 The order of an epoch is a function of (seed, task, epoch), so the state is two numbers and a resumed run
-draws what the uninterrupted run would have drawn.  The loader is torchdata's, with an explicit stateful
-sampler that returns as many indices as requested; workers, which read ahead, get one index at a time.
-(With ``shuffle=True`` and no workers, torchdata's own sampler continues in another order after a resume.)
+draws what the uninterrupted run would have drawn, with any number of workers.  Workers, which read ahead,
+are torchdata's and get one index at a time.  Without them torch is not imported, which takes a second.
 """
 
 from __future__ import annotations
@@ -95,9 +94,10 @@ class TaskLoader:
         self._seed = seed
         self._workers = workers
         self._taken = 0
-        self._restored: dict[str, Any] | None = None
-        self._offered: ShuffledIndices | None = None
-        """The order once a sampler has asked for offers: then no prompts are read ahead."""
+        self._offers = False
+        """Whether a sampler has asked for offers: then no prompts are read ahead."""
+        self._order: ShuffledIndices | None = None
+        """The order from here, where this process reads the prompts itself."""
         self._dataloader: StatefulDataLoader | None = None
         self._stream: Iterator[list[Prompt]] = iter(())
 
@@ -107,9 +107,7 @@ class TaskLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the position; a copy continues there with its own workers."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_indices"}
-        restored = self._restored if self._dataloader is None else self._dataloader.state_dict()
-        return {**state, "_restored": restored, "_dataloader": None, "_stream": None}
+        return {**self.__dict__, "_dataloader": None, "_stream": None}
 
     @property
     def epoch(self) -> float:
@@ -120,25 +118,20 @@ class TaskLoader:
         """Return the next ``n`` prompts."""
         if n < 1:
             return []
-        if self._offered is not None:
-            return self.prompts_at(self.offer(n))
+        if self._offers or not self._workers:
+            return self.prompts_at(self._draw(n))
         if self._dataloader is None:
             self._dataloader = self._open()
             self._stream = iter(self._dataloader)
         self._taken += n
-        if self._workers:
-            return [prompt for _ in range(n) for prompt in next(self._stream)]
-        self._indices.want = n
-        return next(self._stream)
+        return [prompt for _ in range(n) for prompt in next(self._stream)]
 
     def offer(self, n: int) -> list[int]:
         """Return the places, in the task's data, of the next ``n`` prompts."""
-        if self._offered is None:
-            self._offered = self._order_from_here()
-            self._dataloader, self._stream, self._restored = None, iter(()), None
-        self._taken += n
-        self._offered.want = n
-        return next(self._offered) if n else []
+        if not self._offers:
+            self._offers = True
+            self._dataloader, self._stream = None, iter(())
+        return self._draw(n)
 
     def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
         """Return the prompts at places that were offered."""
@@ -147,9 +140,17 @@ class TaskLoader:
     def pass_over(self, place: int, reason: str) -> None:
         """Leave an offered prompt out of this epoch; who draws prompts records it."""
 
+    def _draw(self, n: int) -> list[int]:
+        self._order = self._order or self._order_from_here()
+        self._taken += n
+        self._order.want = n
+        return next(self._order) if n else []
+
     def _order_from_here(self) -> ShuffledIndices:
         if not len(self):
-            return self._indices  # raises PluginError
+            raise PluginError(
+                f"task {self.task!r}: its environment has no training prompts; expected at least one"
+            )
         order = ShuffledIndices(len(self), seed=self._seed, task=self.task)
         epoch, position = divmod(self._taken, len(self))
         order.load_state_dict({"epoch": epoch, "position": position})
@@ -168,9 +169,7 @@ class TaskLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and a fingerprint of the prompts, as JSON values."""
-        state = self._restored if self._dataloader is None else self._dataloader.state_dict()
-        offers = {} if self._offered is None else {"offers": True}
-        return {**self._source, "taken": self._taken, "dataloader": state, **offers}
+        return {**self._source, "taken": self._taken, **({"offers": True} if self._offers else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state.  Raises CheckpointError if it belongs to other prompts or another seed."""
@@ -182,10 +181,8 @@ class TaskLoader:
                     "options and the seed that the run was started with, or start a new run"
                 )
         self._taken = state["taken"]
-        self._restored = state["dataloader"]
-        self._dataloader, self._stream = None, iter(())
-        self._offered = self._order_from_here() if state.get("offers") else None
-        self._indices.load_state_dict({"epoch": 0, "position": 0})  # before the first draw
+        self._dataloader, self._stream, self._order = None, iter(()), None
+        self._offers = bool(state.get("offers"))
 
     def _open(self) -> StatefulDataLoader:
         import torch
@@ -193,26 +190,15 @@ class TaskLoader:
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's call
-            loader = StatefulDataLoader(
+            return StatefulDataLoader(
                 _Rows(self._prompts),
                 batch_size=None,
-                sampler=self._indices,
+                sampler=self._order_from_here(),
                 collate_fn=_as_it_is,
                 generator=torch.Generator(),  # otherwise it draws from torch's global generator
                 num_workers=self._workers,
-                multiprocessing_context=_context() if self._workers else None,
+                multiprocessing_context=_context(),
             )
-        if self._restored is not None:
-            loader.load_state_dict(self._restored)
-        return loader
-
-    @functools.cached_property
-    def _indices(self) -> ShuffledIndices:
-        if not len(self):
-            raise PluginError(
-                f"task {self.task!r}: its environment has no training prompts; expected at least one"
-            )
-        return ShuffledIndices(len(self), seed=self._seed, task=self.task)
 
     @functools.cached_property
     def _index_of(self) -> dict[str, int]:

@@ -1,0 +1,43 @@
+"""The garbage collector runs rarely while libraries are imported, and then as often as it did before."""
+
+import subprocess
+import sys
+
+
+def told(code):
+    done = subprocess.run(
+        [sys.executable, "-c", "import gc\nfrom grpo_core.garbage import *\n" + code],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_an_import_looks_at_its_objects_a_few_times():
+    code = """if True:
+        runs = []
+        gc.callbacks.append(lambda phase, info: runs.append(phase))
+        def made():
+            runs.clear()
+            return [[i] for i in range(200_000)] and len(runs) // 2
+        usual = made()
+        collect_rarely()
+        rarely = made()
+        spare_the_collector()
+        print(usual > 100, rarely < 10, made() > 100)
+    """
+    assert told(code) == ["True", "True", "True"]
+
+
+def test_it_runs_as_often_as_the_program_had_chosen_and_passes_over_what_lives():
+    code = """if True:
+        gc.set_threshold(900, 8, 7)
+        collect_rarely()
+        collect_rarely()
+        kept = [[]]
+        spare_the_collector()
+        print(*gc.get_threshold(), gc.is_tracked(kept), any(each is kept for each in gc.get_objects()))
+        gc.set_threshold(800, 8, 7)
+        spare_the_collector()
+        print(gc.get_threshold()[0])
+    """
+    assert told(code) == ["900", "8", "7", "True", "False", "800"]
