@@ -12,7 +12,7 @@ from functools import partial
 from math import comb, fsum, isfinite, sqrt
 from typing import Literal
 
-Rewards = Sequence[float | None]
+Rewards = Sequence["float | None"]
 """Rewards of one group, or numbers that stand for them."""
 Scale = Literal["group", "batch", "others", "none"]
 """A choice of the standard deviation that divides the differences: that of the group's rewards, of all
@@ -309,7 +309,7 @@ def combine(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> 
 
 # ---------------------------------------------------------------------------------- of turns
 
-Turns = Sequence[Sequence[float] | None]
+Turns = Sequence["Sequence[float] | None"]
 """Rewards of the turns of each rollout of a group; None is a rollout without a reward."""
 
 

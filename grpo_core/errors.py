@@ -22,6 +22,9 @@ prints the message alone, without a traceback, and exits with ``exit_status``: 1
 input is wrong.
 """
 
+from __future__ import annotations
+
+import builtins
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -147,6 +150,7 @@ _NO_MEMORY = (
 
 def out_of_memory(error: BaseException) -> BaseException | None:
     """Return the error that says that memory was missing: this one, its cause, or one of its group."""
+    groups = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.11 brought them
     pending, seen = [error], set()
     while pending:
         each = pending.pop()
@@ -156,11 +160,11 @@ def out_of_memory(error: BaseException) -> BaseException | None:
         if isinstance(each, MemoryError) or any(said in str(each).lower() for said in _NO_MEMORY):
             return each
         pending += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
-        pending += each.exceptions if isinstance(each, BaseExceptionGroup) else []
+        pending += each.exceptions if isinstance(each, groups) else []
     return None
 
 
-def did_you_mean(given: str, known: "list[str] | tuple[str, ...] | set[str]") -> str:
+def did_you_mean(given: str, known: list[str] | tuple[str, ...] | set[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the nearest of ``known``, or an empty string."""
     from difflib import get_close_matches
 

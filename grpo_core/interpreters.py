@@ -14,15 +14,17 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from attrs import frozen
+from packaging.specifiers import SpecifierSet
 
 from grpo_core import lent
 from grpo_core._version import __version__
 from grpo_core.errors import ConfigError
 
-OLDEST = (3, 11)
+OLDEST = (3, 9)
 """The first version of Python that grpo-core's part of an environment runs in."""
 
 LENT: Mapping[str, tuple[int, ...]] = {"attrs": (23, 1), "pluggy": (1, 0), "packaging": (21, 0)}
@@ -84,7 +86,7 @@ class Interpreter:
         if path is None:
             raise ConfigError(f"python = {python!r}: there is no such program")
         found = cls(os.path.abspath(path))  # not resolved: a link tells a virtual environment from its base
-        found._check()
+        _check(found.path)
         return found
 
     def command(self, fd: int) -> list[str]:
@@ -97,20 +99,6 @@ class Interpreter:
         """Return the environment variables of a child: as for the parent, but its programs come first."""
         kept = {name: value for name, value in environ.items() if name != "PYTHONHOME"}
         return {**kept, "PATH": os.pathsep.join([os.path.dirname(self.path), kept.get("PATH", os.defpath)])}
-
-    def _check(self) -> None:
-        version, packages = _probed(self.path)
-        if version < OLDEST:
-            raise ConfigError(
-                f"{self.path} is Python {_dotted(version)}: an environment needs {_dotted(OLDEST)} or newer"
-            )
-        for name, oldest in LENT.items():
-            if name in packages and _numbers(packages[name]) < oldest:
-                raise ConfigError(
-                    f"{self.path} has {name} {packages[name]}, and grpo-core's part of an environment needs "
-                    f"{_dotted(oldest)} or newer: {self.path} -m pip install '{name}>={_dotted(oldest)}', or "
-                    f"uninstall it (grpo-core then brings its own)"
-                )
 
 
 def from_here(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
@@ -130,6 +118,30 @@ def from_here(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
 
 
 @functools.cache
+def _check(path: str) -> None:
+    """Raise ConfigError if an interpreter cannot run grpo-core's part of an environment."""
+    version, packages = _probed(path)
+    if version < OLDEST:
+        raise ConfigError(
+            f"{path} is Python {_dotted(version)}: an environment needs {_dotted(OLDEST)} or newer"
+        )
+    for name, oldest in LENT.items():
+        needs = metadata.metadata(name)["Requires-Python"] or ""
+        lends = _dotted(version) in SpecifierSet(needs)
+        install = f"{path} -m pip install '{name}>={_dotted(oldest)}'"
+        if name in packages and _numbers(packages[name]) < oldest:
+            raise ConfigError(
+                f"{path} has {name} {packages[name]}, and grpo-core's part of an environment needs "
+                f"{_dotted(oldest)} or newer: {install}"
+                f"{', or uninstall it (grpo-core then brings its own)' if lends else ''}"
+            )
+        if name not in packages and not lends:
+            raise ConfigError(
+                f"{path} is Python {_dotted(version)} without {name}, and the {name} "
+                f"{metadata.version(name)} that grpo-core could lend needs Python {needs}: {install}"
+            )
+
+
 def _probed(path: str) -> tuple[tuple[int, ...], Mapping[str, str]]:
     """Return an interpreter's version, and those of the packages of ``LENT`` that it has."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}

@@ -417,7 +417,8 @@ class Connection:
 
     def fail(self, id: int, error: BaseException) -> None:
         """Send an error; one that cannot be pickled or read is sent as a GrpoError with its type and text."""
-        text = errors.shortened("".join(traceback.format_exception(error)), errors.LONGEST_TRACEBACK)
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        text = errors.shortened("".join(lines), errors.LONGEST_TRACEBACK)
         if self._own_errors_only and not isinstance(error, errors.GrpoError):
             error = errors.GrpoError(errors.describe(error))
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from attrs import field, frozen
@@ -17,6 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from grpo_core.errors import DataPlaneError
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from grpo_core.records import Rollout
 
 Ids = NDArray[np.int32]

@@ -16,7 +16,7 @@ def well_formed(value: Any, *, deepest: int = DEEPEST) -> Any:
     """
     if isinstance(value, str):
         return _text(value)
-    if not isinstance(value, Mapping | list | tuple):
+    if not isinstance(value, (Mapping, list, tuple)):
         return value
     if not deepest:
         raise ValueError(f"lists and objects more than {DEEPEST} deep")
@@ -34,7 +34,7 @@ def lone_surrogate(value: Any) -> str:
         return next((c for c in value if "\ud800" <= c <= "\udfff"), "") if _text(value) != value else ""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
-    return next(filter(None, map(lone_surrogate, value)), "") if isinstance(value, list | tuple) else ""
+    return next(filter(None, map(lone_surrogate, value)), "") if isinstance(value, (list, tuple)) else ""
 
 
 def unreadable(surrogate: str) -> str:

@@ -1,24 +1,28 @@
 """Environments in other interpreters: what reaches them, what they need, and what is refused."""
 
+import ast
 import asyncio
 import gzip
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 import venv
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from grpo_core.config import EnvironmentConfig
 from grpo_core.environments.process import EnvironmentProcess
-from grpo_core.errors import ConfigError, SelectionError
-from grpo_core.interpreters import Interpreter
+from grpo_core.errors import ConfigError, GrpoError, SelectionError
+from grpo_core.interpreters import OLDEST, Interpreter
 from grpo_core.plugins.selection import PluginSelection
-from grpo_core.records import Episode, Prompt
+from grpo_core.records import AgentClient, Episode, Prompt
 
 ABROAD = '''
     import json, os, shutil, sys
@@ -61,6 +65,8 @@ ABROAD = '''
                 "prefix": sys.prefix,
                 "version": list(sys.version_info[:2]),
                 "packages": sorted(packages),
+                "modules": [m.__file__ for name, m in sys.modules.items() if name.startswith("grpo_core.")
+                            and getattr(m, "__file__", None)],
                 "python": shutil.which("python"),
                 "secret": os.environ.get("JUDGE_KEY"),
             }
@@ -100,11 +106,10 @@ def abroad(tmp_path, monkeypatch):
     return f"{file}:Abroad"
 
 
-def run(spec, story, *, plugins=(), **config):
+def run(spec, story, *, plugins=(), options=None, log=None, **config):
     async def main():
-        process = EnvironmentProcess(
-            "play", spec, config=EnvironmentConfig(**config), plugins=PluginSelection(allow=plugins)
-        )
+        selection, settings = PluginSelection(allow=plugins), EnvironmentConfig(**config)
+        process = EnvironmentProcess("play", spec, options, config=settings, plugins=selection, log=log)
         try:
             return await story(process)
         finally:
@@ -184,13 +189,247 @@ def test_a_plugin_that_is_not_installed_there_is_missed_there(bare):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("minor", [12, 13, 14])
-def test_newer_versions_of_python_will_do(abroad, minor):
-    pyenv = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")
-    found = [*map(str, pyenv), *filter(None, [shutil.which(f"python3.{minor}")])]
+def test_what_loads_there_is_written_for_the_oldest_python(abroad, bare):
+    ours = Path(__file__).parents[1]
+    ruff = tomllib.loads((ours / "pyproject.toml").read_text())["tool"]["ruff"]
+    targets = ruff["per-file-target-version"]
+    assert set(targets.values()) == {"py{}{}".format(*OLDEST)}
+    written = {file for pattern in targets for each in alternatives(pattern) for file in ours.glob(each)}
+    loaded = {Path(file) for file in told(abroad, python=str(bare))["modules"]}
+    loaded = {file for file in loaded if file.is_relative_to(ours)}
+    assert len(loaded) > 20
+    assert loaded <= written
+    for file in written:
+        ast.parse(file.read_text(), str(file), feature_version=OLDEST)
+
+
+def alternatives(pattern):
+    """Return the patterns that a pattern with ``{a,b}`` stands for."""
+    before, brace, rest = pattern.partition("{")
+    inside, _, after = rest.partition("}")
+    return [before + each + after for each in inside.split(",")] if brace else [pattern]
+
+
+# ---------------------------------------------------------------------------------- other versions of Python
+
+GAME = '''
+    from __future__ import annotations
+
+    import asyncio, sys
+    from pathlib import Path
+    from typing import Optional
+
+    import grpo_core as grpo
+    from grpo_core import advantages, rewards
+
+    class Session:
+        def __init__(self, word):
+            self.word, self.turn = word, asyncio.Lock()
+
+        async def look(self, place: str, depth: Optional[int] = None) -> str:
+            """Looks at a place.
+
+            Args:
+                place: where
+                depth: how far
+            """
+            async with self.turn:
+                await asyncio.sleep(0.01)
+                return f"{self.word} at {place}"
+
+        def stumble(self) -> str:
+            """Stumbles."""
+            raise KeyError("a stone")
+
+    class Game(grpo.Environment):
+        max_turns, concurrency, deadline = 3, 8, 5.0
+
+        def __init__(self, data: Path | None = None, size: int | None = None):
+            assert isinstance(data, Path), type(data)
+            self.gate = asyncio.Semaphore(1)
+
+        def prompts(self, split):
+            return [grpo.Prompt(messages="?", answer="word")]
+
+        def open(self, prompt):
+            session = Session(prompt.answer)
+            asyncio.run(asyncio.sleep(0))  # takes the current event loop away
+            return session
+
+        async def evaluate(self, episodes):
+            async with self.gate:
+                await asyncio.sleep(0.01)
+                (episode,) = episodes
+                if episode.reply == "sleep":
+                    await asyncio.sleep(60)
+                if episode.reply == "raise":
+                    raise ValueError("of theirs")
+                return [grpo.Feedback(reward=1.0, answer=f"{episode.session.word} {sys.version_info[:2]}")]
+
+        async def close(self, session):
+            await asyncio.sleep(0)
+            print(f"closed {session.word}", flush=True)
+
+        async def aclose(self):
+            print("closed the game", flush=True)
+'''
+
+
+@pytest.fixture(scope="module", params=range(OLDEST[1], 15), ids="3.{}".format)
+def version(request):
+    if request.param == sys.version_info.minor:
+        return request.param, sys.executable
+    pyenv = Path.home().glob(f".pyenv/versions/3.{request.param}.*/bin/python")
+    found = [*map(str, pyenv), *filter(None, [shutil.which(f"python3.{request.param}")])]
     if not found:
-        pytest.skip(f"there is no Python 3.{minor} on this machine")
-    assert told(abroad, python=found[0])["version"] == [3, minor]
+        pytest.skip(f"there is no Python 3.{request.param} on this machine")
+    return request.param, found[0]
+
+
+@pytest.fixture(scope="module")
+def home(version, tmp_path_factory):
+    """A virtual environment of a Python, where nothing is installed but what is asked for."""
+    place = tmp_path_factory.mktemp("home") / "venv"
+    subprocess.run([version[1], "-m", "venv", "--without-pip", place], check=True)
+    try:
+        Interpreter.find(str(place))
+    except ConfigError as refusal:
+        asked = shlex.split(str(refusal).rpartition(" -m pip ")[2])  # no pip is installed there
+        pip = [sys.executable, "-m", "pip", "--python", place / "bin" / "python", "--quiet"]
+        done = subprocess.run([*pip, *asked], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{refusal}: {done.stderr}")
+    return place
+
+
+def look(*calls):
+    asked = [{"id": str(i), "function": {"name": name, "arguments": a}} for i, (name, a) in enumerate(calls)]
+    return Episode(
+        prompt=Prompt(messages="?"),
+        messages=({"role": "assistant", "content": "", "tool_calls": asked},),
+        finish_reason="stop",
+        session="s",
+    )
+
+
+@pytest.mark.long
+def test_an_environment_plays_in_every_version_of_python(tmp_path, monkeypatch, version, home):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "game.py").write_text(textwrap.dedent(GAME))
+
+    async def story(process):
+        assert [prompt.answer for prompt in await process.prompts("train")] == ["word"]
+        names = ["s", *"abcdef"]
+        starts = await process.open({name: Prompt(messages="?", id=name, answer=name) for name in names})
+        assert [start.error for start in starts] == [None] * len(names)
+        assert sorted(tool["function"]["name"] for tool in starts[0].tools) == ["look", "stumble"]
+        answered = await process.evaluate([
+            look(("look", {"place": "sea"}), ("stumble", {})), look(("look", {"place": "sky", "depth": 2})),
+        ])  # fmt: skip
+        texts = [[message["content"] for message in feedback.messages] for feedback in answered]
+        assert texts == [["s at sea", "error: KeyError: 'a stone'"], ["s at sky"]]
+        judged = await process.evaluate(
+            [evolve(episode, session=name) for name in names for episode in replied("x")]
+        )
+        assert [each.answer for each in judged] == [f"{name} (3, {version[0]})" for name in names], judged
+        failed = await process.evaluate(replied("raise"))
+        assert (failed[0].reward, failed[0].error) == (None, "ValueError: of theirs")
+        await process.close(["a"])
+        return process.starts
+
+    log, options = tmp_path / "log", {"data": "x", "size": 1}
+    assert run(f"{tmp_path}/game.py:Game", story, options=options, log=log, python=str(home)) == 1
+    *closed, last = log.read_text().splitlines()
+    assert (sorted(closed), last) == ([f"closed {name}" for name in "abcdefs"], "closed the game")
+
+
+PLUGIN = {
+    "their.py": """
+        from grpo_core import Environment, Prompt, hookimpl
+
+        class Sums(Environment):
+            def prompts(self, split):
+                return [Prompt(messages="1+1=", answer="2")]
+
+            def evaluate(self, episodes):
+                return [float(episode.reply == "2") for episode in episodes]
+
+        @hookimpl
+        def grpo_environments():
+            return {"sums": Sums}
+        """,
+    "their-1.0.dist-info/METADATA": "Name: their\nVersion: 1.0\nRequires-Dist: NEEDS\n",
+    "their-1.0.dist-info/entry_points.txt": "[grpo_core]\nsums = their\n",
+}
+
+SHOUTER = """
+    import json, os, sys
+    prompt = sys.stdin.read()
+    reward = float((os.environ["OPENAI_BASE_URL"], prompt) == ("http://127.0.0.1:1/v1", "shout"))
+    print(json.dumps({"reward": reward, "metrics": {"minor": sys.version_info[1]}}))
+"""
+
+
+@pytest.mark.long
+def test_an_agent_and_composed_environments_run_in_every_version_of_python(
+    tmp_path, monkeypatch, version, home
+):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "agent.py").write_text(textwrap.dedent(SHOUTER))
+
+    async def played(process):
+        client = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="k", model="m")
+        return await process.run("s", Prompt(messages="shout"), client)
+
+    feedback = run(f"agent:{tmp_path}/agent.py", played, python=str(home))
+    assert (feedback.reward, feedback.metrics) == (1.0, {"minor": version[0]}), feedback.error
+
+    async def judged(process):
+        return await process.evaluate(replied("2", "3"))
+
+    (tmp_path / "their.py").write_text(textwrap.dedent(PLUGIN["their.py"]))
+    part = {"env": f"{tmp_path}/their.py:Sums"}
+    parts = {"one": {**part, "weight": 2}, "two": part}
+    judgements = run("compose", judged, options={"parts": parts}, python=str(home))
+    assert [each.reward for each in judgements] == [3.0, 0.0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("needs", ["grpo-core>=0.1", "grpo-core>=99"])
+def test_a_plugin_is_found_in_every_version_of_python(tmp_path, monkeypatch, home, needs):
+    (packages,) = home.glob("lib/python*/site-packages")
+    first, hidden = tmp_path, packages
+    monkeypatch.setenv("PYTHONPATH", str(first))
+    for name, text in PLUGIN.items():
+        for place, requirement in ((first, needs), (hidden, "grpo-core>=98")):
+            (place / name).parent.mkdir(exist_ok=True)
+            (place / name).write_text(textwrap.dedent(text).replace("NEEDS", requirement))
+
+    async def story(process):
+        return await process.evaluate(replied("2"))
+
+    if needs == "grpo-core>=99":
+        with pytest.raises(GrpoError, match=r"it needs grpo-core>=99, this is"):
+            run("sums:sums", story, plugins=("sums",), python=str(home))
+    else:
+        assert [each.reward for each in run("sums:sums", story, plugins=("sums",), python=str(home))] == [1.0]
+
+
+@pytest.mark.long
+def test_a_call_is_cancelled_at_its_deadline_in_every_version_of_python(tmp_path, monkeypatch, version, home):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "game.py").write_text(textwrap.dedent(GAME))
+
+    async def story(process):
+        (late,) = await answers(process, "sleep")
+        (next,) = await process.evaluate(replied("x"))
+        return late.error, next.reward, process.starts
+
+    error, reward, starts = run(
+        f"{tmp_path}/game.py:Game", story, options={"data": "x"}, deadline=0.5, python=str(home)
+    )
+    assert "no answer to 'evaluate' within 0.5 s; cancelled" in error
+    assert (reward, starts) == (1.0, 1)
 
 
 # ---------------------------------------------------------------------------------- what is refused
@@ -206,7 +445,7 @@ def program(tmp_path, says):
 @pytest.mark.parametrize(
     ("says", "why"),
     [
-        ("[[3, 9, 18], {}]", r"is Python 3.9.18: an environment needs 3.11 or newer"),
+        ("[[3, 8, 18], {}]", r"is Python 3.8.18: an environment needs 3.9 or newer"),
         ('[[3, 12, 1], {"attrs": "19.3.0"}]', r"has attrs 19.3.0.*-m pip install 'attrs>=23.1'"),
         ("hello", r"does not answer as a Python interpreter"),
     ],

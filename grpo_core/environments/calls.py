@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -18,6 +19,11 @@ from attrs import define, field, frozen
 
 from grpo_core.errors import DeadlineExceeded
 from grpo_core.processes import Call, Connection
+
+if sys.version_info >= (3, 11):
+    from asyncio import Runner
+else:
+    from grpo_core.environments.runner import Runner
 
 T = TypeVar("T")
 
@@ -66,7 +72,7 @@ class Calls:
 
     def __init__(self, who: str, at_once: int = 0) -> None:
         self._who, self._at_once = who, at_once
-        self._runner = asyncio.Runner()
+        self._runner = Runner()
         self._running: dict[int, _Running] = {}
         self._ended: deque[_Running] = deque()
         """Calls whose awaitables are done, so that their next steps may run."""
@@ -81,7 +87,7 @@ class Calls:
         results: list[Any] | None = None
         while True:
             try:
-                awaitables = steps.send(results)  # type: ignore[arg-type]  # None begins
+                awaitables = self._next(steps, results)
             except StopIteration as end:
                 result: T = end.value
                 return result
@@ -121,6 +127,11 @@ class Calls:
                 self._running[call.id] = _Running(call.id, call.method, begun)
                 self._step(self._running[call.id], connection)
 
+    def event(self) -> asyncio.Event:
+        """Make an event for which calls may wait."""
+        self._make_current()
+        return asyncio.Event()
+
     def cancel_all(self) -> list[Awaitable[Any]]:
         """Cancel what the other calls await; return what to await until they have ended."""
         tasks = [running.task for running in self._running.values() if running.task is not None]
@@ -149,7 +160,7 @@ class Calls:
             return
         results = None if running.task is None else running.task.result()
         try:
-            awaitables = running.begun.steps.send(results)  # type: ignore[arg-type]
+            awaitables = self._next(running.begun.steps, results)
         except StopIteration as end:
             self._forget(running)
             if not running.dropped:
@@ -160,6 +171,16 @@ class Calls:
                 connection.fail(running.id, error)
         else:
             self._await(running, awaitables, connection)
+
+    def _next(self, steps: Steps[T], results: list[Any] | None) -> Sequence[Awaitable[Any]]:
+        """Run a call's next steps, or its first ones if there are no results yet."""
+        self._make_current()
+        return steps.send(results)  # type: ignore[arg-type]
+
+    def _make_current(self) -> None:
+        """Make locks belong to the event loop, which an environment's ``asyncio.run`` takes away."""
+        if sys.version_info < (3, 10):  # the others belong to the event loop that first waits for them
+            asyncio.set_event_loop(self._runner.get_loop())
 
     def _await(self, running: _Running, awaitables: Sequence[Awaitable[Any]], connection: Connection) -> None:
         loop = self._runner.get_loop()

@@ -155,9 +155,9 @@ class Compose:
         answers = [part.environment.evaluate([episodes[i] for i in places]) for part, places in questions]
         if self._is_async:
             waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
-            for i, answer in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
+            for i, answer in zip(waiting, await asyncio.gather(*waiting.values())):
                 answers[i] = answer
-        for (part, places), answer in zip(questions, answers, strict=True):
+        for (part, places), answer in zip(questions, answers):
             _keep(found, part, places, answer)
 
     def _combined(self, found: Mapping[str, Feedback], *, ended: bool) -> Feedback:
@@ -198,7 +198,7 @@ class Compose:
 
 def _keep(found: list[dict[str, Feedback]], part: Part, places: Sequence[int], answer: Any) -> None:
     feedback = as_feedback(answer, len(places), f"compose: part {part.name!r}")
-    for place, each in zip(places, feedback, strict=True):
+    for place, each in zip(places, feedback):
         found[place][part.name] = each
 
 
@@ -250,7 +250,7 @@ def _made(parts: Mapping[str, Any]) -> list[Part]:
 
 
 def _number(part: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(f"compose: part {part!r}: {key} is {value!r}; expected a finite number")
     return float(value)
 

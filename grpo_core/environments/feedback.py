@@ -22,7 +22,7 @@ def as_feedback(results: Any, expected: int, who: str, method: str = "evaluate")
     Raises PluginError unless there is one float, Feedback or None for each episode.  A reward or a metric
     that is not a finite number makes only its own episode unscored.  Texts become such as UTF-8 can write.
     """
-    if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
+    if isinstance(results, (str, bytes, Mapping)) or not isinstance(results, Iterable):
         raise PluginError(
             f"{who}: {method} returned {type(results).__name__}, expected one result per episode"
         )
@@ -74,7 +74,7 @@ def _reward(given: Any, who: str, method: str) -> dict[str, Any]:
 
 def _number(given: Any, what: str, who: str, method: str) -> float:
     try:
-        if isinstance(given, str | bytes):
+        if isinstance(given, (str, bytes)):
             raise TypeError
         return float(given)
     except OverflowError:

@@ -63,10 +63,10 @@ class Session:
 
     value: Any
     tools: Toolbox
+    idle: asyncio.Event
+    """Set when no call uses it."""
     calls: int = 0
     """Number of calls that use it now."""
-    idle: asyncio.Event = attrs.field(init=False, factory=asyncio.Event)
-    """Set when no call uses it."""
 
     def __attrs_post_init__(self) -> None:
         self.idle.set()
@@ -132,17 +132,16 @@ class EnvironmentHost:
         """Answer the calls of the core until it goes."""
 
         def begin(call: Call) -> Begun | None:
-            match call.method:
-                case "evaluate":
-                    return Begun(self._evaluate(*call.args), self._deadline)
-                case "open":  # what has been opened is kept, to be closed
-                    return Begun(self._open(*call.args), self._deadline, completes=True)
-                case "run":  # the rollout has a deadline
-                    return Begun(self._run_agent(*call.args))
-                case "close":
-                    return Begun(self._close(*call.args), self._deadline, completes=True)
-                case "end":
-                    return Begun(self._end())
+            if call.method == "evaluate":
+                return Begun(self._evaluate(*call.args), self._deadline)
+            if call.method == "open":  # what has been opened is kept, to be closed
+                return Begun(self._open(*call.args), self._deadline, completes=True)
+            if call.method == "run":  # the rollout has a deadline
+                return Begun(self._run_agent(*call.args))
+            if call.method == "close":
+                return Begun(self._close(*call.args), self._deadline, completes=True)
+            if call.method == "end":
+                return Begun(self._end())
             connection.answer(call, self)
             return None
 
@@ -245,13 +244,13 @@ class EnvironmentHost:
         self._calls.close()
 
     def _open(self, prompts: Sequence[tuple[str, Prompt]]) -> Steps[list[SessionStart]]:
-        opened = asyncio.Event()
+        opened = self._calls.event()
         names = [name for name, _ in prompts]
         self._opening |= dict.fromkeys(names, opened)
         try:
             values = yield from _each(self._environment.open, [prompt for _, prompt in prompts])
             starts: list[SessionStart] = []
-            for name, value in zip(names, values, strict=True):
+            for name, value in zip(names, values):
                 starts.append((yield from self._opened(name, value)))
             return starts
         finally:
@@ -294,7 +293,7 @@ class EnvironmentHost:
             if close := getattr(self._environment, "close", None):
                 _print_errors((yield from _each(close, [value])))
             raise
-        self._sessions[name] = Session(value, tools)
+        self._sessions[name] = Session(value, tools, self._calls.event())
         return SessionStart(tools=tools.schemas)
 
     def _toolbox(self, tools: Sequence[Callable[..., Any] | Tool]) -> Toolbox:
@@ -363,13 +362,13 @@ class EnvironmentHost:
     def _answered(self, found: Sequence[Episode | Feedback]) -> Steps[list[Feedback]]:
         tools = not self._runs_agents  # an agent has answered its calls by itself
         calling = [tools and isinstance(e, Episode) and calls_of(e) != () for e in found]
-        judged = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and not calls]
-        called = [e for e, calls in zip(found, calling, strict=True) if isinstance(e, Episode) and calls]
+        judged = [e for e, calls in zip(found, calling) if isinstance(e, Episode) and not calls]
+        called = [e for e, calls in zip(found, calling) if isinstance(e, Episode) and calls]
         judgements = iter((yield from self._judged(judged)))
         answers = iter((yield from self._answers(called)))
         return [
             e if isinstance(e, Feedback) else next(answers if calls else judgements)
-            for e, calls in zip(found, calling, strict=True)
+            for e, calls in zip(found, calling)
         ]
 
     def _with_session(self, episode: Episode) -> Episode | Feedback:
@@ -406,8 +405,8 @@ class EnvironmentHost:
             ]
             calls = [calls_of(episodes[i])[place] for i in here]
             boxes = [self._tools if (s := episodes[i].session) is None else s.tools for i in here]
-            results = yield from _each(_run, list(zip(boxes, calls, strict=True)))
-            for i, call, result in zip(here, calls, results, strict=True):
+            results = yield from _each(_run, list(zip(boxes, calls)))
+            for i, call, result in zip(here, calls, results):
                 if isinstance(result, Unavailable):
                     failed[i] = Feedback(error=describe(result))
                 answers[i].append(message(call, result))
@@ -433,7 +432,7 @@ class EnvironmentHost:
         seconds = getattr(self._environment, "deadline", None)
         if seconds is None:
             return DEADLINE
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise PluginError(f"{self._who}: deadline is {seconds!r}, expected a number of seconds above 0")
         return float(seconds)
 
@@ -450,7 +449,7 @@ class EnvironmentHost:
         success = getattr(self._environment, "success", Environment.success)
         if success is None:
             return None
-        if isinstance(success, bool) or not isinstance(success, int | float) or not math.isfinite(success):
+        if isinstance(success, bool) or not isinstance(success, (int, float)) or not math.isfinite(success):
             raise PluginError(f"{self._who}: success is {success!r}, expected a finite number or None")
         return float(success)
 
@@ -515,7 +514,7 @@ def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> Steps[list[An
     waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
         awaited = yield [results[i] for i in waiting]
-        for i, result in zip(waiting, awaited, strict=True):
+        for i, result in zip(waiting, awaited):
             results[i] = result
     return results
 
@@ -535,4 +534,4 @@ def _attempt(function: Callable[[Any], Any], item: Any) -> Any:
 def _print_errors(results: Sequence[Any]) -> None:
     for result in results:
         if isinstance(result, BaseException):
-            traceback.print_exception(result)
+            traceback.print_exception(type(result), result, result.__traceback__)

@@ -141,7 +141,7 @@ class PluginHost:
             elif not names.isdisjoint(block):
                 host.left_out[plugin.name] = "left out on request"
             else:
-                host._load(plugin, functools.partial(import_plugin, entry))
+                host._load(plugin, functools.partial(import_plugin, plugin, entry))
         return host
 
     @classmethod

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points, requires
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,30 @@ def installed(reserved: Iterable[str]) -> list[tuple[Plugin, EntryPoint]]:
 
     ``reserved`` names are in use already.
     """
-    entries = [(entry, _distribution(entry)) for entry in entry_points(group=hookspecs.PROJECT)]
-    uses = Counter([*reserved, *(entry.name for entry, _ in entries)])
+    entries = [(entry.name, owner.metadata["Name"], entry, owner.version) for entry, owner in _entries()]
+    uses = Counter([*reserved, *(name for name, *_ in entries)])
     found = []
-    for entry, distribution in sorted(entries, key=lambda pair: (pair[0].name, pair[1].name)):
-        plugin = Plugin(
-            name=entry.name,
-            distribution=distribution.name,
-            version=distribution.version,
-            module=entry.value,
-        )
-        if uses[entry.name] > 1:
-            plugin.name = f"{distribution.name}/{entry.name}"
-            plugin.note = f"another distribution has a plugin {entry.name!r} too, so this is {plugin.name!r}"
+    for name, distribution, entry, version in sorted(entries, key=lambda each: each[:2]):
+        plugin = Plugin(name=name, distribution=distribution, version=version, module=entry.value)
+        if uses[name] > 1:
+            plugin.name = f"{distribution}/{name}"
+            plugin.note = f"another distribution has a plugin {name!r} too, so this is {plugin.name!r}"
         found.append((plugin, entry))
     return found
 
 
-def _distribution(entry: EntryPoint) -> Distribution:
-    assert entry.dist is not None, "entry_points() tells the distribution of each"
-    return entry.dist
+def _entries() -> list[tuple[EntryPoint, Distribution]]:
+    """Return the entry points of the group, each with its distribution."""
+    group = hookspecs.PROJECT
+    if sys.version_info >= (3, 10):
+        return [(entry, entry.dist) for entry in entry_points(group=group) if entry.dist is not None]
+    else:  # where entry points do not tell their distributions
+        found: dict[tuple[str, str], tuple[EntryPoint, Distribution]] = {}
+        for owner in distributions():
+            for entry in owner.entry_points:
+                if entry.group == group:  # a distribution hides those of its name later on sys.path
+                    found.setdefault((owner.metadata["Name"], entry.name), (entry, owner))
+        return list(found.values())
 
 
 def names_of(plugin: Plugin, entry: EntryPoint) -> set[str]:
@@ -61,12 +65,12 @@ def in_file(name: str) -> tuple[Path, str] | None:
     return Path(match[1]).expanduser(), match[2] or ""
 
 
-def import_plugin(entry: EntryPoint) -> Any:
+def import_plugin(plugin: Plugin, entry: EntryPoint) -> Any:
     """Check the requirement on grpo-core, which an installation may have ignored, and import the module."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    for requirement in map(Requirement, _distribution(entry).requires or ()):
+    for requirement in map(Requirement, requires(plugin.distribution) or ()):
         if canonicalize_name(requirement.name) != "grpo-core":
             continue
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})

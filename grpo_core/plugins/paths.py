@@ -11,13 +11,12 @@ import ast
 import importlib.util
 import os
 import pathlib
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_core.plugins.offers import Factory, Offer, hint_of, signature_of
+from grpo_core.plugins.offers import UNIONS, Factory, Offer, hint_of, signature_of
 
 _NAMES: Mapping[str, Any] = {
     "Path": Path,
@@ -80,12 +79,12 @@ def _absolute(hints: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
 def _mapped(hint: Any, value: Any, change: Callable[[str], Any]) -> Any:
     """Return the value with its paths changed, as the annotation says which parts of it are paths."""
     arguments = typing.get_args(hint)
-    if hint is Path and isinstance(value, str | os.PathLike):
+    if hint is Path and isinstance(value, (str, os.PathLike)):
         return change(os.fspath(value))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        several = [each for each in arguments if each is not types.NoneType]
+    if typing.get_origin(hint) in UNIONS:
+        several = [each for each in arguments if each is not type(None)]
         return _mapped(several[0], value, change) if len(several) == 1 else value
-    if arguments and typing.get_origin(hint) in (list, tuple, Sequence) and isinstance(value, list | tuple):
+    if arguments and typing.get_origin(hint) in (list, tuple, Sequence) and isinstance(value, (list, tuple)):
         return type(value)(_mapped(arguments[0], each, change) for each in value)
     return value
 
@@ -121,7 +120,7 @@ def _read_hints(file: Path | None, attribute: str) -> dict[str, Any]:
     except (OSError, SyntaxError, ValueError):
         return {}  # whoever imports it says what is wrong
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == attribute:
             return {name: _evaluated(hint) if hint else Any for name, hint in _annotations(node).items()}
     return {}
 
