@@ -11,6 +11,7 @@ import base64
 import functools
 import io
 import json
+import platform
 import signal
 import tarfile
 import zlib
@@ -21,7 +22,7 @@ from attrs import field, frozen
 
 import grpo_core as grpo
 from grpo_plugin_code.images import Image
-from grpo_plugin_code.sandbox import MIB, Job, Limits, Sandboxes, value_of
+from grpo_plugin_code.sandbox import MIB, Job, Limits, Program, Sandboxes, value_of
 
 PAGE = 4096
 """Bytes in which memory is given to files."""
@@ -70,6 +71,9 @@ class Commands:
         at_once: number of commands that run at once, or a semaphore that others share.
         ready: number of sandboxes that are started ahead.
         image: the system of the commands, in place of this machine's.
+        program: makes the sandboxes.
+
+    Raises ConfigError if there is no sandbox on this machine, or if its Python cannot keep files.
     """
 
     def __init__(
@@ -81,7 +85,13 @@ class Commands:
         at_once: int | asyncio.Semaphore,
         ready: int,
         image: Image | None = None,
+        program: Program = "bubblewrap",
     ) -> None:
+        if not hasattr(tarfile, "tar_filter"):  # Python 3.11.4 brought it; the sandbox's Python is this one
+            raise grpo.ConfigError(
+                f"code: this Python is {platform.python_version()}, whose tarfile cannot refuse paths that "
+                "lead out of a directory; use 3.11.4 or newer"
+            )
         self._limits, self._place, self._others = limits, place, tuple(others)
         self._environ = {"PATH": PATH, **image.environ} if image is not None else {}
         packed = limits.files * 1024 * 4 // 3 + 1024  # base64 of all files, where nothing can be compressed
@@ -94,7 +104,9 @@ class Commands:
             output=limits.output + packed,
         )
         places = [each for each in (place, *self._others) if each != "/tmp"]
-        self._sandboxes = Sandboxes(wide, at_once=at_once, ready=ready, places=places, image=image)
+        self._sandboxes = Sandboxes(
+            wide, at_once=at_once, ready=ready, places=places, image=image, program=program
+        )
 
     async def run(
         self,

@@ -80,17 +80,17 @@ def built(context: Path, program: str, cache: Path, places: Sequence[str]) -> Im
     return Image(root=kept / "root", place=about["place"], environ=about["environ"])
 
 
-def python_words() -> tuple[list[str], list[str]]:
-    """Return bubblewrap's words for this machine's Python in an image, and the words that start it there.
+def python_of_this_machine() -> tuple[dict[str, str], list[str]]:
+    """Return this machine's Python for an image: directories by their places, and the words that start it.
 
     Raises ConfigError if the C library that this Python runs with is not found.
     """
     libraries, loader = _libraries()
     base = os.path.realpath(sys.base_prefix)
     program = os.path.relpath(os.path.realpath(sys.executable), base)
-    bound = ["--ro-bind", base, f"{OURS}/python", "--ro-bind", libraries, f"{OURS}/system"]
     found = f"{OURS}/system:{OURS}/python/lib"
-    return bound, [f"{OURS}/system/{loader}", "--library-path", found, f"{OURS}/python/{program}"]
+    words = [f"{OURS}/system/{loader}", "--library-path", found, f"{OURS}/python/{program}"]
+    return {f"{OURS}/python": base, f"{OURS}/system": libraries}, words
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A sandbox of the operating system for one program: bubblewrap, with limits, and without a network.
+"""A sandbox of the operating system for one program: bubblewrap or podman, with limits, without a network.
 
     environment's process                     sandbox (namespaces of its own, read-only system)
     Sandboxes.run(job)  ---- job: stdin --->  inside.py: sets limits, drops rights, runs the code
@@ -21,7 +21,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,13 +31,15 @@ from attrs import field, frozen
 from attrs.validators import ge, gt
 
 import grpo_core as grpo
-from grpo_plugin_code.images import Image, python_words
+from grpo_plugin_code import containers
+from grpo_plugin_code.images import Image
+from grpo_plugin_code.systems import System, of_an_image, of_this_machine
 
 Reason = Literal["", "error", "time", "cpu", "output", "killed"]
 """Why a program did not end well: it exits with another status than 0, or a limit or a signal ends it."""
 
-SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
-"""Directories of libraries and programs; Debian and others have links to /usr for all but the first."""
+Program = Literal["bubblewrap", "podman"]
+"""A choice of the program that makes sandboxes."""
 UIDS = (200_000, 60_000)
 """First user id, and number of ids, for sandboxes that root starts: root itself may start any number of
 processes."""
@@ -120,7 +121,8 @@ class Sandboxes:
         at_once: number of programs that run at once, or a semaphore that others share.
         ready: number of sandboxes that are started ahead.
         places: further directories, empty and in memory, as /tmp is.
-        image: the system of the sandboxes, in place of this machine's.
+        image: the system of bubblewrap's sandboxes, in place of this machine's.
+        program: makes the sandboxes.
 
     Raises ConfigError if there is no sandbox on this machine; nothing is ever run without one.
     """
@@ -133,9 +135,10 @@ class Sandboxes:
         ready: int,
         places: Sequence[str] = (),
         image: Image | None = None,
+        program: Program = "bubblewrap",
     ) -> None:
         self._limits, self._ready = limits, ready
-        self._command = command(limits, places, image)
+        self._command = command(limits, places, image, program)
         self._slots = asyncio.Semaphore(at_once) if isinstance(at_once, int) else at_once
         self._waiting: deque[asyncio.Task[_Sandbox]] = deque()
 
@@ -266,7 +269,7 @@ class _Sandbox:
         self._readers = [asyncio.create_task(self._some(stream, most)) for stream in streams]
 
     def end(self) -> None:
-        """Kill bubblewrap, and with it every process of its sandbox."""
+        """Kill bubblewrap or the launcher of podman, and with it every process of its sandbox."""
         if self._handle is not None:
             # asyncio's own method asks for the exit status first, which its watcher then misses
             with contextlib.suppress(ProcessLookupError):
@@ -296,48 +299,29 @@ class _Sandbox:
         return last[0][:300]
 
 
-def command(limits: Limits, places: Sequence[str] = (), image: Image | None = None) -> list[str]:
-    """Return bubblewrap's command.  Raises ConfigError if it is missing, or cannot make a sandbox here."""
-    system, python = _of_this_machine(("/tmp", *places)) if image is None else _of_an_image(image)
+def command(
+    limits: Limits,
+    places: Sequence[str] = (),
+    image: Image | None = None,
+    program: Program = "bubblewrap",
+) -> list[str]:
+    """Return the command of a sandbox.  Raises ConfigError if it cannot be made on this machine."""
+    places = ("/tmp", *places)
+    system = of_this_machine(places) if image is None else of_an_image(image)
+    if program == "podman":
+        return containers.command(system, places, limits.files * MIB, _inside())
     words = _bubblewrap(limits, system, places)
-    _probe(tuple(words), tuple(python))
-    return [*words, "--", *python, "-I", "-S", "-X", "utf8", "-c", _inside()]
+    _probe(tuple(words), tuple(system.python))
+    return [*words, "--", *system.python, "-I", "-S", "-X", "utf8", "-c", _inside()]
 
 
-def _of_this_machine(places: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return bubblewrap's words for the system's libraries and Python, and the words that start Python."""
-    python = os.path.realpath(sys.executable)
-    for place in places:
-        if any(Path(os.path.realpath(part)).is_relative_to(place) for part in (python, sys.base_prefix)):
-            raise grpo.ConfigError(
-                f"code: this Python is {python}, and the sandbox has a directory of its own at {place}, "
-                "which hides it; use a Python that is installed elsewhere"
-            )
-    words = []
-    for place in SYSTEM:
-        if os.path.islink(place):
-            words += ["--symlink", os.readlink(place), place]
-        elif os.path.isdir(place):
-            words += ["--ro-bind", place, place]
-    base = Path(os.path.realpath(sys.base_prefix))
-    if not base.is_relative_to("/usr"):
-        for parent in reversed(base.parents[:-1]):  # all users may pass through them
-            words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--ro-bind", str(base), str(base)]
-    return words, [python]
-
-
-def _of_an_image(image: Image) -> tuple[list[str], list[str]]:
-    bound, python = python_words()
-    return ["--ro-bind", str(image.root), "/", *bound], python
-
-
-def _bubblewrap(limits: Limits, system: Sequence[str], places: Sequence[str]) -> list[str]:
+def _bubblewrap(limits: Limits, system: System, places: Sequence[str]) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise grpo.ConfigError(
             "code: there is no sandbox on this machine, and code of a model is never run without one. "
-            "Install bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
+            "Install bubblewrap (apt install bubblewrap, dnf install bubblewrap), or podman for the option "
+            'sandbox = "podman"'
         )
     words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     words += [
@@ -352,8 +336,14 @@ def _bubblewrap(limits: Limits, system: Sequence[str], places: Sequence[str]) ->
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--disable-userns"]
-    words += [*system, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    for place in ("/tmp", *places):
+    for place, target in system.links.items():
+        words += ["--symlink", target, place]
+    for place, directory in system.directories.items():
+        for parent in reversed(Path(place).parents[:-1]):  # all users may pass through them
+            words += ["--perms", "0755", "--dir", str(parent)]
+        words += ["--ro-bind", directory, place]
+    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    for place in places:
         words += ["--perms", "1777", "--size", str(limits.files * MIB), "--tmpfs", place]
     words += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
     return [*words, "--remount-ro", "/"]

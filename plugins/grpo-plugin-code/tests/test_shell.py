@@ -53,8 +53,11 @@ def worked(*commands, tests=TESTS, files=None, **options):
 
 
 @pytest.mark.long
-def test_files_last_from_command_to_command_and_are_tested_at_the_end():
-    told, feedback = worked("cat data/in.txt", *RIGHT, "ls", files={"data/in.txt": "one\n"})
+@pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
+def test_files_last_from_command_to_command_and_are_tested_at_the_end(program):
+    told, feedback = worked(
+        "cat data/in.txt", *RIGHT, "ls", files={"data/in.txt": "one\n"}, sandbox=program, seconds=10.0
+    )
     assert told == ["one\n", "", "", "data\ndouble.sh\nnote.txt\n"]
     assert feedback.reward == 1.0
     assert feedback.metrics == {"passed": 1.0, "commands": 4.0}
@@ -92,6 +95,12 @@ def test_files_of_a_row_that_have_no_room_are_refused():
     info = {"tests": TESTS, "files": {"a": "x" * 1_100_000}}
     with pytest.raises(grpo.PluginError, match=r"files take 1.1 MiB, and the option space allows 1"):
         environment.from_source(grpo.Prompt(messages="?", id="7", info=info))
+
+
+def test_a_python_that_cannot_unpack_files_safely_is_refused(monkeypatch):
+    monkeypatch.delattr(tarfile, "tar_filter")
+    with pytest.raises(grpo.ConfigError, match=r"whose tarfile cannot .* use 3.11.4 or newer"):
+        ShellTask(**SMALL)
 
 
 HOSTILE = {

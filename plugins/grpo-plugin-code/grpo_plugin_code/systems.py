@@ -1,0 +1,54 @@
+"""The system that a sandbox shows: this machine's libraries and programs with its Python, or an image's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attrs import field, frozen
+
+import grpo_core as grpo
+from grpo_plugin_code.images import Image, python_of_this_machine
+
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
+"""Directories of libraries and programs; Debian and others have links to /usr for all but the first."""
+
+
+@frozen(kw_only=True)
+class System:
+    """The files that a sandbox shows."""
+
+    directories: Mapping[str, str]
+    """Directories of this machine, by their places in the sandbox, where they are read-only."""
+    links: Mapping[str, str] = field(factory=dict)
+    """Targets of links, by their places in the sandbox."""
+    python: Sequence[str]
+    """The words that start Python in the sandbox."""
+
+
+def of_this_machine(places: Sequence[str]) -> System:
+    """Return this machine's libraries and Python.
+
+    Raises ConfigError if one of ``places``, which the sandbox covers, would hide them.
+    """
+    python = os.path.realpath(sys.executable)
+    for place in places:
+        if any(Path(os.path.realpath(part)).is_relative_to(place) for part in (python, sys.base_prefix)):
+            raise grpo.ConfigError(
+                f"code: this Python is {python}, and the sandbox has a directory of its own at {place}, "
+                "which hides it; use a Python that is installed elsewhere"
+            )
+    links = {place: os.readlink(place) for place in SYSTEM if os.path.islink(place)}
+    directories = {place: place for place in SYSTEM if place not in links and os.path.isdir(place)}
+    base = os.path.realpath(sys.base_prefix)
+    if not Path(base).is_relative_to("/usr"):
+        directories[base] = base
+    return System(directories=directories, links=links, python=[python])
+
+
+def of_an_image(image: Image) -> System:
+    """Return the files of an image, with this machine's Python beside them."""
+    directories, python = python_of_this_machine()
+    return System(directories={"/": str(image.root), **directories}, python=python)
