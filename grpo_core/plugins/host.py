@@ -39,7 +39,6 @@ from grpo_core.plugins.installed import (
     in_file,
     installed,
     module_name,
-    names_of,
 )
 from grpo_core.plugins.offers import (
     FROM_THE_CORE,
@@ -130,18 +129,18 @@ class PluginHost:
         if allow is None and "GRPO_PLUGINS" in os.environ:
             source = "the environment variable GRPO_PLUGINS"
             allow = [name.strip() for name in os.environ["GRPO_PLUGINS"].split(",") if name.strip()]
-        known = {name for plugin, entry in found for name in names_of(plugin, entry)} | {BUILT_IN}
+        known = {name for each in found for name in each.names} | {BUILT_IN}
         if not elsewhere:
             _check_known(allow or (), known, source)
             _check_known(block, known - {BUILT_IN}, "the list of plugins to leave out")
-        for plugin, entry in found:
-            names = names_of(plugin, entry)
+        for each in found:
+            plugin, names = each.plugin, each.names
             if allow is not None and names.isdisjoint(allow):
                 host.left_out[plugin.name] = f"not in {source}"
             elif not names.isdisjoint(block):
                 host.left_out[plugin.name] = "left out on request"
             else:
-                host._load(plugin, functools.partial(import_plugin, plugin, entry))
+                host._load(plugin, functools.partial(import_plugin, each))
         return host
 
     @classmethod

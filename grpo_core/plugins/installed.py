@@ -7,9 +7,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
-from importlib.metadata import Distribution, EntryPoint, distributions, entry_points, requires
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from pathlib import Path
 from typing import Any
+
+from attrs import frozen
 
 import grpo_core
 from grpo_core import hookspecs
@@ -19,21 +21,34 @@ from grpo_core.plugins.offers import Plugin
 importing_file: ContextVar[Path | None] = ContextVar("the file that is being imported", default=None)
 
 
-def installed(reserved: Iterable[str]) -> list[tuple[Plugin, EntryPoint]]:
+@frozen
+class Installed:
+    """A plugin of an installed distribution."""
+
+    plugin: Plugin
+    entry: EntryPoint
+    requirements: tuple[str, ...]
+    """The requirements of its distribution."""
+
+    @property
+    def names(self) -> set[str]:
+        """The names by which a list of plugins may select it."""
+        return {self.plugin.name, self.entry.name, self.plugin.distribution}
+
+
+def installed(reserved: Iterable[str]) -> list[Installed]:
     """Return every entry point of the group; the distribution distinguishes those of one name.
 
     ``reserved`` names are in use already.
     """
-    entries = [(entry.name, owner.metadata["Name"], entry, owner.version) for entry, owner in _entries()]
-    uses = Counter([*reserved, *(name for name, *_ in entries)])
-    found = []
-    for name, distribution, entry, version in sorted(entries, key=lambda each: each[:2]):
-        plugin = Plugin(name=name, distribution=distribution, version=version, module=entry.value)
-        if uses[name] > 1:
-            plugin.name = f"{distribution}/{name}"
-            plugin.note = f"another distribution has a plugin {name!r} too, so this is {plugin.name!r}"
-        found.append((plugin, entry))
-    return found
+    entries = [_described(entry, owner) for entry, owner in _entries()]
+    uses = Counter([*reserved, *(each.entry.name for each in entries)])
+    for each in entries:
+        plugin, name = each.plugin, f"{each.plugin.distribution}/{each.entry.name}"
+        if uses[each.entry.name] > 1:
+            plugin.note = f"another distribution has a plugin {each.entry.name!r} too, so this is {name!r}"
+            plugin.name = name
+    return sorted(entries, key=lambda each: (each.entry.name, each.plugin.distribution))
 
 
 def _entries() -> list[tuple[EntryPoint, Distribution]]:
@@ -50,9 +65,10 @@ def _entries() -> list[tuple[EntryPoint, Distribution]]:
         return list(found.values())
 
 
-def names_of(plugin: Plugin, entry: EntryPoint) -> set[str]:
-    """Return the names by which a list of plugins may select a plugin."""
-    return {plugin.name, entry.name, plugin.distribution}
+def _described(entry: EntryPoint, owner: Distribution) -> Installed:
+    about = owner.metadata  # each access reads the file
+    plugin = Plugin(name=entry.name, distribution=about["Name"], version=about["Version"], module=entry.value)
+    return Installed(plugin, entry, tuple(about.get_all("Requires-Dist") or owner.requires or ()))
 
 
 def in_file(name: str) -> tuple[Path, str] | None:
@@ -65,18 +81,18 @@ def in_file(name: str) -> tuple[Path, str] | None:
     return Path(match[1]).expanduser(), match[2] or ""
 
 
-def import_plugin(plugin: Plugin, entry: EntryPoint) -> Any:
+def import_plugin(plugin: Installed) -> Any:
     """Check the requirement on grpo-core, which an installation may have ignored, and import the module."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    for requirement in map(Requirement, requires(plugin.distribution) or ()):
+    for requirement in map(Requirement, plugin.requirements):
         if canonicalize_name(requirement.name) != "grpo-core":
             continue
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if applies and not requirement.specifier.contains(grpo_core.__version__, prereleases=True):
             raise PluginError(f"it needs grpo-core{requirement.specifier}, this is {grpo_core.__version__}")
-    return entry.load()
+    return plugin.entry.load()
 
 
 def import_file(path: Path) -> Any:
