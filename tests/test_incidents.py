@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import logging
 import re
 from collections import Counter
 from typing import get_args
 
 import pytest
+from logged import Logged
 from recording import tracked
 from test_docs import ROOT
 from test_pipeline import Run
@@ -22,10 +22,10 @@ from grpo_core.reporting.trackers import Trackers
 from grpo_core.testing import FakeEngine, FakeEnvironment, run
 
 
-def test_without_a_run_a_report_is_logged(caplog):
-    with caplog.at_level(logging.WARNING):
+def test_without_a_run_a_report_is_logged():
+    with Logged() as log:
         report("died", "engine 0", "it ended with exit code 9")
-    assert "engine 0: it ended with exit code 9" in caplog.text
+    assert "engine 0: it ended with exit code 9" in log.text
 
 
 def test_each_run_receives_the_reports_of_its_own_tasks():

@@ -15,6 +15,7 @@ import pytest
 import recording
 from hypothesis import given
 from hypothesis import strategies as st
+from logged import Logged
 from tracked_run import a_run
 
 from grpo_core.cli import app
@@ -311,16 +312,17 @@ def test_other_files_do_not_break_the_report(tmp_path):
     assert "5 lines could not be read" in report.render(Files.read(tmp_path))
 
 
-def test_a_report_that_cannot_be_made_does_not_end_a_run(tmp_path, monkeypatch, caplog):
+def test_a_report_that_cannot_be_made_does_not_end_a_run(tmp_path, monkeypatch):
     def fail(path):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(report, "write", fail)
-    assert recording.record(
-        tmp_path / "run", [], Config(tracking=TrackingConfig(trackers=["files", "report"]))
-    )
-    assert "no report could be written: OSError: no space left on device" in caplog.text
-    assert "Traceback" not in caplog.text, "the disk is full, and the log is on it"
+    with Logged() as log:
+        assert recording.record(
+            tmp_path / "run", [], Config(tracking=TrackingConfig(trackers=["files", "report"]))
+        )
+    assert "no report could be written: OSError: no space left on device" in log.text
+    assert "Traceback" not in log.text, "the disk is full, and the log is on it"
 
 
 def test_a_full_disk_leaves_no_part_of_a_report(tmp_path, monkeypatch):

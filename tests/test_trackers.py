@@ -6,7 +6,6 @@ import asyncio
 import csv
 import errno
 import gzip
-import logging
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from logged import Logged
 from recording import add, record, tracked
 
 import grpo_core as grpo
@@ -162,7 +162,7 @@ class Raising(Heard):
         raise ValueError("no network")
 
 
-def test_a_tracker_that_raises_is_reported_once_and_not_called_again(caplog):
+def test_a_tracker_that_raises_is_reported_once_and_not_called_again():
     raising, heard = Raising(), Heard()
 
     async def story(all_of_them):
@@ -172,7 +172,7 @@ def test_a_tracker_that_raises_is_reported_once_and_not_called_again(caplog):
             all_of_them.emit(event)
         await all_of_them.flush()
 
-    with caplog.at_level(logging.WARNING):
+    with Logged() as log:
         tracked({"raising": raising, "heard": heard}, story)
     assert len(raising.events) == 1
     assert raising.ended.wait(30), "nobody waits for a tracker that failed"
@@ -181,11 +181,11 @@ def test_a_tracker_that_raises_is_reported_once_and_not_called_again(caplog):
     text = "tracker 'raising' failed in RunStarted: ValueError: no network; it is not called again"
     assert (warning.cause, warning.message) == ("tracker 'raising'", text)
     assert [type(event) for event in heard.events if event is not warning] == [type(e) for e in EVENTS]
-    assert [record.getMessage() for record in caplog.records] == [text]
-    assert "Traceback" in caplog.text
+    assert [record.getMessage() for record in log.records] == [text]
+    assert "Traceback" in log.text
 
 
-def test_a_tracker_that_hangs_delays_neither_the_run_nor_other_trackers(monkeypatch, caplog):
+def test_a_tracker_that_hangs_delays_neither_the_run_nor_other_trackers(monkeypatch):
     monkeypatch.setattr(trackers, "BACKLOG", 20)
     monkeypatch.setattr(trackers, "PATIENCE", 1.0)
     forever, begun, received = threading.Event(), threading.Event(), threading.Semaphore(0)
@@ -209,14 +209,14 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_other_trackers(monkeypa
             all_of_them.emit(GroupFinished(slot=slot, task="sum", prompt="p"))
             await asyncio.to_thread(received.acquire)
 
-    with caplog.at_level(logging.WARNING):
+    with Logged() as log:
         tracked({"hanging": Hanging(), "heard": heard}, story)
     forever.set()
     assert [event.slot for event in heard.events if isinstance(event, GroupFinished)] == list(range(60))
-    assert "tracker 'hanging' is too far behind the run, in RunStarted; it is not called again" in caplog.text
+    assert "tracker 'hanging' is too far behind the run, in RunStarted; it is not called again" in log.text
 
 
-def test_a_tracker_that_does_not_end_is_left_behind(monkeypatch, caplog):
+def test_a_tracker_that_does_not_end_is_left_behind(monkeypatch):
     monkeypatch.setattr(trackers, "PATIENCE", 0.2)
     forever = threading.Event()
 
@@ -224,13 +224,13 @@ def test_a_tracker_that_does_not_end_is_left_behind(monkeypatch, caplog):
         def close(self):
             forever.wait()
 
-    with caplog.at_level(logging.WARNING):
+    with Logged() as log:
         tracked({"hanging": Hanging()}, lambda all_of_them: None)
     forever.set()
-    assert "tracker 'hanging' has not returned from close(); the run ends without it" in caplog.text
+    assert "tracker 'hanging' has not returned from close(); the run ends without it" in log.text
 
 
-def test_rollouts_that_wait_for_a_slow_tracker_are_bounded_by_their_tokens(monkeypatch, caplog):
+def test_rollouts_that_wait_for_a_slow_tracker_are_bounded_by_their_tokens(monkeypatch):
     monkeypatch.setattr(trackers, "TOKENS", 100)
     forever, begun = threading.Event(), threading.Event()
 
@@ -245,10 +245,10 @@ def test_rollouts_that_wait_for_a_slow_tracker_are_bounded_by_their_tokens(monke
         for step in range(4):
             all_of_them.emit(GroupsReady(step=step, groups=(group(tokens=30),)))
 
-    with caplog.at_level(logging.WARNING):
+    with Logged() as log:
         tracked({"slow": Slow()}, story)
     forever.set()
-    assert "tracker 'slow' is too far behind the run, in GroupsReady" in caplog.text
+    assert "tracker 'slow' is too far behind the run, in GroupsReady" in log.text
 
 
 class Required(Heard):

@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from logged import Logged
 
 import grpo_core as grpo
 from grpo_core.testing import a_run, check_tracker, find_offer, make_offer
@@ -174,23 +175,24 @@ def checkpoint(path, step):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("offline")
-def test_wandb_keeps_checkpoints_as_versions_of_an_artifact(tmp_path, caplog):
+def test_wandb_keeps_checkpoints_as_versions_of_an_artifact(tmp_path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     saved = [checkpoint(tmp_path, step) for step in (1, 2, 3)]
     (tmp_path / "step-000002" / "manifest.json").unlink()
     (tmp_path / "step-000002").rmdir()  # newer ones replaced it
     tracker = made("wandb", tmp_path, mode="offline", artifacts=True)
-    for event in saved:
-        tracker.event(event)
-    tracker.close()
+    with Logged() as log:
+        for event in saved:
+            tracker.event(event)
+        tracker.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     requests = [record.request.log_artifact.artifact for record in closed(file, Record)]
     artifacts = [record.artifact for record in closed(file, Record) if record.HasField("artifact")]
     logged = [one for one in (*requests, *artifacts) if one.name]
     assert [set(one.aliases) - {"latest"} for one in logged] == [{"step-1"}, {"step-3"}]
     assert {one.type for one in logged} == {"model"}
-    assert "the checkpoint of step 2 was deleted before" in caplog.text
+    assert "the checkpoint of step 2 was deleted before" in log.text
 
 
 # ---------------------------------------------------------------------------------- Trackio
