@@ -19,9 +19,9 @@ from grpo_core.records import Row
 from grpo_core.tokens import Tokens
 from grpo_core.training import packing
 from grpo_core.training.batching import Costs, laid_out, length
-from grpo_core.training.budget import overhead, part_overhead
+from grpo_core.training.budget import overhead, packed_token
 from grpo_core.training.microbatch import collate
-from grpo_core.training.model import FullModel, ModelSource
+from grpo_core.training.model import FullModel, ModelSource, load
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import shares as divided
 from grpo_core.training.trainer import TorchTrainer
@@ -79,7 +79,6 @@ def test_what_is_chosen_by_the_rows_trains_the_same(model: str, shares: bool) ->
     long, short = "abcdefg" * 12, "ab"
     rows = [row(long if shares else short + "xyzuvw"[i], "gh", (-1.0) ** i, group=0) for i in range(6)]
     padded, chosen = (TorchTrainer(setup(model, packing=packing)) for packing in (False, "auto"))
-    chosen._costs = attrs.evolve(chosen._costs, part=20.0)  # as of a model that is not as tiny
     (share,) = divided(batch(rows), updates=1)
     made = chosen._microbatches(share, share.updates[0])
     assert [bool(micro.packed) for micro in made] == [shares]
@@ -90,26 +89,32 @@ def test_what_is_chosen_by_the_rows_trains_the_same(model: str, shares: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("lengths", "prompts", "parameters", "packed"),
+    ("lengths", "prompts", "parameters", "layers", "packed"),
     [
-        ([13 + i % 38 for i in range(128)], None, 88_576, False),
-        ([11 + i % 3 for i in range(256)], None, 88_576, False),
-        ([48 + 5 * i for i in range(48)], None, 340_992, True),
-        ([16 + i for i in range(48)], None, 340_992, False),
-        ([63] * 16, 32, 340_992, False),
-        ([79] * 16, 64, 340_992, True),
-        ([127] * 16, 64, 340_992, True),
-        ([11] * 64, 6, 88_576, False),
+        ([13 + i % 38 for i in range(128)], None, 88_576, 2, True),
+        ([11 + i % 3 for i in range(256)], None, 88_576, 2, False),
+        ([31] * 128, None, 88_576, 2, False),
+        ([11] * 128, 6, 88_576, 2, True),
+        ([48 + 5 * i for i in range(48)], None, 340_992, 2, True),
+        ([16 + i for i in range(48)], None, 340_992, 2, True),
+        ([170] * 48, None, 340_992, 2, False),
+        ([63] * 64, 32, 340_992, 2, True),
+        ([79] * 64, 64, 340_992, 2, True),
+        ([127] * 64, 64, 340_992, 2, True),
+        ([64 + i * 236 // 31 for i in range(32)], None, 3_200_000, 4, True),
+        ([159] * 32, 128, 3_200_000, 4, True),
+        ([47] * 64, 16, 3_200_000, 4, True),
+        ([23] * 128, 8, 3_200_000, 4, True),
     ],
 )
 def test_rows_are_packed_where_that_was_measured_to_be_faster_on_a_cpu(
-    lengths: list[int], prompts: int | None, parameters: int, packed: bool
+    lengths: list[int], prompts: int | None, parameters: int, layers: int, packed: bool
 ) -> None:
-    """The models have two layers; groups have eight rows."""
+    """Groups have eight rows."""
     costs = Costs(
         budget=8192,
         overhead=overhead(parameters, CPU),
-        part=part_overhead(parameters, 2, CPU, torch.float32),
+        packed=packed_token(parameters, layers, CPU, torch.float32),
     )
     of_rows = [(i if prompts is None else i // 8, prompts or 8) for i in range(len(lengths))]
     assert laid_out(lengths, of_rows, "auto", costs)[1] is packed
@@ -118,8 +123,7 @@ def test_rows_are_packed_where_that_was_measured_to_be_faster_on_a_cpu(
 def test_a_gpu_packs_rows_of_16_bits_which_it_computes_in_one_call() -> None:
     gpu, lengths, of_rows = torch.device("cuda"), [20, 30, 50], [(0, 8), (1, 8), (2, 8)]
     for dtype, packed in ((torch.bfloat16, True), (torch.float32, False)):
-        part = part_overhead(10**9, 24, gpu, dtype)
-        costs = Costs(budget=8192, overhead=overhead(10**9, gpu), part=part)
+        costs = Costs(budget=8192, overhead=overhead(10**9, gpu), packed=packed_token(10**9, 24, gpu, dtype))
         assert laid_out(lengths, of_rows, "auto", costs)[1] is packed
 
 
@@ -158,20 +162,42 @@ def test_packed_rows_of_other_models_have_the_logprobs_of_padded_rows(
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=2e-5)
 
 
+UNSUITABLE = {
+    "soft-capped scores": transformers.Gemma2Config(**SHAPE, head_dim=8),
+    "a state instead of attention": transformers.MambaConfig(
+        vocab_size=98, hidden_size=32, num_hidden_layers=1
+    ),
+    "layers that divide a row": transformers.Llama4TextConfig(
+        **SHAPE, head_dim=8, intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=64
+    ),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.Gemma2Config(**SHAPE, head_dim=8),
-        transformers.MambaConfig(vocab_size=98, hidden_size=32, num_hidden_layers=1),
-    ],
-    ids=["soft-capped scores", "a state instead of attention"],
-)
+@pytest.mark.parametrize("config", UNSUITABLE.values(), ids=UNSUITABLE)
 def test_a_model_that_cannot_keep_rows_apart_is_refused(model: str, tmp_path: Path, config: Any) -> None:
     path = saved(tmp_path, model, config)
     with pytest.raises(ModelError, match=r"trainer\.packing = true does not work with this model") as caught:
         TorchTrainer(setup(path, packing=True))
     assert "\n" not in str(caught.value)
+
+
+def test_it_is_trained_with_padding_unless_packing_is_asked_for(model: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, model, UNSUITABLE["soft-capped scores"])
+    chosen, padded = (trained(setup(path, **options)) for options in ({}, {"packing": False}))
+    agree(chosen, padded, tolerance=0)
+    assert chosen._packing is False
+    assert TorchTrainer(setup(model))._packing == "auto"
+
+
+def test_a_model_with_attention_of_its_own_kind_is_refused(model: str) -> None:
+    """Both rows see all of their tokens, and the same ones packed as alone."""
+    module = load(model, device=CPU)
+    for part in module.modules():
+        if hasattr(part, "is_causal"):
+            part.is_causal = False  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="the outputs of two rows are not those of each row alone"):
+        packing.use_packing(module)
 
 
 @pytest.mark.long

@@ -62,10 +62,10 @@ def trained(given: TrainerSetup, directory: Path) -> dict[str, torch.Tensor]:
 def test_a_trainer_on_a_gpu_leaves_no_tensor_behind(
     model: str, tmp_path: Path, dtype: str, lora: LoraConfig | None, options: dict[str, Any]
 ) -> None:
-    """The weights are those of a CPU, bit for bit: here both compute the same."""
+    """The weights are those of a CPU, bit for bit: here both compute the same, if both pack or none."""
     found = []
     for device in ("cpu", "cuda"):
-        given = setup(model, device=device, **options)
+        given = setup(model, device=device, **{"packing": False, **options})
         given = attrs.evolve(given, model=attrs.evolve(given.model, dtype=dtype, lora=lora))
         with pytest.MonkeyPatch.context() as patch:
             if device == "cuda":

@@ -120,10 +120,11 @@ class TrainerConfig(PluginChoice):
     tokens_per_microbatch: int = field(default=8192, validator=ge(1))
     """Largest number of tokens in a micro-batch, padding included; a longer row gets a micro-batch of its
     own."""
-    packing: Literal[False, True, "auto"] = False
+    packing: Literal[False, True, "auto"] = "auto"
     """Rows of a micro-batch stand one after the other without padding, each attends to itself alone, and a
     prompt that several rows share is computed once; if false, rows of about the same length are side by
-    side. "auto" does for each update what costs less by a rule that was measured on CPUs."""
+    side. "auto" does for each update what costs less by a rule that was measured on CPUs; with models that
+    cannot be packed, and with compiled layers, rows are side by side."""
     activations: ActivationsChoice = "keep"
     """Activations of each layer are kept until the backward pass ("keep"), or computed again there from the
     layer's input, which is gradient checkpointing and about a third more work ("recompute"); "offload" also

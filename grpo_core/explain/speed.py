@@ -226,8 +226,8 @@ def trainer_is_the_bottleneck(facts: Facts) -> Evidence | None:
             f"trainer.ranks = {facts.setting('trainer.ranks')}, trainer.updates_per_step = "
             f"{facts.setting('trainer.updates_per_step')}, padding {percent(_padding(facts))}",
         ),
-        "raise trainer.tokens_per_microbatch, set trainer.packing = true, use more trainer.ranks, or lower "
-        "trainer.updates_per_step; --profile 3 shows where a step's time goes",
+        "raise trainer.tokens_per_microbatch, use more trainer.ranks, or lower trainer.updates_per_step; "
+        'with much padding set trainer.packing = "auto"; --profile 3 shows where a step\'s time goes',
     )
 
 

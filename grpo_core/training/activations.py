@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from grpo_core.errors import ModelError, one_line
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer
-from grpo_core.training.packing import Part
+from grpo_core.training.packing import Part, exchange_attention
 from grpo_core.training.passes import Passes, for_training
 
 
@@ -177,6 +177,8 @@ def activation_bytes(path: str, work: Pass, *, trust_remote_code: bool = False) 
             dtype = torch.bfloat16 if work.passes.copies else torch.float32
             made = _make(path, trust_remote_code, dtype)
             module = for_training(made, evolve(work.passes, compiled=False))
+            if work.passes.packing:
+                exchange_attention(module)
             parameters = list(module.parameters())
             known = {tensor.untyped_storage()._cdata for tensor in (*parameters, *module.buffers())}
             scorer = Scorer(

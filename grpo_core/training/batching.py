@@ -88,8 +88,8 @@ class Costs:
     """Tokens of a micro-batch, padding included, at most."""
     overhead: int
     """Cost of a micro-batch."""
-    part: float
-    """Cost of a part of a packed micro-batch: a row, or a prompt of several rows."""
+    packed: float
+    """Cost of a token of a packed micro-batch; one of a padded micro-batch costs 1."""
 
 
 def laid_out(
@@ -122,14 +122,12 @@ def _pays(
 ) -> bool:
     """Return whether packed micro-batches cost less than padded ones."""
     side_by_side = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
-    tokens = parts = 0
+    tokens = 0
     for rows in packed:
         counts = Counter(prompts[i] for i in rows)
         shared = {prompt: n for prompt, n in counts.items() if n > 1 and prompt[1]}
         tokens += sum(lengths[i] for i in rows) - sum((n - 1) * prompt[1] for prompt, n in shared.items())
-        parts += len(rows) + len(shared)
-    together = tokens + costs.overhead * len(packed) + costs.part * parts
-    return together < side_by_side + costs.overhead * len(padded)
+    return costs.packed * tokens + costs.overhead * len(packed) < side_by_side + costs.overhead * len(padded)
 
 
 def microbatches(lengths: Sequence[int], budget: int, *, overhead: int = 16) -> list[list[int]]:

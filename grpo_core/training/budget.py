@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 import torch
 
 from grpo_core.config import TrainerConfig
@@ -20,16 +22,17 @@ def token_budget(config: TrainerConfig, vocabulary: int, device: torch.device) -
     return min(config.tokens_per_microbatch, max(1024, KEEP_BYTES // (torch.float32.itemsize * vocabulary)))
 
 
-def part_overhead(parameters: int, layers: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the fixed cost of a part of a packed micro-batch in tokens, in each of its layers a call.
+def packed_token(parameters: int, layers: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return what a token of a packed micro-batch costs, where one of a padded micro-batch costs 1.
 
-    On a CPU that takes as long as 2.7e7 floating point operations, forward and backward: of 11 kinds of rows
-    and models, this number tells for each of them what is faster (docs/performance.md).  A GPU computes all
-    parts in one call if they have 16 bits; other calls there are not worth it.
+    On a CPU its queries, keys and values are copied into grids and back.  Copies grow with the width of the
+    model and products with its square, so what is added falls with the root of a layer's parameters.  Of 14
+    kinds of rows and models, the number tells for each of them what is faster (docs/performance.md).  A GPU
+    computes all rows in one call if they have 16 bits; grids have not been measured there.
     """
-    if device.type != "cpu":
-        return 0.0 if dtype.itemsize == 2 else float("inf")
-    return 2.7e7 * layers / (6 * parameters)
+    if device.type == "cpu":
+        return 1 + 30 / sqrt(parameters / layers)
+    return 1.0 if dtype.itemsize == 2 else float("inf")
 
 
 def overhead(parameters: int, device: torch.device) -> int:

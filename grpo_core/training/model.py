@@ -22,7 +22,7 @@ from grpo_core.models import chat_template
 from grpo_core.records import Canary
 from grpo_core.training.logprobs import rounded, token_logprobs
 from grpo_core.training.microbatch import MicroBatch
-from grpo_core.training.packing import check_packing, packed_inputs
+from grpo_core.training.packing import packed_inputs, use_packing
 from grpo_core.training.passes import Around, Passes, for_training
 from grpo_core.training.ranks import Alone, Ranks
 from grpo_core.weights.layout import LowRankSum
@@ -361,7 +361,7 @@ def published_dtype(config: ModelConfig, engines: str, device: torch.device) -> 
 def scorer_for(source: ModelSource, module: nn.Module) -> Scorer:
     """Make the scorer of a module as the source's choices say."""
     if source.passes.packing:
-        check_packing(module)
+        use_packing(module)
     dtype = compute_dtype(source.config, source.device)
     around = source.passes.around(source.device)
     return Scorer(module, dtype, around=around, autocast=not source.passes.copies)

@@ -14,12 +14,13 @@ from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_core.errors import ModelError
+from grpo_core.training.grids import Grid, Grids
 
 NAME = "grpo_core_rows"
 """Name of the attention function in transformers."""
@@ -32,6 +33,9 @@ FIRST_WITH_FLASH = (8, 0)
 """Compute capability from which on GPUs can run them: Ampere's."""
 TOLERANCE = 5e-4
 """Difference of outputs, packed and alone, that float32 may make; another row in sight makes more."""
+_LENGTHS = (3, 5)
+_KINDS = {"full_attention", "sliding_attention"}
+"""Layers whose attention is causal, at most with a window; such as divide a row are none."""
 
 
 @frozen
@@ -61,8 +65,15 @@ class Packed:
 
     def positions(self) -> Tensor:
         """Return the position [1, T] of each token in its row."""
-        places = [torch.arange(self.before(part), self.before(part) + part.length) for part in self.parts]
-        return torch.cat(places)[None].to(self._device)
+        lengths = np.asarray(self.lengths)
+        before = np.asarray([self.before(part) for part in self.parts])
+        first = before - lengths.cumsum() + lengths
+        return torch.from_numpy(np.arange(lengths.sum()) + first.repeat(lengths))[None].to(self._device)
+
+    @cached_property
+    def grids(self) -> Grids:
+        """Return the grids in which the parts are computed where no kernel takes them as they are."""
+        return Grids(self.lengths, [-1 if p.before is None else p.before for p in self.parts], self._device)
 
     @cached_property
     def keys(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
@@ -109,34 +120,11 @@ def attention(
         query, key, value = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
         return _by_flash(query, key, value, packed, scaling, sliding_window)[None], None
     if packed is None:
-        return _of_part(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
-    queries, keys, values = (torch.split(each, packed.lengths, dim=2) for each in (query, key, value))
-    computed = []
-    for part, q, k, v in zip(packed.parts, queries, keys, values, strict=True):
-        if part.before is not None:
-            k = torch.cat([keys[part.before], k], dim=2)
-            v = torch.cat([values[part.before], v], dim=2)
-        computed.append(_of_part(q, k, v, scaling, sliding_window))
-    return torch.cat(computed, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _of_part(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Compute the attention of a part, or of rows side by side: queries [B, H, T, D], of the last keys."""
-    n, m = query.shape[2], key.shape[2]
-    mask = None
-    if n < m or (window is not None and m > window):
-        places = torch.arange(m, device=query.device)
-        behind = places[m - n :, None] - places
-        mask = (behind >= 0) & (behind < (window or m))
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        (rows, _, n, _), m = query.shape, key.shape[2]
+        grid = Grid(before=np.full(rows, m - n), queries=n, keys=m)
+        out = grid.attention(query, key, value, scaling, sliding_window)
+        return out.transpose(1, 2).contiguous(), None
+    return packed.grids.attention(query, key, value, scaling, sliding_window), None
 
 
 def _by_flash(
@@ -180,36 +168,48 @@ def _has_varlen() -> bool:
     return find_spec("torch.nn.attention.varlen") is not None
 
 
-def use_packing(model: Any) -> None:
-    """Make a transformers model compute its attention by ``attention``.  Raises ModelError if it does not."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attention)
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise ModelError(f"{_REFUSED}: {type(model).__name__} does not let its attention be exchanged")
+class PackingError(ModelError):
+    """A model cannot keep packed rows apart."""
 
 
 @torch.no_grad()
-def check_packing(module: Any) -> None:
-    """Compute two rows packed and alone.  Raises ModelError unless both give the same."""
+def use_packing(module: Any) -> None:
+    """Make a transformers model compute its attention by ``attention``.
+
+    Raises PackingError unless two rows, packed, have the outputs that the model's own attention gives each
+    of them.
+    """
     device = next(module.parameters()).device
     size = module.get_input_embeddings().weight.shape[0]
-    lengths = (3, 5)
-    ids = (torch.arange(sum(lengths), device=device) * 7 + 1).remainder(size)[None]
+    ids = (torch.arange(sum(_LENGTHS), device=device) * 7 + 1).remainder(size)[None]
+    rows = torch.split(ids, list(_LENGTHS), dim=1)
+    given = packed_inputs([Part(length=n) for n in _LENGTHS], device)
     try:
-        parts = [Part(length=n) for n in lengths]
-        together = module.base_model(input_ids=ids, use_cache=False, **packed_inputs(parts, device))[0]
-        alone = [
-            module.base_model(input_ids=ids[:, begin:end], use_cache=False)[0]
-            for begin, end in pairwise([0, *accumulate(lengths)])
-        ]
+        with torch.compiler.set_stance("force_eager"):  # the layers will be compiled for longer rows
+            alone = [module.base_model(input_ids=row, use_cache=False)[0] for row in rows]
+            exchange_attention(module)
+            together = module.base_model(input_ids=ids, use_cache=False, **given)[0]
+    except PackingError:
+        raise
     except Exception as error:  # code of the model, too
-        raise ModelError(f"{_REFUSED} ({type(error).__name__}: {error})") from error
+        raise PackingError(f"{_REFUSED} ({type(error).__name__}: {error})") from error
     expected = torch.cat(alone, dim=1)
     tolerance = max(TOLERANCE, 8 * torch.finfo(expected.dtype).eps)
     if not torch.allclose(together, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
-        raise ModelError(f"{_REFUSED}: a row's outputs are not the same with another row before it")
+        raise PackingError(f"{_REFUSED}: the outputs of two rows are not those of each row alone")
+
+
+def exchange_attention(model: Any) -> None:
+    """Set ``attention`` in a transformers model.  Raises PackingError if it does not take it."""
+    from transformers import AttentionInterface
+
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if others := sorted(kinds - _KINDS):
+        raise PackingError(f"{_REFUSED}: it has layers of the type {others[0]}")
+    AttentionInterface.register(NAME, attention)
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise PackingError(f"{_REFUSED}: {type(model).__name__} does not let its attention be exchanged")
 
 
 def packed_inputs(parts: Sequence[Part], device: torch.device) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from torch import nn
 from grpo_core.config import ActivationsChoice, TrainerConfig
 from grpo_core.errors import ModelError
 from grpo_core.models import keep_softcapping
-from grpo_core.training.packing import use_packing
 
 Around = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a forward pass is computed."""
@@ -34,7 +33,7 @@ class Passes:
     def of(cls, config: TrainerConfig) -> Passes:
         return cls(
             activations=config.activations,
-            packing=bool(config.packing),
+            packing=config.packing is True or (config.packing == "auto" and not config.compile),
             compiled=config.compile,
             copies=config.weights == "bfloat16",
         )
@@ -73,8 +72,6 @@ def for_training(model: Any, passes: Passes) -> nn.Module:
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False})
-    if passes.packing:
-        use_packing(model)
     if passes.compiled:
         layers = layers_of(model)
         if not layers:

@@ -12,7 +12,7 @@ from grpo_core.config import ModelConfig, TeacherConfig
 from grpo_core.errors import ConfigError, ModelError, one_line
 from grpo_core.training.microbatch import MicroBatch
 from grpo_core.training.model import Scorer, compute_dtype, load
-from grpo_core.training.packing import check_packing
+from grpo_core.training.packing import use_packing
 from grpo_core.training.passes import Passes
 
 
@@ -35,11 +35,10 @@ class Teacher:
             config.path,
             device=device,
             trust_remote_code=config.trust_remote_code,
-            passes=Passes(packing=passes.packing),
             dtype=dtype,
         )
         if passes.packing:
-            check_packing(module)
+            use_packing(module)
         return cls(Scorer(module, dtype))
 
     @torch.no_grad()

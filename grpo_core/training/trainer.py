@@ -29,13 +29,14 @@ from grpo_core.losses.entropy import EntropyControl
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Batch, StepResult, Weights
 from grpo_core.training.batching import Costs, laid_out, of_several_rows
-from grpo_core.training.budget import overhead, part_overhead, token_budget
+from grpo_core.training.budget import overhead, packed_token, token_budget
 from grpo_core.training.building import build_model
 from grpo_core.training.digest import Digests
 from grpo_core.training.loss_output import checked
 from grpo_core.training.microbatch import MicroBatch, collate, without_rows
-from grpo_core.training.model import BuildModel, ModelSource, compute_dtype, published_dtype
+from grpo_core.training.model import BuildModel, Model, ModelSource, compute_dtype, published_dtype
 from grpo_core.training.optimization import Optimization, divided, schedule
+from grpo_core.training.packing import PackingError
 from grpo_core.training.passes import Passes
 from grpo_core.training.plan import Share, shares, with_tokens
 from grpo_core.training.process import thread_count
@@ -118,18 +119,22 @@ class TorchTrainer:
         if "teacher" in self._needs:
             check_vocabulary(setup.model, setup.teacher)
         resume = Path(setup.resume_from) if setup.resume_from else None
-        source = self._source(resume)
-        self.model = build(source)
-        self._teacher = (
-            Teacher.load(setup.teacher, self._device, source.passes) if "teacher" in self._needs else None
-        )
+        passes = Passes.of(self._config)
+        try:
+            self.model, self._teacher = self._models(build, resume, passes)
+        except PackingError:
+            if self._config.packing != "auto":
+                raise
+            passes = evolve(passes, packing=False)
+            self.model, self._teacher = self._models(build, resume, passes)
+        self._packing = self._config.packing if passes.packing else False
         self._named = list(self.model.trainable())
         self._parameters = [parameter for _, parameter in self._named]
         dtype = compute_dtype(setup.model, self._device)
         self._costs = Costs(
             budget=token_budget(self._config, self.model.vocabulary, self._device),
             overhead=overhead(self.model.parameters, self._device),
-            part=part_overhead(self.model.parameters, self.model.layers, self._device, dtype),
+            packed=packed_token(self.model.parameters, self.model.layers, self._device, dtype),
         )
         chosen = setup.optimizer
         self._optimizers = Optimization(
@@ -157,19 +162,21 @@ class TorchTrainer:
         torch.manual_seed(setup.seed)
         self.version = self._saving.resume(resume) if resume else 0
 
-    def _source(self, resume: Path | None) -> ModelSource:
-        """Return what the model is made from: that of the setup, or of a checkpoint."""
-        return ModelSource(
+    def _models(self, build: BuildModel, resume: Path | None, passes: Passes) -> tuple[Model, Teacher | None]:
+        """Make the model, from the setup or from a checkpoint, and the teacher if the loss needs one."""
+        source = ModelSource(
             start=self._setup.model.path,
             saved=resume / "trainer" if resume else None,
             config=self._setup.model,
             device=self._device,
-            passes=Passes.of(self._config),
+            passes=passes,
             reference="reference" in self._needs,
             moves_reference=self._config.reference_every > 0,
             seed=self._setup.seed,
             ranks=self._ranks,
         )
+        has_teacher = "teacher" in self._needs
+        return build(source), Teacher.load(self._setup.teacher, self._device, passes) if has_teacher else None
 
     def description(self) -> dict[str, Any]:
         """Describe the trainer to its parent process."""
@@ -251,7 +258,7 @@ class TorchTrainer:
         alone = sorted(set(range(len(rows))).difference(*together))
         lengths = [facts[mine[i]].length for i in alone]
         prompts = [(rows[i].prompt_ids.tobytes(), len(rows[i].prompt_ids)) for i in alone]
-        divided, packed = laid_out(lengths, prompts, self._config.packing, self._costs)
+        divided, packed = laid_out(lengths, prompts, self._packing, self._costs)
         made = [
             collate(
                 [rows[i] for i in part],

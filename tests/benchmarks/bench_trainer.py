@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from grpo_core.config import ModelConfig, TrainerConfig
 from grpo_core.demo.tiny import make_tiny_model
 from grpo_core.records import Batch, Row, StepResult, Weights
 from grpo_core.tokens import Tokens
+from grpo_core.training.batching import laid_out
 from grpo_core.training.logprobs import token_logprobs
 from grpo_core.training.process import ProcessTrainer
 from grpo_core.training.setup import TrainerSetup
@@ -114,44 +115,76 @@ class Stepper:
 def ragged(directory: Path, threads: int) -> None:
     """M6: useful tokens per second on ragged rows, next to rows that all have their mean length."""
     chance = random.Random(0)
-    lengths = [min(512, 16 + int(chance.expovariate(1 / 80))) for _ in range(128)]
-    mean = round(sum(lengths) / len(lengths))
-    path = directory / "middle"
-    make_tiny_model(path, (), width=256, layers=4, warm_start_steps=0)
-    given = setup(path, threads)
-    uneven = Stepper(given, rows(lengths, prompt=32, vocabulary=99))
-    even = Stepper(given, rows([mean] * len(lengths), prompt=32, vocabulary=99))
-    padding = uneven().metrics["tokens/padding"]
-    even()
-    # a ratio near 1 needs more than a clock that other processes disturb
-    a, b = best([uneven, even], 8, time.process_time if threads == 1 else time.perf_counter)
-    useful = [sum(len(r.prompt_ids) + len(r.tokens) for r in each.rows) for each in (uneven, even)]
-    report(
-        "ragged / equal rows, useful tokens per second",
-        (useful[0] / a) / (useful[1] / b),
-        "",
-        0.97,
-        most=False,
-    )
-    report("ragged rows, share of the input that is no padding", 1 - padding, "", 0.98, most=False)
+    long = [48 + min(496, int(chance.expovariate(1 / 80))) for _ in range(128)]
+    tiny = [13 + i % 38 for i in range(128)]
+    for name, lengths, width, layers in (("48 to 544", long, 256, 4), ("13 to 50", tiny, 64, 2)):
+        mean = round(sum(lengths) / len(lengths))
+        given = setup(model(directory, width, layers), threads)
+        uneven, even = (Stepper(given, of_their_own(each)) for each in (lengths, [mean] * len(lengths)))
+        padding = uneven().metrics["tokens/padding"]
+        even()
+        a, b = best([uneven, even], 8, steady(threads))
+        speed = (sum(lengths) / a) / (mean * len(lengths) / b)
+        report(f"rows of {name} / equal rows, useful tokens per second", speed, "", 0.97, most=False)
+        report(f"rows of {name}, share of the input that is no padding", 1 - padding, "", 0.98, most=False)
+
+
+KINDS: Mapping[str, tuple[int, int, Sequence[int], int]] = {
+    "128 rows of 13 to 50 tokens": (64, 2, [13 + i % 38 for i in range(128)], 0),
+    "256 rows of 11 to 13 tokens": (64, 2, [11 + i % 3 for i in range(256)], 0),
+    "128 rows of 31 tokens": (64, 2, [31] * 128, 0),
+    "48 rows of 48 to 283 tokens": (128, 2, [48 + 5 * i for i in range(48)], 0),
+    "48 rows of 16 to 63 tokens": (128, 2, [16 + i for i in range(48)], 0),
+    "48 rows of 170 tokens": (128, 2, [170] * 48, 0),
+    "32 rows of 64 to 300 tokens": (256, 4, [64 + i * 236 // 31 for i in range(32)], 0),
+    "P = 6, R = 6": (64, 2, [11] * 128, 6),
+    "P = 32, R = 32": (128, 2, [63] * 64, 32),
+    "P = 64, R = 16": (128, 2, [79] * 64, 64),
+    "P = 64, R = 64": (128, 2, [127] * 64, 64),
+    "P = 8, R = 16": (256, 4, [23] * 128, 8),
+    "P = 16, R = 32": (256, 4, [47] * 64, 16),
+    "P = 128, R = 32": (256, 4, [159] * 32, 128),
+}
+"""Kinds of rows: the model's width and layers, input tokens of each row, and those of the group's prompt."""
 
 
 def packed(directory: Path, threads: int) -> None:
-    """Compare packed rows with sorted ones: ragged rows, and groups whose prompt is four times the reply."""
-    chance = random.Random(0)
-    lengths = [min(256, 16 + int(chance.expovariate(1 / 80))) for _ in range(48)]
-    ragged = rows(lengths, prompt=32, vocabulary=99)
-    groups = rows([32] * 16, prompt=128, vocabulary=99)
-    groups = tuple(evolve(row, prompt_ids=groups[row.group * 8].prompt_ids) for row in groups)
-    path = directory / "packed"
-    make_tiny_model(path, (), width=256, layers=4, warm_start_steps=0)
-    possible = 8 * (128 + 32) / (128 + 8 * 32)
-    for name, given, limit in (("ragged rows", ragged, None), ("shared prompts", groups, 0.7 * possible)):
+    """Compare packed rows with sorted ones, and say which of them "auto" takes."""
+    for name, (width, layers, lengths, prompt) in KINDS.items():
+        given = of_groups(lengths, prompt) if prompt else of_their_own(lengths)
+        path = model(directory, width, layers)
         both = [Stepper(setup(path, threads, packing=chosen), given) for chosen in (False, True)]
         for each in both:
             each()
-        plain, without_padding = best(both, 4, time.process_time if threads == 1 else time.perf_counter)
-        report(f"{name}: sorted / packed, seconds", plain / without_padding, "", limit, most=False)
+        plain, without_padding = best(both, 6, steady(threads))
+        prompts = [(row.prompt_ids.tobytes(), len(row.prompt_ids)) for row in given]
+        packs = laid_out(lengths, prompts, "auto", both[0].trainer._costs)[1]
+        reply = lengths[0] + 1 - prompt
+        possible = 8 * (prompt + reply) / (prompt + 8 * reply)
+        limit = 0.7 * possible if prompt >= 4 * reply else None
+        name = f"{name}, width {width}, auto {'packs' if packs else 'sorts'}: sorted / packed"
+        report(name, plain / without_padding, "", limit, most=False)
+
+
+def model(directory: Path, width: int, layers: int) -> Path:
+    path = directory / f"{width}-{layers}"
+    if not path.exists():
+        make_tiny_model(path, (), width=width, layers=layers, warm_start_steps=0)
+    return path
+
+
+def of_their_own(lengths: Sequence[int], prompt: int = 8) -> tuple[Row, ...]:
+    return rows([n - prompt + 1 for n in lengths], prompt=prompt, vocabulary=98)
+
+
+def of_groups(lengths: Sequence[int], prompt: int) -> tuple[Row, ...]:
+    made = of_their_own(lengths, prompt)
+    return tuple(evolve(row, prompt_ids=made[row.group * 8].prompt_ids) for row in made)
+
+
+def steady(threads: int) -> Callable[[], float]:
+    """A ratio near 1 needs more than a clock that other processes disturb."""
+    return time.process_time if threads == 1 else time.perf_counter
 
 
 def head(_: Path, threads: int) -> None:

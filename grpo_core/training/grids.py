@@ -1,0 +1,181 @@
+"""Attention over packed parts in a few calls: parts of about equal size stand side by side in a grid.
+
+A call for each part costs more than its products where parts are short.  In a grid they are padded, but
+only here: everything else in a layer is computed without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import define, field, frozen
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+
+from grpo_core.training.batching import microbatches
+
+CALL = 256
+"""Cost of a grid of its own in tokens that fill grids; of 32 to 512, none was clearly faster than it."""
+
+Places = NDArray[np.int64]
+
+
+@frozen(eq=False)
+class Taken:
+    """Rows of a matrix [T, C], by their places [K]; a row may be taken often, or not at all.
+
+    The gradient of a row is the sum of the gradients of its copies.
+    """
+
+    places: Tensor
+    copies: Tensor
+    """Places [K] in what is taken, those of the same row one after the other."""
+    first: Tensor
+    """Where those of each row [T] begin in ``copies``."""
+
+    @classmethod
+    def of(cls, places: Places, rows: int, device: torch.device) -> Taken:
+        first = np.concatenate([[0], np.bincount(places, minlength=rows).cumsum()[:-1]])
+        copies = np.argsort(places, kind="stable")
+        return cls(*(torch.from_numpy(each).to(device) for each in (places, copies, first)))
+
+    def __call__(self, matrix: Tensor) -> Tensor:
+        taken: Tensor = _Take.apply(matrix, self)  # type: ignore[no-untyped-call]
+        return taken
+
+
+class _Take(torch.autograd.Function):
+    """``index_select``, whose own backward pass adds one row after another."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, taken: Taken) -> Tensor:
+        ctx.taken = taken
+        return matrix.index_select(0, taken.places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        taken = ctx.taken
+        return embedding_bag(taken.copies, gradient.contiguous(), taken.first, mode="sum"), None
+
+
+@define(eq=False)
+class Grid:
+    """B rows, or parts of rows, side by side, with up to n queries and m keys."""
+
+    before: NDArray[np.int64]
+    """Keys [B] before each one's first query."""
+    queries: int
+    keys: int
+    _masks: dict[int | None, Tensor] = field(factory=dict)
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Compute the causal attention of queries [B, H, n, D] to keys and values [B, h, m, D].
+
+        Queries and keys that only fill the grid are behind all others, so these do not see them.
+        """
+        window = None if window is None or window >= self.keys else window
+        mask = self._mask(window, query) if window or self.before.any() else None
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+    def _mask(self, window: int | None, like: Tensor) -> Tensor:
+        """Return what is added to the scores, [n, m] or [B, 1, n, m]: all layers keep the same one."""
+        if window not in self._masks:
+            same = (self.before == self.before[0]).all()
+            before = torch.tensor(self.before[: 1 if same else None], dtype=torch.int32)[:, None, None, None]
+            column = torch.arange(max(self.queries, self.keys), dtype=torch.int32)
+            places = (before + column[: self.queries, None]).clamp(max=self.keys - 1)  # each sees a key
+            behind = places - column[: self.keys]
+            hidden = (behind < 0) | (behind >= (window or self.keys))
+            mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = (mask[0, 0] if same else mask).to(like.device)
+        return self._masks[window]
+
+
+class Grids:
+    """The grids of some parts.
+
+    Args:
+        lengths: tokens [P] of each part; they stand one after the other.
+        before: place of the part that is before each of them in its row; -1 if there is none.
+        device: of the tensors.
+    """
+
+    def __init__(self, lengths: Sequence[int], before: Sequence[int], device: torch.device) -> None:
+        n, prompt = np.asarray(lengths), np.asarray(before)
+        begin = n.cumsum() - n
+        ahead = np.where(prompt < 0, 0, n[prompt])
+        self.grids: list[Grid] = []
+        queries: list[Places] = []
+        keys: list[Places] = []
+        own: list[NDArray[np.bool_]] = []
+        for part in _divided(ahead + n, prompt >= 0):
+            grid = Grid(before=ahead[part], queries=int(n[part].max()), keys=int((ahead + n)[part].max()))
+            start, last, before_it = (each[part][:, None] for each in (begin, n - 1, ahead))
+            column = np.arange(grid.queries)
+            queries.append(start + np.minimum(column, last))
+            own.append(column <= last)
+            column = np.arange(grid.keys)
+            mine = start + np.minimum(column - before_it, last)
+            keys.append(np.where(column < before_it, begin[prompt[part]][:, None] + column, mine))
+            self.grids.append(grid)
+        self._shapes = [each.shape for each in queries], [each.shape for each in keys]
+        places, total = _joined(queries), int(n.sum())
+        self.queries = Taken.of(places, total, device)
+        self.keys = Taken.of(_joined(keys), total, device)
+        back = np.empty(total, dtype=np.int64)
+        used = np.flatnonzero(_joined(own))
+        back[places[used]] = used
+        self.outputs = Taken.of(back, len(places), device)
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Compute the attention of queries [1, H, T, D] and return it as [1, T, H, D]."""
+        heads, size = query.shape[1], value.shape[-1]
+        q = self._side_by_side(query, self.queries, self._shapes[0])
+        k, v = (self._side_by_side(each, self.keys, self._shapes[1]) for each in (key, value))
+        computed = [
+            grid.attention(*of_grid, scaling, window).transpose(1, 2).reshape(-1, heads * size)
+            for grid, of_grid in zip(self.grids, zip(q, k, v, strict=True), strict=True)
+        ]
+        together = torch.cat(computed) if len(computed) > 1 else computed[0]
+        return self.outputs(together).view(1, -1, heads, size)
+
+    @staticmethod
+    def _side_by_side(of_tokens: Tensor, taken: Taken, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return tensors [B, H, n, D], one for each grid, of [1, H, T, D]."""
+        _, heads, total, size = of_tokens.shape
+        rows = taken(of_tokens[0].transpose(0, 1).reshape(total, heads * size))
+        split = torch.split(rows, [b * n for b, n in shapes])
+        return [
+            each.view(b, n, heads, size).transpose(1, 2) for each, (b, n) in zip(split, shapes, strict=True)
+        ]
+
+
+def _joined(of_grids: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate([each.ravel() for each in of_grids])
+
+
+def _divided(keys: Places, shared: NDArray[np.bool_]) -> list[Places]:
+    """Divide parts into grids: about as many keys, and either all behind a prompt or none."""
+    made = []
+    for members in (np.flatnonzero(~shared), np.flatnonzero(shared)):
+        if members.size:
+            of_members = [int(length) for length in keys[members]]
+            everything = len(of_members) * max(of_members)
+            made += [members[each] for each in microbatches(of_members, everything, overhead=CALL)]
+    return made
