@@ -42,6 +42,7 @@ T_90 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
 
 Arm = tuple[int, str]
 """Bound of staleness, and correction."""
+SYNCHRONOUS: Arm = (0, "off")
 Runs = Mapping[Arm, Mapping[int, Mapping[str, Any]]]
 """Runs by arm and seed."""
 
@@ -72,15 +73,17 @@ def _cell(values: Sequence[float], *, scale: float = 100.0, digits: int = 1, uni
 def table(runs: Runs) -> str:
     """One row for each arm."""
     lines = [
-        "| `max_staleness` | correction | seeds | accuracy | mean reward of all steps | mean staleness |",
-        "|---|---|---|---|---|---|",
+        "| `max_staleness` | correction | seeds | accuracy | against 0, in points "
+        "| mean reward of all steps | mean staleness |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (bound, correction), seeds in runs.items():
         accuracy = [run["accuracy"] for run in seeds.values()]
         reward = [fmean(run["reward"]) for run in seeds.values()]
         lines.append(
             f"| {bound} | {'none' if correction == 'off' else f'`{correction}`'} | {len(seeds)} "
-            f"| {_cell(accuracy)} | {_cell(reward, scale=1.0, digits=3, unit='')} "
+            f"| {_cell(accuracy)} | {_against(runs, (bound, correction), SYNCHRONOUS)} "
+            f"| {_cell(reward, scale=1.0, digits=3, unit='')} "
             f"| {fmean(run['staleness'] for run in seeds.values()):.2f} |"
         )
     return "\n".join(lines)
@@ -99,7 +102,7 @@ def steps_to(run: Mapping[str, Any], target: float) -> int | None:
 
 
 def per_second(task: str, runs: Runs, target: float) -> str:
-    """One row for each arm: seconds of a step, and steps and seconds to a mean reward."""
+    """One row for each arm: seconds of a step, if measured, and steps and seconds to a mean reward."""
     seconds_of = pace(task)
     lines = [
         f"| `max_staleness` | correction | seconds a step | steps to reward {target:g} | seconds to it |",
@@ -108,24 +111,37 @@ def per_second(task: str, runs: Runs, target: float) -> str:
     for (bound, correction), seeds in runs.items():
         steps = [steps_to(run, target) for run in seeds.values()]
         reached = [float(each) for each in steps if each is not None]
-        if not reached or bound not in seconds_of:
+        if not reached:
             continue
-        a_step = fmean(seconds_of[bound])
+        paces = seconds_of.get(bound, ())
         missed = "" if len(reached) == len(steps) else f" ({len(steps) - len(reached)} of {len(steps)} never)"
         lines.append(
             f"| {bound} | {'none' if correction == 'off' else f'`{correction}`'} "
-            f"| {_cell(seconds_of[bound], scale=1.0, digits=3, unit='')} "
+            f"| {_cell(paces, scale=1.0, digits=3, unit='') if paces else ''} "
             f"| {_cell(reached, scale=1.0, digits=0, unit='')}{missed} "
-            f"| {_cell(reached, scale=a_step, digits=1, unit='')} |"
+            f"| {_cell(reached, scale=fmean(paces), digits=1, unit='') if paces else ''} |"
         )
     return "\n".join(lines)
 
 
+def differences(runs: Runs, arm: Arm, other: Arm) -> list[float]:
+    """Differences in accuracy of two arms, one for each seed that both have."""
+    common = sorted(runs[arm].keys() & runs[other].keys())
+    return [runs[arm][seed]["accuracy"] - runs[other][seed]["accuracy"] for seed in common]
+
+
+def _against(runs: Runs, arm: Arm, other: Arm) -> str:
+    found = differences(runs, arm, other)
+    if arm == other or len(found) < FEWEST:
+        return ""
+    mean, half = interval(found, T_95)
+    return f"{mean * 100:+.1f} ± {half * 100:.1f}"
+
+
 def equivalence(runs: Runs, arm: Arm, other: Arm) -> str:
     """Two one-sided tests of the difference of two arms, paired by seed."""
-    common = sorted(runs[arm].keys() & runs[other].keys())
-    differences = [runs[arm][seed]["accuracy"] - runs[other][seed]["accuracy"] for seed in common]
-    mean, half = interval(differences, T_90)
+    paired = differences(runs, arm, other)
+    mean, half = interval(paired, T_90)
     low, high = mean - half, mean + half
     if low > -MARGIN and high < MARGIN:
         told = f"is within {MARGIN:.0%}: the two are equal in this sense"
@@ -134,7 +150,7 @@ def equivalence(runs: Runs, arm: Arm, other: Arm) -> str:
     else:
         told = f"is not within {MARGIN:.0%}: equality is not shown"
     return (
-        f"The difference in accuracy, paired by {len(common)} seeds, is {mean * 100:+.1f} points; its "
+        f"The difference in accuracy, paired by {len(paired)} seeds, is {mean * 100:+.1f} points; its "
         f"interval of 90%, {low * 100:+.1f} to {high * 100:+.1f}, {told}."
     )
 
@@ -167,12 +183,14 @@ def legend(arms: Sequence[Arm]) -> str:
 
 def page() -> str:
     """The page with the present numbers."""
-    runs = read("sort")
-    parts = {
-        "table": table(runs),
-        "equivalence": equivalence(runs, (2, "token_truncate"), (0, "off")),
-        "seconds": per_second("sort", runs, TARGET),
-    }
+    parts = {}
+    for task in ("sort", "arrivals"):
+        runs = read(task)
+        parts |= {
+            f"{task}: runs": table(runs),
+            f"{task}: equivalence": equivalence(runs, (2, "token_truncate"), SYNCHRONOUS),
+            f"{task}: seconds": per_second(task, runs, TARGET),
+        }
     return filled(PAGE.read_text(encoding="utf-8"), parts)
 
 

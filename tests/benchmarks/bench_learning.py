@@ -127,7 +127,8 @@ def measure_pace(numbers: Path, tasks: list[str]) -> None:
         steps = [row["time/step"] for row in rows if "time/step" in row]
         pace.setdefault(f"{task}/{bound}", []).append(round(fmean(steps[FIRST_STEPS:]), 4))
         print(f"{task}, staleness {bound}: {pace[f'{task}/{bound}'][-1]:.3f} s a step", flush=True)
-    keep(read(numbers) | {"pace": pace}, numbers)
+    known = read(numbers)
+    keep(known | {"pace": known.get("pace", {}) | pace}, numbers)
 
 
 def measure(numbers: Path, tasks: list[str], seeds: int, jobs: int) -> None:
