@@ -63,9 +63,8 @@ test-fast: $(READY)
 lint: $(READY) $(RAY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/mypy --config-file tests/benchmarks/mypy.ini
 	@$(BIN)/lint-imports
+	@echo pyproject.toml tests/benchmarks/mypy.ini | xargs -P 2 -n 1 $(BIN)/mypy --config-file
 
 # Hypothesis looks for new examples, and begins elsewhere each time
 test-nightly: $(READY) $(RAY) $(VLLM)
