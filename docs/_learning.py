@@ -17,15 +17,18 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from grpo_core.reporting.charts import Chart, Series, chart
+from grpo_core.reporting.charts import HEIGHT, Chart, Series, chart
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 from _blocks import filled  # noqa: E402 - it lies beside this file
 from _learning_curves import COLOURS, TITLE, svg  # noqa: E402
 
-ARMS = [(0, "off"), (2, "token_truncate"), (2, "off"), (4, "sequence_truncate"), (4, "off")]
-"""Settings that the picture shows."""
+ARMS = {
+    "sort": [(0, "off"), (2, "token_truncate"), (2, "off"), (4, "sequence_truncate"), (4, "off")],
+    "arrivals": [(0, "off"), (2, "token_truncate"), (2, "off"), (4, "token_truncate"), (4, "off")],
+}
+"""Settings of each task that the picture shows."""
 NUMBERS, PICTURE, PAGE = DOCS / "learning.json", DOCS / "learning.svg", DOCS / "learning.md"
 WINDOW = 10
 """Steps whose mean reward is one number of ``reward``."""
@@ -155,8 +158,9 @@ def equivalence(runs: Runs, arm: Arm, other: Arm) -> str:
     )
 
 
-def drawn(runs: Runs, arms: Sequence[Arm]) -> Chart:
-    """Mean rewards by step."""
+def drawn(task: str) -> Chart:
+    """Mean rewards of a task by step."""
+    runs, arms = read(task), ARMS[task]
     lines = []
     for colour, arm in enumerate(arms):
         rewards = [run["reward"] for run in runs[arm].values()]
@@ -164,7 +168,7 @@ def drawn(runs: Runs, arms: Sequence[Arm]) -> Chart:
             ((place + 0.5) * WINDOW, fmean(each)) for place, each in enumerate(zip(*rewards, strict=True))
         ]
         lines.append(Series(name=_name(arm), points=points, colour=colour))
-    made = chart("sort: mean reward by step", lines, low=0.0, high=1.0)
+    made = chart(f"{task}: mean reward by step", lines, low=0.0, high=1.0)
     assert made is not None
     return made
 
@@ -174,9 +178,12 @@ def _name(arm: Arm) -> str:
     return f"staleness {bound}" + ("" if correction == "off" else f", {correction}")
 
 
-def legend(arms: Sequence[Arm]) -> str:
+def legend() -> str:
+    """The names of the lines, below each other in the chart of each task."""
     return "".join(
-        f'<text x="300" y="{TITLE + 88 + 14 * place}" fill="{COLOURS[place]}">{escape(_name(arm))}</text>'
+        f'<text x="300" y="{(HEIGHT + TITLE) * row + TITLE + 88 + 14 * place}" '
+        f'fill="{COLOURS[place]}">{escape(_name(arm))}</text>'
+        for row, arms in enumerate(ARMS.values())
         for place, arm in enumerate(arms)
     )
 
@@ -184,7 +191,7 @@ def legend(arms: Sequence[Arm]) -> str:
 def page() -> str:
     """The page with the present numbers."""
     parts = {}
-    for task in ("sort", "arrivals"):
+    for task in ARMS:
         runs = read(task)
         parts |= {
             f"{task}: runs": table(runs),
@@ -197,7 +204,7 @@ def page() -> str:
 def main() -> None:
     PAGE.write_text(page(), encoding="utf-8")
     note = "mean over the seeds of the table"
-    PICTURE.write_text(svg([drawn(read("sort"), ARMS)], note).replace("</svg>", legend(ARMS) + "</svg>"))
+    PICTURE.write_text(svg([drawn(task) for task in ARMS], note).replace("</svg>", legend() + "</svg>"))
 
 
 if __name__ == "__main__":
