@@ -33,7 +33,10 @@ def rollouts(rows: Sequence[Row]) -> list[int]:
 
 def length(row: Row) -> int:
     """Return the input tokens of a row: up to the one before the last sampled token."""
-    places = np.flatnonzero(row.tokens.sampled)
+    sampled = row.tokens.sampled
+    if sampled.size and sampled[-1]:  # nearly every row, of which a step has thousands
+        return len(row.prompt_ids) + sampled.size - 1
+    places = np.flatnonzero(sampled)
     return len(row.prompt_ids) + int(places[-1]) if places.size else 0
 
 
