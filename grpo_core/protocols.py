@@ -98,11 +98,12 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define prompts(split)")
 
-    def from_source(self, prompt: Prompt) -> Prompt:
+    def from_source(self, prompt: Prompt) -> Prompt | Awaitable[Prompt]:
         """Return the prompt that stands for a row of the task's ``source``; by default the one given.
 
         ``prompt`` is as the source's keys describe it; the fields of the row that they do not name are in its
         ``info``.  An environment that defines this method can parse the answer, or word the question, once.
+        May be ``async``: then many rows are asked for at the same time, at most ``concurrency``.
         """
         return prompt
 

@@ -340,6 +340,7 @@ def test_gsm8k_judges_the_prompts_of_a_source_over_its_own_rows(file):
 
 
 HOOKS = """
+import asyncio
 import grpo_core as grpo
 
 class Same(grpo.Environment):
@@ -357,6 +358,22 @@ class Raises(Same):
 class Forgets(Same):
     def from_source(self, prompt):
         prompt.info
+
+class Meets(Same):
+    concurrency = 3
+    present = most = 0
+
+    async def from_source(self, prompt):
+        self.present += 1
+        self.most = max(self.most, self.present)
+        await asyncio.sleep(0)
+        self.present -= 1
+        return grpo.Prompt(messages=f"row {prompt.id}", answer=self.most)
+
+class RaisesLater(Same):
+    async def from_source(self, prompt):
+        await asyncio.sleep(0)
+        return {"2": prompt.info["nothing"]}[prompt.id]
 
 class Hides(Same):
     def from_source(self, prompt):
@@ -391,10 +408,19 @@ def test_all_rows_of_a_long_source_become_prompts_in_order_with_the_ids_of_the_s
 
 
 @pytest.mark.long
+def test_rows_are_asked_for_at_the_same_time_where_the_hook_is_async(file, hooks):
+    rows = [{"prompt": "?", "answer": "0"}] * 8
+    prompts = with_environment(hooks + "Meets", file(rows), prompts_alone)
+    assert [prompt.messages[0]["content"] for prompt in prompts] == [f"row {i}" for i in range(8)]
+    assert max(prompt.answer for prompt in prompts) == 3
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("Raises", "from_source of prompt '0' raised KeyError: 'nothing'"),
+        ("RaisesLater", "from_source of prompt '0' raised KeyError: 'nothing'"),
         ("Forgets", "from_source of prompt '0' is NoneType, expected grpo_core.Prompt"),
         ("Hides", "from_source: a prompt cannot be sent to the trainer's process; put plain data"),
     ],

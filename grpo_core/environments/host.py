@@ -134,6 +134,8 @@ class EnvironmentHost:
         def begin(call: Call) -> Begun | None:
             if call.method == "evaluate":
                 return Begun(self._evaluate(*call.args), self._deadline)
+            if call.method == "from_source":  # the start has a deadline
+                return Begun(self._from_source(*call.args))
             if call.method == "open":  # what has been opened is kept, to be closed
                 return Begun(self._open(*call.args), self._deadline, completes=True)
             if call.method == "run":  # the rollout has a deadline
@@ -205,15 +207,17 @@ class EnvironmentHost:
 
         Ids are those of the source.
         """
+        return self._calls.run(self._from_source(prompts))
+
+    def _from_source(self, prompts: Sequence[Prompt]) -> Steps[bytes | None]:
         if not self._defines("from_source"):
             return None
         made = []
-        for prompt in prompts:
+        results = yield from _each(self._environment.from_source, prompts)
+        for prompt, given in zip(prompts, results):
             where = f"{self._who}: from_source of prompt {prompt.id!r}"
-            try:
-                given = self._environment.from_source(prompt)
-            except Exception as error:
-                raise PluginError(f"{where} raised {describe(error)}") from error
+            if isinstance(given, BaseException):
+                raise PluginError(f"{where} raised {describe(given)}") from given
             made.append(attrs.evolve(self._complete(given, prompt.id, where), id=prompt.id))
         return _pickled(made, f"{self._who}: from_source")
 

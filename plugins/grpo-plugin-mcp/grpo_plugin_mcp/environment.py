@@ -94,7 +94,7 @@ class ToolsOfServer(grpo.Environment):
         prompts: Sequence[grpo.Prompt] = self._environment.prompts(split)
         return prompts
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    def from_source(self, prompt: grpo.Prompt) -> Any:
         self._check_tools()
         from_source = getattr(self._environment, "from_source", None)
         return from_source(prompt) if from_source else prompt

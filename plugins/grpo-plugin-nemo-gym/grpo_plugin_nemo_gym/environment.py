@@ -107,7 +107,7 @@ class NeMoGym(grpo.Environment):
                 raise grpo.ConfigError(f"{split} row {number}: {error}") from error
         return prompts
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    async def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
         """Take a row of NeMo Gym as it is, and make one of any other row."""
         row = dict(prompt.info)
         if prompt.answer is not None:
@@ -115,7 +115,7 @@ class NeMoGym(grpo.Environment):
         if "responses_create_params" not in row:
             items = [{"role": m["role"], "content": m.get("content") or ""} for m in prompt.messages]
             row = {"responses_create_params": {"input": items}, **row}
-        return _prompt(row, *self._begun([row]))
+        return _prompt(row, await _begins(self._client, row) if self._steps else "")
 
     def solve(self, prompt: grpo.Prompt) -> str | None:
         return None
@@ -238,7 +238,7 @@ class NeMoGym(grpo.Environment):
 
             async def one(row: Row) -> str:
                 async with gate:
-                    return _observation(await client.post("/reset", row, Session()))
+                    return await _begins(client, row)
 
             try:
                 return await asyncio.gather(*map(one, rows))
@@ -279,6 +279,11 @@ def _metrics(told: Mapping[str, Any], row: Row) -> dict[str, float]:
         for name, value in told.items()
         if name not in row and name != "reward" and isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+async def _begins(client: Client, row: Row) -> str:
+    """Return what ``/reset`` begins with, in a session that ends here."""
+    return _observation(await client.post("/reset", row, Session()))
 
 
 def _observation(started: Any) -> str:

@@ -12,6 +12,7 @@ that say nothing here.
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +147,12 @@ def hosted(url, **options):
 
 
 def prompt_of(host, given):
-    return host.nemo.from_source(grpo.Prompt(messages="-", info=given))
+    return of_source(host, grpo.Prompt(messages="-", info=given))
+
+
+def of_source(host, row):
+    (prompt,) = pickle.loads(host.from_source([row]))
+    return prompt
 
 
 def played(host, given, *script, session="s", finish_reason="stop"):
@@ -300,7 +306,7 @@ def test_rows_come_from_files_and_a_tenth_is_held_out(tmp_path):
 
 def test_any_other_row_of_a_source_becomes_a_row():
     with serving(Server().app) as url, hosted(url, answer="expected_count") as host:
-        prompt = host.nemo.from_source(grpo.Prompt(messages="Say 7.", answer=7, info={"initial_count": 7}))
+        prompt = of_source(host, grpo.Prompt(messages="Say 7.", answer=7, info={"initial_count": 7}))
         assert prompt.info["row"] == {
             "responses_create_params": {"input": [{"role": "user", "content": "Say 7."}]},
             "initial_count": 7, "expected_count": 7,

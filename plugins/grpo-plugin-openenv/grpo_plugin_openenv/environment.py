@@ -22,6 +22,8 @@ SPARE = 10.0
 LONGEST_WAIT = 8.0
 """Seconds before a retry at most."""
 RISK = "It sees all replies, and decides all rewards."
+STARTS_AT_ONCE = 8
+"""Sessions that are opened at once to see how their prompts begin: a server may have room for few."""
 HIDDEN = ("done", "reward", "metadata")
 """Fields of an observation that the model does not see."""
 
@@ -105,6 +107,7 @@ class OpenEnv(grpo.Environment):
         self._blamed = {WRONG_ACTION, RAISED} if raises_are_wrong else {WRONG_ACTION}
         self._prompts, self._seed = prompts, seed
         self._http: aiohttp.ClientSession | None = None
+        self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
         self.max_turns = max_turns
         self.concurrency = requests_at_once
         self.deadline = (retries + 1) * timeout + retries * LONGEST_WAIT + SPARE
@@ -118,10 +121,11 @@ class OpenEnv(grpo.Environment):
             for reset, said in zip(resets, asyncio.run(self._begun(resets)), strict=True)
         ]
 
-    def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
+    async def from_source(self, prompt: grpo.Prompt) -> grpo.Prompt:
         """Take the columns of the row as arguments of ``reset``, and append what it returns to the prompt."""
         reset = {**self._reset, **prompt.info}
-        (said,) = asyncio.run(self._begun([reset]))
+        async with self._starting:
+            said = await self._begins(self._session_client(), reset)
         *before, last = (dict(message) for message in prompt.messages)
         last["content"] = "\n".join(filter(None, [str(last.get("content") or ""), said]))
         return attrs.evolve(prompt, messages=(*before, last), info={"reset": reset, "observation": said})
@@ -130,9 +134,7 @@ class OpenEnv(grpo.Environment):
         return None
 
     async def open(self, prompt: grpo.Prompt) -> Session:
-        if self._http is None:
-            self._http = self._client()
-        connection, said = await self._connected(self._http, prompt.info["reset"])
+        connection, said = await self._connected(self._session_client(), prompt.info["reset"])
         if said != prompt.info["observation"]:
             await connection.close()
             raise grpo.PluginError(
@@ -212,16 +214,19 @@ class OpenEnv(grpo.Environment):
 
     async def _begun(self, resets: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return what the environment begins with for each of these arguments."""
-        gate = asyncio.Semaphore(8)
+        gate = asyncio.Semaphore(STARTS_AT_ONCE)
         async with self._client() as http:
 
             async def one(reset: Mapping[str, Any]) -> str:
                 async with gate:
-                    connection, said = await self._connected(http, reset)
-                    await connection.close()
-                    return said
+                    return await self._begins(http, reset)
 
             return await asyncio.gather(*map(one, resets))
+
+    async def _begins(self, http: aiohttp.ClientSession, reset: Mapping[str, Any]) -> str:
+        connection, said = await self._connected(http, reset)
+        await connection.close()
+        return said
 
     async def _connected(
         self, http: aiohttp.ClientSession, reset: Mapping[str, Any]
@@ -259,6 +264,12 @@ class OpenEnv(grpo.Environment):
             if isinstance(error, Rejected):
                 raise grpo.PluginError(f"openenv: reset({dict(reset)}): {error}") from error
             raise
+
+    def _session_client(self) -> aiohttp.ClientSession:
+        """Return the client of the event loop in which rollouts are played."""
+        if self._http is None:
+            self._http = self._client()
+        return self._http
 
     def _client(self) -> aiohttp.ClientSession:
         watch = aiohttp.TraceConfig()

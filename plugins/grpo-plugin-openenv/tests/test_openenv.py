@@ -7,6 +7,7 @@ openenv, the same story is played at OpenEnv's own server, too.
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 from pathlib import Path
 
@@ -206,9 +207,11 @@ def test_a_prompt_is_a_seed_and_begins_with_what_reset_returns():
 def test_the_columns_of_a_row_are_arguments_of_reset():
     server = Server(seeded=True)
     with serving(server.app) as url, hosted(url, reset={"level": "easy"}) as host:
-        prompt = host.openenv.from_source(grpo.Prompt(messages="Go.", info={"seed": 7}))
-        played(host, "hi", prompt=prompt)
-    assert prompt.messages[0]["content"] == "Go.\nEcho environment ready! seed 7"
+        rows = [grpo.Prompt(messages="Go.", id=str(seed), info={"seed": seed}) for seed in range(7, 27)]
+        prompts = pickle.loads(host.from_source(rows))
+        played(host, "hi", prompt=prompts[0])
+    said = [f"Go.\nEcho environment ready! seed {seed}" for seed in range(7, 27)]
+    assert [prompt.messages[0]["content"] for prompt in prompts] == said
     assert server.resets[-1] == {"level": "easy", "seed": 7}
 
 
