@@ -2,7 +2,8 @@
 
     environment's process -> container_launcher.py -> podman -> container_guard.py -> inside.py
 
-The container shows the same system as bubblewrap's sandbox, so it needs no image.
+The container shows the same system as bubblewrap's sandbox: this machine's, so that it needs no image, or the
+directory of an image.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ def command(system: System, places: Sequence[str], size: int, inside: str) -> li
 
 def _podman(program: str, system: System, places: Sequence[str], size: int) -> list[str]:
     processes = min(each for each in (PROCESSES, *resource.getrlimit(resource.RLIMIT_NPROC)) if each > 0)
-    root = _root((*system.directories, *places), system.links)
     words = [program, "run", "--rm", "--interactive", "--preserve-fds=2", "--sig-proxy=false"]
     words += ["--network=none", "--no-hosts", "--hostname=sandbox", "--ipc=none", "--log-driver=none"]
     words += ["--cap-drop=all", "--cap-add=SETUID,SETGID", "--security-opt=no-new-privileges"]
@@ -71,12 +71,12 @@ def _podman(program: str, system: System, places: Sequence[str], size: int) -> l
     words += ["--read-only", "--read-only-tmpfs=false"]
     words += ["--ulimit=nofile=256:256", f"--ulimit=nproc={processes}:{processes}"]
     words += ["--workdir=/tmp", "--env=HOME=/tmp", "--env=PATH=/usr/bin:/bin"]
-    words += [
-        f"--mount=type=bind,src={here},dst={there},ro=true" for there, here in system.directories.items()
-    ]
+    directories = dict(system.directories)
+    whole = directories.pop("/", None)
+    words += [f"--mount=type=bind,src={here},dst={there},ro=true" for there, here in directories.items()]
     memory = f"rw,exec,nosuid,nodev,notmpcopyup,mode=1777,size={size}"
     words += [f"--tmpfs={place}:{memory}" for place in places]
-    return [*words, "--rootfs", str(root)]
+    return [*words, "--rootfs", whole or str(_root((*directories, *places), system.links))]
 
 
 def _root(points: Sequence[str], links: Mapping[str, str]) -> Path:

@@ -1,8 +1,8 @@
 """Container images as directories: the system of a sandbox where this machine's own will not do.
 
-podman or docker builds an image from a Dockerfile once.  Its files are kept in a directory, which bubblewrap
-shows to a sandbox, read-only, as its whole system; no container is ever run.  The Python that serves the
-sandbox is this machine's, with its libraries, so an image needs no Python of its own.
+podman or docker builds an image from a Dockerfile once.  Its files are kept in a directory, which a sandbox
+shows, read-only, as its whole system; the image itself is never run.  The Python that serves the sandbox is
+this machine's, with its libraries, so an image needs no Python of its own.
 """
 
 from __future__ import annotations

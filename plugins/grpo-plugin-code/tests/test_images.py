@@ -1,4 +1,4 @@
-"""Tasks of Harbor in systems of their own: images that podman builds, and bubblewrap shows to sandboxes."""
+"""Tasks of Harbor in systems of their own: images that podman builds, and sandboxes show."""
 
 import asyncio
 import os
@@ -100,10 +100,11 @@ def told(environment, *commands):
     return asyncio.run(story())
 
 
-def test_a_task_is_played_in_its_own_system(base, tmp_path):
+@pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
+def test_a_task_is_played_in_its_own_system(base, tmp_path, program):
     directory, cache = task(tmp_path / "tasks"), tmp_path / "cache"
     listed, numbers, refused, reward = told(
-        harbor(directory, cache),
+        harbor(directory, cache, sandbox=program),
         "ls /opt /bin; echo $COLOUR",
         "cat data/numbers.txt",
         "echo 1 > /opt/sorter",
@@ -114,7 +115,8 @@ def test_a_task_is_played_in_its_own_system(base, tmp_path):
     assert numbers.startswith("3\n1\n2")
     assert "Read-only file system" in refused
     assert reward == 0.0
-    *_, reward = told(harbor(directory, cache), "bash /opt/sorter data/numbers.txt > sorted.txt")
+    environment = harbor(directory, cache, sandbox=program)
+    *_, reward = told(environment, "bash /opt/sorter data/numbers.txt > sorted.txt")
     assert reward == 1.0
 
 

@@ -187,10 +187,11 @@ def rewarded(environment, *commands):
 
 
 @pytest.mark.long
-def test_the_solution_of_a_task_earns_1_and_an_untouched_task_0(tmp_path):
+@pytest.mark.parametrize("program", ["bubblewrap", "podman"], indirect=True)
+def test_the_solution_of_a_task_earns_1_and_an_untouched_task_0(tmp_path, program):
     task(tmp_path, "hello")
-    assert rewarded(harbor(tmp_path), "echo hello > hello.txt").reward == 1.0
-    untouched = rewarded(harbor(tmp_path))
+    assert rewarded(harbor(tmp_path, sandbox=program), "echo hello > hello.txt").reward == 1.0
+    untouched = rewarded(harbor(tmp_path, sandbox=program))
     assert untouched.reward == 0.0
     assert untouched.metrics == {"reward": 0.0, "commands": 0.0}
 
