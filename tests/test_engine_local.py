@@ -393,6 +393,21 @@ def test_stop_strings_without_a_tokenizer_name_the_missing_file(tmp_path: Path) 
         StopStrings(str(tmp_path)).may_end(("x",), 1)
 
 
+@pytest.mark.parametrize("kind", [Decoder, SeparateCalls])
+def test_requests_for_one_token_come_first_and_in_the_order_in_which_they_came(
+    kind: type[Decoder], references: Any, tmp_path: Path
+) -> None:
+    decoder = kind(engine_model("llama", references("llama"), tmp_path), max_rows=2)
+    decoder.load([tensors(references("llama"))], 0)
+    for key, most in enumerate((9, 9, 1, 9, 1, 1)):
+        decoder.add([(key, GenerationRequest(prompt_ids=(1, key), max_tokens=most))])
+    finished: list[int] = []
+    while decoder.busy:
+        finished += [int(key) for key, _ in decoder.step()]
+    assert finished[:3] == [2, 4, 5]
+    assert sorted(finished) == [0, 1, 2, 3, 4, 5]
+
+
 # ---------------------------------------------------------------------------------- the child process
 
 
@@ -513,6 +528,32 @@ def test_a_child_that_hangs_is_killed_at_its_deadline_and_that_is_reported(
     assert message == (
         "its process is started again: engine local: no answer to 'cancel' within 0.5 s; killed"
     )
+
+
+@pytest.mark.slow
+def test_calls_that_run_in_a_child_that_is_killed_at_the_deadline_of_another_call_are_asked_again(
+    setup: EngineSetup, references: Any
+) -> None:
+    request = GenerationRequest(prompt_ids=(1, 2), max_tokens=3)
+
+    async def story() -> None:
+        engine = LocalEngine(setup)
+        await engine.update_weights(SharedMemoryWriter().write(1, references("llama").named_parameters()))
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        engine._setup = attrs.evolve(setup, deadline=0.5)
+        waiting = asyncio.ensure_future(engine.generate([request]))
+        late = asyncio.ensure_future(engine.generate([request]))
+        await asyncio.sleep(0.1)
+        late.cancel()  # at the deadline of its rollout: the frozen child does not answer that either
+        with pytest.raises(EngineError, match=r"ask again: .* no answer to 'cancel' within 0\.5 s"):
+            await waiting
+        await engine.aclose()
+
+    incidents: list[Incident] = []
+    with reported_to(incidents.append):
+        asyncio.run(story())
+    assert [one.kind for one in incidents] == ["deadline"]
 
 
 class Doomed(LocalEngine):

@@ -59,7 +59,7 @@ class ChildEngine:
         self._tickets = itertools.count()
         self._starting = asyncio.Lock()
         self._weights: Weights | None = None
-        """The last that a child held."""
+        """The newest weights that a child has held; the next child gets them first."""
         self._deaths = RestartBudget(MAX_DEATHS)
         self._closed = False
         self._cancelling: set[asyncio.Task[Any]] = set()
@@ -85,7 +85,7 @@ class ChildEngine:
         except asyncio.CancelledError:
             self._cancel(child, ticket)
             raise
-        except ChildDied as error:
+        except (ChildDied, DeadlineExceeded) as error:  # without a deadline here, it was another call's
             self._died(child, error)
             raise EngineError(f"{self.name} died while it generated; ask again: {error}") from error
         self._deaths.succeeded()
@@ -136,7 +136,7 @@ class ChildEngine:
         )
 
     async def _ready_child(self) -> Child:
-        """A child that holds the last weights."""
+        """Return a child that holds the last weights."""
         async with self._starting:
             child = self._living_child()
             if not self._ready:

@@ -2,6 +2,9 @@
 
 waiting (FIFO)  --admit-->  rows of a Batch  --each step one token-->  finished Completions
 
+Requests for one token have a queue of their own, which comes first: they need no row beyond the step that
+they join, so they hold up nobody.
+
 The last bits of a logprob depend on the rows that are decoded beside its own: kernels are chosen by the
 number of rows, and angles count from the first column of a batch.  ``Decoder`` lets rows join at any time,
 which is fast.  ``SeparateCalls`` decodes each call alone, so that equal calls have equal completions.
@@ -29,7 +32,10 @@ class Decoder:
         self._model = model
         self._max_rows = max_rows
         self._stops = stops or StopStrings(None)
+        self._brief: deque[Entry] = deque()
+        """Requests for one token that wait."""
         self._waiting: deque[Entry] = deque()
+        """All others."""
         self._batches: list[Batch] = []
         self._rows_join = model.rows_join
         self.version = -1
@@ -46,19 +52,17 @@ class Decoder:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or any(batch.alive for batch in self._batches))
+        return bool(self._brief or self._waiting or any(batch.alive for batch in self._batches))
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Take requests that the model can complete, for at least one token each."""
         for key, request in entries:
-            if request.max_tokens == 1:  # needs no row beyond the step that it joins: it holds up nobody
-                self._waiting.appendleft((key, request))
-            else:
-                self._waiting.append((key, request))
+            (self._brief if request.max_tokens == 1 else self._waiting).append((key, request))
 
     @torch.inference_mode()
     def cancel(self, keys: set[int]) -> None:
         """Forget these requests; their rows are free at the next step."""
+        self._brief = deque(entry for entry in self._brief if entry[0] not in keys)
         self._waiting = deque(entry for entry in self._waiting if entry[0] not in keys)
         for batch in self._batches:
             batch.cancel(keys)
@@ -66,6 +70,7 @@ class Decoder:
 
     def clear(self) -> None:
         """Forget everything."""
+        self._brief.clear()
         self._waiting.clear()
         self._batches.clear()
 
@@ -91,8 +96,8 @@ class Decoder:
                 batch.compact()
 
     def _admitted(self) -> list[Entry]:
-        """The longest-waiting requests that there is room for now."""
-        return _taken(self._waiting, self._room())
+        """Take the requests that there is room for now: of each queue those that have waited longest."""
+        return _taken((self._brief, self._waiting), self._room())
 
     def _room(self) -> int:
         return self._max_rows - sum(batch.alive for batch in self._batches)
@@ -107,44 +112,51 @@ class SeparateCalls(Decoder):
     def __init__(self, model: Model, *, max_rows: int = 512, stops: StopStrings | None = None) -> None:
         super().__init__(model, max_rows=max_rows, stops=stops)
         self._rows_join = False
+        self._brief_parts: deque[Sequence[Entry]] = deque()
         self._parts: deque[Sequence[Entry]] = deque()
-        """Calls that wait, divided by their own requests alone."""
+        """Calls that wait, divided by their own requests alone; brief parts are for one token each."""
 
     @property
     def busy(self) -> bool:
-        return bool(self._parts) or super().busy
+        return bool(self._brief_parts or self._parts) or super().busy
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Take the requests of one call."""
         call = deque(entries)
         while call:
-            part = _taken(call, self._max_rows)
-            if all(request.max_tokens == 1 for _, request in part):  # as above
-                self._parts.appendleft(part)
-            else:
-                self._parts.append(part)
+            part = _taken((call,), self._max_rows)
+            brief = all(request.max_tokens == 1 for _, request in part)
+            (self._brief_parts if brief else self._parts).append(part)
 
     def cancel(self, keys: set[int]) -> None:
-        left = ([entry for entry in part if entry[0] not in keys] for part in self._parts)
-        self._parts = deque(part for part in left if part)
+        self._brief_parts = _without(self._brief_parts, keys)
+        self._parts = _without(self._parts, keys)
         super().cancel(keys)
 
     def clear(self) -> None:
+        self._brief_parts.clear()
         self._parts.clear()
         super().clear()
 
     def _admitted(self) -> list[Entry]:
-        """The part that has waited longest, if there is room for all of it."""
-        fits = self._parts and len(self._parts[0]) <= self._room()
-        return list(self._parts.popleft()) if fits else []
+        """Take the part that has waited longest, if there is room for all of it."""
+        parts = self._brief_parts or self._parts
+        fits = parts and len(parts[0]) <= self._room()
+        return list(parts.popleft()) if fits else []
 
 
-def _taken(waiting: deque[Entry], room: int) -> list[Entry]:
-    """Take the first of the entries that wait: at most ``room``, and as many as one step prefills."""
+def _without(parts: Iterable[Sequence[Entry]], keys: set[int]) -> deque[Sequence[Entry]]:
+    """Return the parts without these requests."""
+    left = ([entry for entry in part if entry[0] not in keys] for part in parts)
+    return deque(part for part in left if part)
+
+
+def _taken(queues: Sequence[deque[Entry]], room: int) -> list[Entry]:
+    """Take the first entries of the queues, in order: at most ``room``, and as many as one step prefills."""
     entries: list[Entry] = []
     prompts: set[bytes] = set()
     longest = 0
-    while waiting and len(entries) < room:
+    while len(entries) < room and (waiting := next(filter(None, queues), None)) is not None:
         prompt = waiting[0][1].prompt_ids
         prompts.add(prompt.tobytes())
         longest = max(longest, len(prompt))
