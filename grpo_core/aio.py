@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from attrs import define
 
+from grpo_core.errors import GrpoError
+
 T = TypeVar("T")
 
 
@@ -37,6 +39,22 @@ async def gather(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(awaitable) for awaitable in awaitables]
     return [task.result() for task in tasks]
+
+
+@contextlib.asynccontextmanager
+async def deadline(seconds: float | None, late: Callable[[], GrpoError]) -> AsyncIterator[None]:
+    """Raise ``late()`` if the block takes longer than ``seconds``; None is no deadline.
+
+    A TimeoutError of the block itself, such as that of a socket, passes through: it is no deadline of ours.
+    """
+    timer = asyncio.timeout(seconds)
+    try:
+        async with timer:
+            yield
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise late() from None
 
 
 async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -124,6 +124,16 @@ def test_an_engine_that_does_not_answer_is_an_error_at_the_deadline():
         verify(Silent())
 
 
+@pytest.mark.parametrize("deadline", [None, 60.0])
+def test_a_timeout_of_an_engine_s_own_is_not_told_as_the_deadline_of_the_canary(deadline):
+    class Impatient(Listener):
+        async def generate(self, requests):
+            raise TimeoutError("the socket timed out")
+
+    with pytest.raises(TimeoutError, match="the socket timed out"):
+        verify(Impatient(), deadline=deadline)
+
+
 def test_a_run_waits_for_the_canary_of_a_frozen_engine_as_long_as_for_its_weights():
     class Frozen(Listener):
         async def generate(self, requests):

@@ -385,6 +385,23 @@ def test_an_engine_that_never_takes_new_weights_is_named_at_its_deadline():
         run_()
 
 
+@pytest.mark.parametrize("who", ["engine", "sampler"])
+def test_a_timeout_of_a_plugin_s_own_is_not_told_as_a_deadline_of_the_run(who):
+    async def update_weights(weights):
+        raise TimeoutError("the socket timed out")
+
+    def draw(request):
+        raise TimeoutError("the socket timed out")
+
+    run_ = Run(schedule={"sync_deadline": 30.0})
+    if who == "engine":
+        run_.engine.update_weights = update_weights
+    else:
+        run_.pipeline.draw = draw
+    with pytest.raises(TimeoutError, match="the socket timed out"):
+        run_()
+
+
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("version", [0, 2])
 def test_a_death_is_the_cause_of_a_weight_sync_that_fails_at_the_same_time(dies, version):

@@ -205,6 +205,13 @@ def test_rollouts_lost_by_the_engine_are_unscored_and_bugs_are_not_hidden():
         )
 
 
+@pytest.mark.parametrize("deadline", [None, 60.0])
+def test_a_timeout_of_an_engine_s_own_is_not_told_as_the_deadline_of_the_rollouts(deadline):
+    engine = FakeEngine(fault=lambda request: TimeoutError("the socket timed out"))
+    with pytest.raises(TimeoutError, match="the socket timed out"):
+        played(requests(2), {"task": FakeEnvironment()}, engine, deadline)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

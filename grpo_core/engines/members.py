@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field
 
+from grpo_core import aio
 from grpo_core.aio import Changes
 from grpo_core.errors import ChildDied, DeadlineExceeded, EngineError, PluginError, WeightSyncError
 from grpo_core.incidents import reported_as
@@ -122,11 +123,11 @@ class Member:
     async def give(self, held: WeightsLease, *, tolerance: float, deadline: float) -> None:
         """Give the engine these weights, and check its canary.
 
-        Raises TimeoutError after ``deadline`` seconds, CanaryMismatch, and whatever the engine raises.
+        Raises DeadlineExceeded after ``deadline`` seconds, CanaryMismatch, and whatever the engine raises.
         """
         doubts, self._unconfirmed = self._doubts, held.weights.version
         with reported_as(self.name):
-            async with asyncio.timeout(deadline):
+            async with aio.deadline(deadline, lambda: DeadlineExceeded(f"no answer within {deadline:g} s")):
                 with during(self.name, "update weights"):
                     await self.engine.update_weights(held.weights)
                 try:

@@ -308,8 +308,8 @@ class EnginePool:
         member.give_back()
         self._notify()
         await member.close()
-        why = self._failed[member.number] = str(error) or f"no answer within {self._deadline:g} s"
-        if not isinstance(error, TimeoutError | DeadlineExceeded):  # it may be waiting for a machine
+        why = self._failed[member.number] = str(error) or type(error).__name__
+        if not isinstance(error, DeadlineExceeded):  # it may be waiting for a machine
             member.budget.failed()
         if member.budget.exhausted:
             self._given_up.add(member.number)

@@ -8,9 +8,9 @@ one token, and its logprob must equal the trainer's.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
+from grpo_core import aio
 from grpo_core.completions import check_completions
 from grpo_core.errors import ChildDied, EngineError, WeightSyncError
 from grpo_core.protocols import Engine
@@ -38,14 +38,15 @@ async def verify(engine: Engine, weights: Weights, *, tolerance: float, deadline
         GenerationRequest(prompt_ids=canary.prompt_ids, max_tokens=1, temperature=0.0)
         for canary in weights.canary
     ]
-    try:
-        async with asyncio.timeout(deadline):
-            completions = await _ask(engine, requests)
-    except TimeoutError:
-        raise WeightSyncError(
+
+    def late() -> WeightSyncError:
+        return WeightSyncError(
             f"engine: no answer to the canary of version {weights.version} within {deadline:g} s "
             "(engine.deadline); it may be frozen"
-        ) from None
+        )
+
+    async with aio.deadline(deadline, late):
+        completions = await _ask(engine, requests)
     check_completions(completions, requests)
     tolerance = tolerance or _explained(engine, weights)
     pairs = zip(weights.canary, completions, strict=True)

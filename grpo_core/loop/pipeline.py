@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from attrs import define, evolve, field, frozen
 
-from grpo_core.aio import UNLIMITED, Changes, Slots, gather, raising_root_cause
+from grpo_core.aio import UNLIMITED, Changes, Slots, deadline, gather, raising_root_cause
 from grpo_core.errors import DeadlineExceeded, GrpoError, TrainerError, WeightSyncError
 from grpo_core.events import (
     Dispatched,
@@ -498,15 +498,17 @@ class Pipeline:
     async def _update_engine(self, weights: Weights) -> None:
         """Give the engine new weights; return when it generates with them and its canary agrees."""
         seconds = self.schedule.sync_deadline
-        try:
-            async with asyncio.timeout(seconds):
-                with during("sync", "update weights"):
-                    await self.engine.update_weights(weights)
-        except TimeoutError:
-            raise WeightSyncError(
+
+        def late() -> WeightSyncError:
+            return WeightSyncError(
                 f"engine: update_weights() of version {weights.version} did not return within {seconds:g} s "
                 "(engine.deadline)"
-            ) from None
+            )
+
+        try:
+            async with deadline(seconds, late):
+                with during("sync", "update weights"):
+                    await self.engine.update_weights(weights)
         except WeightSyncError:
             await self._look_for_deaths()
             raise
@@ -569,14 +571,15 @@ class Pipeline:
         Waits without ``patience`` depend only on calls that have a deadline of their own.
         Raises DeadlineExceeded after ``patience`` seconds.
         """
-        try:
-            async with asyncio.timeout(patience):
-                return await self._changes.until(question)
-        except TimeoutError:
-            raise DeadlineExceeded(
+
+        def late() -> DeadlineExceeded:
+            return DeadlineExceeded(
                 f"pipeline: waited {patience:g} s for {what} at step {self._trained}; "
                 f"the buffer: {self.buffer.statistics()}"
-            ) from None
+            )
+
+        async with deadline(patience, late):
+            return await self._changes.until(question)
 
 
 def _parts_of_step(result: StepResult, began: float, ended: float) -> list[Span]:

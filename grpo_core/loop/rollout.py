@@ -68,10 +68,13 @@ async def play(
     players = [
         _Player(some, engine, environments[task], renderer, lockstep=lockstep) for task, some in tasks.items()
     ]
+    timer = asyncio.timeout(deadline)
     try:
-        async with asyncio.timeout(deadline):
+        async with timer:
             await _together([player.play() for player in players])
     except TimeoutError:
+        if not timer.expired():  # it is the engine's or the environment's own
+            raise
         for state in states:
             late = f"not finished within its deadline of {deadline:g} s{_waited_for(state)}"
             _give_up([state], late, "deadline")

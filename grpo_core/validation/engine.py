@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from attrs import define, field
 
+from grpo_core import aio
 from grpo_core.errors import WeightSyncError
 from grpo_core.events import Event, Validated
 from grpo_core.loop import canary
@@ -86,14 +87,15 @@ class DedicatedValidator:
         weights = self.trained.weights
         assert weights is not None
         assert weights.version == version
-        try:
-            async with asyncio.timeout(self.deadline):
-                await self.engine.update_weights(weights)
-        except TimeoutError:
-            raise WeightSyncError(
+
+        def late() -> WeightSyncError:
+            return WeightSyncError(
                 f"engine of the validation: update_weights() of version {version} did not return within "
                 f"{self.deadline:g} s (validation.engine.deadline)"
-            ) from None
+            )
+
+        async with aio.deadline(self.deadline, late):
+            await self.engine.update_weights(weights)
         await canary.verify(
             self.engine, weights, tolerance=self.canary_tolerance, deadline=self.canary_deadline
         )
