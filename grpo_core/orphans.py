@@ -25,9 +25,13 @@ from collections.abc import Iterator
 
 MARK = "GRPO_CORE_CHILD"
 """Environment variable whose value is ``SECRET.NUMBER``: the process that has the child, and which child."""
+PROGRAM = "GRPO_CORE_PROGRAM"
+"""Environment variable of what a child starts and ends by itself; such a program keeps the child's mark."""
 
 _DIRECTORY = "grpo-core-"
 """Names of directories for temporary files begin so, followed by the secret of the process that made them."""
+_MOST = 10
+"""Number of scans in a row that find something, after which a mark is given up."""
 _SCANS = 3
 """Number of scans in a row that find nothing until a watcher ends: a program may be starting another one."""
 _PAUSE = 0.1
@@ -64,12 +68,19 @@ class Marks:
                 _start_watcher(self._secret)
 
 
-def kill_marked(mark: str) -> int:
+def end_marked(mark: str, *, name: str = MARK) -> None:
+    """Kill what has inherited a mark until nothing is left; it may start others meanwhile."""
+    for _ in range(_MOST):
+        if not kill_marked(mark, name=name):
+            return
+
+
+def kill_marked(mark: str, *, name: str = MARK) -> int:
     """Send SIGKILL to what has inherited a mark, or any mark that begins so if it ends in a dot.
 
     Returns the number of processes that were found.
     """
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{name}={mark}".encode()
     found = 0
     for pid, variables in _environments():
         if any(each.startswith(wanted) if mark.endswith(".") else each == wanted for each in variables):

@@ -236,10 +236,30 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_has_started(tmp_path):
     assert rollout.lost
     pids = [int(pid) for pid in (tmp_path / "pid").read_text().split()]
     assert len(pids) == 2
+    assert _are_gone(pids)
+
+
+def _are_gone(pids):
+    """Wait a little until whoever is the parent of the killed processes now has noticed."""
     end = time.monotonic() + 5
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_what_a_program_leaves_running_costs_no_time_and_is_killed(tmp_path, own_session):
+    end = f"""
+import subprocess
+left = subprocess.Popen(["sleep", "1000"], start_new_session={own_session})
+open({str(tmp_path / "pid")!r}, "w").write(str(left.pid))
+print(json.dumps({{"reward": 0.5}}), flush=True)
+os._exit(0)
+"""
+    (tmp_path / "program.py").write_text(PROGRAM + end)
+    (rollout,), _ = played(tmp_path, "", spec="agent:./program.py", deadline=10.0)
+    assert rollout.reward == 0.5, rollout.error
+    assert _are_gone([int((tmp_path / "pid").read_text())])
 
 
 # ---------------------------------------------------------------------------------- check

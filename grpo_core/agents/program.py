@@ -7,14 +7,17 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_core import orphans
 from grpo_core.errors import ConfigError, PluginError, shortened
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.installed import import_file
@@ -96,24 +99,30 @@ class AgentProgram(Environment):
         return found
 
     async def _output(self, prompt: Prompt, client: AgentClient) -> str:
-        """Run the program to its end; if this is cancelled, it is killed with all that it has started."""
+        """Run the program until it ends or this is cancelled; then kill all that it has started."""
         messages = json.dumps([dict(message) for message in prompt.messages], ensure_ascii=False)
         given = {"GRPO_PROMPT": messages} if len(messages.encode()) <= LONGEST_PROMPT else {}
-        # it stays in the group of this process: whoever kills that ends the programs, too
-        process = await asyncio.create_subprocess_exec(
-            *self._words,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **client.env_vars(), "GRPO_MODEL": client.model, **given},
-        )
-        try:
-            output, _ = await process.communicate(_last(prompt).encode())
-        finally:
-            for pid in [*_descendants(process.pid)] if process.returncode is None else []:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if process.returncode is None:
+        mark = secrets.token_hex(16)
+        variables = {**client.env_vars(), "GRPO_MODEL": client.model, orphans.PROGRAM: mark, **given}
+        # files and not pipes: what the program leaves running would keep those open
+        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
+            asked.write(_last(prompt).encode())
+            asked.seek(0)
+            # it stays in the group of this process: whoever kills that ends the programs, too
+            process = await asyncio.create_subprocess_exec(
+                *self._words, stdin=asked, stdout=said, env={**os.environ, **variables}
+            )
+            try:
                 await process.wait()
+            finally:
+                for pid in [*_descendants(process.pid)] if process.returncode is None else []:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                await asyncio.to_thread(orphans.end_marked, mark, name=orphans.PROGRAM)
+                if process.returncode is None:
+                    await process.wait()
+            said.seek(0)
+            output = said.read()
         if process.returncode:
             raise RuntimeError(f"{self._command!r} ended with exit status {process.returncode}")
         return output.decode(errors="replace")
