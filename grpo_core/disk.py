@@ -10,6 +10,7 @@ simulated disk of the tests fails in all these ways.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -47,10 +48,15 @@ class Disk:
         path.rename(target)
 
     def remove(self, directory: Path) -> None:
-        """Remove a directory with its contents, or a link in its place; a missing one is not an error."""
-        if directory.is_symlink():
-            directory.unlink()
-        shutil.rmtree(directory, ignore_errors=True)
+        """Remove a directory with its contents, or a link or a file in its place; it may be missing.
+
+        Raises OSError if a part of it cannot be removed.
+        """
+        if directory.is_symlink() or directory.is_file():
+            directory.unlink(missing_ok=True)
+        while directory.is_dir():
+            with contextlib.suppress(FileNotFoundError):  # somebody else removes it, too
+                shutil.rmtree(directory)
 
 
 def seal(disk: Disk, directory: Path) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from grpo_core.loop.buffer import Buffer
 from grpo_core.records import Group, Rollout, Segment
 from grpo_core.testing import prompts
 from grpo_core.tokens import Tokens
+
+NOBODY = 65534
+"""The number of a user without rights."""
 
 
 async def save_trainer(directory: Path):
@@ -199,6 +203,46 @@ def test_a_disk_that_fails_after_the_new_checkpoint_is_complete_ends_with_one_me
     with pytest.raises(CheckpointError, match=r"step-000001: .* Input/output error"):
         write(tmp_path, 1, disk=ForgetfulDisk(tmp_path))
     assert checkpoint.newest(tmp_path).step == 1
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """Work in the directory of a test without root's right to remove everything."""
+    monkeypatch.chdir(tmp_path)  # its parents belong to root alone
+    if os.geteuid():
+        yield
+        return
+    os.chown(tmp_path, NOBODY, NOBODY)
+    os.seteuid(NOBODY)
+    yield
+    os.seteuid(0)
+
+
+@pytest.mark.usefixtures("user")
+def test_checkpoints_that_cannot_be_removed_are_an_error_and_the_new_one_is_complete():
+    parent = Path("checkpoints")
+    for step in (1, 2):
+        write(parent, step)
+    (parent / "step-000001" / "trainer").chmod(0o500)
+    with pytest.raises(CheckpointError, match=r"it is complete, but older ones cannot be removed: .*denied"):
+        write(parent, 3)
+    assert checkpoint.newest(parent).step == 3
+    (parent / "step-000001" / "trainer").chmod(0o700)
+    write(parent, 4)
+    assert [step for step, _ in checkpoint.complete_names(parent)] == [3, 4]
+
+
+@pytest.mark.usefixtures("user")
+def test_what_an_unfinished_checkpoint_left_does_not_get_into_the_next_one():
+    parent = Path("checkpoints")
+    left = parent / "step-000001.partial" / "old"
+    left.mkdir(parents=True)
+    (left / "weights").write_bytes(b"of another life")
+    left.chmod(0o500)
+    with pytest.raises(CheckpointError, match="step-000001: cannot be written: Permission denied"):
+        write(parent, 1)
+    left.chmod(0o700)
+    assert not (write(parent, 1) / "old").exists()
 
 
 def test_the_buffer_survives_its_files(tmp_path):

@@ -148,7 +148,8 @@ def _tidy(
 def _failed(error: OSError, disk: Disk, partial: Path) -> CheckpointError:
     """Remove the partial directory, since space may be short, and return the error to raise."""
     written = sum(path.stat().st_size for path in files(partial))
-    disk.remove(partial)
+    with contextlib.suppress(OSError):  # the error that is raised comes from the same disk
+        disk.remove(partial)
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     text = f"checkpoint {final}: cannot be written: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
