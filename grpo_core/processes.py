@@ -52,6 +52,9 @@ from grpo_core.garbage import collect_rarely, spare_the_collector
 if TYPE_CHECKING:
     from grpo_core.interpreters import Interpreter
 
+ENDING = 2.0
+"""Seconds within which a process that was killed has ended, unless the kernel keeps it."""
+
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 
@@ -228,14 +231,16 @@ class Child:
         return self._death
 
     def kill(self, why: errors.GrpoError | None = None) -> None:
-        """End the child and its own children now; calls that wait raise ``why`` or ChildDied."""
+        """End the child and its own children now; calls that wait raise ``why`` or ChildDied.
+
+        A child that the kernel does not end within ``ENDING`` seconds is reported, and left to a thread.
+        """
         if self._death is None:
             self._death = why or errors.ChildDied(f"{self.name} was stopped")
         if not self._has_ended():
             self._kill_group()
             self._process.kill()  # if it has not made its group yet
-            self._process.wait()
-            self._kill_marked()
+            self._reap()
         if self._writer is not None:
             self._writer.close()
         else:
@@ -259,6 +264,23 @@ class Child:
             self._kill_marked()
         return self._process.returncode is not None
 
+    def _reap(self) -> None:
+        """Wait until a child that was killed has ended, but not for ever: the event loop waits as well."""
+        try:
+            self._wait(ENDING)
+        except subprocess.TimeoutExpired:
+            from grpo_core.incidents import (
+                report,
+            )  # the child's side, in an older Python, needs no such module
+
+            report(
+                "deadline",
+                self.name,
+                f"its process {self.pid} was killed and has not ended within {ENDING:g} s: the kernel keeps "
+                "it and its memory, perhaps for a disk or a GPU that does not answer",
+            )
+            threading.Thread(target=self._wait, name=f"end of {self.name}", daemon=True).start()
+
     def _wait(self, seconds: float | None = None) -> int:
         code = self._process.wait(seconds)
         self._kill_group()
@@ -275,9 +297,8 @@ class Child:
 
     def _kill_marked(self) -> None:
         """Kill what has left the group, or was never in it, once the child can start no more."""
-        for _ in range(10):  # they may start others meanwhile
-            if not self._mark or not orphans.kill_marked(self._mark):
-                return
+        if self._mark:
+            orphans.end_marked(self._mark)
 
     async def _connect(self) -> None:
         async with self._connecting:
@@ -521,7 +542,7 @@ def _log(fd: int) -> TextIO:
 
 
 def _imported(factory: str) -> Any:
-    """The attribute of a module, or of a file that need not be installed."""
+    """Return the attribute of a module, or of a file that need not be installed."""
     home, _, attribute = factory.rpartition(":")
     if home.endswith(".py"):
         from grpo_core.plugins.installed import import_file

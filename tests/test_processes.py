@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core import orphans
+from grpo_core import orphans, processes
 from grpo_core.errors import ChildDied, ConfigError, DeadlineExceeded, GrpoError
+from grpo_core.incidents import reported_to
 from grpo_core.processes import Child, RemoteTraceback
 
 HERE = Path(__file__).parent
@@ -415,6 +416,43 @@ def test_what_a_child_has_started_never_outlives_it(end, how):
         return pid
 
     assert _is_gone(asyncio.run(closing(child(), use)))
+
+
+class KeptByTheKernel(Child):
+    """A child that SIGKILL does not end for some seconds, as one that waits for a broken device."""
+
+    def _launch(self, theirs, environ, interpreter):
+        # in the group of this process: it leads none that could be killed
+        return _Kept(["sleep", "30"], pass_fds=[theirs.fileno()])
+
+
+class _Kept(subprocess.Popen):
+    def kill(self):
+        """Change nothing."""
+
+
+@pytest.mark.long
+def test_a_child_that_the_kernel_does_not_end_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(processes, "ENDING", 0.2)
+    told = []
+
+    async def use():
+        child = KeptByTheKernel("nobody", name="child of a test")
+        with pytest.raises(DeadlineExceeded):
+            await child.call("hang", seconds=0.1)
+        assert not child.alive
+        assert child._process.poll() is None
+        await child.aclose()
+        return child
+
+    began = time.monotonic()
+    with reported_to(told.append):
+        child = story(use())
+    assert time.monotonic() - began < 10
+    os.kill(child.pid, signal.SIGKILL)
+    child._process.wait()
+    assert told[0].component == "child of a test"
+    assert f"its process {child.pid} was killed and has not ended within 0.2 s" in told[0].message
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone shows the variables of a process")
