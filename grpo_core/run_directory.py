@@ -27,7 +27,7 @@ import re
 import shutil
 import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +260,23 @@ class RunDirectory:
         earlier = next(path for n in numbers if not (path := self.path / f"config-{n}.toml").exists())
         replace_file(disk, earlier, (self.path / CONFIG).read_bytes())
         replace_file(disk, self.path / CONFIG, as_toml(config).encode())
+
+
+def planned_steps(config: object, started: object = None) -> int:
+    """Return the number of steps of a whole run; 0 if it is not known.
+
+    Args:
+        config: the table of ``config.toml``, which does not have the number if ``trainer.epochs`` is set.
+        started: the configuration in the last event ``RunStarted``, which has it; or something else.
+    """
+
+    def trainer(table: object) -> Mapping[str, Any]:
+        section = table.get("trainer") if isinstance(table, Mapping) else None
+        return section if isinstance(section, Mapping) else {}
+
+    written = {} if trainer(config).get("epochs") else trainer(config)
+    told = (trainer(started).get("steps"), written.get("steps"))
+    return next((steps for steps in told if isinstance(steps, int) and steps > 0), 0)
 
 
 def rollouts_step(name: str) -> int | None:

@@ -81,6 +81,36 @@ def test_a_run_that_goes_on_is_running_and_is_not_pruned(made):
     assert runs.summary(run.path).state == "killed"
 
 
+def test_of_a_directory_the_runs_that_go_on_are_left_out_and_all_others_are_pruned(made, tmp_path, capsys):
+    first, goes_on, last = (made(name) for name in ("a", "b", "c"))
+    goes_on.lock()
+    assert runs.prune([tmp_path], keep=1, yes=True) == 0
+    printed = capsys.readouterr()
+    assert [len(list(run.checkpoints.glob("step-*"))) for run in (first, goes_on, last)] == [1, 4, 1]
+    assert printed.out.splitlines()[-1] == "freed 12 kB"
+    assert printed.err.startswith(f"left out: {goes_on.path}: process ")
+
+
+def test_nothing_is_pruned_if_a_run_that_is_named_goes_on(made):
+    first, goes_on = made("a"), made("b")
+    goes_on.lock()
+    with pytest.raises(ConfigError, match="is running in it"):
+        runs.prune([first.path, goes_on.path], keep=1, yes=True)
+    assert len(list(first.checkpoints.glob("step-*"))) == 4
+    first.lock()
+
+
+@pytest.mark.parametrize(("file", "text"), [("config.toml", "steps = ["), ("metrics.jsonl", "nonsense\n")])
+def test_a_run_that_cannot_be_read_hides_no_other(made, tmp_path, capsys, file, text):
+    made("one")
+    (made("two").path / file).write_text(text)
+    assert runs.list_([tmp_path]) == 0
+    printed = capsys.readouterr()
+    lines = {line.split()[0]: line.split()[1] for line in printed.out.splitlines()[1:]}
+    assert lines == {f"{tmp_path}/one": "finished", f"{tmp_path}/two": "unreadable"}
+    assert f"note: {tmp_path}/two/{file}" in printed.err
+
+
 def test_the_runs_of_a_directory_are_listed_as_json(made, tmp_path, capsys):
     made("one")
     made("two", reason="failed")

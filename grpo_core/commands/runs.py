@@ -5,8 +5,10 @@ Everything is read from the files of the runs; a run that goes on is not disturb
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,17 +22,16 @@ from attrs import field, frozen
 from grpo_core import chain
 from grpo_core.app.launch import RUNS
 from grpo_core.app.resume import differences, shown
-from grpo_core.complaints import say
+from grpo_core.complaints import complain, say
 from grpo_core.config import read_toml
-from grpo_core.disk import files
 from grpo_core.errors import ConfigError
 from grpo_core.loop import checkpoint
 from grpo_core.loop.metrics import headline
 from grpo_core.loop.retention import Retention
-from grpo_core.run_directory import CONFIG, RunDirectory
+from grpo_core.run_directory import CONFIG, RunDirectory, planned_steps
 from grpo_core.validation import results
 
-State = Literal["running", "finished", "interrupted", "failed", "killed"]
+State = Literal["running", "finished", "interrupted", "failed", "killed", "unreadable"]
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 TAIL = 65536
 """Bytes at the end of a file in which its last line is looked for; a line of events is shorter."""
@@ -42,7 +43,7 @@ class Summary:
 
     path: Path
     state: State
-    """How it ended; "killed" if it did not say so."""
+    """How it ended; "killed" if it did not say so, "unreadable" if its files cannot be read."""
     tasks: tuple[str, ...]
     step: int
     """Number of its last step."""
@@ -61,12 +62,13 @@ class Summary:
 
 def list_(directories: Sequence[Path], *, as_json: bool = False) -> int:
     """Print a line for each run, the newest last; return the exit status."""
-    found = sorted(map(summary, _runs(directories or [RUNS])), key=_age)
+    directories = directories or [RUNS]
+    found = sorted((_listed(path, named=path in directories) for path in _runs(directories)), key=_age)
     if as_json:
         print(json.dumps([_as_json(each) for each in found], indent=2))
         return 0
     if not found:
-        say(f"there are no runs in {', '.join(map(str, directories or [RUNS]))}")
+        say(f"there are no runs in {', '.join(map(str, directories))}")
         return 0
     heads = ("run", "state", "tasks", "steps", "learnt", "started", "size")
     say(_aligned([heads, *map(_line, found)]))
@@ -96,26 +98,40 @@ def compare(directories: Sequence[Path]) -> int:
 def prune(directories: Sequence[Path], *, keep: int, yes: bool) -> int:
     """Remove all but the newest checkpoints and the best one of each run; return the exit status.
 
-    Without ``yes`` it only prints what it would remove.
+    Without ``yes`` it only prints what it would remove.  Of a directory of runs, those that go on are left
+    out.  Raises ConfigError, before anything is removed, if a run that is named goes on.
     """
     if keep < 1:
         raise ConfigError(f"--keep is {keep}; expected at least 1, without which a run cannot be continued")
     total = 0
-    for path in _runs(directories):
-        run = RunDirectory.existing(path)
-        run.lock()
-        try:
-            for unwanted in _unwanted(run, keep):
-                nbytes = _nbytes(files(unwanted))
+    with contextlib.ExitStack() as stack:
+        found = [
+            _locked(path, stack, named=path in directories) for path in dict.fromkeys(_runs(directories))
+        ]
+        for run in found:
+            for unwanted in [] if run is None else _unwanted(run, keep):
+                nbytes = _nbytes(unwanted)
                 total += nbytes
                 say(f"{'removed' if yes else 'would remove'} {unwanted} ({_size(nbytes)})")
                 if yes:
                     shutil.rmtree(unwanted)
-        finally:
-            run.unlock()
     told = "freed" if yes else "would free"
     say(f"{told} {_size(total)}" + ("" if yes or not total else "; --yes removes them"))
     return 0
+
+
+def _locked(path: Path, stack: contextlib.ExitStack, *, named: bool) -> RunDirectory | None:
+    """Reserve a run until the stack ends; None, with a line, for one that was found and goes on."""
+    run = RunDirectory.existing(path)
+    try:
+        run.lock()
+    except ConfigError as error:
+        if named:
+            raise
+        complain(f"left out: {error}")
+        return None
+    stack.callback(lambda: run.unlock())
+    return run
 
 
 def export(directory: Path, output: Path | None) -> int:
@@ -157,18 +173,28 @@ def summary(path: Path) -> Summary:
             if (name := headline(metrics)) is not None:
                 _, before, _ = scores.get(task, ("", metrics[name], 0.0))
                 scores[task] = name, before, metrics[name]
-    trainer = config.get("trainer", {})
     return Summary(
         path=path,
         state=_state(path),
         tasks=tuple(config.get("tasks", {})),
         step=step,
-        steps=0 if trainer.get("epochs") else int(trainer.get("steps", 0)),
+        steps=planned_steps(config),
         scores=scores,
         seconds=median(times) if times else None,
         started=_started(path),
         config=config,
     )
+
+
+def _listed(path: Path, *, named: bool) -> Summary:
+    """Return a run's summary; one that was found in a directory of runs and is damaged hides no other."""
+    try:
+        return summary(path)
+    except (ConfigError, OSError) as error:
+        if named:
+            raise
+        complain(f"note: {error}")
+        return Summary(path=path, state="unreadable", tasks=(), step=0, steps=0)
 
 
 def _runs(directories: Iterable[Path]) -> Iterator[Path]:
@@ -257,7 +283,7 @@ def _age(each: Summary) -> tuple[datetime, str]:
 
 def _line(each: Summary) -> tuple[str, ...]:
     started = f"{each.started:%Y-%m-%d %H:%M}" if each.started else ""
-    size = _size(_nbytes(files(each.path)))
+    size = _size(_nbytes(each.path))
     return (
         str(each.path),
         each.state,
@@ -295,8 +321,14 @@ def _cut(text: str, length: int = 40) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def _nbytes(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths if path.exists())
+def _nbytes(directory: Path) -> int:
+    """Return the bytes of a directory's files, without those that a running run removes meanwhile."""
+    found = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                found += os.stat(os.path.join(parent, name)).st_size
+    return found
 
 
 def _size(nbytes: float) -> str:
