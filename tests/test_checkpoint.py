@@ -58,6 +58,21 @@ def test_a_written_checkpoint_is_found_and_read(tmp_path):
     }
 
 
+def test_a_state_that_is_no_json_is_one_clear_error_and_older_checkpoints_stay(tmp_path):
+    async def story():
+        finish = await checkpoint.begin(
+            tmp_path, step=2, pipeline={"buffer": {1j}}, loaders={}, save_trainer=save_trainer, keep=1
+        )
+        await finish()
+
+    write(tmp_path, step=1)
+    with pytest.raises(
+        CheckpointError, match=r"step-000002: cannot be written: TypeError: set cannot be saved"
+    ):
+        asyncio.run(story())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
 def test_the_newest_are_kept(tmp_path):
     for step in (1, 2, 10, 20):
         write(tmp_path, step)

@@ -658,6 +658,48 @@ def test_a_run_that_is_stopped_begins_no_validation():
     assert begun == [0, 1, 2, 3]
 
 
+def stopped_in(step, reason="interrupted", **changes):
+    """A run that is stopped in a step, with what it saved and the versions that it validated."""
+    begun, saved = [], []
+
+    async def validate(version):
+        begun.append(version)
+        return {"task": {"accuracy": 0.5}}
+
+    class Stopping(FakeTrainer):
+        async def step(self, batch):
+            result = await super().step(batch)
+            if batch.step == step:
+                run_.pipeline.stop(reason)
+            return result
+
+    run_ = Run(trainer=Stopping(), schedule={"validations": [Interval(4)]}, **changes)
+    run_.pipeline.validate = validate
+    run_.pipeline.save = cut(run_, saved)
+    return run_().result, saved, begun
+
+
+def test_a_run_that_is_stopped_in_its_last_step_still_validates_it():
+    result, (last,), begun = stopped_in(11)
+    assert (result, last[0], begun) == ("finished", 12, [0, 4, 8, 12])
+    _, (last,), begun = stopped_in(11, "out of time")
+    assert (last[0], begun) == (12, [0, 4, 8]), "but not if its time is over"
+
+
+def test_a_resumed_run_validates_the_version_that_was_due_when_it_was_stopped():
+    _, (at,), begun = stopped_in(7)
+    assert (at[0], begun) == (8, [0, 4])
+    again, begun = resumed(at, schedule={"validations": [Interval(4)]}), []
+
+    async def validate(version):
+        begun.append(version)
+        return {"task": {"accuracy": 0.5}}
+
+    again.pipeline.validate, again.pipeline.validate_first = validate, True
+    again()
+    assert begun == [8, 12]
+
+
 def test_without_a_schedule_only_the_end_is_saved_and_nothing_is_validated():
     saved, begun = [], []
     run_ = Run(steps=3)

@@ -138,6 +138,8 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
     loss = run.plugins.function("loss", config.loss.name, **config.loss.options)
     validation = assembly.validation(started.validation_engine or started.engine, renderer, held_out)
     _restore(run, checkpoint.restore_validation, validation)
+    if run.resume is not None:
+        validation.measured = checkpoint.measured(run.resume)
     if opinion is not None:
         _restore(run, checkpoint.restore_second_opinion, opinion)
     engine, validate = assembly.validator(started.engine, started.validation_engine, validation)
@@ -166,6 +168,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         observe_attempt=assembly.budgets(),
         incidents=assembly.incidents(opinion),
         validate=validate,
+        validate_first=validation.measured < assembly.step,
         save=assembly.save(trainer, started.buffer, loaders, stream, validation, opinion),
         canary=canary_prompts(prompts, renderer),
         canary_tolerance=canary_tolerance(config.health, config.engine),
@@ -556,6 +559,7 @@ class Assembly:
                 step=step,
                 pipeline={
                     **checkpoint.cut(buffer, stream, validation),
+                    "measured": validation.measured,
                     "run": process,
                     **({} if opinion is None else {"second_opinion": opinion.state_dict()}),
                 },

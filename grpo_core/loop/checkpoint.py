@@ -33,7 +33,7 @@ from grpo_core.checks import changed_tensor, tensor_sums
 from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
-from grpo_core.errors import CheckpointError, GrpoError
+from grpo_core.errors import CheckpointError, GrpoError, describe
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.records import Group, Prompt, Rollout, Segment
 
@@ -78,7 +78,7 @@ async def begin(
     final = parent / f"step-{step:06d}"
     partial = final.with_name(final.name + _PARTIAL)
 
-    async def failed(error: OSError) -> CheckpointError:
+    async def failed(error: Exception) -> CheckpointError:
         return await disk.run(lambda: _failed(error, disk, partial))
 
     async def finish() -> Path:
@@ -86,7 +86,7 @@ async def begin(
             await written()
             await disk.run(lambda: _write(disk, partial, step, pipeline, streams))
             await disk.run(lambda: put(disk, partial, final))
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:  # the last two: a value that JSON does not have
             raise await failed(error) from error
         try:
             await disk.run(lambda: _tidy(disk, parent, step, keep, spared))
@@ -145,14 +145,15 @@ def _tidy(
     disk.sync(parent)  # otherwise a power cut could bring a newer checkpoint back
 
 
-def _failed(error: OSError, disk: Disk, partial: Path) -> CheckpointError:
+def _failed(error: Exception, disk: Disk, partial: Path) -> CheckpointError:
     """Remove the partial directory, since space may be short, and return the error to raise."""
     written = sum(path.stat().st_size for path in files(partial))
     with contextlib.suppress(OSError):  # the error that is raised comes from the same disk
         disk.remove(partial)
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
-    text = f"checkpoint {final}: cannot be written: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    why = (error.strerror or error) if isinstance(error, OSError) else describe(error)
+    text = f"checkpoint {final}: cannot be written: {why}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(final.parent).free
         text += f" ({written:,} bytes were written, {free:,} are free now); make room and --resume"
     return CheckpointError(text + "; the checkpoints before it are untouched")
@@ -375,6 +376,13 @@ def restore_validation(directory: Path, validation: Stateful) -> list[str]:
     """Continue with what the validation had measured; return messages about what has changed since then."""
     with reading(directory):
         return validation.load_state_dict(read_pipeline(directory).get("validation", {}))
+
+
+def measured(found: Found) -> int:
+    """Return the newest version that was validated before a checkpoint was taken, or a newer number."""
+    with reading(found.directory):
+        version: int = read_pipeline(found.directory).get("measured", found.step)
+        return version
 
 
 def restore_second_opinion(directory: Path, opinion: Stateful) -> list[str]:

@@ -260,7 +260,8 @@ class Laws:
         self._expected.clear()
         if step == 0:  # version 0 is measured again
             self._now.measured = -1
-        self._now.due = (0,) if not event["resumed"] and self.terms.due(0) else ()
+        fresh = not event["resumed"] and self.terms.due(0)
+        self._now.due = (0,) if fresh else tuple(version for version in cut.due if version == step > 0)
         self._now.open = {
             id: slot if slot.ready else evolve(slot, resumed=True) for id, slot in cut.open.items()
         }

@@ -157,6 +157,8 @@ class Pipeline:
     incidents: Callable[[], Mapping[str, float]] = dict
     """Returns metrics of what went on beside the loop since its last call, such as incidents."""
     validate: Validate | None = None
+    validate_first: bool = False
+    """The version that a resumed run begins with was not measured, because the run before it was stopped."""
     save: Save | None = None
     canary: Sequence[tuple[int, ...]] = ()
     """Prompts (token ids) that check the engine after each sync; see ``grpo_core.loop.canary``."""
@@ -174,6 +176,8 @@ class Pipeline:
     _taken: tuple[int, Written] | None = field(init=False, default=None)
     """The version of the cut that is being written, and how to wait for it."""
     _trained: int = field(init=False, default=0)
+    _measured: int = field(init=False, default=-1)
+    """The newest version that was validated, as far as it was due."""
     _stopping: str = field(init=False, default="")
     """Reason for which the run ends before its last step."""
     _paused: bool = field(init=False, default=False)
@@ -192,15 +196,17 @@ class Pipeline:
         Raises the first error of any task, after the other tasks have been cancelled and have ended.
         """
         self._trained = self.buffer.step
+        first = self._trained == 0 or self.validate_first
+        self._measured = -1 if first else self._trained
         self._carried = frozenset(slot.id for slot, _ in self.buffer.state_dict()["ready"])
         with raising_root_cause():
             async with asyncio.TaskGroup() as tasks:
                 watches = [tasks.create_task(died(), name="watch") for died in self.watch]
                 stage("first weight sync")
                 await self._update_engine(await self.trainer.publish(self.canary))
-                if self._trained == 0:
+                if first:
                     stage("first validation")
-                    await self._validate(0)
+                    await self._validate(self._trained)
                 self._meter.begin()
                 background = [
                     tasks.create_task(self._collect(), name="collect"),
@@ -359,6 +365,10 @@ class Pipeline:
         await self._save(self._trained)
         stage("wait for the checkpoint")
         await self._saved()
+        # stopped in its last step, the run is finished: none that goes on would measure this version
+        if self._trained == self.buffer.num_steps > self._measured and self._stopping != "out of time":
+            stage("last validation")
+            await self._measure(self._trained)
         stage("end")
 
     def _take(self) -> list[Group] | None:
@@ -527,18 +537,23 @@ class Pipeline:
                 await gather([died() for died in self.watch])
 
     async def _validate(self, version: int) -> None:
-        """Validate one version if it is due.
+        """Validate one version if it is due, unless the run is stopping.
 
         The next weight update waits until this returns, so the version is fixed.  Training goes on unless
         ``pause_to_validate`` is set.
         """
+        if not self._stopping:
+            await self._measure(version)
+
+    async def _measure(self, version: int) -> None:
         last = self.buffer.num_steps
         due = any(interval.due(version, last=last) for interval in self.schedule.validations)
-        if self.validate is None or not due or self._stopping:
+        if self.validate is None or not due:
             return
         async with self._pause():
             with during("validation", "validate"):
                 results = await self.validate(version)
+        self._measured = version
         if results is not None:
             self.emit(Validated(step=version, version=version, results=results))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
 from grpo_core.aio import gather
 from grpo_core.config import ValidationConfig
@@ -50,7 +50,7 @@ class Measured:
         return f"validation strategy {self.name!r}{of_set}"
 
 
-@frozen(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class Validation:
     """Measures a version by everything that is due, at the same time."""
 
@@ -59,11 +59,14 @@ class Validation:
     """The last version of the run."""
     emit: Callable[[Event], None] = field(default=lambda event: None)
     """Receives the rollouts as an event, also if a strategy fails."""
+    measured: int = -1
+    """The newest version that was measured by what was due."""
 
     async def __call__(self, version: int) -> Results:
-        return await self.measure(
-            version, [part for part in self.parts if part.interval.due(version, last=self.last)]
-        )
+        due = [part for part in self.parts if part.interval.due(version, last=self.last)]
+        results = await self.measure(version, due)
+        self.measured = version
+        return results
 
     async def measure(self, version: int, parts: Sequence[Measured]) -> Results:
         """Measure a version by some parts, due or not; return the results of all."""

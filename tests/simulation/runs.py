@@ -214,6 +214,8 @@ class Simulation:
     _endpoint: SimulatedEndpoint = field(init=False)
     _validation: dict[str, Any] = field(init=False)
     """The section of the configuration."""
+    _measured: int = field(init=False, default=-1)
+    """The newest version that was validated."""
     _members: int = field(init=False)
     """Number of engines in a pool; 0 is one engine without a pool."""
     _learns: bool = field(init=False)
@@ -531,13 +533,14 @@ class Simulation:
         )
         if found is not None:
             checkpoint.restore(found.directory, buffer, loaders, stream)
+        self._measured = -1 if found is None else checkpoint.measured(found)
         self.truth.carried = {slot.id for slot, _ in buffer.state_dict()["ready"]}
 
         async def save(step: int) -> Written:
             return await checkpoint.begin(
                 self._checkpoints,
                 step=step,
-                pipeline=checkpoint.cut(buffer, stream),
+                pipeline={**checkpoint.cut(buffer, stream), "measured": self._measured},
                 loaders={task: loader.state_dict() for task, loader in loaders.items()},
                 save_trainer=trainer.save,
                 keep=2,
@@ -581,6 +584,7 @@ class Simulation:
             ),
             emit=self._emit,
             validate=lambda version: self._validate(version, pipeline),
+            validate_first=self._measured < buffer.step,
             save=save,
             canary=[renderer.prompt_ids(prompts[0].messages) for prompts in self._prompts.values()][:2],
             limits=self._limits,
@@ -679,7 +683,9 @@ class Simulation:
             )
             for name, interval in self._intervals().items()
         ]
-        return await Validation(parts=parts, last=self.steps)(version)
+        results = await Validation(parts=parts, last=self.steps)(version)
+        self._measured = version
+        return results
 
     def _intervals(self) -> dict[str, Interval]:
         """Return when the tasks (the empty name) and each validation set are measured."""
