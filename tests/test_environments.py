@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import textwrap
+from datetime import date
 
 import numpy as np
 import pytest
@@ -217,6 +218,22 @@ def test_an_error_with_a_reward_is_unscored():
         (
             [Feedback(reward=1.0, metrics={"form": "good"})] * 2,
             "who: evaluate returned metric 'form' = 'good' (str), expected a number",
+        ),
+        (
+            [Feedback(reward=1.0, metrics=None)] * 2,
+            "who: evaluate returned metrics as NoneType, expected names with their numbers",
+        ),
+        (
+            [Feedback(done=False, messages=[{"role": "user", "content": "on", "at": date(2026, 1, 1)}])] * 2,
+            "who: evaluate returned a message with a value of the type date, expected values that JSON has",
+        ),
+        (
+            [Feedback(done=False, messages=[{"role": "user", "content": "on", "p": [math.nan]}])] * 2,
+            "who: evaluate returned a message with the number nan, expected values that JSON has",
+        ),
+        (
+            [Feedback(done=False, messages=[{"role": "user", "content": "on", "of": {1: 2}}])] * 2,
+            "who: evaluate returned a message with the key 1, expected values that JSON has",
         ),
         (
             [1.0, Feedback(done=False, messages=["on"])],

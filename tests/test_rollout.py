@@ -415,6 +415,13 @@ def test_advantages_of_another_shape_name_the_function():
         batch_of([a_group([0.0, 1.0])], broken)
 
 
+def test_an_empty_list_is_no_advantage_of_a_rollout_with_tokens():
+    with pytest.raises(
+        PluginError, match=r"rollout 1: the advantages have shape \[0\]; expected one for each"
+    ):
+        batch_of([a_group([0.0, 1.0])], lambda groups: [[0.0, []]])
+
+
 def test_a_rollout_that_is_masked_has_no_row_and_is_counted():
     groups = [a_group([0.0, 1.0, 1.0]), a_group([1.0, 0.0])]
 

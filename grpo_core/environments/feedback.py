@@ -39,9 +39,15 @@ def _feedback(result: Any, who: str, method: str) -> Feedback:
         return Feedback(**_reward(result, who, method))
     if not all(is_message(message) for message in result.messages):
         raise PluginError(f"{who}: {method} returned messages {result.messages!r}, expected role and content")
+    if found := not_json(result.messages):
+        raise PluginError(f"{who}: {method} returned a message with {found}, expected values that JSON has")
+    given: Any = result.metrics
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise PluginError(f"{who}: {method} returned metrics as {kind}, expected names with their numbers")
     metrics = {
         well_formed(str(name)): _number(value, f"metric {name!r}", who, method)
-        for name, value in result.metrics.items()
+        for name, value in given.items()
     }
     reward = {} if result.reward is None else _reward(result.reward, who, method)
     if bad := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
@@ -86,6 +92,20 @@ def _number(given: Any, what: str, who: str, method: str) -> float:
         if what:
             told = f"returned {what} = {shown} ({kind}), expected a number"
         raise PluginError(f"{who}: {method} {told}") from None
+
+
+def not_json(value: Any) -> str:
+    """Return what in a value JSON does not have, or an empty text: messages are written to files."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"the number {value}"
+    if isinstance(value, Mapping):
+        names = (f"the key {key!r}" for key in value if not isinstance(key, str))
+        return next(names, "") or not_json(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return next(filter(None, map(not_json, value)), "")
+    return f"a value of the type {type(value).__name__}"
 
 
 def is_message(message: Any) -> bool:

@@ -20,7 +20,7 @@ import attrs
 
 from grpo_core import lent
 from grpo_core.environments.calls import Begun, Calls, Steps
-from grpo_core.environments.feedback import as_feedback, is_message
+from grpo_core.environments.feedback import as_feedback, is_message, not_json
 from grpo_core.environments.tools import Toolbox, message, tools_of
 from grpo_core.errors import GrpoError, PluginError, Unavailable, describe
 from grpo_core.plugins.host import PluginHost
@@ -465,6 +465,8 @@ class EnvironmentHost:
                 f"{where}: messages is {prompt.messages!r}, expected text or at least one message "
                 "such as {'role': 'user', 'content': '...'}"
             )
+        if found := not_json(prompt.messages):
+            raise PluginError(f"{where}: a message has {found}, expected values that JSON has")
         if found := lone_surrogate([prompt.id, prompt.messages]):
             raise PluginError(f"{where}: prompt {prompt.id or id!r} {unreadable(found)}")
         return attrs.evolve(prompt, id=prompt.id or id, environment=self._task)

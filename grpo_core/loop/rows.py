@@ -162,7 +162,7 @@ def _score(value: Any, rollout: Rollout, where: str) -> float | Advantages | Non
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         array = np.array([nan])
-    if array.shape != (rollout.n_sampled,) and not np.isnan(array).all():
+    if array.shape != (rollout.n_sampled,) and not (array.size and np.isnan(array).all()):
         raise PluginError(
             f"{where}: the advantages have shape {list(array.shape)}; expected one for each of its "
             f"{rollout.n_sampled} sampled tokens"
