@@ -263,6 +263,24 @@ def test_several_completions_of_one_request_are_branches():
     assert len(story(play, "a", "b", "c", "d").segments) == 3
 
 
+def test_the_last_turn_of_a_recording_is_the_last_that_was_played():
+    """A question beside the conversation makes a row of its own, before the row that goes on after it."""
+
+    async def play(scene):
+        async with scene.openai() as model:
+            ask = model.chat.completions.create
+            await ask(model="any", messages=ASKED)
+            await ask(model="any", messages=[{"role": "user", "content": "beside it"}])
+            await ask(model="any", messages=[*ASKED, {"role": "assistant", "content": "a"}, *ASKED])
+
+    recording = story(play, "a", "bcd", "ef")
+    assert ["".join(map(chr, s.prompt_ids.tolist())) for s in recording.segments] == [
+        "beside it",
+        "what is it",
+    ]
+    assert recording.turn_tokens[0] > recording.turn_tokens[2] > recording.turn_tokens[1]
+
+
 def test_fields_that_the_run_cannot_follow_are_told_or_refused():
     async def play(scene):
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

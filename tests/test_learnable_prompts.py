@@ -28,10 +28,10 @@ def request(n: int, version: int = 0) -> SampleRequest:
     )
 
 
-def result(prompt: Prompt, *rewards: float, version: int = 0) -> Group:
+def result(prompt: Prompt, *rewards: float, version: int = 0, filtered: bool = False) -> Group:
     return Group(
         prompt=prompt,
-        rollouts=tuple(Rollout(reward=reward) for reward in rewards),
+        rollouts=tuple(Rollout(reward=reward, advantage=None if filtered else 0.0) for reward in rewards),
         generation_version=version,
         target_version=version,
     )
@@ -98,6 +98,18 @@ def test_success_is_what_the_task_declares_or_a_threshold() -> None:
     (prompt,) = stream.draw(request(1))
     stream.observe([result(prompt, 0.5, 0.3)])
     assert sampler._rates["task"].total[:2] == [1.0, 1.0]
+
+
+def test_a_prompt_that_is_trained_filtered_or_skipped_is_not_kept_as_on_its_way() -> None:
+    sampler = LearnablePrompts()
+    stream = a_stream(sampler)
+    trained, filtered, skipped = stream.draw(request(3))
+    stream.observe([result(trained, 1.0, 0.0)])
+    stream.observe([result(filtered, 1.0, 1.0, filtered=True)])
+    stream.untrained(filtered, 0)
+    stream.untrained(skipped, 0)
+    assert sampler.state_dict()["drawn_at"] == {"task": {}}
+    assert sampler._rates["task"].total[:2] == [3.0, 1.0]
 
 
 # ---------------------------------------------------------------------------------- evidence

@@ -167,6 +167,21 @@ def test_an_entropy_bonus_and_the_term_for_right_rollouts_have_their_own_divisor
         assert high.item() == pytest.approx(-(3 + 8) / 2)
 
 
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "constant"])
+@pytest.mark.parametrize("empty_rows", [False, True])
+def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty_rows: bool) -> None:
+    policy = torch.full((2, 3), -1.0, requires_grad=True)
+    made = losses.padded(
+        policy_logprobs=policy,
+        mask=torch.zeros(2, 3),
+        advantages=torch.ones(2),
+        aggregation=aggregation,  # type: ignore[arg-type]
+        constant=8.0,
+        empty_rows=empty_rows,
+    )
+    assert losses.total(losses.reinforce(made)[0], made).item() == 0.0
+
+
 # ---------------------------------------------------------------------------------- what is refused
 
 

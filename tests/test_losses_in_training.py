@@ -19,6 +19,7 @@ from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.records import Row
+from grpo_core.training.batching import length
 from grpo_core.training.trainer import TorchTrainer, interpolated
 
 
@@ -176,6 +177,8 @@ def test_rollouts_on_which_engine_and_trainer_disagree_are_left_out(model: str) 
     without.step(batch(rows[1:]))
     assert same(with_mask, without)
     assert metrics["sequence_error_masked"] == 1
+    assert metrics["tokens/trained"] == sum(map(length, rows[1:]))
+    assert 0 <= metrics["tokens/padding"] < 1
     assert metrics["sequence_error_masked_correct"] == 1
     assert metrics["sequence_error_max"] == pytest.approx(math.e, rel=1e-4)
     assert metrics["sequence_error_mean"] == pytest.approx((math.e + 3) / 4, rel=1e-4)

@@ -119,6 +119,7 @@ class Recorder:
     _known: dict[bytes, list[Node]] = field(init=False, factory=dict)
     """Completions by the conversation that ends with them."""
     _rows: list[_Row] = field(init=False, factory=list)
+    """In the order of their newest completions: the last turn of a recording is the last that was played."""
     _last: Node | None = field(init=False, default=None)
     _asked: dict[bytes, int] = field(init=False, factory=dict)
     """Number of completions that were asked for after the same tokens."""
@@ -195,6 +196,8 @@ class Recorder:
         parent = turn.parent
         if parent is not None and turn.new is not None and parent.row.tip is parent:
             parent.row.parts.append(Tokens.context(turn.new))
+            self._rows.remove(parent.row)
+            self._rows.append(parent.row)
             return parent.row
         row = _Row(prompt_ids=turn.context, parts=[])
         self._rows.append(row)

@@ -192,11 +192,23 @@ class LearnablePrompts(Mix):
             entry = self._drawn_at.get(task, {}).get(id)
             if entry is None:
                 continue  # it was heard of before
+            filtered = all(rollout.advantage is None for rollout in group.rollouts)
+            if not filtered:  # of those ``untrained`` tells next
+                self._arrived(task, id)
+            done = group.successes(self._success)
+            self._rates[task].observe(entry[0], sum(done), len(done) - sum(done), group.generation_version)
+
+    def untrained(self, prompt: Prompt, target_version: int) -> None:
+        super().untrained(prompt, target_version)
+        self._arrived(prompt.environment, prompt.id)
+
+    def _arrived(self, task: str, id: str) -> None:
+        """Count a prompt as on its way once less."""
+        entry = self._drawn_at.get(task, {}).get(id)
+        if entry is not None:
             entry[1] -= 1
             if not entry[1]:
                 del self._drawn_at[task][id]
-            done = group.successes(self._success)
-            self._rates[task].observe(entry[0], sum(done), len(done) - sum(done), group.generation_version)
 
     def state_dict(self) -> dict[str, Any]:
         rates = {task: its.state() for task, its in self._rates.items()}

@@ -79,7 +79,8 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
         "masked/TASK": Metric(
             "rollouts",
-            "Rollouts that the advantage function left out of training; absent if none.",
+            "Rollouts of the step that are not trained, because the advantage function returned None, the "
+            'environment said `train=False`, or `rollout.truncated = "mask"`; absent if there were none.',
         ),
         "unscored/TASK": Metric(
             "rollouts",
@@ -92,7 +93,8 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
         "errors/TASK": Metric(
             "rollouts",
-            "Unscored rollouts since the last step that are played again; absent if there were none.",
+            "Unscored rollouts since the last step. They are played again, unless their prompt is skipped; "
+            "absent if there were none.",
         ),
     },
     "Asynchrony": {
@@ -124,9 +126,7 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         ),
     },
     "Training": {
-        "rows": Metric(
-            "rollouts", "Rollouts that the step trained; those with an advantage of 0 teach nothing."
-        ),
+        "rows": Metric("rows", "Rows that the step trained: the segments of its trained rollouts."),
         "loss": Metric("-", "The loss that was minimised; mean over tokens."),
         "entropy": Metric(_NATS, "Entropy of the policy at the sampled tokens; mean."),
         "bonus_entropy": Metric(

@@ -32,7 +32,7 @@ def row_weights(
         prompt      1 / (P L)      the mean over prompts of their means over tokens
         constant    1 / (S C)      the sum, by a constant C (Dr. GRPO, arXiv 2503.20783 section 3.2)
 
-    The weights of an update add up to 1, except with a constant.
+    The weights of an update with sampled tokens add up to 1, except with a constant.
 
     Args:
         tokens: sampled tokens of each row.
@@ -42,8 +42,8 @@ def row_weights(
         constant: C, such as the largest number of tokens of a completion; needed with "constant" only.
     """
     if aggregation == "token":
-        return [1 / sum(tokens)] * len(tokens)
-    n = len(set(sequences))
+        return [1 / max(1, sum(tokens))] * len(tokens)
+    n = max(1, len(set(sequences)))
     if aggregation == "constant":
         if not constant:
             raise ValueError("aggregation 'constant' needs a constant above 0")

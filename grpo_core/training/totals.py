@@ -71,8 +71,8 @@ _SQUARE = "importance_ratio/square"
 def off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
     """Compute how far the step's first weights are from the weights that generated.
 
-    ``kl`` is KL(generation, start), estimated by k3 = r - 1 - log r, r = start / generation, on tokens that
-    the generation policy sampled; the ratios are those before any cap.
+    ``mismatch_kl`` is KL(generation, start), estimated by k3 = r - 1 - log r, r = start / generation, on
+    tokens that the generation policy sampled; the ratios are those before any cap.
     """
     log_ratio = start - generation
     ratio = log_ratio.clamp(max=20.0).exp()

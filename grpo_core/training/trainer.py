@@ -229,7 +229,7 @@ class TorchTrainer:
         with part("fingerprints"):
             digest = self._digests.taken() if self._config.fingerprints else None
         seconds = time.perf_counter() - begun
-        used = sum(row.length for row in share.facts)
+        used = sum(share.facts[place].length for places in divided for place in places)
         padded = sum(self._ranks.gathered(sum(micro.n_tokens for update in updates for micro in update)))
         metrics |= {
             "time/train": seconds,
