@@ -18,7 +18,7 @@ _KEY = re.compile(r"(^|_)([a-z]*api)?key$")
 _FIELD = re.compile(r"[A-Za-z_. -]{1,24}")
 _VALUE = re.compile(
     r"(sk|rk|pk)-(?=\S*\d)[\w-]{16,}|hf_[A-Za-z0-9]{30,}|gh[a-z]_\w{30,}|github_pat_\w{20,}|xox[a-z]-\S{16,}"
-    r"|AKIA[A-Z0-9]{16}|(Bearer|Basic) \S{12,}|\w+://[^/@\s:]*:[^/@\s]+@.*"
+    r"|AKIA[A-Z0-9]{16}|(Bearer|Basic) \S{12,}|[\w+.-]+://[^/@\s:]*:[^/@\s]+@.*"
 )
 """Values that only a secret has: tokens of well-known services, and a URL with a password."""
 _REFERENCE = re.compile(r"\$(\w+|\{\w+\})")

@@ -353,6 +353,8 @@ def test_an_unknown_name_suggests_the_nearest_of_any_kind():
     host = PluginHost.discover(allow=[])
     with pytest.raises(PluginError, match=r"no sampler 'curiculum'\. Did you mean 'curriculum'"):
         check.find(host, "curiculum")
+    with pytest.raises(PluginError, match=r"no sampler 'curiculum'\. Did you mean 'curriculum'"):
+        check.find(host, "curiculum", "sampler")
 
 
 def test_the_kind_of_a_file_follows_from_its_methods_or_the_user(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from math import inf, nan
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,8 @@ BAD = [
     ({"tasks": {"a": {}}}, "configuration key 'tasks.a.env' is missing"),
     ({"trainer": {"lr": "fast"}}, "configuration key 'trainer.lr': expected a number, got 'fast'"),
     ({"trainer": {"steps": 1.5}}, "configuration key 'trainer.steps': expected a whole number, got 1.5"),
+    ({"trainer": {"steps": inf}}, "configuration key 'trainer.steps': expected a whole number, got inf"),
+    ({"trainer": {"steps": nan}}, "configuration key 'trainer.steps': expected a whole number, got nan"),
     ({"trainer": {"steps": True}}, "configuration key 'trainer.steps': expected a number, got True"),
     ({"trainer": {"steps": 0}}, "configuration key 'trainer': 'steps' must be >= 1: 0"),
     ({"rollout": {"stop": "x"}}, "configuration key 'rollout.stop': expected a list, got 'x'"),

@@ -145,6 +145,7 @@ SECRETS = {
     "tasks.words.options.hf_token": "SECRET123",
     "tasks.words.options.password": "SECRET123",
     "engine.options.url": "http://me:SECRET123@127.0.0.1:8000",
+    "tasks.words.options.store": "postgresql+psycopg2://me:SECRET123@localhost/words",
     "engine.options.headers.Authorization": "Bearer SECRET123",
     "engine.options.said": "hf_SECRET123abcdefghijklmnopqrstuvwxyz",
     "engine.env_vars.HF_TOKEN": "SECRET123",

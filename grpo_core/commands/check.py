@@ -96,10 +96,10 @@ def find(host: PluginHost, name: str, kind: str | None = None) -> Offer:
         found.pop("placement", None)
     if len(found) == 1:
         return next(iter(found.values()))
-    if found or len(missing) < len(CHECKED):
+    if found or (kind is None and len(missing) < len(CHECKED)):
         raise ConfigError(f"{name}: tell what it is with --kind: {', '.join(found or CHECKED)}")
     near = (error for error in missing.values() if "Did you mean" in str(error))
-    raise next(near, missing["environment"])
+    raise next(near, next(iter(missing.values())))
 
 
 def elsewhere(name: str, python: str) -> Offer:

@@ -100,7 +100,7 @@ def _scalar_problem(kind: type, value: Any) -> str:
         return "" if isinstance(value, str) else "a string"
     if not number:
         return "a number"
-    return "a whole number" if kind is int and value != int(value) else ""
+    return "a whole number" if kind is int and not float(value).is_integer() else ""
 
 
 def _expected(where: str, expected: str, value: Any) -> str:

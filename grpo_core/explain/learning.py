@@ -215,8 +215,8 @@ def overfitted(facts: Facts) -> Evidence | None:
                     f"{len(facts.prompts[task].ids) if task in facts.prompts else 0} different training "
                     f"prompts, {_validated(facts, task)} held-out ones",
                 ),
-                f'keep the best checkpoint (checkpoint.best = "{task}/reward"), stop at step {step}, or add '
-                "training prompts like the held-out ones",
+                f'keep the best checkpoint (checkpoint.best = "validation/{task}/reward"), stop at '
+                f"step {step}, or add training prompts like the held-out ones",
             )
     return None
 

@@ -115,7 +115,7 @@ def filters_drop_most(facts: Facts) -> Evidence | None:
                     f"their mean reward: {facts.of(f'filtered_reward/{task}').mean:.3g}",
                 ),
                 "choose prompts of the right difficulty (a mean reward near 0 is too hard, near 1 too easy), "
-                'widen the bounds in [filters], or set sampler.name = "learnable"',
+                'widen the bounds in [filters], or set sampler.name = "learnable_prompts"',
             )
     if facts.error_type == "SamplingError" and facts.error is not None:
         return Evidence(

@@ -187,7 +187,7 @@ def _groups(tasks: Sequence[Task], steps: Sequence[Row]) -> list[Chart | None]:
     return [
         chart("groups in a step", of("groups/{}"), low=0, note="what the sampler chose"),
         chart("filtered", of("filtered_fraction/{}"), low=0, high=1, percent=True,
-              note="share of the groups that had equal rewards and were not trained"),
+              note="share of the finished groups that were left out"),
         chart("equal rewards", _nonzero(of("frac_reward_zero_std/{}")), low=0, high=1, percent=True,
               note="share of the trained groups that teach nothing"),
         chart("tokens of a completion", of("completion_tokens/{}"), low=0),

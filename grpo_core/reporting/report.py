@@ -315,7 +315,7 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
         trained = sum(v for row in steps for k, v in row.items() if k.startswith("groups/") and v)
         if filtered:
             share = filtered / (filtered + trained)
-            told.append(("groups filtered", f"{share:.0%}", f"{number(filtered)} had equal rewards"))
+            told.append(("groups filtered", f"{share:.0%}", f"{number(filtered)} were left out"))
     return told
 
 
