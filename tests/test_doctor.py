@@ -13,6 +13,7 @@ from test_memory import EIGHT_PARAMETERS, eight_billion
 
 from grpo_core import cli
 from grpo_core.app import machine
+from grpo_core.app.memory import size
 from grpo_core.commands import running
 from grpo_core.commands.doctor import of_machine
 from grpo_core.demo.tiny import make_tiny_model
@@ -106,8 +107,21 @@ def test_few_open_files_are_a_warning_with_the_command(tmp_path):
     )  # fmt: skip
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["open files"]["found"].startswith("256 at once")
-    assert "ulimit -n" in checks["open files"]["advice"]
+    assert "nofile" in checks["open files"]["advice"], "the hard limit is 256, too"
+    assert "ulimit" not in checks["open files"]["advice"]
     assert done.returncode == 0
+
+
+@pytest.mark.long
+def test_the_command_for_more_open_files_is_one_that_a_user_may_run(tmp_path):
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -S -n 256 && exec {GRPO} doctor --json"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    (found,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "open files"]
+    command = found["advice"].partition(": ")[2]
+    assert command.startswith("ulimit -n ")
+    subprocess.run(["bash", "-c", f"ulimit -S -n 256 && {command}"], check=True)
 
 
 @pytest.mark.long
@@ -184,6 +198,31 @@ def test_a_large_model_is_a_problem_with_what_to_change(doctor_here, tmp_path):
     assert "checkpoint.async_save = false" in checks["run's memory"]["advice"]
     assert "--set health.max_memory=0" in checks["run's memory"]["advice"]
     assert "up to 269 GiB" in checks["run's checkpoints"]["found"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("settings", "gib"),
+    [
+        (["optimizer.options.moments=bfloat16", "trainer.betas=[0.9,0.95]"], 8 * 3),
+        (["checkpoint.best=validation/sort/accuracy"], 12 * 4),
+        (["checkpoint.keep_every=50", "checkpoint.every=20", "trainer.steps=400"], 12 * (3 + 4)),
+    ],
+)
+def test_checkpoints_are_counted_as_they_are_written(doctor_here, tmp_path, settings, gib):
+    directory = eight_billion(tmp_path / "eight")
+    changes = [word for each in settings for word in ("--set", each)]
+    _, checks = doctor_here("--env", "math:sort", "--set", f"model.path={directory}", *changes, status=None)
+    assert f"up to {size(gib * EIGHT_PARAMETERS)};" in checks["run's checkpoints"]["found"]
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_a_lora_run_is_that_of_its_adapters(doctor_here, small):
+    settings = ["--set", f"model.path={small}", "--set", "model.lora.rank=4"]
+    data, checks = doctor_here("--env", "math:sort", *settings)
+    (copy,) = [part["bytes"] for part in data["memory"]["parts"] if part["name"] == "checkpoint copy"]
+    assert copy < 6 * data["memory"]["parameters"]
+    assert f"up to {size(3 * copy)};" in checks["run's checkpoints"]["found"]
 
 
 @pytest.mark.long

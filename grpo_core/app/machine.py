@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -177,13 +178,18 @@ def nccl() -> str:
 
 
 def open_files() -> tuple[int, int] | None:
-    """Return the soft and the hard limit of open files; None where there is none."""
+    """Return the soft and the hard limit of open files, the hard one as ``sys.maxsize`` if there is none.
+
+    Returns None where there is no limit.
+    """
     try:
         import resource
     except ImportError:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else (soft, hard)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    return soft, sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def disk(directory: Path) -> tuple[Path, int]:

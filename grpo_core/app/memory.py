@@ -325,6 +325,8 @@ class Footprint:
 
     processes: tuple[ProcessMemory, ...]
     parameters: int
+    checkpoint: int
+    """Bytes of a checkpoint: the parameters that the optimizer changes, and its state."""
     microbatch: tuple[int, int]
     """Rows and tokens per row of the largest micro-batch."""
     missing: tuple[str, ...]
@@ -375,8 +377,20 @@ def footprint(
     if not remote:
         found.append(_environments(config, python))
     return Footprint(
-        processes=tuple(found), parameters=model.parameters, microbatch=microbatch, missing=tuple(missing)
+        processes=tuple(found),
+        parameters=model.parameters,
+        checkpoint=_checkpoint_bytes(config, host, trained_shapes(config, model.tensors)),
+        microbatch=microbatch,
+        missing=tuple(missing),
     )
+
+
+def _checkpoint_bytes(config: Config, host: PluginHost, trained: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of a checkpoint; an optimizer that does not tell its state counts as AdamW."""
+    weights = FLOAT32 * sum(map(prod, trained.values()))
+    optimizer = host.find("optimizer", config.optimizer.name).load()
+    kept = state_bytes(optimizer, config.optimizer.options, trained)
+    return weights + (2 * weights if kept is None else kept)
 
 
 def _not_told(config: Config, processes: Sequence[ProcessMemory], elsewhere: Collection[str]) -> list[str]:

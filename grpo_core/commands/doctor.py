@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from math import lcm
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,11 +164,17 @@ def _of_open_files() -> Check:
         return Check(name="open files", found="no limit")
     soft, hard = limits
     few = soft < LEAST_FILES
+    advice = f"each worker takes some: ulimit -n {LEAST_FILES}"
+    if hard < LEAST_FILES:  # a user may not go beyond it
+        advice = (
+            f"each worker takes some: let an administrator raise the hard limit (nofile) to {LEAST_FILES} or "
+            "more in /etc/security/limits.conf"
+        )
     return Check(
         name="open files",
-        found=f"{soft} at once (hard limit {hard})",
+        found=f"{soft} at once (hard limit {'none' if hard == sys.maxsize else hard})",
         status="warning" if few else "ok",
-        advice=f"each worker takes some: ulimit -n {max(hard, LEAST_FILES)}" if few else "",
+        advice=advice if few else "",
     )
 
 
@@ -246,8 +254,20 @@ def _of_memory(
         Check(name="run's memory", found=f"a part is unknown: {told}", status="warning")
         for told in found.missing
     ]
-    checkpoint = 3 * 4 * found.parameters * (config.checkpoint.keep + 1)
-    return found, [*_of_capacities(found, config, gpus), *missing, _of_checkpoints(checkpoint)]
+    needed = found.checkpoint * _most_checkpoints(config)
+    return found, [*_of_capacities(found, config, gpus), *missing, _of_checkpoints(needed)]
+
+
+def _most_checkpoints(config: Config) -> int:
+    """Return how many checkpoints the disk may hold at the same time, with the one that is being written.
+
+    How many ``checkpoint.keep_every`` keeps is not known where epochs say when the run ends.
+    """
+    kept, trainer = config.checkpoint, config.trainer
+    number = kept.keep + 1 + bool(kept.best)
+    if kept.keep_every and kept.every and not trainer.epochs:
+        number += trainer.steps // lcm(kept.keep_every, kept.every)
+    return number
 
 
 def _model_directory(config: Config, host: PluginHost, scratch: Path) -> str | None:
