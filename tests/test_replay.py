@@ -107,6 +107,16 @@ def test_two_runs_with_the_same_seed_have_the_same_weights_to_the_last_bit(runs,
     assert not verified(first).findings
 
 
+def test_bisect_notes_once_for_each_run_that_its_rollouts_are_not_stored(runs, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(runs[1], bare)
+    shutil.rmtree(bare / "rollouts")
+    assert bisect.main(runs[0], bare) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert f"{bare}: has not stored the rollouts of step 1;" in note
+    assert note.endswith("more of its steps cannot be compared either)")
+
+
 def test_bisect_names_the_first_value_that_differs(runs, run):
     one, other = history.read(runs[0]), attrs.evolve(history.read(run), files={})
     flip(run / "rollouts" / "step-000003.safetensors", "logprobs", 5, bit=0)

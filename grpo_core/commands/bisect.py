@@ -38,19 +38,30 @@ def main(first: Path, second: Path) -> int:
     for key, a, b in differences(mine, its):
         if key.partition(".")[0] not in ELSEWHERE:
             say(f"configuration: {key} is {shown(a)} and {shown(b)}")
+    notes: dict[Path, list[str]] = {}
     for step in range(1, last + 1):
-        if told := difference(one, other, step):
-            say(f"step {step} is the first that differs: {told}")
-            return 1
+        if told := difference(one, other, step, notes):
+            break
+    for reasons in notes.values():
+        more = f" ({len(reasons) - 1} more of its steps cannot be compared either)"
+        say(f"note: {reasons[0]}{more if len(reasons) > 1 else ''}")
+    if told:
+        say(f"step {step} is the first that differs: {told}")
+        return 1
     both = f"{len(one.steps)} and {len(other.steps)} steps"
     say(f"steps 1 to {last} are the same, as far as both runs recorded them ({both})")
     return 0
 
 
-def difference(one: History, other: History, step: int) -> str:
-    """Say what differs first in a step of two runs; "" if nothing does, as far as both have recorded it."""
+def difference(one: History, other: History, step: int, notes: dict[Path, list[str]] | None = None) -> str:
+    """Say what differs first in a step of two runs; "" if nothing does, as far as both have recorded it.
+
+    Args:
+        notes: receives, by run, why the rollouts of the step cannot be compared.
+    """
     records = one.step(step), other.step(step)
-    mine, its = _stored(one, step), _stored(other, step)
+    notes = {} if notes is None else notes
+    mine, its = _stored(one, step, notes), _stored(other, step, notes)
     if mine is not None and its is not None and (told := _of_groups(mine, its)):
         return told
     a, b = (record.digest for record in records)
@@ -67,12 +78,12 @@ def _of_training(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name.startswith(TRAINED)}
 
 
-def _stored(history: History, step: int) -> Sequence[Group] | None:
-    """Return the groups of a step; None if they are not stored."""
+def _stored(history: History, step: int, notes: dict[Path, list[str]]) -> Sequence[Group] | None:
+    """Return the groups of a step; None if they are not stored, and a note."""
     try:
         return history.groups(step)
     except ConfigError as error:
-        say(f"note: {error}")
+        notes.setdefault(history.run.path, []).append(str(error))
         return None
 
 
