@@ -214,6 +214,17 @@ def test_a_run_that_failed_before_its_first_step_has_its_error_and_nothing_else(
     assert causes(facts) == ["run_failed"], "a run that said why it ended was not killed without a word"
 
 
+def test_a_run_that_was_killed_has_the_date_of_its_last_metrics_if_it_has_any() -> None:
+    for times, told in (
+        ([], "it has no metrics"),
+        ([1.0, 1764012345.0], "its last metrics are of 2025-11-24 "),
+    ):
+        facts = of({"trainer": {"steps": 4}}, time__step=[1.0] * len(times), time=times)
+        facts.ended = ""
+        (killed,) = [finding for finding in explained(facts) if finding.cause == "killed"]
+        assert f"the run made {len(times)} of 4 steps; {told}" in killed.evidence[2]
+
+
 def test_a_loss_without_clip_fractions_has_no_cause_with_nan() -> None:
     config = {"trainer": {"updates_per_step": 8}}
     facts = of(config, time__step=[1.0] * 10, entropy=[1.0] * 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 from grpo_core.commands import runs
 from grpo_core.config import build
 from grpo_core.errors import ConfigError
-from grpo_core.run_directory import RunDirectory
+from grpo_core.explain.decisions import explained
+from grpo_core.explain.facts import Facts
+from grpo_core.run_directory import RunDirectory, planned_steps
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 METRICS = [
@@ -184,3 +187,51 @@ def test_a_run_that_was_trained_is_listed_pruned_and_still_verified(tmp_path):
     assert "removed runs/small/checkpoints/step-000002" in command("runs", "prune", "runs/small", "--yes")
     assert "laws hold over 3 steps" in command("verify", "runs/small")
     assert command("runs", "export", "runs/small").count("\n") == 4
+
+
+@pytest.mark.long
+def test_a_run_of_epochs_is_told_with_the_number_of_its_steps_by_everything(tmp_path):
+    """Six prompts are two steps of three; trainer.steps, whose default is another number, plays no part."""
+    (tmp_path / "letters.py").write_text(
+        "import grpo_core as grpo\n"
+        "class Letters(grpo.Environment):\n"
+        "    def prompts(self, split):\n"
+        "        return [grpo.Prompt(messages=f't{i}=') for i in range(6)]\n"
+        "    def evaluate(self, episodes):\n"
+        "        return [float(len(e.reply) % 2) for e in episodes]\n"
+    )
+
+    def command(*arguments):
+        ended = subprocess.run([GRPO, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    small = {"trainer.epochs": 1, "trainer.prompts_per_step": 3, "rollout.group_size": 2}
+    small |= {"rollout.max_tokens": 8, "validation.every": 0}
+    small |= {"model.options.warm_start_steps": 0, "model.options.width": 32}
+    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    told = command("train", "--env", "./letters.py:Letters", *sets, "--output", "run")
+    assert re.findall(r"step \d+/\d+", told) == ["step 1/2", "step 2/2"]
+    assert "2 of 2" in (tmp_path / "run" / "report.html").read_text()
+    command("export", "run", "--output", "out")
+    assert "step 2 of 2\n" in (tmp_path / "out" / "README.md").read_text()
+    facts = Facts.read(tmp_path / "run")
+    facts.ended = ""
+    (killed,) = [finding for finding in explained(facts) if finding.cause == "killed"]
+    assert re.search(
+        r"made 2 of 2 steps; its last metrics are of 20\d\d-\d\d-\d\d ", "".join(killed.evidence)
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "started", "steps"),
+    [
+        ({"trainer": {"steps": 9}}, None, 9),
+        ({"trainer": {"steps": 9, "epochs": 1.0}}, None, 0),
+        ({"trainer": {"steps": 9, "epochs": 1.0}}, {"trainer": {"steps": 4, "epochs": 1.0}}, 4),
+        ({"trainer": {"steps": 9}}, {"trainer": {"steps": "many"}}, 9),
+        (3, [4], 0),
+    ],
+)
+def test_the_last_start_knows_the_number_of_steps_and_a_file_with_epochs_does_not(written, started, steps):
+    assert planned_steps(written, started) == steps

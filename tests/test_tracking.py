@@ -141,7 +141,7 @@ def test_a_directory_without_a_run(tmp_path):
         RunDirectory.latest(tmp_path)
 
 
-def shown(*, terminal, events=EVENTS, view="live"):
+def shown(*, terminal, events=EVENTS, view="live", config=None):
     out = io.StringIO()
 
     class Terminal(TerminalTracker):
@@ -149,7 +149,7 @@ def shown(*, terminal, events=EVENTS, view="live"):
         def make_console():
             return Console(file=out, force_terminal=terminal, width=100, color_system=None, _environ={})
 
-    config = as_table(Config(trainer=TrainerConfig(steps=10)))
+    config = as_table(config or Config(trainer=TrainerConfig(steps=10)))
     tracker = Terminal(RunInfo(name="run", directory=Path("run"), config=config), view=view)
     for event in events:
         call(tracker, event)
@@ -262,6 +262,22 @@ def test_the_time_that_is_left_is_an_interval_once_there_are_enough_steps():
     assert last.endswith(" s, 0:20 to 0:25 left")
     *_, last = shown(terminal=False, events=steps([5000.0] * 8)).splitlines()
     assert last.endswith(" s, 2:46:40 to 2:48:38 left")
+
+
+def test_without_a_number_of_steps_nothing_is_told_of_the_end():
+    """A run of epochs knows the number when it has started, and the event says it."""
+    unknown = Config(trainer=TrainerConfig(steps=1, epochs=2.0))
+    text = shown(terminal=False, events=steps([10.0] * 9), config=unknown)
+    assert [line[:8] for line in text.splitlines()] == [f"step {step}  " for step in range(1, 10)]
+    assert "left" not in text
+    assert "now waiting for the groups of step 10" in " ".join(
+        shown(terminal=True, events=steps([10.0] * 9), config=unknown).split()
+    )
+    known = as_table(Config(trainer=TrainerConfig(steps=12, epochs=2.0)))
+    started = [RunStarted(directory="d", config=known, time=1000.0), *list(steps([10.0] * 9))[1:]]
+    *_, last = shown(terminal=False, events=started, config=unknown).splitlines()
+    assert last.startswith("step 9/12  ")
+    assert last.endswith(", about 0:30 left")
 
 
 def test_the_live_view_says_what_the_run_waits_for():

@@ -18,7 +18,7 @@ from grpo_core.credentials import secrets_in
 from grpo_core.errors import CheckpointError, ConfigError
 from grpo_core.inert import inert
 from grpo_core.loop import checkpoint
-from grpo_core.run_directory import RunDirectory
+from grpo_core.run_directory import RunDirectory, planned_steps
 from grpo_core.validation.target import ADAPTERS, started_from
 
 Form = Literal["merged", "adapters"]
@@ -175,7 +175,7 @@ def card(export: Export) -> str:
             f"Trained with GRPO by grpo-core {grpo_core.__version__}. {what}",
             "",
             f"* Base model: {base if of_hub else f'`{export.config.model.path}`'}",
-            f"* Run: `{run}`, step {export.step} of {export.config.trainer.steps}",
+            f"* Run: `{run}`, step {export.step}{_of_all(export)}",
             *(f"* Task `{name}`: `{task.env}`" for name, task in export.config.tasks.items()),
             *_scores(export),
             "",
@@ -193,12 +193,23 @@ def card(export: Export) -> str:
     )
 
 
+def _of_all(export: Export) -> str:
+    """Return " of N", the number of steps of the run, if it is known."""
+    started = [event for event in _events(export) if event.get("event") == "RunStarted"]
+    steps = planned_steps(as_table(export.config), started[-1].get("config") if started else None)
+    return f" of {steps}" if steps else ""
+
+
+def _events(export: Export) -> Iterator[dict[str, Any]]:
+    """Yield the events of the run, if they are there."""
+    if (export.run.path / "events.jsonl").is_file():
+        yield from export.run.events()
+
+
 def _scores(export: Export) -> Iterator[str]:
     """Yield a line for each task that was validated at the step."""
-    if not (export.run.path / "events.jsonl").is_file():
-        return
     results: Mapping[str, Mapping[str, float]] = {}
-    for event in export.run.events():
+    for event in _events(export):
         if event.get("event") == "Validated" and event.get("version") == export.step:
             results = event["results"]
     for task, metrics in results.items():

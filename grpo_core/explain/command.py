@@ -13,6 +13,7 @@ from grpo_core.explain.causes import Finding
 from grpo_core.explain.decisions import CAUSES, explained
 from grpo_core.explain.facts import Facts
 
+PAGE = "https://github.com/grpo-core/grpo-core/blob/main/docs/explain.md"
 SHOWN = 3
 """Number of causes that are shown."""
 
@@ -37,7 +38,7 @@ def _text(facts: Facts, found: Sequence[Finding]) -> str:
     if not found:
         return (
             f"{facts.path}: nothing found in {facts.steps} steps; {len(CAUSES)} causes were looked for, "
-            "which docs/explain.md lists"
+            f"which {PAGE} lists"
         )
     parts = []
     for place, finding in enumerate(found[:SHOWN], 1):

@@ -19,7 +19,7 @@ from attrs import define, field
 
 from grpo_core.config import read_toml
 from grpo_core.errors import ConfigError
-from grpo_core.run_directory import CONFIG, RunDirectory
+from grpo_core.run_directory import CONFIG, RunDirectory, planned_steps
 
 STARTING = ("start", "first weight sync", "first validation")
 """Stages of the loop before its first step; they count in no share of the time."""
@@ -153,6 +153,8 @@ class Facts:
     """Its class, as the traceback names it."""
     started: int = 0
     """Number of starts, the first one included."""
+    resolved: Any = None
+    """The configuration of the last start, with the number of steps."""
     resumed_at: int = 0
     """Step at which the last start continued the run; 0 if it was started once."""
     ended: str = ""
@@ -229,6 +231,7 @@ class Facts:
                 self.warnings.clear()  # each start warns again of what is still so
                 if self.started > 1:
                     self.resumed_at = step
+                self.resolved = row.get("config")
             case "RunEnded":
                 self.ended = str(row.get("reason"))
             case "ErrorRaised":
@@ -271,6 +274,11 @@ class Facts:
     def steps(self) -> int:
         """Number of steps whose metrics are there."""
         return len(self.of("time/step"))
+
+    @property
+    def planned(self) -> int:
+        """Number of steps of the whole run; 0 if it is not known."""
+        return planned_steps(self.config, self.resolved)
 
     @property
     def tasks(self) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from grpo_core.explain.causes import Evidence, named, percent
 from grpo_core.explain.facts import Facts, Messages
 
@@ -10,7 +12,15 @@ SOME = 3
 
 
 def _progress(facts: Facts) -> str:
-    return f"the run made {facts.steps} of {facts.number('trainer.steps', 0):g} steps"
+    return f"the run made {facts.steps}{f' of {facts.planned}' if facts.planned else ''} steps"
+
+
+def _moment(seconds: float) -> str:
+    """Return a time in seconds since 1970 as a date of this machine."""
+    try:
+        return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # no clock says that
+        return f"{seconds:g} seconds since 1970"
 
 
 def _often(facts: Facts, told: Messages, share: float) -> bool:
@@ -307,13 +317,14 @@ def killed(facts: Facts) -> Evidence | None:
     """The process ended without a word."""
     if facts.ended or facts.running or facts.error is not None or not facts.started:
         return None
-    last = facts.of("time").values[-1] if len(facts.of("time")) else 0.0
+    times = facts.of("time").values
+    last = f"its last metrics are of {_moment(times[-1])}" if times else "it has no metrics"
     return Evidence(
         "The process of the run was killed: it ended without a word.",
         (
             "events.jsonl has no end of the last start, and no error",
             "no process of this machine holds the run",
-            f"{_progress(facts)}; its last metrics are of {last:.0f} (seconds since 1970)",
+            f"{_progress(facts)}; {last}",
         ),
         f"look for the memory killer (dmesg) or a time limit of the queue, then: grpo-core train --resume "
         f"{facts.path}",

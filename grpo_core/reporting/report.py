@@ -39,7 +39,7 @@ from grpo_core.reporting.pages import (
     replace_output,
 )
 from grpo_core.reporting.stored import TEXTS
-from grpo_core.run_directory import ROLLOUTS, VALIDATION, rollouts_step
+from grpo_core.run_directory import ROLLOUTS, VALIDATION, planned_steps, rollouts_step
 
 REPORT = "report.html"
 TOLD = ("RunStarted", "RunEnded", "WarningRaised", "ErrorRaised", "PromptSkipped")
@@ -298,8 +298,8 @@ def tiles(files: Files) -> list[tuple[str, str, str]]:
         for row in steps
         if is_number(row.get("tokens_per_second/generation")) and is_number(row.get("time/step"))
     )
-    table = files.table.get("trainer")
-    planned = table.get("steps") if isinstance(table, Mapping) else None
+    started = files.told("RunStarted")
+    planned = planned_steps(files.table, started[-1].get("config") if started else None)
     done = steps[-1].get("step", len(steps)) if steps else 0
     told = [
         ("steps", f"{done} of {planned}" if planned else f"{done}", ""),

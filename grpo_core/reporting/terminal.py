@@ -35,6 +35,7 @@ from grpo_core.records import RunInfo
 from grpo_core.reporting.eta import Remaining, remaining
 from grpo_core.reporting.files import plain
 from grpo_core.reporting.stored import as_json
+from grpo_core.run_directory import planned_steps
 from grpo_core.validation.results import interval, measured, shown
 
 View = Literal["live", "lines", "quiet", "json"]
@@ -74,7 +75,8 @@ class TerminalTracker(Tracker):
             )
         self._view = view
         self.console = self.make_console()
-        self._steps: int = run.config["trainer"]["steps"]
+        self._steps = planned_steps(run.config)
+        """Number of steps of the run; 0 as long as it is not known."""
         self._started = time.monotonic()
         self._status = "starting"
         self._ended = 0.0
@@ -129,7 +131,7 @@ class TerminalTracker(Tracker):
                 self._line(event.message)
             case RunStarted():
                 self._status = "generating the first groups"
-                self._step = event.step
+                self._step, self._steps = event.step, planned_steps(None, event.config) or self._steps
                 self._started = self._heard = time.monotonic()
                 self._ended = event.time
             case GroupsReady():
@@ -139,7 +141,7 @@ class TerminalTracker(Tracker):
                 reply = str(best.messages[-1].get("content", "")) if best.messages else ""
                 self._sample = (prompt, reply, best.reward or 0.0)
             case StepEnded():
-                more = event.step < self._steps
+                more = event.step < self._steps or not self._steps
                 self._status = f"waiting for the groups of step {event.step + 1}" if more else "finishing"
                 self._step = event.step
                 self._seconds.append(event.time - self._ended)
@@ -206,9 +208,13 @@ class TerminalTracker(Tracker):
             style="dim",
         )
 
+    @property
+    def _place(self) -> str:
+        return f"step {self._step}/{self._steps}" if self._steps else f"step {self._step}"
+
     def _of_step(self) -> str:
         return (
-            f"step {self._step}/{self._steps}  reward {self._rewards[-1]:.3f}  "
+            f"{self._place}  reward {self._rewards[-1]:.3f}  "
             f"staleness {self._recent[-1].get('staleness_mean', 0):.2f}  "
             f"{self._mean('tokens_per_second/generation'):,.0f} tok/s generated, "
             f"{self._mean('tokens_per_second/training'):,.0f} trained  "
@@ -221,7 +227,7 @@ class TerminalTracker(Tracker):
         Args:
             since: seconds since the last step ended.
         """
-        left = self._steps - self._step
+        left = max(0, self._steps - self._step)
         if (told := self._told) is not None:
             low, high = (_clock(max(0.0, seconds - since)) for seconds in (told.low, told.high))
             return f", {low} to {high} left" if low != high else f", about {low} left"
@@ -235,8 +241,8 @@ class TerminalTracker(Tracker):
         head = Table.grid(padding=(0, 1))
         head.add_row(
             Text("grpo-core", style="bold"),
-            ProgressBar(total=self._steps, completed=self._step, width=_WIDTH),
-            f"step {self._step}/{self._steps}",
+            ProgressBar(total=self._steps or None, completed=self._step, width=_WIDTH),
+            self._place,
             Text(_clock(elapsed) + left, style="dim"),
         )
         rows = Table.grid(padding=(0, 2))
