@@ -295,14 +295,14 @@ def rewards_of(ran: Ran) -> dict[str, float] | str:
         if told is None and path in ran.files:
             try:
                 told = json.loads(ran.files[path])
-            except ValueError:
+            except (ValueError, RecursionError):
                 return f"the tests wrote {ran.files[path]!r:.100} as rewards"
     if told is None:
         why = ran.lost or ("their time was over" if ran.status is None else f"exit status {ran.status}")
         return f"the tests wrote no reward ({why}): {ran.output.strip()[-200:]}"
     try:
         rewards = {str(name): float(value) for name, value in dict(told).items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return f"the tests wrote {told!r:.100} as rewards"
     if not rewards or not all(map(math.isfinite, rewards.values())):
         return f"the tests wrote {told!r:.100} as rewards"

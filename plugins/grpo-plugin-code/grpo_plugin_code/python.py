@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,13 +11,9 @@ from typing import Any, Literal
 from attrs import frozen
 
 import grpo_core as grpo
+from grpo_plugin_code.blocks import program_of
 from grpo_plugin_code.cases import Called, Printed, cases_of
 from grpo_plugin_code.sandbox import Job, Limits, Outcome, Program, Sandboxes, value_of
-
-BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
-"""Finds blocks of code; the last one counts.  A reply that a limit cut off may end in one."""
-LONGEST = 100_000
-"""Characters of a program; a longer one is not run."""
 
 
 @frozen(kw_only=True)
@@ -30,7 +25,7 @@ class CaseResult:
 
 
 class PythonCode(grpo.Environment):
-    """Runs the last block of code of each reply against the tests of its prompt, in a sandbox.
+    """Runs the last block of Python of each reply against the tests of its prompt, in a sandbox.
 
     A program passes a test by what it prints or returns.  That is compared with the expected values outside
     of the sandbox, which has none of them.  The standard library is there, other packages are not.
@@ -155,12 +150,6 @@ class PythonCode(grpo.Environment):
                     f"{found.told or error}"
                 ) from error
         return self._expected[case.expected]
-
-
-def program_of(reply: str) -> str | None:
-    """Return the last block of code, or None if there is none that can be run."""
-    blocks = BLOCK.findall(reply)
-    return blocks[-1] if blocks and len(blocks[-1]) <= LONGEST else None
 
 
 def _equal(line: str, expected: Any) -> bool:

@@ -17,8 +17,9 @@ import pytest
 import grpo_core as grpo
 from grpo_core.testing import make_offer
 from grpo_plugin_code import sandbox
+from grpo_plugin_code.blocks import program_of
 from grpo_plugin_code.cases import cases_of
-from grpo_plugin_code.python import PythonCode, program_of
+from grpo_plugin_code.python import PythonCode
 
 HOSTILE = {
     name: code
@@ -194,10 +195,42 @@ def test_a_program_can_write_to_nothing_but_its_tmp(program):
         ("```python\na\nb", "a\nb"),
         ("a = 1", None),
         ("```python\n" + "x" * 100_001 + "\n```", None),
+        ("```python\na\n```\nRun it:\n```bash\npython a.py\n```\nIt prints 1.", "a"),
+        ("```python\na\n```\nIt prints:\n```\n1\n```", "a"),
+        ("```\na\n```\nor:\n```\nb\n```", "b"),
+        ("```bash\nls\n```", None),
+        ("```Python\na\n```\nDone.", "a"),
+        ("``` py title=a.py\na\n```", "a"),
+        ("```python:a.py\na\n```", "a"),
+        ("So:\r\n```python\r\na\r\nb\r\n```\r\nDone.\r\n", "a\nb"),
+        ("1. So:\n\n   ```python\n   if a:\n       b\n   ```\n2. Done.", "if a:\n    b"),
+        ("- ```python\n  a\n  ```\n- Done.", "a"),
+        ("So: ```python\na\n```</answer>", "a"),
+        ("Write it between ``` and ```, as always.\n```python\na\n```", "a"),
+        ("It goes after ``` as always.\n```python\na\n```", "a"),
+        ("````python\n'''\n```\na\n```\n'''\n````", "'''\n```\na\n```\n'''"),
+        ("```python\ndef f():\n    '''\n    ```\n    '''\n```", "def f():\n    '''\n    ```\n    '''"),
+        ("```python\na\n```python\nb\n```", "b"),
+        ("```python\na\n```\n```bash\npyth", "a"),
+        ("```python\na\n```\n```python\n", "a"),
+        ("```python\n\n```", ""),
+        ("```python\n```", ""),
+        ("```python\n\u2028 = 'a\x0cb'\n```", "\u2028 = 'a\x0cb'"),
     ],
 )
-def test_the_last_block_of_code_is_the_program(reply, code):
+def test_the_last_block_of_python_is_the_program(reply, code):
     assert program_of(reply) == code
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["```" + "a" * 400_000 + "`", " " * 400_000 + "`", "```py\n" + " " * 400_000 + "x", "```a\n" * 80_000],
+    ids=["language", "margin", "line", "fences"],
+)
+def test_fences_are_found_in_linear_time(reply):
+    begin = time.process_time()
+    program_of(reply)
+    assert time.process_time() - begin < 1.0
 
 
 @in_a_sandbox

@@ -297,6 +297,10 @@ def test_a_task_whose_files_have_no_room_is_refused(tmp_path):
         ({"reward.txt": "yes"}, None),
         ({"rewards.json": "[1]"}, None),
         ({"rewards.json": "{"}, None),
+        ({"rewards.json": "[" * 16_384}, None),
+        ({"rewards.json": "[" * 800 + "]" * 800}, None),
+        ({"rewards.json": '{"a": 1' + "0" * 400 + "}"}, None),
+        ({"rewards.json": '{"a": 1' + "0" * 10_000 + "}"}, None),
         ({}, None),
     ],
 )

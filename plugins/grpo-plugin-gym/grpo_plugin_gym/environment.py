@@ -67,17 +67,14 @@ class Gym(grpo.Environment):
         self._draws = show == "ansi" or (show == "auto" and self._can_draw())
         self._make = self._factory()
         probe = self._made()
-        space = probe.action_space
-        number = int(getattr(space, "n", 0))
-        if actions and len(actions) != number:
-            raise grpo.ConfigError(
-                f"gym: {name} has {number} actions, and options.actions names {len(actions)}"
-            )
         try:
-            self._actions = Actions(space, actions, pattern)
+            self._actions = Actions(probe.action_space, actions, pattern)
         except re.error as error:
             raise grpo.ConfigError(f"gym: pattern {pattern!r} is no regular expression: {error}") from error
-        probe.close()
+        except ValueError as error:
+            raise grpo.ConfigError(f"gym: {name} cannot be played: {error}") from error
+        finally:
+            probe.close()
         self._instruction = "\n".join(filter(None, [instruction, self._actions.instruction()]))
         self._prompts, self._seed, self._wrong = prompts, seed, wrong_action
         self.max_turns, self.success = max_turns, success
@@ -117,7 +114,7 @@ class Gym(grpo.Environment):
     def _stepped(self, episode: grpo.Episode) -> grpo.Feedback:
         environment = episode.session._environment
         try:
-            action = self._actions.of(_without_thinking(episode.reply))
+            action = self._actions.of(grpo.split_thought(episode.reply)[1])
         except ValueError as error:
             said = f"error: {error}. {self._actions.instruction()}".strip()
             return grpo.Feedback(done=False, reward=self._wrong, messages=said, metrics={"wrong_action": 1.0})
@@ -197,11 +194,6 @@ class Gym(grpo.Environment):
             return False
         modes = getattr(found, "metadata", {})
         return isinstance(modes, Mapping) and "ansi" in modes.get("render_modes", ())
-
-
-def _without_thinking(reply: str) -> str:
-    _, ends, said = reply.rpartition("</think>")
-    return said.strip() if ends else reply
 
 
 _COLOUR = re.compile(r"\x1b\[(?P<codes>[0-9;]*)m(?P<text>[^\x1b]*)\x1b\[0m")

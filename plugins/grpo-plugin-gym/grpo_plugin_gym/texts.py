@@ -17,12 +17,16 @@ class Actions:
     Args:
         space: the space of actions.
         names: names of the actions of a discrete space, in order; without them actions are numbers.
-        pattern: finds the action in a reply by its last group that matched; None takes the last word or
-            number that is an action.
+        pattern: finds the action in a reply by its last group that matched; without it the last name or
+            number in a reply counts.
+
+    Raises ValueError for a space whose actions are no single array, and for names that do not fit.
     """
 
     def __init__(self, space: Any, names: Sequence[str] = (), pattern: str = "") -> None:
-        self._space, self._names = space, [name.lower() for name in names]
+        _check(space, names)
+        self._space, self._names = space, [_plain_name(name) for name in names]
+        self._named = _one_of(self._names)
         self._pattern = re.compile(pattern) if pattern else None
 
     def instruction(self) -> str:
@@ -63,15 +67,41 @@ class Actions:
 
     def _discrete(self, reply: str) -> Any:
         if self._names:
-            words = re.findall(r"\w+", reply.lower())
-            places = [self._names.index(word) for word in words if word in self._names]
-            if not places:
+            found = self._named.findall(reply.lower())
+            if not found:
                 raise ValueError(f"{reply.strip()[-80:]!r} names no action")
-            return self._space.dtype.type(self._space.start + places[-1])
+            return self._space.dtype.type(self._space.start + self._names.index(_plain_name(found[-1])))
         numbers = re.findall(r"-?\d+", reply)
         if not numbers or len(numbers[-1]) > 18:
             raise ValueError(f"{reply.strip()[-80:]!r} is no number")
         return self._space.dtype.type(int(numbers[-1]))
+
+
+def _check(space: Any, names: Sequence[str]) -> None:
+    """Raise ValueError if no reply can be an action of the space, or if the names do not fit to it."""
+    one_array = getattr(space, "shape", None) is not None and getattr(space, "dtype", None) is not None
+    if not isinstance(space, spaces.Text) and not one_array:
+        raise ValueError(f"its actions are of the space {space!s:.100}, and not a text, a number or an array")
+    if not names:
+        return
+    if not isinstance(space, spaces.Discrete):
+        raise ValueError(f"options.actions names actions of a Discrete space, and it has {space!s:.100}")
+    if len(names) != space.n:
+        raise ValueError(f"it has {space.n} actions, and options.actions names {len(names)}")
+    plain = [_plain_name(name) for name in names]
+    if not all(plain) or len(set(plain)) < len(plain):
+        raise ValueError(f"options.actions = {list(names)!s:.200} has an empty name, or one name twice")
+
+
+def _plain_name(name: str) -> str:
+    return " ".join(name.lower().split())
+
+
+def _one_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Return what finds names as whole words, the longest one first: "left" is also in "turn left"."""
+    longest_first = sorted(names, key=len, reverse=True)
+    found = "|".join(r"\s+".join(map(re.escape, name.split())) for name in longest_first)
+    return re.compile(rf"(?<!\w)(?:{found})(?!\w)")
 
 
 def shown(observation: Any) -> str:

@@ -50,6 +50,28 @@ class Arm(Echo):
 
     def step(self, action):
         return {"arm": action, "at": (1, None)}, float(action.sum()), False, True, {}
+
+
+class Turns(Echo):
+    def __init__(self):
+        super().__init__()
+        self.action_space = gym.spaces.Discrete(3, start=5)
+
+    def step(self, action):
+        return f"action {action}", float(action), False, False, {}
+
+
+class Switches(Arm):
+    def __init__(self):
+        super().__init__()
+        self.action_space = gym.spaces.MultiBinary([2, 3])
+
+
+class Several(Echo):
+    def __init__(self, space="Dict"):
+        super().__init__()
+        parts = {"a": gym.spaces.Discrete(2), "b": gym.spaces.Discrete(2)}
+        self.action_space = gym.spaces.Dict(parts) if space == "Dict" else gym.spaces.Tuple(parts.values())
 '''
 
 
@@ -134,6 +156,35 @@ def test_an_array_is_a_list_and_an_observation_is_json(file):
     assert (feedback[-1].reward, feedback[-1].done) == (0.75, True)
 
 
+def test_an_array_may_have_rows_of_bits(file):
+    prompt, _, feedback = played(offered(f"{file}:Switches"), "[[1, 0, 1], [0, 0, 1]]")
+    assert "a JSON list of numbers of the shape [2, 3]" in prompt.messages[0]["content"]
+    assert [each.reward for each in feedback] == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("turn left", "action 5"),
+        ("I turn  LEFT.", "action 5"),
+        ("not left, turn right!", "action 6"),
+        ("turn right, or left", "action 7"),
+        ("return left", "action 7"),
+        ("turn leftish", "error: "),
+        ("turn", "error: "),
+    ],
+)
+def test_names_of_several_words_are_found_the_longest_first(file, reply, answer):
+    actions = ["Turn left", "turn right", "left"]
+    _, answers, _ = played(offered(f"{file}:Turns", actions=actions), reply)
+    assert answers[0].startswith(answer)
+
+
+def test_names_of_signs_are_found(file):
+    _, answers, _ = played(offered(f"{file}:Turns", actions=["<-", "->", "(*)"]), "I take -> or (*)", "->")
+    assert answers == ["action 7", "action 6"]
+
+
 def test_a_step_that_raises_is_unscored_and_no_other_game_steps_twice(file):
     environment = offered(f"{file}:Fragile")
     prompt = environment.prompts("train")[0]
@@ -164,6 +215,8 @@ def test_thinking_is_no_part_of_the_action(file):
     assert answers == ["hello", "you"]
     _, (answer,), _ = played(offered("FrozenLake-v1", **LAKE), "<think>left or down?</think>I do not know.")
     assert answer.startswith("error: 'I do not know.' names no action")
+    _, (answer,), _ = played(offered("FrozenLake-v1", **LAKE), "<think>left, or down, or")
+    assert answer.startswith("error: '' names no action")
 
 
 def test_a_pattern_finds_the_action():
@@ -171,6 +224,22 @@ def test_a_pattern_finds_the_action():
     _, answers, _ = played(offered("FrozenLake-v1", **lake), "up <move>down</move>", "down")
     assert answers[0].startswith("  (Down)")
     assert answers[1].startswith("error: no action was found")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("Several", {}, "its actions are of the space Dict("),
+        ("Several", {"arguments": {"space": "Tuple"}}, "its actions are of the space Tuple("),
+        ("Switches", {"actions": ["on", "off"]}, "names actions of a Discrete space, and it has Multi"),
+        ("Turns", {"actions": ["on", "On ", "off"]}, "has an empty name, or one name twice"),
+        ("Turns", {"actions": ["on", " ", "off"]}, "has an empty name, or one name twice"),
+    ],
+)
+def test_actions_that_no_reply_can_name_are_refused_at_the_start(file, name, options, why):
+    with pytest.raises(grpo.PluginError) as raised:
+        offered(f"{file}:{name}", **options)
+    assert why in str(raised.value)
 
 
 def test_an_environment_that_takes_no_seed_is_refused(file):

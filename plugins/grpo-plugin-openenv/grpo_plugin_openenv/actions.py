@@ -8,8 +8,6 @@ from typing import Any
 
 import grpo_core as grpo
 
-THOUGHT_ENDS = "</think>"
-
 COMMON = ("metadata",)
 """Fields of all actions, which say nothing about what is done."""
 
@@ -49,8 +47,7 @@ class Actions:
 
     def of(self, reply: str) -> dict[str, Any]:
         """Return the action of a reply, without its thinking.  Raises ValueError if it is none."""
-        _, ends, said = reply.rpartition(THOUGHT_ENDS)
-        reply = said.strip() if ends else reply
+        reply = grpo.split_thought(reply)[1]
         if self._field:
             return {self._field: self._typed(self._field, reply)}
         start, end = reply.find("{"), reply.rfind("}")

@@ -258,6 +258,8 @@ def test_thinking_is_no_part_of_the_action():
         answers, _ = played(host, "<think>hm, a < b</think>\n\nhello", " as it is ")
     assert answers == ["hello", " as it is "]
     assert Actions(MOVE).of('<think>{"x": 1}</think>{"x": 2}') == {"x": 2}
+    with pytest.raises(ValueError, match="no action"):
+        Actions(MOVE).of('<think>perhaps {"x": 1}, or')
 
 
 # ---------------------------------------------------------------------------------- rewards

@@ -96,7 +96,7 @@ class TextArena(grpo.Environment):
 
     def _moved(self, episode: grpo.Episode) -> grpo.Feedback:
         play: Play = episode.session
-        move = episode.reply.rpartition("</think>")[2].strip()
+        move = grpo.split_thought(episode.reply)[1].strip()
         try:
             with drawing_from(play.chance):
                 done, _ = play.game.step(move)
