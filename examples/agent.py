@@ -13,9 +13,10 @@ MODEL = AsyncOpenAI(base_url="http://unused", api_key="unused")  # one, since ma
 
 
 def prompts(split):
-    drawn = random.Random(split)
-    pairs = [(drawn.randrange(2, 10), drawn.randrange(2, 10)) for _ in range(600)]
-    return [grpo.Prompt(messages=f"{a}*{b}=", answer=str(a * b)) for a, b in pairs]
+    pairs = [(a, b) for a in range(2, 40) for b in range(2, 10)]
+    random.Random(0).shuffle(pairs)
+    chosen = pairs[50:] if split == "train" else pairs[:50]  # no prompt is in both
+    return [grpo.Prompt(messages=f"{a}*{b}=", answer=str(a * b)) for a, b in chosen]
 
 
 async def run(prompt, client):
@@ -24,7 +25,7 @@ async def run(prompt, client):
     for attempt in range(3):
         reply = await model.chat.completions.create(model=client.model, messages=messages)
         said = reply.choices[0].message
-        if said.content.strip() == prompt.answer:
+        if (said.content or "").strip() == prompt.answer:  # a reply may be a call alone
             return 1.0 - 0.25 * attempt
         messages += [said, {"role": "user", "content": "\nno, "}]
     return 0.0

@@ -14,7 +14,9 @@ class Reliable:
 
     Args:
         k: number of replies that must all be right, estimated without bias from n (Yao et al. 2024,
-        "tau-bench"). n: number of rollouts of each prompt. temperature: sampling temperature.
+            "tau-bench").
+        n: number of rollouts of each prompt.
+        temperature: sampling temperature.
     """
 
     def __init__(self, k: int = 4, n: int = 8, temperature: float = 1.0) -> None:

@@ -89,7 +89,7 @@ def train(
         Time this many steps after the first two, trace as many more, and print where the time of every
         process went.
     quiet
-        Print warnings, what the run survived, and its summary only.
+        Print only warnings, recovered faults and the summary.
     json
         Print events as JSON, one a line, on standard output, and everything else on standard error.
     ray

@@ -194,9 +194,9 @@ def watch(directory: Path, *, port: int = 0, refresh: int = 15) -> int:
     directory
         Directory of the run.
     port
-        Port of the page.  0 is any free one.
+        Port of the page.  0 chooses a free port.
     refresh
-        Seconds after which the page is loaded again while the run goes on.  0 is never.
+        Seconds after which the page is loaded again while the run goes on.  0 turns that off.
     """
     import asyncio
 

@@ -79,7 +79,7 @@ def whatif(
 ) -> int:
     """Forecast what another setting would change in the times of a run, from what the run recorded.
 
-    The first forecast is of the run as it was, beside what it took: it shows how far to trust the others.
+    The first forecast repeats the recorded run.  Its error shows how far you can trust the others.
 
     Parameters
     ----------

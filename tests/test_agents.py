@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 from killing import GRPO, Run
 
 from grpo_core import cli
@@ -69,7 +70,7 @@ def played(tmp_path, agent, n=1, *, spec="./agent.py", options=None, **given):
                     requests,
                     engine=engine,
                     environments={"task": process},
-                    renderer=FakeRenderer(),
+                    renderer=given.get("renderer", FakeRenderer()),
                     sampling=sampling,
                     deadline=given.get("deadline", 20.0),
                 )
@@ -109,6 +110,31 @@ def evaluate(episodes):
 """
     rollouts, _ = played(tmp_path, agent, 3)
     assert [r.reward for r in rollouts] == [1.0] * 3
+
+
+class Reading(FakeRenderer):
+    """Reads calls of tools that nobody has offered, as response formats do."""
+
+    def message(self, text, **_):
+        return super().message(text, tools=[{}])
+
+
+@pytest.mark.parametrize("page", ["examples/agent.py", "docs/first-agent.md"])
+def test_the_examples_take_a_reply_that_is_a_call_for_a_wrong_answer(page, tmp_path):
+    pytest.importorskip("openai")
+    text = (ROOT / page).read_text()
+    if page.endswith(".md"):
+        (text,) = re.findall(r'```python title="my_agent.py"\n(.*?)```', text, re.S)
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    (rollout,), _ = played(
+        tmp_path,
+        text,
+        engine=FakeEngine(reply=lambda request, rng: call, latency=lambda rng: 0.0),
+        renderer=Reading(),
+        sampling=SamplingParams(temperature=1.0, max_tokens=100),
+    )
+    assert (rollout.reward, rollout.error) == (0.0, None)
+    assert rollout.messages[-1]["tool_calls"]
 
 
 def test_an_agent_that_fails_is_at_fault_and_one_that_a_limit_stopped_is_not(tmp_path):

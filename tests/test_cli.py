@@ -647,7 +647,7 @@ def test_a_sampler_that_returns_too_few_prompts_is_named_with_both_numbers(here)
 
 
 @pytest.mark.long
-def test_an_environment_in_a_file_of_thirteen_lines(here):
+def test_an_environment_in_a_file_of_fourteen_lines(here):
     example = Path(__file__).parent.parent / "examples" / "shout.py"
     done = grpo(here, "train", "--env", f"{example}:Shout", *SMALL, "--output", "run")
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from documents import PAGES, name_of
 from grpo_core import events, hookspecs
 from grpo_core.app import launch
 from grpo_core.config import read_toml
+from grpo_core.loading import load_object
 from grpo_core.plugins.host import PluginHost
 
 ROOT = Path(__file__).parent.parent
@@ -183,9 +184,34 @@ def test_the_configuration_in_the_readme_is_valid():
     assert launch.configure([tomllib.loads(shown)], {})[0].model.path == "Qwen/Qwen3-0.6B"
 
 
-def test_the_readme_shows_the_example_as_it_is():
-    shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+def test_the_readme_shows_the_example_as_it_is_and_counts_its_lines():
+    readme = (ROOT / "README.md").read_text()
+    shown = re.search(r"```python\n(.*?)```", readme, re.S).group(1)
     assert shown in (ROOT / "examples" / "shout.py").read_text()
+    lines = [line for line in shown.splitlines() if line.strip()]
+    assert f"A complete environment takes {len(lines)} lines" in readme
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [pytest.param("agent.py", "prompts", marks=pytest.mark.long), ("shout.py", "Shout")]
+)
+def test_the_examples_validate_on_no_prompt_that_they_train_on(name, part):
+    if name == "agent.py":
+        pytest.importorskip("openai")
+    example = load_object(f"{ROOT / 'examples' / name}:{part}", who="")
+    prompts = example().prompts if inspect.isclass(example) else example
+    train, held_out = ({prompt.messages[0]["content"] for prompt in prompts(split)} for split in
+                       ("train", "validation"))  # fmt: skip
+    assert train
+    assert held_out
+    assert not train & held_out
+
+
+def test_each_option_of_the_examples_has_a_line_of_its_own():
+    options = generator("options")
+    strategy = load_object(f"{ROOT / 'examples' / 'custom_validation.py'}:Reliable", who="")
+    meanings = options._meanings(strategy)
+    assert set(meanings) == {option.name for option in options._options(strategy)}
 
 
 # ---------------------------------------------------------------------------------- the site

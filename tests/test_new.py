@@ -14,6 +14,8 @@ import yaml
 
 from grpo_core.commands import scaffold
 from grpo_core.errors import ConfigError
+from grpo_core.loading import load_object
+from grpo_core.records import EngineSetup
 
 MADE = [(sort, "") for sort in scaffold.SORTS] + [("environment", variant) for variant in scaffold.VARIANTS]
 IN_CI = ("environment", "agent", "loss", "sampler")
@@ -96,6 +98,14 @@ def test_a_new_plugin_keeps_its_contract_unedited(sort, variant, tmp_path):
     assert " 0 failed" in told
     if sort != "engine":  # its test asks the same again, for half a minute
         assert "1 passed" in done("pytest -q -p no:cacheprovider", project, project)
+
+
+def test_a_new_engine_refuses_to_promise_what_its_batches_cannot_keep(tmp_path):
+    name, project = made(tmp_path, "engine")
+    (file,) = project.glob("grpo_plugin_*/engine.py")
+    engine = load_object(f"{file}:MyEngine", who="test")
+    with pytest.raises(ConfigError, match=f"engine {name}: rows that are decoded together"):
+        engine(EngineSetup(model="m", reproducible=True))
 
 
 @pytest.mark.long

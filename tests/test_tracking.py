@@ -6,10 +6,12 @@ import gzip
 import io
 import json
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 from recording import add, record
 from rich.console import Console
 
@@ -288,6 +290,18 @@ def test_the_live_view_says_what_the_run_waits_for():
     assert "now training step 2" in " ".join(shown(terminal=True, events=ready).split())
     ended = [*ready, RunEnded(step=1, reason="finished")]
     assert "training step" not in shown(terminal=True, events=ended)
+
+
+def rows_of(view):
+    """The names of a view's rows, which end in two spaces; above them is the line of progress."""
+    rows = view.rpartition("grpo-core ")[2].partition("```")[0].splitlines()[1:]
+    return [name[1] for row in rows if (name := re.match(r"(\S.*?)  ", row))]
+
+
+def test_the_readme_shows_the_rows_that_are_drawn():
+    readme = (ROOT / "README.md").read_text()
+    printed = readme[: readme.index("In the end, one line shows")]
+    assert rows_of(printed) == rows_of(shown(terminal=True))
 
 
 def test_an_interval_holds_as_often_as_it_says():
