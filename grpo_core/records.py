@@ -90,7 +90,7 @@ class Prompt:
     """One item that a sampler draws."""
 
     messages: tuple[Message, ...] = field(converter=_messages)
-    """The conversation so far; a ``str`` is one user message."""
+    """The conversation so far, of values that JSON has; a ``str`` is one user message."""
     answer: Any = None
     """Value that the environment compares a reply with; the model never sees it."""
     id: str = ""
@@ -144,8 +144,8 @@ class Feedback:
     done: bool = True
     """Whether the rollout ends; if not, the model goes on after ``messages``."""
     messages: tuple[Message, ...] = field(default=(), converter=_messages)
-    """The environment's answer if ``done`` is False; the model's next turn follows it.  A ``str`` is one user
-    message."""
+    """The environment's answer if ``done`` is False, of values that JSON has; the model's next turn follows
+    it.  A ``str`` is one user message."""
     metrics: Mapping[str, float] = field(factory=dict)
     """Named numbers beside the reward, such as its parts; the run reports their means as
     ``feedback_NAME/TASK``."""

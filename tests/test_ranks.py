@@ -141,8 +141,8 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
         (3, FULL, False),
         pytest.param(2, LEAN, True, marks=pytest.mark.nightly),
         pytest.param(2, NARROW, True, marks=pytest.mark.nightly),
-        (3, ADAPTERS, True),
-        pytest.param(2, ADAPTERS, False, marks=pytest.mark.nightly),
+        (2, ADAPTERS, False),
+        pytest.param(3, ADAPTERS, True, marks=pytest.mark.nightly),
     ],
 )
 def test_several_ranks_train_the_weights_that_one_trains(

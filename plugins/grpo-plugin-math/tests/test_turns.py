@@ -142,7 +142,7 @@ def test_putting_in_order_is_learnt_over_turns(tmp_path):
     assert all(r["reward"] <= r["turns"] / 4 for r in rollouts)
 
 
-@pytest.mark.long
+@pytest.mark.nightly  # test_new.py trains with a tool in CI
 def test_a_calculator_is_used_in_training(tmp_path):
     rows, rollouts = trained(tmp_path, "calculator", *SHORT)
     assert fmean(row["feedback_calculated/calculator"] for row in rows) > 0.1
