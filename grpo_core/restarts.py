@@ -1,4 +1,4 @@
-"""Budgets of restarts: one count of failures in a row for children, engines and calls."""
+"""Deaths: how soon they are seen, and one count of failures in a row for children, engines and calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import TypeVar
 from attrs import define, field
 
 T = TypeVar("T")
+
+DEATH_IS_SEEN = 2.0
+"""Seconds within which whoever watches a process knows that it has ended."""
 
 
 @define

@@ -439,6 +439,12 @@ def test_the_default_transport_is_the_one_that_has_been_tested_everywhere(
             r"cannot reach engine\.collective_host = '127\.0\.0\.1'",
         ),
         (
+            EngineConfig(transport="collective", collective_host="127.0.0.2"),
+            None,
+            JOINED,
+            r"cannot reach engine\.collective_host = '127\.0\.0\.2'",
+        ),
+        (
             EngineConfig(name="tests/test_transports.py:Elsewhere", transport="collective"),
             None,
             HERE,

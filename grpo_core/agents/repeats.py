@@ -21,7 +21,7 @@ from attrs import define, field, frozen
 T = TypeVar("T")
 
 
-class KeyReused(Exception):  # noqa: N818 - it is what it is
+class KeyReused(Exception):  # noqa: N818 - reads as what happened
     """Raised for a request with another body than the one that had its ``Idempotency-Key``."""
 
 

@@ -179,7 +179,7 @@ def engine_dtype(engines: Iterable[EngineConfig]) -> Literal["auto", "bfloat16",
 
 def canary_tolerance(health: HealthConfig, engine: EngineConfig) -> float:
     """Return the tolerance for an engine; 0 is the one that the rounding of the weights explains."""
-    coarse = engine.options.get("dtype") in ("bfloat16", "float16")
+    coarse = engine.options.get("dtype") in canary.SIXTEEN_BITS  # not every engine says what it computes in
     return health.canary_tolerance or (canary.COARSE if coarse else 0.0)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
+from grpo_core.addresses import is_loopback
 from grpo_core.aio import gather
 from grpo_core.app import workers
 from grpo_core.app.placement import Placement
@@ -135,7 +136,7 @@ async def _agents(
     if not playing:
         yield
         return
-    if placement.remote and host in workers.LOOPBACK:
+    if placement.remote and is_loopback(host):
         raise ConfigError(
             f"task {', '.join(map(repr, playing))}: agents in workers on other machines cannot reach "
             f"environment.agent_host = {host!r}; set it to an address of this machine in the "

@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import evolve
 
+from grpo_core.addresses import is_loopback
 from grpo_core.app.placement import Placement
 from grpo_core.config import EngineConfig, EnvironmentConfig, TaskConfig
 from grpo_core.engines.limited import LimitedEngine
@@ -19,8 +20,6 @@ from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Engine
 from grpo_core.records import EngineSetup
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def make_engine(
@@ -150,7 +149,7 @@ def _not_from_elsewhere(engine: EngineConfig) -> Iterator[str]:
             f'engine.transport = "{engine.transport}" is for a trainer of this machine, and this one is in '
             'workers, which may be on several: use "collective", or leave it out'
         )
-    if engine.collective_host not in LOOPBACK:
+    if not is_loopback(engine.collective_host):
         yield (
             f"engine.collective_host = {engine.collective_host!r}: each process of this trainer listens at "
             "its own machine's address; leave it out"
@@ -160,7 +159,7 @@ def _not_from_elsewhere(engine: EngineConfig) -> Iterator[str]:
 def _impossible(engine: EngineConfig, placement: Placement, shared: bool) -> Iterator[str]:
     """Yield reasons why the chosen transport cannot reach the engines from this machine."""
     told = f'engine.transport = "{engine.transport}"'
-    if engine.transport == "collective" and placement.remote and engine.collective_host in LOOPBACK:
+    if engine.transport == "collective" and placement.remote and is_loopback(engine.collective_host):
         yield (
             f"{told}: workers on other machines cannot reach engine.collective_host = "
             f"{engine.collective_host!r}; set it to an address of this machine in the cluster's network"

@@ -429,7 +429,7 @@ class EnvironmentProcess:
                 self.HOST,
                 self._made_with,
                 name=self._name,
-                # sets in the same order
+                # with the same hashes in each process, a set of strings has the same order
                 environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", **given},
                 log=self._log,
                 interpreter=interpreter,

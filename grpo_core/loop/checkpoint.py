@@ -133,12 +133,15 @@ def _write(
 def _tidy(
     disk: Disk, parent: Path, step: int, keep: int, spared: Callable[[Collection[int]], Collection[int]]
 ) -> None:
-    """Remove checkpoints that are too old, damaged, or were never finished."""
+    """Remove checkpoints that are too old, were never finished, or are newer than the step.
+
+    Those are of a time that the run has gone back behind: it went on from an older one.
+    """
     complete = complete_names(parent)
-    passed_over = [path for at, path in complete if at > step]
+    newer = [path for at, path in complete if at > step]
     kept = spared({at for at, _ in complete if at <= step})
     old = [(at, path) for at, path in complete if at <= step][:-keep]
-    for path in [path for at, path in old if at not in kept] + passed_over:
+    for path in [path for at, path in old if at not in kept] + newer:
         disk.remove(path)
     for unfinished in parent.glob(f"step-*{_PARTIAL}"):
         disk.remove(unfinished)

@@ -69,14 +69,12 @@ from grpo_core.protocols import (
     Trainer,
 )
 from grpo_core.records import Group, Prompt, Rollout, SampleRequest, StepResult, Weights
+from grpo_core.restarts import DEATH_IS_SEEN
 from grpo_core.timeline import during, stage, taken
 from grpo_core.tokens import sampled_versions
 from grpo_core.versions import Interval
 
 T = TypeVar("T")
-
-DEATH_IS_SEEN = 2.0
-"""Seconds within which a watcher raises that its process has ended."""
 
 Validate = Callable[[int], Awaitable[Mapping[str, Mapping[str, float]] | None]]
 """Measures the weights of a version that is due; returns None if it will emit the results itself, later."""

@@ -204,15 +204,15 @@ def _with_terms(
         high=terms.importance_cap,
     )
     metrics: dict[str, Tensor] = {}
-    inputs = _taught(inputs, terms, metrics)
-    uncertain = _of_high_entropy(inputs, terms)
-    kept = _kept(inputs, terms, uncertain, metrics)
-    pulled = bool(terms.kl_coefficient) and inputs.reference_logprobs is not None
-    if pulled and terms.kl_in == "reward":
+    inputs = _weighed(inputs, terms, metrics)
+    highest = _of_high_entropy(inputs, terms)
+    kept = _kept(inputs, terms, highest, metrics)
+    has_kl = bool(terms.kl_coefficient) and inputs.reference_logprobs is not None
+    if has_kl and terms.kl_in == "reward":
         inputs = evolve(inputs, advantages=inputs.advantages - _kl_of_reward(inputs, terms, metrics))
     made = objective(inputs, weights, **options)
     losses = made.losses if kept is None else made.losses.where(kept, 0.0)
-    if pulled and terms.kl_in == "loss":
+    if has_kl and terms.kl_in == "loss":
         kl = _kl_of_loss(inputs, terms, made.ratio)
         losses = losses + terms.kl_coefficient * kl
         metrics["kl"] = kl.detach()
@@ -223,7 +223,7 @@ def _with_terms(
     controlled = terms.entropy_target is not None
     if (controlled or terms.entropy_coefficient) and inputs.entropy is not None:
         coefficient = inputs.entropy_coefficient if controlled else terms.entropy_coefficient
-        entropy = _mean_entropy(inputs, inputs.entropy, uncertain)
+        entropy = _mean_entropy(inputs, inputs.entropy, highest)
         losses = losses - coefficient * entropy
         if controlled:
             metrics["bonus_entropy"] = entropy.detach() * inputs.weights * inputs.update_tokens
@@ -238,7 +238,7 @@ def _with_terms(
     }
 
 
-def _taught(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> LossInputs:
+def _weighed(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) -> LossInputs:
     """Weigh the advantages of rewards, and add those of the teacher."""
     advantages = terms.reward_coefficient * inputs.advantages
     if terms.teacher_coefficient and terms.teacher_in == "advantage" and inputs.teacher_logprobs is not None:
@@ -256,9 +256,9 @@ def _kl_to_teacher(inputs: LossInputs, teacher: Tensor, terms: Terms) -> Tensor:
 
 
 def _kept(
-    inputs: LossInputs, terms: Terms, uncertain: _Uncertain | None, metrics: dict[str, Tensor]
+    inputs: LossInputs, terms: Terms, highest: _HighEntropy | None, metrics: dict[str, Tensor]
 ) -> Tensor | None:
-    """Whether the objective trains each token; None if it trains all."""
+    """Return whether the objective trains each token; None if it trains all."""
     kept: Tensor | None = None
     if terms.off_policy_limit is not None:
         kept = off_policy_kept(
@@ -269,13 +269,13 @@ def _kept(
             limit=terms.off_policy_limit,
         )
         metrics["off_policy_masked"] = (~kept).to(inputs.advantages.dtype)
-    if uncertain is not None:
-        kept = uncertain.here if kept is None else kept & uncertain.here
+    if highest is not None:
+        kept = highest.here if kept is None else kept & highest.here
     return kept
 
 
 @frozen(eq=False)
-class _Uncertain:
+class _HighEntropy:
     """The tokens of highest entropy."""
 
     here: Tensor
@@ -284,7 +284,7 @@ class _Uncertain:
     """Number of them in the update."""
 
 
-def _of_high_entropy(inputs: LossInputs, terms: Terms) -> _Uncertain | None:
+def _of_high_entropy(inputs: LossInputs, terms: Terms) -> _HighEntropy | None:
     """Find the share ``top_entropy`` of the update's tokens that have the highest entropy; None is all."""
     if not terms.top_entropy or inputs.entropy is None:
         return None
@@ -293,14 +293,14 @@ def _of_high_entropy(inputs: LossInputs, terms: Terms) -> _Uncertain | None:
     place = (1 - terms.top_entropy) * (len(ordered) - 1)
     below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
     threshold = below.lerp(above, place - int(place))
-    return _Uncertain(inputs.entropy.detach() >= threshold, (ordered >= threshold).sum())
+    return _HighEntropy(inputs.entropy.detach() >= threshold, (ordered >= threshold).sum())
 
 
-def _mean_entropy(inputs: LossInputs, entropy: Tensor, uncertain: _Uncertain | None) -> Tensor:
+def _mean_entropy(inputs: LossInputs, entropy: Tensor, highest: _HighEntropy | None) -> Tensor:
     """The entropy of each token, such that the weighted sum is the mean over the tokens it acts on."""
-    if uncertain is None:
+    if highest is None:
         return entropy / (inputs.weights * inputs.update_tokens)
-    return entropy.where(uncertain.here, 0.0) / (inputs.weights * uncertain.count)
+    return entropy.where(highest.here, 0.0) / (inputs.weights * highest.count)
 
 
 def _kl_of_loss(inputs: LossInputs, terms: Terms, ratio: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from grpo_core.errors import ChildDied, GrpoError, TrainerError, one_line
 from grpo_core.processes import Child, RemoteTraceback, scratch_directory
 from grpo_core.protocols import Trainer
 from grpo_core.records import Batch, StepResult, Weights
+from grpo_core.restarts import DEATH_IS_SEEN
 from grpo_core.training.memory import trainer_parts
 from grpo_core.training.plan import shares
 from grpo_core.training.setup import TrainerSetup
@@ -24,8 +25,6 @@ from grpo_core.training.setup import TrainerSetup
 RESUME = (
     "The steps since the newest checkpoint are lost; continue from there with grpo-core train --resume RUN"
 )
-DEATH_IS_SEEN = 2.0
-"""Seconds until the death of a rank is noticed for certain; the ranks that wait for it fail as quickly."""
 MEMORY = "look for a lack of memory: lower trainer.tokens_per_microbatch"
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 
 from torch import Tensor
 
+from grpo_core.losses._tensors import LIMIT
 from grpo_core.training.ranks import Ranks
 
 
@@ -75,7 +76,7 @@ def off_policy(start: Tensor, generation: Tensor) -> dict[str, Tensor]:
     tokens that the generation policy sampled; the ratios are those before any cap.
     """
     log_ratio = start - generation
-    ratio = log_ratio.clamp(max=20.0).exp()
+    ratio = log_ratio.clamp(max=LIMIT).exp()
     return {
         "logprob_diff_mean": log_ratio.abs(),
         "mismatch_kl": ratio - 1 - log_ratio,

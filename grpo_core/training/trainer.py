@@ -299,7 +299,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _scored(self, update: Sequence[MicroBatch], number: int, temperature: float) -> list[MicroBatch]:
-        """The micro-batches with logprobs by the step's first weights, the reference and the teacher.
+        """Return the micro-batches with logprobs by the step's first weights, the reference and the teacher.
 
         The first update needs no pass for the former: its own forward pass is made by these weights.
         """
@@ -340,7 +340,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _entropies(self, update: Sequence[MicroBatch], temperature: float) -> Tensor:
-        """The entropies of all sampled tokens of an update by the current weights."""
+        """Return the entropies of all sampled tokens of an update by the current weights."""
         scored = [(micro, self.model.score(micro, temperature)[1]) for micro in update]
         return self._ranks.joined(torch.cat([each if micro.rows else each[:0] for micro, each in scored]))
 
@@ -397,7 +397,7 @@ class TorchTrainer:
             )
 
     def _gradient_is_finite(self, about: Update, norm: Tensor, totals: Totals) -> bool:
-        """Whether the update can be made; raises TrainerError if several in a row could not."""
+        """Return whether the update can be made; raises TrainerError if several in a row could not."""
         if norm.isfinite():
             self._lost_updates = 0
             return True
@@ -415,7 +415,7 @@ class TorchTrainer:
     def _token_losses(
         self, about: Update, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None
     ) -> losses.LossOutput:
-        """One loss for each token, and metrics; ``entropy`` is None unless the loss needs it."""
+        """Return one loss for each token, and metrics; ``entropy`` is None unless the loss needs it."""
         generation, before = micro.generation_logprobs, micro.proximal_logprobs
         start = logprobs.detach() if before is None else before
         inputs = losses.LossInputs(
@@ -450,7 +450,7 @@ class TorchTrainer:
         return per_token, metrics
 
     def _proximal(self, about: Update, micro: MicroBatch, policy: Tensor, start: Tensor) -> Tensor:
-        """The proximal logprobs, as ``trainer.proximal`` chooses them."""
+        """Return the proximal logprobs, as ``trainer.proximal`` chooses them."""
         if self._config.proximal == "generation":
             return micro.generation_logprobs
         if self._config.proximal == "recompute":
@@ -460,7 +460,7 @@ class TorchTrainer:
     # ------------------------------------------------------------------------------ weights and files
 
     def publish(self, canary: Sequence[tuple[int, ...]] = ()) -> Weights:
-        """The current weights, where engines read them; what was published before is overwritten."""
+        """Publish the current weights, where engines read them; what was published before is overwritten."""
         self._resting.come_back()
         dtype = published_dtype(self._setup.model, self._setup.engine_dtype, self._device)
         with part("publication"):

@@ -23,7 +23,7 @@ def proof(secret: str, who: str, nonce: str) -> str:
 
 
 def proves(said: object, secret: str, who: str, nonce: str) -> bool:
-    """Whether the other end has said the proof; comparing takes the same time for any wrong one."""
+    """Return whether the other end has said the proof; comparing takes the same time for any wrong one."""
     return hmac.compare_digest(str(said).encode(), proof(secret, who, nonce).encode())
 
 

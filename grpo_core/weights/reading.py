@@ -18,7 +18,7 @@ from grpo_core.weights.layout import verify as check_sums
 def read_weights(
     weights: Weights, *, verify: bool = True, device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of published weights by name, wherever they are: views of one block of bytes.
+    """Return the tensors of published weights by name, wherever they are: views of one block of bytes.
 
     Copy them before the trainer publishes again, which overwrites the block.  Adapters are added to their
     model, so the tensors are those of the whole model in any case.
