@@ -52,7 +52,7 @@ from grpo_core.garbage import collect_rarely, spare_the_collector
 if TYPE_CHECKING:
     from grpo_core.interpreters import Interpreter
 
-ENDING = 2.0
+ENDING = 5.0
 """Seconds within which a process that was killed has ended, unless the kernel keeps it."""
 
 _LENGTH = struct.Struct("<Q")

@@ -316,6 +316,29 @@ def test_a_member_that_never_works_is_given_up_and_the_others_continue():
     run(story())
 
 
+def test_a_timeout_of_an_engine_s_own_is_a_failure_and_not_told_as_the_deadline_of_the_pool():
+    async def story():
+        world = World()
+
+        class Impatient(Worker):
+            async def update_weights(self, weights):
+                raise TimeoutError
+
+        with reported_to(world.incidents.append):
+            pool = EnginePool(lambda number: (Impatient if number else Worker)(world, number), 2)
+        await pool.update_weights(weights(0))
+        await asyncio.sleep(1)
+        assert [(one.kind, one.message) for one in world.incidents] == [
+            ("replaced", "it is replaced: TimeoutError"),
+            ("replaced", "it is replaced: TimeoutError"),
+            ("given_up", "it failed 3 times and is not replaced any more: TimeoutError"),
+        ]
+        assert len(await pool.generate(group(0))) == 4
+        await pool.aclose()
+
+    run(story())
+
+
 def test_when_no_member_is_left_the_error_gives_the_reasons():
     async def story():
         world = World()
