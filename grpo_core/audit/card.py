@@ -78,20 +78,11 @@ class Card:
 
     def page(self) -> str:
         """Return the card as one page that opens offline, without a script."""
-        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from grpo_core.reporting.pages import rendered
 
-        from grpo_core.inert import inert
-
-        environment = Environment(
-            loader=PackageLoader("grpo_core.reporting"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            finalize=lambda value: inert(value) if type(value) is str else value,
-        )
         counts = Counter(finding.severity for finding in self.findings)
-        return environment.get_template("audit.html").render(
+        return rendered(
+            "audit.html",
             card=self,
             findings=sorted(self.findings, key=lambda one: list(STATUS).index(one.severity)),
             counts=[(name, counts[name]) for name in STATUS if counts[name]],

@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpo_core as grpo
 
 WAIT = 30.0
-"""Seconds to wait for another process that writes."""
+"""Seconds to wait for another process while the file is opened."""
+LATER_WAIT = 0.1
+"""Seconds to wait afterwards: all judging waits as well, and an answer is written in less than 0.001 s."""
 
 
 class Cache:
     """A table of answers in an SQLite file, which several processes share; without a path it is empty.
+
+    An answer that cannot be read or written now, because of a lock or a full disk, is asked for again.
 
     Raises ConfigError if the file cannot be opened.
     """
@@ -30,18 +35,22 @@ class Cache:
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=OFF")  # what a crash loses is asked again
             self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
+            self._connection.execute(f"PRAGMA busy_timeout={int(1000 * LATER_WAIT)}")
         except (OSError, sqlite3.Error) as error:
             raise grpo.ConfigError(f"judge: the cache {str(path)!r} cannot be opened: {error}") from error
 
     def get(self, key: str) -> str | None:
         if self._connection is None:
             return None
-        row = self._connection.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        row = None
+        with suppress(sqlite3.OperationalError):
+            row = self._connection.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, key: str, text: str) -> None:
         if self._connection is not None:
-            self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, text))
+            with suppress(sqlite3.OperationalError):
+                self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, text))
 
     def close(self) -> None:
         if self._connection is not None:

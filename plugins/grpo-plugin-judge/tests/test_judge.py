@@ -6,6 +6,8 @@ A server on the loopback address plays the judges: the model's name says what it
 import asyncio
 import contextlib
 import json
+import sqlite3
+import time
 
 import pytest
 from aiohttp import web
@@ -241,6 +243,29 @@ def test_another_question_is_not_answered_by_the_cache(tmp_path, changed):
             return len(judges.requests)
 
     assert asyncio.run(story()) == 2
+
+
+def test_a_cache_that_another_process_locks_costs_a_question_and_no_answer(tmp_path):
+    path = tmp_path / "a.sqlite"
+
+    async def asked(url, *replies):
+        environment = Judge(rubric="Is it kind?", model="kind", url=url, cache=path)
+        feedback = await environment.evaluate([episode(reply) for reply in replies])
+        await environment.aclose()
+        return [(each.reward, each.metrics["cached"]) for each in feedback]
+
+    async def story():
+        async with serving() as judges:
+            assert await asked(judges.url, "please") == [(0.9, 0.0)]
+            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                begin = time.monotonic()
+                assert await asked(judges.url, "please", "please!") == [(0.9, 1.0), (0.9, 0.0)]
+                assert time.monotonic() - begin < 5, "all judging waits for the file"
+            assert await asked(judges.url, "please!") == [(0.9, 0.0)], "what was not written is asked again"
+            assert await asked(judges.url, "please!") == [(0.9, 1.0)]
+
+    asyncio.run(story())
 
 
 def test_an_answer_without_a_score_is_not_kept(tmp_path):

@@ -15,7 +15,8 @@ class OpenMetrics(grpo.Tracker):
     """Serves the newest value of each metric as ``grpo_core_NAME{run="...", of="..."}``.
 
     A name's second part is the label ``of``: ``reward/sort`` is ``grpo_core_reward{of="sort"}``, and
-    ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.
+    ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.  What is no letter
+    or digit of ASCII becomes ``_``, or its code if it is no sign of ASCII either: ``_f6_``.
 
     Args:
         port: port of the address; 0 takes a free one.
@@ -64,4 +65,9 @@ def named(metric: str) -> tuple[str, str]:
     """Return the gauge's name for a metric, and its label."""
     first, *rest = metric.split("/")
     of, *inner = rest or [""]
-    return re.sub(r"\W", "_", "_".join(["grpo_core", first, *inner])), of
+    return re.sub(r"\W", _letter, "_".join(["grpo_core", first, *inner]), flags=re.ASCII), of
+
+
+def _letter(found: re.Match[str]) -> str:
+    """Return what stands for a character; those outside of ASCII stay apart, a name may have nothing else."""
+    return "_" if found[0].isascii() else f"_{ord(found[0]):x}_"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 import urllib.request
@@ -14,6 +15,7 @@ from logged import Logged
 
 import grpo_core as grpo
 from grpo_core.testing import a_run, check_tracker, find_offer, make_offer
+from grpo_plugin_trackers.openmetrics import named
 
 STEP = {"loss": 0.5, "reward/sort": 0.25, "time/step": 1.5}
 VALIDATION = {"validation/sort/accuracy": 0.75}
@@ -282,6 +284,20 @@ def test_the_newest_numbers_are_served_on_loopback(tmp_path):
     tracker.close()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(address, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("metric", "gauge"),
+    [
+        ("feedback_a-b/sort", ("grpo_core_feedback_a_b", "sort")),
+        ("feedback_größe/größen", ("grpo_core_feedback_gr_f6__df_e", "größen")),
+        ("feedback_对/sort", ("grpo_core_feedback__5bf9_", "sort")),
+        ("feedback_错/sort", ("grpo_core_feedback__9519_", "sort")),
+    ],
+)
+def test_a_gauge_has_a_name_that_every_reader_of_the_format_takes(metric, gauge):
+    assert named(metric) == gauge
+    assert re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", gauge[0])
 
 
 @pytest.mark.long
