@@ -14,6 +14,7 @@ from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream, RoundRobin
 from grpo_core.disk import Disk
 from grpo_core.errors import CheckpointError
+from grpo_core.incidents import reported_to
 from grpo_core.loop import checkpoint
 from grpo_core.loop.buffer import Buffer
 from grpo_core.records import Group, Rollout, Segment
@@ -234,14 +235,21 @@ def user(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("user")
-def test_checkpoints_that_cannot_be_removed_are_an_error_and_the_new_one_is_complete():
-    parent = Path("checkpoints")
+def test_old_checkpoints_that_cannot_be_removed_are_reported_and_newer_ones_are_an_error():
+    parent, incidents = Path("checkpoints"), []
     for step in (1, 2):
         write(parent, step)
     (parent / "step-000001" / "trainer").chmod(0o500)
-    with pytest.raises(CheckpointError, match=r"it is complete, but older ones cannot be removed: .*denied"):
+    with reported_to(incidents.append):
         write(parent, 3)
+    (incident,) = incidents
+    assert "old ones cannot be removed, and take room: " in incident.message
+    assert "denied" in incident.message
     assert checkpoint.newest(parent).step == 3
+    (parent / "step-000003" / "trainer").chmod(0o500)
+    with pytest.raises(CheckpointError, match=r"newer ones, .* cannot be removed: .*denied"):
+        write(parent, 2)
+    (parent / "step-000003" / "trainer").chmod(0o700)
     (parent / "step-000001" / "trainer").chmod(0o700)
     write(parent, 4)
     assert [step for step, _ in checkpoint.complete_names(parent)] == [3, 4]

@@ -34,6 +34,7 @@ from grpo_core.data.loaders import TaskLoader
 from grpo_core.data.samplers import PromptStream
 from grpo_core.disk import REPLACED, Disk, files, fingerprint, put, seal
 from grpo_core.errors import CheckpointError, GrpoError, describe
+from grpo_core.incidents import report
 from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.records import Group, Prompt, Rollout, Segment
 
@@ -89,11 +90,14 @@ async def begin(
         except (OSError, TypeError, ValueError) as error:  # the last two: a value that JSON does not have
             raise await failed(error) from error
         try:
-            await disk.run(lambda: _tidy(disk, parent, step, keep, spared))
+            left = await disk.run(lambda: _tidy(disk, parent, step, keep, spared))
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint {final}: it is complete, but older ones cannot be removed: {error}"
+                f"checkpoint {final}: it is complete, but newer ones, which this run has gone back behind, "
+                f"cannot be removed: {error}"
             ) from error
+        if left is not None:
+            report("not_removed", "checkpoint", f"old ones cannot be removed, and take room: {left}")
         return final
 
     try:
@@ -132,20 +136,27 @@ def _write(
 
 def _tidy(
     disk: Disk, parent: Path, step: int, keep: int, spared: Callable[[Collection[int]], Collection[int]]
-) -> None:
+) -> OSError | None:
     """Remove checkpoints that are too old, were never finished, or are newer than the step.
 
-    Those are of a time that the run has gone back behind: it went on from an older one.
+    Newer ones are of a time that the run has gone back behind: it went on from an older one.  Raises OSError
+    if one of these cannot be removed, because it would be taken for the newest.  Returns the last error of
+    the others, which only take room: a file system may keep a file that somebody reads.
     """
+    failed: OSError | None = None
     complete = complete_names(parent)
     newer = [path for at, path in complete if at > step]
     kept = spared({at for at, _ in complete if at <= step})
     old = [(at, path) for at, path in complete if at <= step][:-keep]
-    for path in [path for at, path in old if at not in kept] + newer:
+    for path in newer:
         disk.remove(path)
-    for unfinished in parent.glob(f"step-*{_PARTIAL}"):
-        disk.remove(unfinished)
+    for path in (*(path for at, path in old if at not in kept), *parent.glob(f"step-*{_PARTIAL}")):
+        try:
+            disk.remove(path)
+        except OSError as error:
+            failed = error
     disk.sync(parent)  # otherwise a power cut could bring a newer checkpoint back
+    return failed
 
 
 def _failed(error: Exception, disk: Disk, partial: Path) -> CheckpointError:

@@ -151,7 +151,7 @@ def main() -> None:
             jobs,
         )
         took = dict(zip(jobs, runs, strict=True))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"configuration": name, "seed": seed, "forecast": forecasts[name, seed], "run": took[name, seed]}
         for name, seed in jobs
     ]
