@@ -23,6 +23,8 @@ _MODEL = "model/"
 """Before the names of the model's own tensors in what is saved."""
 _REFERENCE = "reference/"
 """Before the names of the tensors of a reference that moves."""
+_RNG, _RNG_CUDA = "rng", "rng_cuda"
+"""States of the first rank's random numbers; those of another rank have its number behind a slash."""
 
 
 class Saving:
@@ -61,14 +63,30 @@ class Saving:
         state, about = self._optimizers.saved()
         if self._moves_reference:
             state |= {f"{_REFERENCE}{name}": t for name, t in self._model.saved_reference().items()}
-        state["rng"] = torch.get_rng_state()
-        if self._device.type == "cuda":  # dropout of adapters draws from it
-            state["rng_cuda"] = torch.cuda.get_rng_state(self._device)
-        state = {name: self._readable(t) for name, t in {**model, **self._ranks.dealt(state)}.items()}
+        mine = {**model, **self._ranks.dealt(state), **self._random()}
+        state = {name: self._readable(t) for name, t in mine.items()}
         about["version"] = version
         if self._entropy is not None:
             about["entropy"] = [self._entropy.coefficient, self._entropy.measured]
         self._snapshot.save(state, partial(self._write, directory, about))
+
+    def _random(self) -> dict[str, Tensor]:
+        """Return the states of this rank's random numbers: for dropout each rank draws for its own rows."""
+        states = {self._own(_RNG): torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states[self._own(_RNG_CUDA)] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def _restore_random(self, states: Mapping[str, Tensor], ranks: int) -> None:
+        """Continue with this rank's random numbers, or with the first rank's if other ranks have saved."""
+        own = self._own if ranks == self._ranks.size else str
+        if _RNG in states:
+            torch.set_rng_state(states.get(own(_RNG), states[_RNG]))
+        if _RNG_CUDA in states and self._device.type == "cuda":
+            torch.cuda.set_rng_state(states.get(own(_RNG_CUDA), states[_RNG_CUDA]), self._device)
+
+    def _own(self, name: str) -> str:
+        return f"{name}/{self._ranks.rank}" if self._ranks.rank else name
 
     def written(self) -> Future[None]:
         """Done when what was saved last is written, or with the OSError for which it cannot be."""
@@ -97,17 +115,15 @@ class Saving:
     def _resume(self, directory: Path) -> int:
         by_name = dict(self._model.trainable())
         about = read_about(directory / "optimizer")
-        state, reference = {}, {}
+        state, reference, random = {}, {}, {}
         for name, tensor in read_state(directory / "optimizer"):
             if name.startswith(_REFERENCE):
                 reference[name.removeprefix(_REFERENCE)] = tensor
-            elif name == "rng":
-                torch.set_rng_state(tensor)
-            elif name == "rng_cuda":
-                if self._device.type == "cuda":
-                    torch.cuda.set_rng_state(tensor, self._device)
+            elif name.partition("/")[0] in (_RNG, _RNG_CUDA):
+                random[name] = tensor
             else:
                 state[name] = self._ranks.part(tensor, by_name[name.rpartition("/")[0]])
+        self._restore_random(random, about["files"])
         if reference and self._moves_reference:
             self._model.restore_reference(reference)
         self._optimizers.restore(state, about, self._device)
