@@ -168,6 +168,19 @@ def test_several_ranks_train_the_weights_that_one_trains(
                 assert right.metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-4, nan_ok=True), name
 
 
+@pytest.mark.long
+def test_ranks_of_a_model_that_cannot_be_packed_all_pad_its_rows(model: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=98, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    _, (result,) = run(trained(configured(str(tmp_path), PLAIN, ranks=2), batches(1)))
+    assert result.version == 1
+
+
 @pytest.fixture(scope="module")
 def of_three(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory in which three ranks have saved their state; tests leave it as it is."""

@@ -83,10 +83,16 @@ class Group:
         return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
     def in_turn(self, make: Callable[[], T]) -> T:
+        failed: Exception | None = None
         for turn in range(self.size):
             if turn == self.rank:
-                made = make()
+                try:
+                    made = make()
+                except Exception as error:  # raised when no rank waits for this one any more
+                    failed = error
             dist.barrier()
+        if failed is not None:
+            raise failed
         return made
 
     def dealt(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
