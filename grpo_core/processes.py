@@ -377,11 +377,14 @@ class Child:
                 future.exception()  # marks the error as seen: a caller may have been cancelled
 
     def _last_words(self, lines: int = 6) -> str:
-        if self._log is None or not self._log.exists():
+        if self._log is None:
             return ""
-        with open(self._log, "rb") as log:
-            log.seek(max(0, self._log.stat().st_size - LAST_WORDS))
-            tail = log.read(LAST_WORDS).decode(errors="replace").strip().splitlines()[-lines:]
+        try:
+            with open(self._log, "rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - LAST_WORDS))
+                tail = log.read(LAST_WORDS).decode(errors="replace").strip().splitlines()[-lines:]
+        except OSError:
+            return ""
         return f"; the end of {self._log}:\n" + "\n".join(f"    {line}" for line in tail) if tail else ""
 
 
@@ -392,7 +395,9 @@ class RemoteTraceback(Exception):  # noqa: N818
 def _exit(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
-    return f"killed by {signal.Signals(-code).name}"
+    with contextlib.suppress(ValueError):  # most real-time signals have no name
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
 
 
 # ---------------------------------------------------------------------------------- the child's side

@@ -207,6 +207,17 @@ def test_a_child_that_dies_is_named_with_its_last_words(tmp_path):
 
 
 @pytest.mark.long
+def test_a_child_that_dies_of_a_signal_without_a_name_is_one_that_died(tmp_path):
+    async def use(c):
+        assert await c.call("greet", "you", seconds=20) == "hello you"
+        os.kill(c.pid, signal.SIGRTMIN + 6)
+        with pytest.raises(ChildDied, match=rf"died \(killed by signal {signal.SIGRTMIN + 6}\)"):
+            await c.call("greet", "you", seconds=20)
+
+    story(closing(child(log=tmp_path / "no log"), use))
+
+
+@pytest.mark.long
 def test_a_log_that_cannot_be_written_ends_no_child():
     async def use(c):
         assert await c.call("talk", seconds=20) == "talked"

@@ -129,15 +129,21 @@ class ProcessTrainer(Trainer):
                 rank.call(method, *its, seconds=self._deadline)
                 for rank, its in zip(self.children, args, strict=True)
             ]
-            return (await self._together(calls))[0]
+            return (await self._together(calls, writes=method in ("save", "written")))[0]
 
-    async def _together(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Await a call of each rank.  Raises the first error; if a rank died, this is why others failed."""
+    async def _together(
+        self, calls: Sequence[Coroutine[Any, Any, Any]], *, writes: bool = False
+    ) -> list[Any]:
+        """Await a call of each rank.  Raises the first error; if a rank died, this is why others failed.
+
+        Where a rank fails, the others are stopped, unless the call ``writes`` and the disk failed: then
+        training goes on.
+        """
         try:
             return await gather(calls)
-        except OSError:  # of a disk: training goes on
-            raise
         except Exception as error:
+            if writes and isinstance(error, OSError):
+                raise
             reason = error if isinstance(error, GrpoError) else await self._death() or error
             if len(self.children) > 1:
                 for rank in self.children:
