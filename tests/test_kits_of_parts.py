@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -214,6 +215,9 @@ declares_nothing_that_it_keeps.state = lambda name, shape, **options: {"velocity
         (optimizers.adamw, {}),
         (optimizers.adamw, {"moments": "bfloat16"}),
         (optimizers.muon, {}),
+        pytest.param(
+            optimizers.adamw_torchao, {}, marks=pytest.mark.skipif(not find_spec("torchao"), reason="torchao")
+        ),
         (sgd, {}),
         (decoupled, {}),
     ],

@@ -182,6 +182,10 @@ def test_rollouts_on_which_engine_and_trainer_disagree_are_left_out(model: str) 
     assert metrics["sequence_error_masked_correct"] == 1
     assert metrics["sequence_error_max"] == pytest.approx(math.e, rel=1e-4)
     assert metrics["sequence_error_mean"] == pytest.approx((math.e + 3) / 4, rel=1e-4)
+    broken = [with_tokens(rows[0], logprobs=rows[0].tokens.logprobs * math.nan), *rows[1:]]
+    metrics = TorchTrainer(masking).step(batch(broken)).metrics
+    assert metrics["sequence_error_masked"] == 1
+    assert metrics["sequence_error_max"] == pytest.approx(1.0, rel=1e-4)
     calm = TorchTrainer(masking).step(batch(rows)).metrics
     assert "sequence_error_masked" not in calm
 

@@ -16,7 +16,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from grpo_core.app import machine
-from grpo_core.app.gpus import choose, gpus_seen, number_of
+from grpo_core.app.gpus import choose, gpus_seen, number_of, visible
 from grpo_core.app.parts import engine_dtype, engines_of, make_placement, trainer_here
 from grpo_core.app.teacher import teacher_model
 from grpo_core.app.workers import transport
@@ -159,7 +159,8 @@ def certain_parts(
     device = trainer_device(config, gpus)
     dtype = _sent(_dtype(config, device), engine_dtype(engines.values()))
     here = trainer_here(config.trainer, host)
-    devices = choose(here, {} if placement.remote else engines, len(gpus))
+    # there are GPUs whose memory was not asked for, or is not told
+    devices = choose(here, {} if placement.remote else engines, len(gpus) or visible())
     lora = config.model.lora
     sends_all = lora is None or lora.publish == "merged"
     found: list[ProcessMemory] = []

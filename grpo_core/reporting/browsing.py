@@ -125,6 +125,11 @@ def select(
     return found
 
 
+def _tokens_beside(texts: Path) -> Path:
+    ending = next(end for end in TEXTS if texts.name.endswith(end))
+    return texts.with_name(texts.name.removesuffix(ending) + TOKENS)
+
+
 def _add_tokens(found: Selection, groups: Sequence[_Sized], path: Path, words: _Words, room: int) -> int:
     """Give rollouts their tokens while there is room, or say why not; return the number of bytes."""
     used = 0
@@ -132,7 +137,7 @@ def _add_tokens(found: Selection, groups: Sequence[_Sized], path: Path, words: _
         stored, why = _StoredTokens.beside(path), "none"
     except ValueError:
         stored, why = None, "damaged"
-        found.damaged.add((path.with_suffix(TOKENS), 0))
+        found.damaged.add((_tokens_beside(path), 0))
     for group, lines, _ in groups:
         for rollout, line in zip(group["rollouts"], lines, strict=True):
             packed = None
@@ -142,7 +147,7 @@ def _add_tokens(found: Selection, groups: Sequence[_Sized], path: Path, words: _
                     packed = stored.packed(line, words)
                 except (ValueError, LookupError, TypeError, ArithmeticError):
                     stored, why = None, "damaged"
-                    found.damaged.add((path.with_suffix(TOKENS), 0))
+                    found.damaged.add((_tokens_beside(path), 0))
             if packed is None:
                 rollout["untold"] = why if stored is None else "room"
                 continue
@@ -381,8 +386,7 @@ class _StoredTokens:
         """
         from safetensors import SafetensorError
 
-        ending = next(end for end in TEXTS if texts.name.endswith(end))
-        path = texts.with_name(texts.name.removesuffix(ending) + TOKENS)
+        path = _tokens_beside(texts)
         try:
             return cls(path) if path.is_file() else None
         except (OSError, SafetensorError) as error:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from grpo_core.plugins.offers import Bound, Offer, Plugin
 from grpo_core.protocols import ParameterGroup
-from grpo_core.training.optimization import Optimization
+from grpo_core.training.optimization import Optimization, flat
 from grpo_core.training.optimizers import state_of
 
 LR = 1e-2
@@ -127,7 +127,7 @@ class OptimizerContract:
                 return
             found = {
                 slot: (tuple(value.shape), str(value.dtype)[6:]) if isinstance(value, Tensor) else ((), "int")
-                for slot, value in task.optimization.state(parameter).items()
+                for slot, value in flat(task.optimization.state(parameter)).items()
             }
             assert found == dict(declared), (
                 f"for {name} {list(parameter.shape)} its state() declares {dict(declared)}, and it keeps "

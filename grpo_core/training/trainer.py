@@ -289,8 +289,8 @@ class TorchTrainer:
             rollout for rollout, mean in zip(errors, means.tolist(), strict=bool(errors)) if not mean <= limit
         }
         masked = set().union(*self._ranks.gathered(sorted(mine)))
-        if errors:
-            totals.add({"sequence_error_mean": means, "sequence_error_max": means})
+        if errors and len(finite := means[means.isfinite()]):  # the others are masked, and say nothing
+            totals.add({"sequence_error_mean": finite, "sequence_error_max": finite})
         if mine:
             right = {share.facts[place].rollout for place in places if share.facts[place].correct}
             totals.add({"sequence_error_masked_correct": torch.tensor([float(r in right) for r in mine])})

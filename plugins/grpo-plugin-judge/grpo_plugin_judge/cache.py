@@ -20,7 +20,8 @@ LATER_WAIT = 0.1
 class Cache:
     """A table of answers in an SQLite file, which several processes share; without a path it is empty.
 
-    An answer that cannot be read or written now, because of a lock or a full disk, is asked for again.
+    An answer that cannot be read or written now, because of a lock, a full disk or a damaged file, is asked
+    for again.
 
     Raises ConfigError if the file cannot be opened.
     """
@@ -43,13 +44,13 @@ class Cache:
         if self._connection is None:
             return None
         row = None
-        with suppress(sqlite3.OperationalError):
+        with suppress(sqlite3.Error):
             row = self._connection.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, key: str, text: str) -> None:
         if self._connection is not None:
-            with suppress(sqlite3.OperationalError):
+            with suppress(sqlite3.Error):
                 self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, text))
 
     def close(self) -> None:
