@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from grpo_core.config import LoraConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.plugins.host import PluginHost
-from grpo_core.training.passes import Passes, for_training
+from grpo_core.training.passes import Passes, for_training, layers_of
 from grpo_core.training.trainer import TorchTrainer
 
 
@@ -58,6 +59,32 @@ def test_inputs_of_layers_that_wait_elsewhere_give_the_same_gradients(model: str
     assert sum(len(shape) == 3 and shape[2] == 16 for shape in left) >= 2  # the model has two layers
     for name, tensor in found[0].items():
         assert torch.equal(tensor, found[1][name])
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Phimoe"])
+def test_layers_that_are_computed_again_choose_the_experts_that_the_engine_chooses(family: str) -> None:
+    """In training mode Mixtral's experts are chosen from inputs with noise, and Phi's are drawn."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = getattr(transformers, f"{family}Config")(router_jitter_noise=0.5, **sizes)
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    kept, again = (
+        for_training(copy.deepcopy(made), Passes(activations=choice)) for choice in ("keep", "recompute")
+    )
+    calls = []
+    for layer in layers_of(again):
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    ids = torch.arange(32)[None]
+    for _ in range(2):
+        calls.clear()
+        found, expected = (model(input_ids=ids, use_cache=False).logits for model in (again, kept))
+        assert torch.equal(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        assert len(calls) == 4, "each of the two layers is computed twice"
+    for mine, theirs in zip(again.parameters(), kept.parameters(), strict=True):
+        assert mine.grad is theirs.grad is None or torch.equal(mine.grad, theirs.grad)
 
 
 def test_what_waits_leaves_a_gpu_and_no_cpu() -> None:

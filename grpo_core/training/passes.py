@@ -66,12 +66,17 @@ def for_training(model: Any, passes: Passes) -> nn.Module:
         for name in ("p", "dropout", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-    model.train(passes.recomputes)  # transformers checkpoints activations only in training mode
+    model.eval()
     if passes.recomputes:
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False})
+        for module in model.modules():
+            # transformers computes these again in training mode only; what is in them stays out of it, since
+            # there routers of experts draw noise, with which the engine does not sample
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True
     if passes.compiled:
         layers = layers_of(model)
         if not layers:
