@@ -164,7 +164,8 @@ def test_the_trainer_answers_nothing_without_the_secret_and_listens_on_loopback(
     wrong = b'{"proof": "%s", "nonce": "0", "device": null}\n' % (b"0" * 64)
     plain = b'{"proof": "%s", "nonce": "0", "device": null}\n' % secret.encode()
     deep = b"[" * 900 + b"\n"
-    for said in (wrong, plain, b"hello\n", b"[]\n", b"{}\n", b'{"publication": 1}\n', deep, b"x" * 5000):
+    key = b'{"key": "a", "value": "00"}\n'
+    for said in (wrong, plain, key, b"hello\n", b"[]\n", b"{}\n", b'{"publication": 1}\n', deep, b"x" * 5000):
         with stranger_at(host, port) as (stranger, nonce):
             assert len(nonce) == 32
             stranger.sendall(said)
@@ -250,6 +251,24 @@ def test_silent_strangers_are_few_do_not_last_and_do_not_keep_an_engine_out(monk
         assert read_weights(weights)["a"][0, 0] == 1.0
         assert all(map(closed, strangers)), "they are hung up on"
     collective._hang_up()
+
+
+def test_a_stranger_that_says_a_byte_now_and_then_is_hung_up_on_in_time(writer, monkeypatch):
+    monkeypatch.setattr(collective, "PROOF_SECONDS", 0.4)
+    host, port, *_ = json.loads(writer.write(1, named(1.0)).location.removeprefix("collective:"))
+    with stranger_at(host, port) as (stranger, _):
+        stranger.settimeout(0.1)
+        for _ in range(50):
+            try:
+                stranger.sendall(b"x")
+                assert stranger.recv(100) == b""
+                break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("it is still connected")
 
 
 @contextlib.contextmanager

@@ -181,17 +181,19 @@ class CollectiveWriter:
 
     def _meet(self, line: Line) -> Pair | None:
         """Return the group of NCCL with a proven engine, or None without NCCL; raises PermissionError."""
+        deadline = time.monotonic() + PROOF_SECONDS
         line.limit(PROOF_SECONDS)
         nonce = secrets.token_hex(16)
         try:
             line.send({"nonce": nonce})
-            hello = line.receive() or {}
+            hello = line.receive_first(deadline)
             known = proves(hello["proof"], self._secret, "engine", nonce)
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise PermissionError from None
         if not known:
             raise PermissionError
         self._forget(line.socket)
+        line.limit(PROOF_SECONDS)
         here, there = device_id(self._device), hello["device"]
         nccl = None not in (here, there) and here != there
         problem = _differs(memory_setting(), hello["memory"]) if nccl else ""

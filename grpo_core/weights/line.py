@@ -7,6 +7,7 @@ import hmac
 import json
 import select
 import socket
+import time
 from typing import Any
 
 import torch
@@ -51,6 +52,21 @@ class Line:
         while (message := self._message()) is not None and "key" in message:
             self.keys[message["key"]] = bytes.fromhex(message["value"])
         return message
+
+    def receive_first(self, deadline: float) -> dict[str, Any]:
+        """Receive the first message of an end that has not proven itself; keep nothing else of it.
+
+        Raises OSError if it has not come by this time of ``time.monotonic``, ValueError if it is no message.
+        """
+        line = b""
+        while len(line) < LONGEST and not line.endswith(b"\n"):  # each byte could take all of the time
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the first message took too long")
+            self.limit(left)
+            if not (byte := self._read.read(1)):
+                break
+            line += byte
+        return _message_in(line) or {}
 
     def receive_key(self, key: str) -> bytes:
         """Return a value of the store; wait until the other end sends it."""
@@ -97,11 +113,14 @@ class Line:
         self.socket.close()
 
     def _message(self) -> dict[str, Any] | None:
-        line = self._read.readline(LONGEST)
-        message = json.loads(line) if line else None
-        if not isinstance(message, dict | None):
-            raise ValueError(f"a message that is {line[:80]!r}; expected a JSON object")
-        return message
+        return _message_in(self._read.readline(LONGEST))
+
+
+def _message_in(line: bytes) -> dict[str, Any] | None:
+    message = json.loads(line) if line else None
+    if not isinstance(message, dict | None):
+        raise ValueError(f"a message that is {line[:80]!r}; expected a JSON object")
+    return message
 
 
 def shut(connection: socket.socket) -> None:
