@@ -92,6 +92,30 @@ def _download(repository: str) -> str:
         ) from error
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files of a model's weights that transformers loads; others may hold them in another format.
+
+    If they have other names than transformers gives, all safetensors files of the directory are returned.
+    Raises OSError if there are none, or if one is missing of those that the index names.
+    """
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if whole.exists():
+        return [whole]
+    if not index.exists():
+        if files := sorted(directory.glob("*.safetensors")):
+            return files
+        raise OSError("there are no *.safetensors files in it")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [directory / name for name in names]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise OSError(f"{index.name} does not name its files ({type(error).__name__})") from None
+    for file in files:
+        if not file.exists():
+            raise OSError(f"{file.name} is missing, which {index.name} names: copy or download it again")
+    return files
+
+
 _LONGEST_HEADER = 100_000_000
 """Bytes of a header that safetensors accepts."""
 UNKNOWN_SIZE = 2**31
@@ -123,12 +147,13 @@ def parameters_in(directory: Path) -> int | None:
 def shapes_in(directory: Path) -> dict[str, tuple[int, ...]] | None:
     """Return the shapes of a model's parameters by the headers of its safetensors files; tied ones once.
 
-    Returns None if the files do not tell: there are none, they are quantised, or they hold other models too.
+    Returns None if the files do not tell: there are none, they are quantised, or they hold models of several
+    kinds, for pictures for one.
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        headers = [_header(path) for path in sorted(directory.glob("*.safetensors"))]
-        if not headers or {"quantization_config", "text_config"} & config.keys():
+        headers = [_header(path) for path in weight_files(directory)]
+        if {"quantization_config", "text_config"} & config.keys():
             return None
         shapes = {name: info["shape"] for header in headers for name, info in header.items()}
         if config.get("tie_word_embeddings"):

@@ -7,9 +7,13 @@ import copy
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from grpo_core.errors import ModelError
-from grpo_core.models import keep_softcapping, local_directory
+from grpo_core.models import keep_softcapping, local_directory, shapes_in
+from grpo_core.testing import make_test_model
+from grpo_core.weights.adapters import shapes_in_files
+from grpo_core.weights.layout import load_tensors
 
 
 def test_a_directory_with_a_model_is_taken_as_it_is(tmp_path):
@@ -65,3 +69,35 @@ def test_attention_keeps_its_soft_caps():
         keep_softcapping(chosen)
         ids = torch.arange(12)[None]
         torch.testing.assert_close(chosen(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(params=["one file", "shards"])
+def two_formats(request, tmp_path):
+    """A model whose directory holds its weights a second time under Mistral's names, and its shapes."""
+    directory = make_test_model(tmp_path, width=16)
+    shapes = {name: tuple(t.shape) for name, t in load_file(directory / "model.safetensors").items()}
+    if request.param == "shards":
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        (directory / "model.safetensors").unlink()
+        model.save_pretrained(directory, max_shard_size="5KB")
+        assert len(list(directory.glob("*.safetensors"))) > 1
+    save_file({"layers.0.attention.wq.weight": torch.zeros(8, 8)}, directory / "consolidated.safetensors")
+    return directory, shapes
+
+
+def test_of_two_formats_in_a_directory_the_one_of_transformers_counts(two_formats):
+    directory, shapes = two_formats
+    assert {name: tuple(tensor.shape) for name, tensor in load_tensors(directory)} == shapes
+    assert shapes_in_files(directory) == shapes
+    assert shapes_in(directory) == shapes
+
+
+@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"weight_map": {"a": "b.safetensors"}}', None])
+def test_shards_that_cannot_be_found_are_one_clear_error(tmp_path, said):
+    if said is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(said)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"model '.*safetensors") as raised:
+        load_tensors(tmp_path)
+    assert "\n" not in str(raised.value)
+    assert shapes_in(tmp_path) is None

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from grpo_core.errors import WeightSyncError, one_line
+from grpo_core.models import weight_files
 from grpo_core.records import Weights
 from grpo_core.weights.layout import BUCKET, LowRankSum
 
@@ -98,10 +99,7 @@ def _shapes(files: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _files(directory: Path) -> dict[str, Any]:
     """Open the files of a model; return the one of each tensor, by name.  Raises OSError, SafetensorError."""
-    paths = sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise OSError("there are no *.safetensors files")
-    opened: list[Any] = [safe_open(str(path), framework="pt") for path in paths]
+    opened: list[Any] = [safe_open(str(path), framework="pt") for path in weight_files(directory)]
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 

@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 
 from grpo_core.errors import ModelError, WeightSyncError
+from grpo_core.models import weight_files
 from grpo_core.records import TensorInfo, TensorPart, Weights
 
 _ALIGNMENT = 64
@@ -156,10 +157,11 @@ def verify(version: int, infos: Iterable[TensorInfo], tensors: dict[str, torch.T
 
 
 def load_tensors(directory: Path) -> list[tuple[str, torch.Tensor]]:
-    """Load the safetensors files of a model directory.  Raises ModelError if it has no such file."""
+    """Load the safetensors files of a model directory.  Raises ModelError if they are missing."""
     from safetensors.torch import load_file
 
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"model {str(directory)!r}: there are no *.safetensors files in it")
+    try:
+        files = weight_files(directory)
+    except OSError as error:
+        raise ModelError(f"model {str(directory)!r}: {error}") from error
     return [item for file in files for item in load_file(file).items()]
