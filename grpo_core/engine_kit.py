@@ -25,6 +25,11 @@ A trainer whose processes are somewhere else:
     ProcessTrainer, RankProcess    its base class, and what it needs of the process of a rank
     Child                          a process of this machine, which makes an object and answers calls
 
+A trainer of another library (see ``examples/custom_trainer.py``):
+
+    SharedMemoryWriter          publishes weights for the engines of this machine
+    needs_of                    returns what a loss needs with its options, such as "reference"
+
 A data plane, which keeps the tokens of finished rollouts outside of the run's process:
 
     DataPlane                   its contract
@@ -62,6 +67,7 @@ if TYPE_CHECKING:
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_to as reported_to
+    from grpo_core.loss import needs_of as needs_of
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.plugins.host import PluginHost as PluginHost
     from grpo_core.plugins.offers import Offer as Offer
@@ -82,6 +88,7 @@ if TYPE_CHECKING:
     from grpo_core.weights.copies import mapped as mapped
     from grpo_core.weights.reading import read_buckets as read_buckets
     from grpo_core.weights.reading import read_weights as read_weights
+    from grpo_core.weights.shm import SharedMemoryWriter as SharedMemoryWriter
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -103,6 +110,7 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.app.gpus": ["Devices"],
         "grpo_core.app.placement": ["Placement", "Retain"],
         "grpo_core.incidents": ["Incident", "report", "reported_to"],
+        "grpo_core.loss": ["needs_of"],
         "grpo_core.planes": ["RemotePlane"],
         "grpo_core.plugins.host": ["PluginHost"],
         "grpo_core.plugins.offers": ["Offer"],
@@ -121,5 +129,6 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.weights": ["COLLECTIVE"],
         "grpo_core.weights.copies": ["Copies", "WeightsLease", "mapped"],
         "grpo_core.weights.reading": ["read_buckets", "read_weights"],
+        "grpo_core.weights.shm": ["SharedMemoryWriter"],
     },
 )

@@ -14,6 +14,7 @@ from grpo_core.plugins.host import PluginHost
 from grpo_core.testing import FakeTrainer
 from grpo_core.training.process import ProcessTrainer
 
+ROOT = Path(__file__).parent.parent
 GRPO = Path(sys.executable).with_name("grpo-core")
 SMALL = [
     "--set", "trainer.steps=3", "--set", "trainer.prompts_per_step=4", "--set", "trainer.updates_per_step=1",
@@ -145,6 +146,36 @@ def test_a_trainer_of_nothing_but_the_protocol_trains_a_run_and_is_resumed(here:
     done = train(here, "--resume", "run", "--set", "trainer.steps=5")
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in steps(here)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.long
+def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(here: Path) -> None:
+    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:Accelerated"]
+    done = train(here, "--env", "./my.py:Length", *SMALL, *example)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in steps(here)] == [1, 2, 3]
+    assert all(row["tokens/trained"] > 0 and row["overlap"] > 0 for row in steps(here))
+    done = train(here, "--resume", "run", "--set", "trainer.steps=5")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in steps(here)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("trainer.updates_per_step=4", "trainer.updates_per_step is 4"),
+        ("loss.options.kl_coefficient=0.1", "needs reference"),
+    ],
+)
+def test_the_trainer_of_the_examples_refuses_what_it_does_not_do(
+    here: Path, setting: str, message: str
+) -> None:
+    example = ["--set", f"trainer.name={ROOT / 'examples' / 'custom_trainer.py'}:Accelerated"]
+    done = train(here, *SORT, *SMALL, *example, "--set", setting)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.long
