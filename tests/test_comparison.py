@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_core.aio import raising_root_cause
 from grpo_core.errors import ConfigError
+from grpo_core.loop.turns import derive_seed
 from grpo_core.records import Prompt, Rollout
 from grpo_core.testing import run
 from grpo_core.validation.comparison import Comparison
@@ -115,6 +116,34 @@ def test_a_worse_version_is_not_played_to_the_end_and_a_better_one_becomes_the_s
     same = validated(strategy, context, 3)
     assert (same["outcome"], same["standard"]) == (0.0, 2.0)
     assert same["prompts"] < 1200
+
+
+class EasyFirst(Context):
+    """Prompts that are played first are easier; the second version solves only these, and not all of them."""
+
+    async def rollout(self, prompts, **_):
+        order = [prompt.id for prompt in sorted(self.prompts["sort"], key=place)]
+        at = [order.index(prompt.id) for prompt in prompts]
+        if self.version == 0:
+            right = [each < 600 or each % 2 == 0 for each in at]
+        else:
+            right = [each < 600 and each % 6 != 0 for each in at]
+        self.played += [prompt.id for prompt in prompts]
+        return [Rollout(reward=float(each), success=each) for each in right]
+
+
+def place(prompt):
+    return derive_seed("paired", "sort", prompt.id)
+
+
+def test_a_version_that_is_left_early_looks_no_better_for_the_prompts_that_it_was_spared():
+    strategy, context = Paired(), EasyFirst([])
+    first, worse = (validated(strategy, context, version) for version in (0, 1))
+    assert first["accuracy"] == 0.75
+    assert len(context.played) < 600, "it is left where 5 of 6 replies are right"
+    assert worse["accuracy"] == pytest.approx(0.75 + worse["difference"])
+    assert worse["accuracy_low"] < worse["accuracy"] < worse["accuracy_high"] < 0.75
+    assert worse["reward"] == pytest.approx(worse["accuracy"])
 
 
 def test_the_standard_survives_as_json_and_the_next_version_is_compared_with_it():

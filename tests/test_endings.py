@@ -34,6 +34,37 @@ def test_a_goal_is_a_metric_and_a_bound(goal, value, reached):
     assert not Goal.parse(goal).reached({})
 
 
+STEP = {"reward/sort": 0.5, "loss": 0.1, "tokens/trained": 90.0}
+VALIDATION = {"validation/sort/accuracy": 0.5, "validation/sort/reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "meant"),
+    [
+        ("rewrad/sort", STEP, "reward/sort"),
+        ("validation/sort/acuracy", VALIDATION, "validation/sort/accuracy"),
+    ],
+)
+def test_a_goal_whose_metric_nothing_measures_ends_the_run_when_that_is_seen(metric, values, meant):
+    with pytest.raises(ConfigError, match=f"'{metric}', which nothing measures. Did you mean '{meant}'"):
+        Goal.parse(f"{metric} >= 0.9").check(values)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [
+        ("reward/sort", STEP),
+        ("masked/sort", STEP),  # absent if there is none
+        ("my_loss_metric", {"tokens/trained": 0.0}),  # a step without rows
+        ("reward/sort", VALIDATION),
+        ("validation/other/accuracy", VALIDATION),  # a set that is measured at other steps
+        ("validation/sort/outcome", VALIDATION),  # undecided
+    ],
+)
+def test_a_goal_waits_for_a_metric_that_is_not_always_there(metric, values):
+    Goal.parse(f"{metric} >= 0.9").check(values)
+
+
 @pytest.mark.parametrize("text", ["reward", "reward > 3", "reward >= high", "reward >= nan", ">= 3"])
 def test_what_is_no_goal_is_refused_when_the_configuration_is_read(text):
     with pytest.raises(ValueError, match="'stop_when' must be NAME >= NUMBER"):

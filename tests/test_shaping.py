@@ -18,7 +18,9 @@ from grpo_core.errors import ConfigError, PluginError
 from grpo_core.loop import advantages
 from grpo_core.loop.rows import with_advantages
 from grpo_core.loop.shaping import Shaping, shaped_rewards
+from grpo_core.records import Rollout, Segment
 from grpo_core.testing.objectives import a_group
+from grpo_core.tokens import Tokens
 
 NEMO = json.loads((Path(__file__).parent / "vectors" / "nemo_rl_advantages.json").read_text())["rewards"]
 
@@ -107,6 +109,15 @@ def test_the_limit_of_tokens_is_where_the_penalty_is_whole() -> None:
     shaping = made(overlong_buffer=20)
     assert shaping is not None
     assert (shaping.limit, shaping.buffer, shaping.penalty) == (100, 20, 1.0)
+
+
+@pytest.mark.parametrize(("turns", "expected"), [(1, 0.0), (4, 1.0)])
+def test_each_turn_of_a_rollout_may_have_as_many_tokens_as_a_completion(turns: int, expected: float) -> None:
+    shaping = made(overlong_buffer=20)
+    assert shaping is not None
+    tokens = Tokens.generated([7] * 200, [-1.0] * 200, [0] * 200)
+    rollout = Rollout(reward=1.0, segments=(Segment(prompt_ids=(1,), tokens=tokens),), turns=turns)
+    assert shaping([evolve(a_group([1.0]), rollouts=(rollout,))])[0].rewards == [expected]
 
 
 def test_a_source_alone_clips() -> None:

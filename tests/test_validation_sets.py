@@ -127,6 +127,22 @@ def test_an_option_of_a_strategy_is_found_where_options_are():
             {"trainer": {"stop_when": "validation/sort/accuracy >= 1"}, "validation": {"every": 0}},
             "which nothing measures: validation.every is 0",
         ),
+        (
+            {"trainer": {"stop_when": "reward/srot >= 0.9"}},
+            "trainer.stop_when is 'reward/srot >= 0.9', and there is no task 'srot'. Did you mean 'sort'?",
+        ),
+        (
+            {"checkpoint": {"best": "validation/sort/outcome"}},
+            "and outcome compares a version with another one, which changes; choose a metric of the version",
+        ),
+        (
+            {
+                "checkpoint": {"best": "validation/sort/accuracy", "every": 7},
+                "validation": {"every": 50},
+                "trainer": {"steps": 300},
+            },
+            "of 300 steps only the last would be both: checkpoint.every is 7 and validation.every is 50",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(table, message):

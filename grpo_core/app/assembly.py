@@ -191,7 +191,10 @@ def _restore(run: RunContext, restore: Callable[..., Iterable[str]], *parts: Any
 
 
 def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
-    """Return a receiver of events that stops the pipeline when the goal is reached."""
+    """Return a receiver of events that stops the pipeline when the goal is reached.
+
+    It raises ConfigError if nothing measures the goal's metric.
+    """
 
     def receive(event: Event) -> None:
         values = (
@@ -201,6 +204,7 @@ def stop_at(goal: Goal, pipeline: Pipeline) -> Callable[[Event], None]:
             if isinstance(event, Validated)
             else {}
         )
+        goal.check(values)
         if goal.reached(values):
             pipeline.stop("goal reached")
 

@@ -281,6 +281,7 @@ def make_shaping(config: ShapingConfig, *, max_tokens: int) -> Shaping | None:
         truncated_factor=config.truncated_factor,
         token_price=config.token_price,
         limit=limit,
+        limit_of_turns=not config.overlong_limit,
         buffer=config.overlong_buffer,
         penalty=config.overlong_penalty,
     )

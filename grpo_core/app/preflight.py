@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from math import lcm
 
 from attrs import evolve
 
@@ -30,6 +31,7 @@ from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, did_you_mean
 from grpo_core.interpreters import Interpreter, from_here
 from grpo_core.loop.endings import Goal
+from grpo_core.loop.metrics import COMPARED, documented
 from grpo_core.loss import LossSetting, needs_of, problems_of
 from grpo_core.model_sources import model_source
 from grpo_core.models import chat_template, check_path
@@ -166,14 +168,34 @@ def _check_best(config: Config) -> None:
             f"checkpoint.best compares checkpoints that are validated: checkpoint.every and {key} "
             f"must not be 0; they are {config.checkpoint.every} and {every}"
         )
+    if (name := best.rpartition("/")[2]) in COMPARED:
+        raise ConfigError(
+            f"checkpoint.best is {best!r}, and {name} compares a version with another one, which changes; "
+            "choose a metric of the version alone, such as accuracy or reward"
+        )
+    met = lcm(config.checkpoint.every, every)
+    if not config.trainer.epochs and min(config.checkpoint.every, every) <= config.trainer.steps < met:
+        raise ConfigError(
+            "checkpoint.best compares checkpoints that are validated, and of "
+            f"{config.trainer.steps} steps only the last would be both: checkpoint.every is "
+            f"{config.checkpoint.every} and {key} is {every}; "
+            "make one of them a multiple of the other"
+        )
 
 
 def _check_goal(config: Config) -> None:
     """Raise ConfigError if the run could never reach its goal, since nothing measures it."""
     goal = config.trainer.stop_when
-    if not goal.strip().startswith("validation/"):
+    if not goal:
         return
-    key, every = _interval_of(Goal.parse(goal).metric, config, "trainer.stop_when")
+    metric = Goal.parse(goal).metric
+    entry, task = documented(metric) or "", metric.partition("/")[2]
+    if entry.endswith("/TASK") and task not in config.tasks:
+        near = did_you_mean(task, set(config.tasks))
+        raise ConfigError(f"trainer.stop_when is {goal!r}, and there is no task {task!r}.{near}")
+    if not metric.startswith("validation/"):
+        return
+    key, every = _interval_of(metric, config, "trainer.stop_when")
     if not every:
         raise ConfigError(f"trainer.stop_when is {goal!r}, which nothing measures: {key} is 0")
 

@@ -121,7 +121,8 @@ class ShapingConfig:
     overlong_buffer: int = field(default=0, validator=ge(0))
     """DAPO's soft overlong punishment rises over this many tokens below `overlong_limit`; 0 is off."""
     overlong_limit: int = field(default=0, validator=ge(0))
-    """Rollouts with this many sampled tokens or more have the whole penalty; 0 takes `rollout.max_tokens`."""
+    """Rollouts with this many sampled tokens or more have the whole penalty; 0 takes `rollout.max_tokens` for
+    each of their turns."""
     overlong_penalty: float = field(default=1.0, validator=ge(0))
     """The whole penalty of an overlong rollout."""
 

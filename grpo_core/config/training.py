@@ -81,14 +81,15 @@ class TrainerConfig(PluginChoice):
     steps: int = field(default=100, validator=ge(1))
     """Number of steps of the run."""
     epochs: float = field(default=0.0, validator=ge(0))
-    """The run has as many steps as it takes to draw the prompts of all tasks this many times, instead of
-    `steps`; 0 means `steps`. Prompts that are filtered, skipped or passed over count as drawn."""
+    """The run has as many steps as it takes to train the prompts of all tasks this many times, instead of
+    `steps`; 0 means `steps`. Prompts that are filtered, skipped or passed over are made up for by others, so
+    that with dynamic sampling the prompts are drawn more often."""
     time_limit: float = field(default=0.0, validator=ge(0))
     """End the run before this many seconds since its start, or its resume, are over, early enough for a
     complete checkpoint; 0 means no limit. `--until TIME` sets it."""
     stop_when: str = field(default="", validator=_goal)
     """End the run with a checkpoint as soon as a metric of a step or of a validation reaches a value, as in
-    `validation/sort/accuracy >= 0.95` or `kl <= 0.1`."""
+    `validation/sort/accuracy >= 0.95` or `mismatch_kl >= 0.5`."""
     prompts_per_step: int = field(default=16, validator=ge(1))
     """Number of groups in one step."""
     updates_per_step: int = field(default=1, validator=ge(1))

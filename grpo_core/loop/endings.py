@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from attrs import define, field, frozen
 
 from grpo_core.config import GOAL
+from grpo_core.errors import ConfigError, did_you_mean
+from grpo_core.loop.metrics import COMPARED, documented
 
 PARTS = ("step", "sync", "save", "cut", "save")
 """A run that stops may have to end all of these: a step with its publication, a weight sync with its
@@ -40,6 +42,21 @@ class Goal:
 
     def reached(self, values: Mapping[str, float]) -> bool:
         return self.metric in values and self.sign * values[self.metric] >= self.sign * self.bound
+
+    def check(self, values: Mapping[str, float]) -> None:
+        """Raise ConfigError if the values of a step or a validation show that nothing measures the metric."""
+        part, _, name = self.metric.rpartition("/")
+        if self.metric in values or name in COMPARED:
+            return
+        if self.metric.startswith("validation/"):
+            absent = any(other.startswith(f"{part}/") for other in values)
+        else:  # a step without rows has no metrics of the loss
+            absent = values.get("tokens/trained", 0.0) > 0 and documented(self.metric) is None
+        if absent:
+            raise ConfigError(
+                f"trainer.stop_when is about {self.metric!r}, which nothing measures."
+                f"{did_you_mean(self.metric, set(values))} Measured are {', '.join(sorted(values))}"
+            )
 
 
 @define

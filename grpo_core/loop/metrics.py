@@ -200,7 +200,8 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "validation/TASK/accuracy": Metric(
             _SHARE,
             "Rollouts with a reward of at least `success`; mean over prompts. Absent if the task declares no "
-            "`success`: then the reward stands for the task.",
+            "`success`: then the reward stands for the task. Where the strategy `paired` leaves prompts "
+            "out, this and the reward are estimates for all prompts.",
         ),
         "validation/TASK/reward": Metric("reward", "Mean reward; mean over prompts."),
         "validation/TASK/pass@K": Metric(
@@ -236,6 +237,10 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
     },
 }
 """All metrics that the core writes, in sections.  A part of a name in capitals stands for any text."""
+
+
+COMPARED = ("difference", "difference_low", "difference_high", "outcome", "standard")
+"""Metrics of a validation that compare a version with another one; absent until there is one to compare."""
 
 
 def documented(name: str) -> str | None:

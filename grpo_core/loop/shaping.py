@@ -31,7 +31,9 @@ class Shaping:
     token_price: float = 0.0
     """Reward that each sampled token costs."""
     limit: int = 0
-    """Sampled tokens from which the overlong penalty is whole."""
+    """Sampled tokens of a rollout, or of each of its turns, from which the overlong penalty is whole."""
+    limit_of_turns: bool = False
+    """Whether ``limit`` is that of a turn: a rollout of several has as much room as they have together."""
     buffer: int = 0
     """Tokens below the limit over which it rises; 0 is no penalty."""
     penalty: float = 1.0
@@ -62,7 +64,8 @@ class Shaping:
             reward *= self.truncated_factor
         reward -= self.token_price * length
         if self.buffer:
-            reward += overlong(length, limit=self.limit, buffer=self.buffer, penalty=self.penalty)
+            limit = self.limit * (max(1, rollout.turns) if self.limit_of_turns else 1)
+            reward += overlong(length, limit=limit, buffer=self.buffer, penalty=self.penalty)
         return reward
 
     def _sum(self, rollout: Rollout, its: Group) -> float:

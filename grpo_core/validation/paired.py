@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from grpo_core.errors import ConfigError
@@ -10,10 +11,15 @@ from grpo_core.loop.turns import derive_seed
 from grpo_core.protocols import ValidationContext
 from grpo_core.records import Prompt, Rollout
 from grpo_core.validation.comparison import Comparison
+from grpo_core.validation.estimates import mean_with_interval
 from grpo_core.validation.strategies import Mode, ScoringStrategy
 
 Until = Literal["decided", "all"]
 
+Scores = Mapping[str, Mapping[str, float]]
+"""Scores by prompt, by name."""
+
+SHARES = ("accuracy", "accuracy_low", "accuracy_high")
 OUTCOMES = {"better": 1.0, "equal": 0.0, "worse": -1.0}
 
 
@@ -26,7 +32,11 @@ class Paired(ScoringStrategy):
     within ``margin``, the rest is left out.  A version that is certainly better is played to the end, and is
     the standard from then on, also after a resume.
 
-    Metrics of each task, besides those of the rollouts that were played: ``difference`` to the standard with
+    Where prompts are left out, ``accuracy`` and ``reward`` are estimates for all prompts: the standard's
+    mean, plus the mean difference on the prompts that were played.  So they can be compared between versions,
+    which a mean over other prompts could not.  All other metrics are of the rollouts that were played.
+
+    Metrics of each task, besides those of any strategy: ``difference`` to the standard with
     ``difference_low`` and ``difference_high``, an interval that may be looked at as often as one likes;
     ``outcome``: 1 is better, 0 equal, -1 worse, absent if undecided; ``standard``, the version it was
     compared with.
@@ -66,8 +76,8 @@ class Paired(ScoringStrategy):
             Comparison(confidence=confidence, **self._limits)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        self._standards: dict[str, tuple[int, dict[str, float]]] = {}
-        """Version of the standard and its score by prompt, by task."""
+        self._standards: dict[str, tuple[int, dict[str, dict[str, float]]]] = {}
+        """Version of the standard and its scores by prompt, by task."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the standard of each task."""
@@ -78,14 +88,17 @@ class Paired(ScoringStrategy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the standards of a run."""
-        self._standards = {task: (one["version"], dict(one["scores"])) for task, one in state.items()}
+        self._standards = {
+            task: (one["version"], {id: dict(scores) for id, scores in one["scores"].items()})
+            for task, one in state.items()
+        }
 
     async def _measure(self, context: ValidationContext, task: str) -> dict[str, float]:
         prompts = sorted(context.prompts[task], key=lambda prompt: derive_seed("paired", task, prompt.id))
         version, standard = self._standards.get(task, (context.version, {}))
         comparison = Comparison(confidence=self.confidence, **self._limits)
         played: list[Rollout] = []
-        scores: dict[str, float] = {}
+        scores: dict[str, dict[str, float]] = {}
         for begin in range(0, len(prompts), self._batch):
             part = prompts[begin : begin + self._batch]
             rollouts = await self._played(context, part)
@@ -98,30 +111,52 @@ class Paired(ScoringStrategy):
         if not standard or comparison.decision == "better":
             self._standards[task] = (context.version, scores)
         summary = self._summary(task, played)
-        return summary if not standard else summary | _described(comparison, version)
+        if not standard:
+            return summary
+        if len(played) < len(prompts) * self.n:
+            summary |= self._estimates(task, scores, standard)
+        return summary | _described(comparison, version)
 
     async def _played(self, context: ValidationContext, prompts: Sequence[Prompt]) -> list[Rollout]:
         return await context.rollout(
             prompts, n=self.n, temperature=self.temperature, max_tokens=self.max_tokens, mode=self.mode
         )
 
-    def _scores(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the score of each prompt that has a scored rollout."""
+    def _scores(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> dict[str, dict[str, float]]:
+        """Return the scores of each prompt that has a scored rollout."""
         found = {}
         for place, prompt in enumerate(prompts):
             own = rollouts[place * self.n : (place + 1) * self.n]
             if scored := [rollout for rollout in own if rollout.reward is not None]:
-                values = self.scores(scored)
-                found[prompt.id] = values.get("accuracy", values["reward"])
+                found[prompt.id] = dict(self.scores(scored))
         return found
 
-    def _compare(
-        self, comparison: Comparison, task: str, found: Mapping[str, float], standard: Mapping[str, float]
-    ) -> None:
+    def _compare(self, comparison: Comparison, task: str, found: Scores, standard: Scores) -> None:
         try:
-            comparison.add(found[name] - standard[name] for name in found if name in standard)
+            comparison.add(_score(found[id]) - _score(standard[id]) for id in found if id in standard)
         except ValueError as error:
             raise ConfigError(f"task {task!r}: {error}; set validation.options.bound") from None
+
+    def _estimates(self, task: str, found: Scores, standard: Scores) -> dict[str, float]:
+        """Estimate the means over all prompts from the scores of some of them, with their intervals."""
+        seed = derive_seed("bootstrap", task)
+        estimates: dict[str, float] = {}
+        both = [(scores, standard[id]) for id, scores in found.items() if id in standard]
+        for name in both[0][0] if both else ():
+            mean = fmean([scores[name] for scores in standard.values()])
+            differences = [scores[name] - its[name] for scores, its in both]
+            moved = mean_with_interval(name, differences, seed=seed, confidence=self.confidence)
+            estimates |= {each: mean + value for each, value in moved.items()}
+        return {name: _share(value) if name in SHARES else value for name, value in estimates.items()}
+
+
+def _score(scores: Mapping[str, float]) -> float:
+    """Return the score by which versions are compared."""
+    return scores.get("accuracy", scores["reward"])
+
+
+def _share(value: float) -> float:
+    return min(max(value, 0.0), 1.0)
 
 
 def _described(comparison: Comparison, version: int) -> dict[str, Any]:
