@@ -5,7 +5,8 @@ grpo-core check ./examples/custom_trainer.py:Accelerated
 grpo-core train --env math:sort --set trainer.name=./examples/custom_trainer.py:Accelerated \
     --set trainer.updates_per_step=1
 
-It computes a step's rows as one padded batch, which is for small models; the seams are those of any library.
+It computes a step's rows as one padded batch, at a constant learning rate, which is for small models; the seams
+are those of any library.
 """
 
 import time
@@ -17,20 +18,31 @@ from typing import Any
 import grpo_core as grpo
 from grpo_core.engine_kit import Child, PluginHost, SharedMemoryWriter, TrainerConfig, needs_of
 
+UNKNOWN = (
+    "updates_per_step", "betas", "reference_every", "activations", "weights",
+    "compile", "profile", "offload", "gpus", "ranks",
+)  # fmt: skip
+"""Keys of [trainer] that would change what the built-in trainer does, and not this one."""
+
 
 class Accelerated(grpo.Trainer):
     """The parent's side: starts a ``Server`` in its own process, and passes calls on to it.
 
     Args:
-        weight_decay: of AdamW.
+        fused: let one kernel update all parameters.
     """
 
-    def __init__(self, setup: grpo.TrainerSetup, *, weight_decay: float = 0.0) -> None:
+    def __init__(self, setup: grpo.TrainerSetup, *, fused: bool = False) -> None:
         if setup.transport == "collective":
             raise grpo.ConfigError(
                 "this trainer publishes to engines of its own machine; leave out engine.transport"
             )
-        given = {"setup": setup, "weight_decay": weight_decay}
+        if setup.model.lora is not None or setup.loss.max_sequence_error:
+            raise grpo.ConfigError(
+                "this trainer trains all weights on all rows; leave out [model.lora] and "
+                "loss.max_sequence_error"
+            )
+        given = {"setup": setup, "fused": fused}
         log = Path(setup.log) if setup.log else None
         self.deadline = setup.trainer.deadline
         self.child = Child(f"{__file__}:Server", given, name="trainer", environ=setup.env_vars, log=log)
@@ -38,11 +50,13 @@ class Accelerated(grpo.Trainer):
     @staticmethod
     def check(trainer: TrainerConfig) -> None:
         """Refuse, when the configuration is read, what this trainer does not do."""
-        if trainer.updates_per_step != 1 or trainer.ranks != 1:
-            raise grpo.ConfigError(
-                f"this trainer makes one update a step in one process; trainer.updates_per_step is "
-                f"{trainer.updates_per_step} and trainer.ranks {trainer.ranks}: set both to 1"
-            )
+        default = TrainerConfig()
+        for key in UNKNOWN:
+            if (given := getattr(trainer, key)) != getattr(default, key):
+                raise grpo.ConfigError(
+                    f"this trainer does not know trainer.{key} = {given!r}; leave it at "
+                    f"{getattr(default, key)!r}"
+                )
 
     async def started(self) -> None:
         await self.child.started(seconds=self.deadline)
@@ -73,7 +87,7 @@ class Accelerated(grpo.Trainer):
 class Server:
     """The child's side: owns the model and the optimizer, and answers one call after the other."""
 
-    def __init__(self, setup: grpo.TrainerSetup, *, weight_decay: float) -> None:
+    def __init__(self, setup: grpo.TrainerSetup, *, fused: bool) -> None:
         if setup.prepare is not None:
             setup.prepare()
         import torch
@@ -94,7 +108,8 @@ class Server:
         self.setup, self.version, self.writer = setup, 0, SharedMemoryWriter()
         self.tokenizer = AutoTokenizer.from_pretrained(start)
         model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=setup.trainer.lr, weight_decay=weight_decay)
+        lr, decay = setup.trainer.lr, setup.trainer.weight_decay
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay, fused=fused)
         self.accelerator = Accelerator(cpu=setup.trainer.device == "cpu")
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if saved:

@@ -164,7 +164,8 @@ def test_the_trainer_of_the_examples_trains_a_run_and_is_resumed(here: Path) -> 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("trainer.updates_per_step=4", "trainer.updates_per_step is 4"),
+        ("trainer.updates_per_step=4", "does not know trainer.updates_per_step = 4"),
+        ("model.lora.rank=4", "leave out [model.lora]"),
         ("loss.options.kl_coefficient=0.1", "needs reference"),
     ],
 )

@@ -334,6 +334,11 @@ def _check_offload(config: Config) -> None:
             "trainer.offload = true is for a trainer and an engine that take turns on a GPU; with "
             f"pipeline.max_staleness = {config.pipeline.max_staleness} both work at once: set it to 0"
         )
+    if trainer.device == "cpu":
+        raise ConfigError(
+            "trainer.offload = true moves weights from a GPU to the machine's memory, where those of "
+            'trainer.device = "cpu" are already; leave one of them out'
+        )
     if trainer.ranks > 1 or trainer.weights != "float32":
         held = f"trainer.ranks = {trainer.ranks}" if trainer.ranks > 1 else 'trainer.weights = "bfloat16"'
         raise ConfigError(

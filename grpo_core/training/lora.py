@@ -102,7 +102,9 @@ class LoraModel:
     def _loaded(cls, source: ModelSource) -> LoraModel:
         lora = source.config.lora
         assert lora is not None
-        module = load_for(source, source.start)
+        alone = isinstance(source.ranks, Alone)
+        # a GPU need not have room for a model that ranks share; ``fully_shard`` moves it, layer by layer
+        module = load_for(source, source.start, device=None if alone else torch.device("cpu"))
         whole = checkpoint_tensors(module)  # its names are those of a model without adapters
         config = PeftConfig(
             task_type="CAUSAL_LM",
@@ -115,7 +117,7 @@ class LoraModel:
         _inject(config, module, source)
         layers = _adapted(module, whole)
         policy: Scorer = scorer_for(source, module)
-        if not isinstance(source.ranks, Alone):
+        if not alone:
             from grpo_core.training.sharded import shared  # torch's distributed tensors take long to import
 
             policy, whole = shared(source, module, policy, whole)
@@ -256,7 +258,8 @@ def _inject(config: PeftConfig, module: nn.Module, source: ModelSource) -> None:
     """Put adapters into a model; they begin with the seed's numbers.  Raises ModelError."""
     assert source.config.lora is not None
     problem = _problem(source.config.lora, module)
-    devices = [source.device] if source.device.type == "cuda" else []
+    on_gpu = source.device.type == "cuda" and isinstance(source.ranks, Alone)  # else it is on the host
+    devices = [source.device] if on_gpu else []
     with torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # of layers that are transposed
         torch.manual_seed(source.seed)

@@ -267,9 +267,13 @@ class Scorer:
         autocast: bool = True,
     ) -> None:
         self.module = module
-        self.device = next(module.parameters()).device
         self._compute_dtype, self._around, self._autocast = compute_dtype, around, autocast
         self._plain_head = _has_plain_head(module) if plain_head is None else plain_head
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are now."""
+        return next(self.module.parameters()).device
 
     def score(
         self, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
@@ -367,11 +371,17 @@ def scorer_for(source: ModelSource, module: nn.Module) -> Scorer:
     return Scorer(module, dtype, around=around, autocast=not source.passes.copies)
 
 
-def load_for(source: ModelSource, path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """``load`` the weights in a directory of the source.  Raises ModelError."""
+def load_for(
+    source: ModelSource,
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: torch.device | None = None,
+) -> nn.Module:
+    """``load`` the weights in a directory of the source, to its device or another.  Raises ModelError."""
     return load(
         path,
-        device=source.device,
+        device=device or source.device,
         trust_remote_code=source.config.trust_remote_code,
         passes=source.passes,
         dtype=dtype,

@@ -22,6 +22,10 @@ from grpo_core.training.passes import layers_of
 from grpo_core.training.state_files import file_of
 from grpo_core.weights.names import checkpoint_tensors
 
+HOST = torch.device("cpu")
+"""Where a model is loaded that ranks share: a GPU need not have room for all of it.  ``fully_shard`` moves
+one layer after the other to the rank's device, and keeps the rank's part of it there."""
+
 
 class ShardedModel(FullModel):
     """Trains, publishes and saves all weights, of which each rank holds a part.
@@ -40,7 +44,7 @@ class ShardedModel(FullModel):
         assert isinstance(group, Group), "one process has nobody to share the weights with"
 
         def sharded(path: str | Path, *, trains: bool, dtype: torch.dtype = torch.float32) -> _Sharded:
-            module = load_for(source, path, dtype).requires_grad_(trains)
+            module = load_for(source, path, dtype, device=HOST).requires_grad_(trains)
             names = _names(module, checkpoint_tensors(module))
             scorer = scorer_for(source, module)
             return _Sharded(module, scorer, group, names, copies=source.passes.copies)
