@@ -5,8 +5,8 @@ grpo-core check ./examples/custom_trainer.py:Accelerated
 grpo-core train --env math:sort --set trainer.name=./examples/custom_trainer.py:Accelerated \
     --set trainer.updates_per_step=1
 
-It computes a step's rows as one padded batch, at a constant learning rate, which is for small models; the seams
-are those of any library.
+It computes the rows of a step as one padded batch, at a constant learning rate, which is for small models.
+The seams are those of any library.
 """
 
 import time

@@ -113,6 +113,10 @@ class StepEnded(Event):
     """Fingerprints of what the step made, which ``grpo-core replay`` compares; None if there are none."""
 
 
+LOOP = "loop"
+"""The lane of the stages of the loop."""
+
+
 @frozen(kw_only=True)
 class Span:
     """A part of a run's time in which somebody did something."""
@@ -127,6 +131,8 @@ class Span:
     """Seconds of it in which at least one call was running; short gaps are within a span."""
     calls: int = 1
     """Number of calls that began in it."""
+    seconds: float = 0.0
+    """Seconds of all calls in it together: more than ``busy`` if several ran at the same time."""
 
 
 @frozen(kw_only=True)

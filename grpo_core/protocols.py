@@ -245,6 +245,9 @@ class Engine(Protocol):
     An engine that may have room for fewer tokens than the model has positions has an attribute ``positions``
     from then on: the largest number of tokens of a prompt with its completion, or 0 if it does not know.
     Rollouts end there.
+
+    An engine that measures itself has a method ``metrics()``, which returns numbers by name at once, such as
+    ``{"cache_use": 0.4}``; a run calls it after each step and writes them as ``engine_cache_use/engine``.
     """
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

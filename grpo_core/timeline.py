@@ -15,10 +15,8 @@ from contextvars import ContextVar
 
 from attrs import define, field
 
-from grpo_core.events import Span, TimelineExtended
+from grpo_core.events import LOOP, Span, TimelineExtended
 
-LOOP = "loop"
-"""The lane of the stages of the loop."""
 GAP = 0.005
 """Seconds between two spans of a lane that are shown as one; its ``busy`` time leaves the gap out."""
 MOST = 20
@@ -37,21 +35,31 @@ class _Activity:
     calls: int = 0
     since: float = 0.0
     """Begin of the present span, if something is running."""
+    seconds: float = 0.0
+    """Seconds of the calls of the present span together, until ``at``."""
+    at: float = 0.0
 
     def enter(self, now: float) -> None:
         if self.running == 0:
             self.since = now
+        self._add_up(now)
         self.running += 1
         self.calls += 1
 
     def leave(self, now: float) -> None:
+        self._add_up(now)
         self.running -= 1
         if self.running == 0:
             self._end(now)
 
+    def _add_up(self, now: float) -> None:
+        self.seconds += self.running * (now - self.at)
+        self.at = now
+
     def take(self, now: float) -> list[Span]:
         """Return the spans until now; what is running goes on in the next ones."""
         if self.running and now > self.since:
+            self._add_up(now)
             self._end(now)
             self.since = now
         spans, self.spans = self.spans, []
@@ -59,13 +67,19 @@ class _Activity:
 
     def _end(self, now: float) -> None:
         calls, self.calls = self.calls, 0
+        seconds, self.seconds = self.seconds, 0.0
         last = self.spans[-1] if self.spans else None
         if last is not None and (self.since - last.end < GAP or len(self.spans) >= MOST):
             self.spans.pop()
             begin, busy, calls = last.begin, last.busy + now - self.since, last.calls + calls
+            seconds += last.seconds
         else:
             begin, busy = self.since, now - self.since
-        self.spans.append(Span(lane=self.lane, what=self.what, begin=begin, end=now, busy=busy, calls=calls))
+        self.spans.append(
+            Span(
+                lane=self.lane, what=self.what, begin=begin, end=now, busy=busy, calls=calls, seconds=seconds
+            )
+        )
 
 
 @define
@@ -112,7 +126,15 @@ class Timeline:
         if self._stage and now > self._since:
             seconds = now - self._since
             self._stages.append(
-                Span(lane=LOOP, what=self._stage, begin=self._since, end=now, busy=seconds, calls=1)
+                Span(
+                    lane=LOOP,
+                    what=self._stage,
+                    begin=self._since,
+                    end=now,
+                    busy=seconds,
+                    calls=1,
+                    seconds=seconds,
+                )
             )
 
 

@@ -189,7 +189,7 @@ def faulty(engine=None, feedback=None, **changes):
     events = []
     counts = IncidentCounts(lambda incident, count: events.append((incident, count)), lambda: 0.0)
     environment = FakeEnvironment(feedback) if feedback else None
-    done = Run(engine=engine, environment=environment, incidents=counts.read, **changes)
+    done = Run(engine=engine, environment=environment, readings=counts.read, **changes)
     with reported_to(counts.receive):
         done()
     counts.flush()

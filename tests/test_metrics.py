@@ -7,20 +7,32 @@ import math
 from typing import get_args
 
 import attrs
+import numpy as np
 import pytest
 from test_docs import ROOT, generator
 from test_trainer import batch, model, not_finite_backward, ragged, setup  # noqa: F401 - model is a fixture
 from tracked_run import METRICS_JSONL, a_run
 
 from grpo_core import Environment
+from grpo_core.app import readings
 from grpo_core.app.opinion import SecondOpinion
 from grpo_core.config import AuditConfig, LossConfig, TeacherConfig
-from grpo_core.events import GroupsReady
+from grpo_core.events import GroupsReady, Span
 from grpo_core.loop.dynamic import DynamicSampling
-from grpo_core.loop.metrics import METRICS, documented, feedback_means, headline, task_metrics, truncated
+from grpo_core.loop.metrics import (
+    METRICS,
+    TIMES,
+    documented,
+    feedback_means,
+    headline,
+    task_metrics,
+    times,
+    truncated,
+)
 from grpo_core.loop.shaping import Shaping
 from grpo_core.records import EndReason, Group, Prompt, Rollout, Segment
 from grpo_core.testing import HostedEnvironment, run
+from grpo_core.timeline import Timeline, taken_down
 from grpo_core.tokens import Tokens
 from grpo_core.training.trainer import TorchTrainer
 from grpo_core.validation.paired import Paired
@@ -44,12 +56,55 @@ def group(*rollouts, task="sort"):
     return Group(prompt=prompt, rollouts=rollouts, generation_version=0, target_version=1)
 
 
+def of_lengths(*lengths):
+    return group(*(rollout(float(n), versions=(0,) * n) for n in lengths))
+
+
+def test_lengths_are_told_by_the_shortest_the_median_and_the_longest():
+    found = task_metrics([of_lengths(*range(1, 21))], step=0)
+    told = [found[f"completion_tokens_{part}/sort"] for part in ("min", "p50", "p95", "max")]
+    assert told == [1, 10, 19, 20]
+    assert found["reward_std/sort"] == pytest.approx(np.std(range(1, 21)))
+    assert task_metrics([of_lengths(7)], step=0)["completion_tokens_p95/sort"] == 7
+
+
+def test_the_shares_of_each_staleness_sum_to_1():
+    found = task_metrics([group(rollout(versions=(3, 3, 4)), rollout(versions=(5,)))], step=5)
+    assert {name: value for name, value in found.items() if name.startswith("staleness_share")} == {
+        "staleness_share_0": 0.25,
+        "staleness_share_1": 0.25,
+        "staleness_share_2": 0.5,
+    }
+
+
+def test_answers_of_tools_that_report_an_error_are_counted():
+    said = [{"role": "tool", "content": text} for text in ("42", "error: there is no tool 'x'", "error: no")]
+    messages = ({"role": "user", "content": "error: me"}, *said)
+    found = task_metrics([group(attrs.evolve(rollout(), tool_calls=3, messages=messages), rollout())], step=0)
+    assert (found["tool_calls/sort"], found["tool_failures/sort"]) == (1.5, 1.0)
+
+
+def test_the_latency_of_an_environment_is_that_of_its_calls():
+    spans = [
+        Span(lane="environment sort", what="evaluate", begin=0.0, end=3.0, busy=3.0, calls=4, seconds=8.0),
+        Span(lane="environment sort", what="open", begin=0.0, end=1.0, busy=1.0, calls=4, seconds=4.0),
+        Span(lane="loop", what="wait for the checkpoint", begin=0.0, end=1.0, busy=1.0),
+        Span(lane="loop", what="cut of the checkpoint", begin=1.0, end=3.0, busy=2.0),
+    ]
+    assert times(spans) == {
+        "environment_seconds/sort": 3.0,
+        "environment_latency/sort": 2.0,
+        "time/checkpoint": 3.0,
+    }
+
+
 # ---------------------------------------------------------------------------------- names
 
 
 def names_of_a_run(strategy, path, **changes):
     """Names in metrics.jsonl of a run of the real pipeline, validation strategy and trackers."""
-    run = a_run(path, strategy, **changes)
+    with taken_down(Timeline()):
+        run = a_run(path, strategy, **changes)
     rows = map(json.loads, (run.path / METRICS_JSONL).read_text().splitlines())
     return {name for row in rows for name in row} - {"step", "time"}
 
@@ -83,6 +138,14 @@ def names_of_a_second_opinion():
     return set(opinion.metrics())
 
 
+class Measured:
+    """Has the metrics of a pool of engines, and of vLLM."""
+
+    def metrics(self):
+        names = ("tokens_per_second/engine_0", "cache_use", "preemptions", "cached_prompt_tokens")
+        return dict.fromkeys(names, 0.0)
+
+
 def none_for_the_first(groups):
     return [[None, *([1.0] * (len(group.rollouts) - 1))] for group in groups]
 
@@ -101,6 +164,10 @@ def written(model, tmp_path_factory):  # noqa: F811
     found |= names_of_a_run(Paired(margin=2.0), path / "paired")
     found |= set(task_metrics([group(rollout(), rollout(None, reason="length"))], step=0))
     found |= set(task_metrics([group(attrs.evolve(rollout(), tool_calls=1))], step=1))
+    found |= set(  # of these, some take no virtual time
+        times(Span(lane=lane, what=what, begin=0.0, end=1.0, busy=1.0) for lane, what in TIMES)
+    )
+    found |= {*readings.memory(), *readings.of_engine(Measured())}
     found |= names_of_a_second_opinion()
     trainer = TorchTrainer(attrs.evolve(setup(model, loss={"kl_coefficient": 0.01}), max_non_finite=0.5))
     rows = ragged()
@@ -128,7 +195,8 @@ def test_every_metric_that_a_run_writes_is_documented(written):
 @pytest.mark.long
 def test_every_documented_metric_is_written_by_a_run(written):
     entries = {entry for section in METRICS.values() for entry in section}
-    assert entries - {documented(name) for name in written} == set()
+    on_a_gpu = {"memory_gpu/NAME"}
+    assert entries - {documented(name) for name in written} == on_a_gpu
 
 
 @pytest.mark.long

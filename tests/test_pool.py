@@ -390,6 +390,24 @@ def test_an_engine_that_breaks_its_contract_ends_the_run():
     run(story())
 
 
+def test_a_pool_tells_the_tokens_of_each_engine_since_it_was_asked_last():
+    async def story():
+        world = World()
+        pool = world.pool(2)
+        await pool.update_weights(weights(0))
+        pool.metrics()
+        await asyncio.gather(*(pool.generate(group(name, 1, tokens=10)) for name in (1, 2)))
+        world.of(1).metrics = lambda: {"cache_use": 0.5}
+        told = pool.metrics()
+        rates = [told[f"tokens_per_second/engine_{number}"] for number in (0, 1)]
+        assert sum(rates) == pytest.approx(2.0), "twenty tokens in ten seconds"
+        assert told["cache_use/engine_1"] == 0.5
+        assert not any(value for name, value in pool.metrics().items() if "tokens" in name)
+        await pool.aclose()
+
+    run(story())
+
+
 def test_calls_that_wait_for_a_closed_pool_raise():
     async def story():
         world = World()

@@ -59,7 +59,9 @@ def test_calls_that_run_at_the_same_time_are_one_span(clock, timeline):
         with timeline.during("engine", "generate"):
             clock.now = 3.0
     clock.now = 5.0
-    assert timeline.take() == (Span(lane="engine", what="generate", begin=0.0, end=3.0, busy=3.0, calls=2),)
+    (span,) = timeline.take()
+    assert (span.begin, span.end, span.busy, span.calls) == (0.0, 3.0, 3.0, 2)
+    assert span.seconds == 5.0, "one of the calls takes three seconds, the other one two"
 
 
 def test_what_still_runs_is_told_until_now_and_goes_on(clock, timeline):
@@ -69,6 +71,7 @@ def test_what_still_runs_is_told_until_now_and_goes_on(clock, timeline):
         clock.now = 5.0
     (second,) = timeline.take()
     assert [(each.begin, each.end, each.calls) for each in (first, second)] == [(0.0, 2.0, 1), (2.0, 5.0, 0)]
+    assert [each.seconds for each in (first, second)] == [2.0, 3.0]
 
 
 def test_a_step_with_many_calls_has_few_spans_and_loses_no_time(clock, timeline):
@@ -98,7 +101,8 @@ def test_without_a_timeline_nothing_is_taken_down(clock, timeline):
     assert taken() == timeline.take() == ()
     with taken_down(timeline), during("trainer", "step"):
         clock.now = 2.0
-        assert taken() == (Span(lane="trainer", what="step", begin=1.0, end=2.0, busy=1.0, calls=1),)
+        (span,) = taken()
+        assert (span.lane, span.what, span.begin, span.end) == ("trainer", "step", 1.0, 2.0)
 
 
 def test_the_files_have_a_line_for_each_span_on_the_clock_of_the_wall(tmp_path):

@@ -53,7 +53,7 @@ def test_the_second_turn_of_a_rollout_finds_its_first_in_the_prefix_cache(tmp_pa
     model = make_test_model(tmp_path)
     renderer = Renderer.load(str(model))
     renderer.stop_token_ids = tuple(range(1, 99, 24))  # a random model would hardly ever say its own
-    groups, size = 2, 4
+    groups, size, told = 2, 4, {}
 
     async def story():
         engines = [await start_engine(VllmEngine, model, max_rows=64, cache_mib=64) for _ in range(2)]
@@ -76,6 +76,11 @@ def test_the_second_turn_of_a_rollout_finds_its_first_in_the_prefix_cache(tmp_pa
             sampling=SamplingParams(temperature=1.0, max_tokens=100),
         )
         after = await environment.found()
+        for engine in engines:
+            engine.metrics()  # asks, as soon as this waits
+            for _ in range(2):
+                await engine.ask("statistics")  # the second of these is answered after it
+        told.update(pool.metrics())
         await pool.aclose()
         return rollouts, [b - a for a, b in zip(environment.before, after, strict=True)]
 
@@ -92,3 +97,6 @@ def test_the_second_turn_of_a_rollout_finds_its_first_in_the_prefix_cache(tmp_pa
         f"turn 2: {cached_tokens} cached of {prompt_tokens} tokens, of {full_blocks} in full blocks of turn 1"
     )
     assert cached_tokens >= 0.9 * full_blocks
+    shares = [told[f"cached_prompt_tokens/engine_{number}"] for number in range(2)]
+    assert all(0.3 < share < 1.0 for share in shares), "the run's metrics tell it for each engine"
+    assert all(told[f"preemptions/engine_{number}"] == 0 for number in range(2))

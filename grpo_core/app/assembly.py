@@ -12,7 +12,7 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from grpo_core.aio import Slots
-from grpo_core.app import workers
+from grpo_core.app import readings, workers
 from grpo_core.app.first_look import first_look, leaks
 from grpo_core.app.gpus import Devices
 from grpo_core.app.lengths import RunPrompts, has_tokenizer
@@ -166,7 +166,7 @@ async def assemble(config: Config, run: RunContext) -> tuple[Config, Pipeline]:
         emit=run.emit,
         flush=run.trackers.flush,
         observe_attempt=assembly.budgets(),
-        incidents=assembly.incidents(opinion),
+        readings=assembly.readings(opinion, engine),
         validate=validate,
         validate_first=validation.measured < assembly.step,
         save=assembly.save(trainer, started.buffer, loaders, stream, validation, opinion),
@@ -327,10 +327,11 @@ class Assembly:
         run.after.append(opinion.receive)
         return opinion
 
-    def incidents(self, opinion: SecondOpinion | None) -> Callable[[], Mapping[str, float]]:
+    def readings(self, opinion: SecondOpinion | None, engine: Engine) -> Callable[[], Mapping[str, float]]:
         """Return the function that reads what went on beside the loop since its last call."""
-        read = self.run.trackers.incidents.read
-        return read if opinion is None else lambda: {**read(), **opinion.metrics()}
+        incidents = self.run.trackers.incidents.read
+        judged: Callable[[], Mapping[str, float]] = dict if opinion is None else opinion.metrics
+        return lambda: {**incidents(), **judged(), **readings.of_engine(engine), **readings.memory()}
 
     async def data_plane(self) -> DataPlane:
         """Start the data plane of the run."""

@@ -105,6 +105,15 @@ class ChildEngine:
                     f"{self.name} does not hold version {weights.version}: {error}"
                 ) from error
 
+    async def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the server between two steps; return None if no child holds weights now.
+
+        Raises ChildDied, or DeadlineExceeded if the setup's deadline passes.
+        """
+        if self._child is None or not self._ready:
+            return None
+        return await self._child.call(method, *args, seconds=self._setup.deadline)
+
     @property
     def pid(self) -> int | None:
         """Process id of the child; None while no child runs."""

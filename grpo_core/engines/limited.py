@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from grpo_core.aio import Slots, gather
 from grpo_core.protocols import Engine
@@ -28,6 +28,11 @@ class LimitedEngine:
     def positions(self) -> int:
         """The engine's largest number of tokens of a prompt with its completion, if it has said so."""
         return int(getattr(self._engine, "positions", 0))
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the engine's metrics; none if it has none."""
+        read: Callable[[], Mapping[str, float]] = getattr(self._engine, "metrics", dict)
+        return read()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         answers = await gather([self._generate(request) for request in requests])

@@ -48,6 +48,8 @@ class Member:
     """Weights that the engine refused while it kept the version before."""
     tokens: int = 0
     """Number of tokens of its running requests: prompts plus the most that may be sampled."""
+    sampled: int = 0
+    """Number of tokens of its completions since ``EnginePool.metrics`` was asked."""
     budget: RestartBudget = field(factory=lambda: RestartBudget(MAX_FAILURES))
     """Number of engines in a row that finished nothing."""
     supervisor: asyncio.Task[None] | None = None
@@ -108,6 +110,7 @@ class Member:
         if len(answer) != 1:
             raise PluginError(f"{self.name}: generate() returned {len(answer)} completions for one request")
         self.budget.succeeded()
+        self.sampled += len(answer[0].token_ids)
         await self._until_confirmed(answer[0])
         return answer[0]
 

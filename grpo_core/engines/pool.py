@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from attrs import frozen
@@ -111,6 +111,8 @@ class EnginePool:
         """Number of tokens of each group's requests that are not answered yet."""
         self._fault: Exception | None = None
         self._changed = asyncio.Event()
+        self._asked = asyncio.get_running_loop().time()
+        """When ``metrics`` was called last."""
         for _ in range(workers):
             self.join()
 
@@ -126,6 +128,19 @@ class EnginePool:
         """The smallest number of tokens of a prompt with its completion that any engine has room for."""
         said = (int(getattr(each.engine, "positions", 0)) for each in self._members)
         return min((room for room in said if room), default=0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the tokens per second of each engine since the last call, and what it measures itself."""
+        now = asyncio.get_running_loop().time()
+        seconds, self._asked = max(now - self._asked, 1e-9), now
+        found: dict[str, float] = {}
+        for member in self._members:
+            name = member.name.replace(" ", "_")
+            found[f"tokens_per_second/{name}"] = member.sampled / seconds
+            member.sampled = 0
+            own: Callable[[], Mapping[str, float]] = getattr(member.engine, "metrics", dict)
+            found |= {f"{key}/{name}": value for key, value in own().items()}
+        return found
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return one completion for each request, in order.

@@ -7,13 +7,15 @@ slash.  In the last form TASK may also be the name of a validation set.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil
+from statistics import fmean, pstdev
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 
+from grpo_core.events import LOOP, Span
 from grpo_core.loop.advantages import equal
 from grpo_core.records import Group, Rollout
 from grpo_core.tokens import sampled_versions
@@ -34,10 +36,14 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "reward/TASK": Metric(
             "reward", "Mean reward of the rollouts that the step trained; absent if none has one."
         ),
+        "reward_std/TASK": Metric("reward", "Standard deviation of these rewards."),
         "accuracy/TASK": Metric(
             _SHARE,
             "Rollouts with a reward of at least what the environment (or `tasks.TASK.success`) declares as "
             "`success`; absent if neither does.",
+        ),
+        "feedback_PART_std/TASK": Metric(
+            "as the environment says", "Standard deviation of what the next one is the mean of."
         ),
         "feedback_PART/TASK": Metric(
             "as the environment says", "Mean of what the environment returns as `Feedback.metrics[PART]`."
@@ -65,8 +71,17 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "completion_tokens/TASK": Metric(
             _TOKENS, "Sampled tokens of a rollout, over all of its turns; mean."
         ),
+        "completion_tokens_min/TASK": Metric(_TOKENS, "The fewest sampled tokens of a rollout."),
+        "completion_tokens_p50/TASK": Metric(_TOKENS, "Half of the rollouts have at most as many."),
+        "completion_tokens_p95/TASK": Metric(_TOKENS, "Of 20 rollouts 19 have at most as many."),
+        "completion_tokens_max/TASK": Metric(_TOKENS, "The most sampled tokens of a rollout."),
         "turns/TASK": Metric("turns", "Completions of a rollout; mean."),
         "tool_calls/TASK": Metric("calls", "Tool calls of a rollout; mean.  Absent if there were none."),
+        "tool_failures/TASK": Metric(
+            "calls",
+            'Answers of tools that begin with "error:", as those to calls that fail do, in a rollout; mean. '
+            "Absent if the model called no tool.",
+        ),
         "segments/TASK": Metric(
             "segments",
             "Segments of a rollout; mean. More than 1: the chat template rewrites earlier turns, and the "
@@ -91,6 +106,14 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
             _STEPS,
             "Steps between the weights that sampled a token and those that train on it; mean over tokens.",
         ),
+        "environment_seconds/TASK": Metric(
+            _SECONDS, "Time since the last step in which at least one call of the environment was running."
+        ),
+        "environment_latency/TASK": Metric(
+            _SECONDS,
+            "Seconds that a call of the environment takes; mean over those since the last step. Of an "
+            "environment that asks judges, most of it is theirs.",
+        ),
         "errors/TASK": Metric(
             "rollouts",
             "Unscored rollouts since the last step. They are played again, unless their prompt is skipped; "
@@ -100,10 +123,29 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
     "Asynchrony": {
         "staleness_mean": Metric(_STEPS, "Staleness of the trained tokens of all tasks; mean."),
         "staleness_max": Metric(_STEPS, "The largest staleness of a trained token; at most `max_staleness`."),
+        "staleness_share_K": Metric(_SHARE, "Trained tokens of staleness K; absent if there are none."),
         "time/step": Metric(_SECONDS, "Time since the step before ended."),
         "time/wait_for_groups": Metric(_SECONDS, "Time in which the trainer waited for groups to train."),
         "time/generate": Metric(_SECONDS, "Time in which at least one group was being generated."),
         "time/train": Metric(_SECONDS, "Time in the trainer, without the publication of the weights."),
+        "time/publish": Metric(_SECONDS, "Time in which the trainer published weights."),
+        "time/sync": Metric(_SECONDS, "Time in which engines took weights, beside the next step."),
+        "time/canary": Metric(_SECONDS, "Time in which canaries were asked."),
+        "time/validation": Metric(_SECONDS, "Time in which a version was validated; absent if none was."),
+        "time/checkpoint": Metric(
+            _SECONDS,
+            "Time in which training waited for checkpoints: for the cut, and for the one before it to be "
+            "written; absent if there was none.",
+        ),
+        "time/wait_for_sync": Metric(
+            _SECONDS, "Time in which training waited for the engine to take the weights before."
+        ),
+        "time/wait_for_canary": Metric(
+            _SECONDS, "Time in which groups waited for the canary of the weights that sampled them."
+        ),
+        "time/wait_for_validation": Metric(
+            _SECONDS, "Time in which training waited for a validation. Only with `validation.pause`."
+        ),
         "overlap": Metric(
             _SHARE, "Share of `time/step` in which the busier of generation and training works; 1 is ideal."
         ),
@@ -170,6 +212,30 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "importance_ratio_max": Metric("ratio", "The largest of these ratios."),
         "effective_sample_size": Metric(
             _SHARE, "Share of the tokens that carry the gradient, by their importance ratios; 1 is on-policy."
+        ),
+    },
+    "Engines and machine": {
+        "engine_tokens_per_second/NAME": Metric(
+            "tokens/s", "Tokens that an engine finished, per second of the step. Only with several engines."
+        ),
+        "engine_cache_use/NAME": Metric(
+            _SHARE,
+            "Part of an engine's cache of keys and values that is used. Only with vLLM, as the next two.",
+        ),
+        "engine_preemptions/NAME": Metric(
+            "requests", "Requests that lost their place in an engine for want of cache, since the last step."
+        ),
+        "engine_cached_prompt_tokens/NAME": Metric(
+            _SHARE, "Prompt tokens since the last step whose keys and values the cache had."
+        ),
+        "memory/NAME": Metric(
+            "MiB",
+            "Resident memory of a process of this machine, with those that it started: main, trainer, "
+            "environment_TASK and others. What processes share counts for each. Only on Linux.",
+        ),
+        "memory_gpu/NAME": Metric(
+            "MiB",
+            "Most memory that the trainer, or its first rank, allocated on its GPU since the last step.",
         ),
     },
     "Second opinion": {
@@ -239,6 +305,11 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
 """All metrics that the core writes, in sections.  A part of a name in capitals stands for any text."""
 
 
+ENVIRONMENT = "environment "
+"""The beginning of the lanes of environments."""
+CALLS = ("evaluate", "agent")
+"""What an environment does in its lane that takes its time."""
+
 COMPARED = ("difference", "difference_low", "difference_high", "outcome", "standard")
 """Metrics of a validation that compare a version with another one; absent until there is one to compare."""
 
@@ -276,13 +347,21 @@ def accuracy(rollouts: Iterable[Rollout]) -> dict[str, float]:
     return {"accuracy": fmean(successes)} if successes else {}
 
 
-def feedback_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the means of what the environment reports as ``Feedback.metrics``, by ``feedback_PART``."""
+def feedback_means(
+    rollouts: Sequence[Rollout], of: Callable[[list[float]], float] = fmean, ending: str = ""
+) -> dict[str, float]:
+    """Return the means of what the environment reports as ``Feedback.metrics``, by ``feedback_PART``.
+
+    Args:
+        rollouts: whose environment reports it.
+        of: another statistic than the mean.
+        ending: of the names, for that statistic.
+    """
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for part, value in rollout.metrics.items():
             parts[f"feedback_{part.replace('/', '_')}"].append(float(value))
-    return {name: fmean(values) for name, values in sorted(parts.items())}
+    return {f"{name}{ending}": of(values) for name, values in sorted(parts.items())}
 
 
 def completion_tokens(rollouts: Sequence[Rollout]) -> float:
@@ -302,6 +381,38 @@ def validation_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, 
     }
 
 
+TIMES = {
+    (LOOP, "publish"): "time/publish",
+    (LOOP, "wait for the weight sync"): "time/wait_for_sync",
+    (LOOP, "wait for the canary"): "time/wait_for_canary",
+    (LOOP, "wait for validation"): "time/wait_for_validation",
+    (LOOP, "wait for the checkpoint"): "time/checkpoint",
+    (LOOP, "cut of the checkpoint"): "time/checkpoint",
+    ("sync", "update weights"): "time/sync",
+    ("sync", "canary"): "time/canary",
+    ("validation", "validate"): "time/validation",
+}
+"""Metric of what a lane of the timeline does."""
+
+
+def times(spans: Iterable[Span]) -> dict[str, float]:
+    """Return the seconds of what went on, and of environments; times of spans that overlap add up."""
+    found: dict[str, float] = defaultdict(float)
+    calls: dict[str, tuple[int, float]] = {}
+    for span in spans:
+        if name := TIMES.get((span.lane, span.what)):
+            found[name] += span.busy
+        elif span.lane.startswith(ENVIRONMENT) and span.what in CALLS:
+            task = span.lane.removeprefix(ENVIRONMENT)
+            found[f"environment_seconds/{task}"] += span.busy
+            number, seconds = calls.get(task, (0, 0.0))
+            calls[task] = number + span.calls, seconds + span.seconds
+    latencies = {
+        f"environment_latency/{task}": seconds / number for task, (number, seconds) in calls.items() if number
+    }
+    return {**found, **latencies}
+
+
 def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
     """Return rewards, lengths and staleness of the groups, by task; staleness counts steps, by token."""
     by_task: dict[str, list[Group]] = defaultdict(list)
@@ -315,24 +426,44 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
         staleness.append(Staleness.of(rollouts, step))
         metrics |= {
             **({f"reward/{task}": fmean(rewards)} if rewards else {}),
+            **({f"reward_std/{task}": pstdev(rewards)} if rewards else {}),
             **({f"unscored/{task}": unscored} if (unscored := float(len(rollouts) - len(rewards))) else {}),
             f"frac_reward_zero_std/{task}": fmean([_equal(group) for group in members]),
             f"groups/{task}": float(len(members)),
             f"staleness/{task}": staleness[-1].mean,
             f"completion_tokens/{task}": completion_tokens(rollouts),
+            **{f"completion_tokens_{name}/{task}": value for name, value in _lengths(rollouts).items()},
             f"turns/{task}": fmean([rollout.turns for rollout in rollouts]),
             f"segments/{task}": fmean([len(rollout.segments) for rollout in rollouts]),
             f"truncated/{task}": truncated(rollouts),
             **{
                 f"{name}/{task}": value
-                for name, value in (accuracy(rollouts) | feedback_means(rollouts)).items()
+                for name, value in (
+                    accuracy(rollouts) | feedback_means(rollouts) | feedback_means(rollouts, pstdev, "_std")
+                ).items()
             },
         }
         if calls := sum(rollout.tool_calls for rollout in rollouts):
             metrics[f"tool_calls/{task}"] = calls / len(rollouts)
+            metrics[f"tool_failures/{task}"] = sum(map(_tool_failures, rollouts)) / len(rollouts)
     whole = Staleness.together(staleness)
     metrics["staleness_mean"], metrics["staleness_max"] = whole.mean, float(whole.largest)
-    return metrics
+    return metrics | {
+        f"staleness_share_{steps}": count / whole.tokens for steps, count in sorted(whole.counts.items())
+    }
+
+
+def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the smallest, median, 95% and largest number of sampled tokens of a rollout."""
+    lengths = sorted(rollout.n_sampled for rollout in rollouts)
+    places = {"min": 0.0, "p50": 0.5, "p95": 0.95, "max": 1.0}
+    return {name: float(lengths[max(0, ceil(part * len(lengths)) - 1)]) for name, part in places.items()}
+
+
+def _tool_failures(rollout: Rollout) -> int:
+    """Count the answers of tools that report an error."""
+    answers = (message.get("content") for message in rollout.messages if message.get("role") == "tool")
+    return sum(isinstance(text, str) and text.startswith("error:") for text in answers)
 
 
 def _equal(group: Group) -> bool:
@@ -346,6 +477,8 @@ class Staleness:
     tokens: int = 0
     total: int = 0
     largest: int = 0
+    counts: Mapping[int, int] = field(factory=dict)
+    """Number of tokens by their staleness."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], step: int) -> Staleness:
@@ -354,7 +487,10 @@ class Staleness:
         if not versions.size:
             return cls()
         total = step * versions.size - int(versions.sum(dtype=np.int64))
-        return cls(versions.size, total, step - int(versions.min()))
+        oldest = int(versions.min())
+        found = np.bincount(versions - oldest)  # few versions: as many as staleness allows
+        counts = {step - oldest - above: int(count) for above, count in enumerate(found) if count}
+        return cls(versions.size, total, step - oldest, counts)
 
     @classmethod
     def together(cls, parts: Iterable[Staleness]) -> Staleness:
@@ -364,6 +500,7 @@ class Staleness:
             sum(part.tokens for part in parts),
             sum(part.total for part in parts),
             max((part.largest for part in parts), default=0),
+            sum((Counter(part.counts) for part in parts), Counter()),
         )
 
     @property

@@ -55,7 +55,7 @@ from grpo_core.loop.buffer import Buffer, Slot
 from grpo_core.loop.dynamic import DynamicSampling, Rejection
 from grpo_core.loop.endings import TimeLimit
 from grpo_core.loop.meter import Meter
-from grpo_core.loop.metrics import task_metrics
+from grpo_core.loop.metrics import task_metrics, times
 from grpo_core.loop.rollout import RolloutRequest, SamplingParams, cause, derive_seed, play
 from grpo_core.loop.rows import check_staleness, make_batch, with_advantages
 from grpo_core.loop.shaping import Shaping, shaped_rewards
@@ -152,7 +152,7 @@ class Pipeline:
     instead."""
     observe_attempt: ObserveAttempt = lambda task, rollouts, attempts: None
     """Counts what an attempt at a group lost or left unscored, and raises when it is too much."""
-    incidents: Callable[[], Mapping[str, float]] = dict
+    readings: Callable[[], Mapping[str, float]] = dict
     """Returns metrics of what went on beside the loop since its last call, such as incidents."""
     validate: Validate | None = None
     validate_first: bool = False
@@ -407,25 +407,22 @@ class Pipeline:
         self._published = weights
         self._changes.notify()
         self.observe(groups)
-        metrics = task_metrics(groups, step=step)
+        spans = taken()
+        metrics = task_metrics(groups, step=step) | times(spans)
         metrics["rows"] = float(len(batch.rows))
         metrics |= {f"masked/{task}": float(count) for task, count in batch.masked.items()}
         metrics |= shaped_rewards(self.shaping(groups)) if self.shaping is not None else {}
         metrics |= self.dynamic.read() if self.dynamic is not None else {}
         metrics |= result.metrics
         metrics |= self._meter.read(self.buffer.statistics(), trained=result.metrics, waited=waited)
-        metrics |= self.incidents()
+        metrics |= self.readings()
         self.emit(StepEnded(step=self._trained, metrics=metrics, digest=result.digest))
-        self._extend_timeline(parts)
+        if spans:  # somebody takes the timeline down
+            self.emit(TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now()))
         self._check_health(metrics, carried=any(group.slot in self._carried for group in groups))
         if self._save_is_due():
             await self._synced()
             await self._save(self._trained)
-
-    def _extend_timeline(self, parts: Sequence[Span]) -> None:
-        """Tell what went on since the step before, if somebody takes it down."""
-        if spans := taken():
-            self.emit(TimelineExtended(step=self._trained, spans=(*spans, *parts), now=self._meter.now()))
 
     def _check_health(self, metrics: Mapping[str, float], *, carried: bool) -> None:
         """Warn about metrics beyond their soft limit; raise TrainerError beyond the hard limit.

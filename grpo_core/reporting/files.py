@@ -203,6 +203,7 @@ def timeline_lines(event: TimelineExtended) -> Iterator[str]:
     for span in event.spans:
         begin, end = (round(zero + time, 4) for time in (span.begin, span.end))
         more = {"begin": begin, "end": end, "busy": round(span.busy, 4), "calls": span.calls}
+        more["seconds"] = round(span.seconds, 4)
         yield as_json({"step": event.step, "lane": span.lane, "what": span.what, **more}) + "\n"
 
 

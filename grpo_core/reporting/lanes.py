@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from grpo_core.timeline import LOOP
+from grpo_core.events import LOOP
 
 WIDTH, HEIGHT = 1000, 20
 """Size of the view of a lane, in its own units."""

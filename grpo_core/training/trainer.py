@@ -236,8 +236,17 @@ class TorchTrainer:
             "tokens_per_second/training": used / seconds,
             "tokens/trained": float(used),
             "tokens/padding": (padded - used) / padded if padded else 0.0,
+            **self._gpu_memory(),
         }
         return StepResult(version=self.version, metrics=metrics, digest=digest, parts=taken_parts())
+
+    def _gpu_memory(self) -> dict[str, float]:
+        """Return the most memory that was allocated on this rank's GPU since the last call."""
+        if self._device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return {}
+        peak = torch.cuda.max_memory_allocated(self._device) / 2**20
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return {"memory_gpu/trainer": peak}
 
     def _microbatches(self, share: Share, places: Sequence[int]) -> list[MicroBatch]:
         """Divide this rank's rows of an update; a loss that needs "sequences" has a rollout's rows together.

@@ -227,7 +227,7 @@ class _Run:
             seed=config.seed,
             emit=self.emit,
             observe_attempt=self._budgets(environments),
-            incidents=self._incidents.read,
+            readings=self._incidents.read,
             schedule=make_schedule(
                 rollout=config.rollout,
                 engine=config.engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -100,6 +101,28 @@ class VllmEngine(ChildEngine):
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not start CUDA in this process
             },
         )
+        self._asking: asyncio.Task[dict[str, float] | None] | None = None
+        self._before: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """Return what vLLM said last, and ask it again, for a later call.
+
+        ``cache_use``: share of the blocks of keys and values that are in use.  ``preemptions``: requests that
+        lost their place for want of such blocks, since the call before.  ``cached_prompt_tokens``: share of
+        the prompt tokens since then that the prefix cache had.
+        """
+        asking = self._asking
+        if asking is None or asking.done():
+            if asking is not None and asking.exception() is None and (now := asking.result()):
+                self._shown, self._before = _between(self._before, now), now
+            self._asking = asyncio.create_task(self.ask("statistics"))
+        return self._shown
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self._asking is not None:  # its child is gone
+            await asyncio.gather(self._asking, return_exceptions=True)
 
     async def prefix_cache(self) -> dict[str, int]:
         """Return what vLLM reused of the prompts of all requests that it finished since its start.
@@ -110,3 +133,16 @@ class VllmEngine(ChildEngine):
         child = await self._ready_child()
         told: dict[str, int] = await child.call("prefix_cache", seconds=self._setup.deadline)
         return told
+
+
+def _between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of the time between two statistics of the server, which count from its start."""
+    counted = {name: now[name] - before.get(name, 0.0) for name in now}
+    if any(value < 0 for name, value in counted.items() if name != "cache_use"):  # it was replaced
+        counted = dict(now)
+    prompts = counted["prompt_tokens"]
+    return {
+        "cache_use": now["cache_use"],
+        "preemptions": counted["preemptions"],
+        "cached_prompt_tokens": counted["cached_tokens"] / prompts if prompts else 0.0,
+    }

@@ -74,7 +74,7 @@ def arguments(
         "logprobs_mode": "processed_logprobs",  # of the distribution that was drawn from
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": "grpo_plugin_vllm.worker.Fetching",
-        "disable_log_stats": True,
+        "disable_log_stats": False,  # the run asks for the use of the cache, and for preemptions
     }
     if options.cache_mib is not None or device == "cpu":
         chosen["kv_cache_memory_bytes"] = (options.cache_mib or CPU_CACHE_MIB) << 20

@@ -140,6 +140,16 @@ class Server(DecodingServer):
         """Return the prompt tokens of all finished requests, and how many of them the prefix cache held."""
         return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens}
 
+    def statistics(self) -> dict[str, float]:
+        """Return the share of the cache that is used now, and the preemptions since the start."""
+        found = {"cache_use": 0.0, "preemptions": 0.0}
+        for metric in self._engine.get_metrics() if self._engine is not None else ():
+            if metric.name == "vllm:kv_cache_usage_perc":
+                found["cache_use"] = max(found["cache_use"], float(metric.value))
+            elif metric.name == "vllm:num_preemptions":
+                found["preemptions"] += float(metric.value)
+        return {**found, **{name: float(tokens) for name, tokens in self.prefix_cache().items()}}
+
     # ------------------------------------------------------------------------------ weights
 
     def load(self, weights: Weights) -> Iterator[None]:

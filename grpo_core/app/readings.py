@@ -1,0 +1,56 @@
+"""Reads, after each step, what engines say of themselves and how much memory the processes of a run take."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+from grpo_core.processes import living
+from grpo_core.protocols import Engine
+
+ALONE = "engine"
+"""The name of an engine that is the only one."""
+
+
+def of_engine(engine: Engine) -> dict[str, float]:
+    """Return the metrics of an engine, or of the engines of a pool, as ``engine_NAME/ENGINE``."""
+    read: Callable[[], Mapping[str, float]] = getattr(engine, "metrics", dict)
+    named = {name if "/" in name else f"{name}/{ALONE}": value for name, value in read().items()}
+    return {f"engine_{name}": value for name, value in named.items()}
+
+
+def memory() -> dict[str, float]:
+    """Return the resident memory in MiB of the run's processes on this machine, as ``memory/PROCESS``.
+
+    A process counts with those that it has started, and several of one name count together.  Memory that
+    processes share counts for each of them.  Empty where there is no ``/proc``.
+    """
+    found: dict[str, float] = defaultdict(float)
+    named = living()
+    for pid, name in [(os.getpid(), "main"), *named.items()]:
+        others = named.keys() if name == "main" else ()
+        for each in _family(pid, others):
+            found[f"memory/{name.replace(' ', '_').replace('/', '_')}"] += _resident(each)
+    return {name: mib for name, mib in found.items() if mib}
+
+
+def _family(pid: int, but: Collection[int]) -> Iterator[int]:
+    """Yield a process and those that it has started, without the ones that count by themselves."""
+    yield pid
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended, or the kernel does not tell
+        return
+    for child in map(int, children):
+        if child not in but:
+            yield from _family(child, but)
+
+
+def _resident(pid: int) -> float:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
