@@ -52,7 +52,7 @@ def a_run(path: Path, strategy: ValidationStrategy, *, task: str = "task", **cha
         run.events.append(IncidentReported(count=count, **asdict(incident)))
 
     incidents = IncidentCounts(tell, lambda: 0.0)
-    run.pipeline.validate, run.pipeline.incidents = validate, incidents.read
+    run.pipeline.validate, run.pipeline.readings = validate, incidents.read
     with reported_to(incidents.receive):
         run(seed=1)
     tracking = TrackingConfig(trackers=["files", "report"])

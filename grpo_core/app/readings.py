@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -32,8 +33,13 @@ def memory() -> dict[str, float]:
     for pid, name in [(os.getpid(), "main"), *named.items()]:
         others = named.keys() if name == "main" else ()
         for each in _family(pid, others):
-            found[f"memory/{name.replace(' ', '_').replace('/', '_')}"] += _resident(each)
+            found[f"memory/{_plain(name)}"] += _resident(each)
     return {name: mib for name, mib in found.items() if mib}
+
+
+def _plain(name: str) -> str:
+    """Return a process's name as a part of a metric's, such as "environment_of_task_sort"."""
+    return re.sub(r"\W+", "_", name).strip("_")
 
 
 def _family(pid: int, but: Collection[int]) -> Iterator[int]:

@@ -42,11 +42,11 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
             "Rollouts with a reward of at least what the environment (or `tasks.TASK.success`) declares as "
             "`success`; absent if neither does.",
         ),
-        "feedback_PART_std/TASK": Metric(
-            "as the environment says", "Standard deviation of what the next one is the mean of."
-        ),
         "feedback_PART/TASK": Metric(
             "as the environment says", "Mean of what the environment returns as `Feedback.metrics[PART]`."
+        ),
+        "std_feedback_PART/TASK": Metric(
+            "as the environment says", "Standard deviation of the same numbers."
         ),
         "groups/TASK": Metric(_GROUPS, "Groups that the step trained."),
         "frac_reward_zero_std/TASK": Metric(
@@ -231,7 +231,7 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
         "memory/NAME": Metric(
             "MiB",
             "Resident memory of a process of this machine, with those that it started: main, trainer, "
-            "environment_TASK and others. What processes share counts for each. Only on Linux.",
+            "environment_of_task_TASK and others. What processes share counts for each. Only on Linux.",
         ),
         "memory_gpu/NAME": Metric(
             "MiB",
@@ -308,7 +308,7 @@ METRICS: Mapping[str, Mapping[str, Metric]] = {
 ENVIRONMENT = "environment "
 """The beginning of the lanes of environments."""
 CALLS = ("evaluate", "agent")
-"""What an environment does in its lane that takes its time."""
+"""The names of what an environment does in its lane that takes its time."""
 
 COMPARED = ("difference", "difference_low", "difference_high", "outcome", "standard")
 """Metrics of a validation that compare a version with another one; absent until there is one to compare."""
@@ -348,20 +348,20 @@ def accuracy(rollouts: Iterable[Rollout]) -> dict[str, float]:
 
 
 def feedback_means(
-    rollouts: Sequence[Rollout], of: Callable[[list[float]], float] = fmean, ending: str = ""
+    rollouts: Sequence[Rollout], of: Callable[[list[float]], float] = fmean, before: str = ""
 ) -> dict[str, float]:
     """Return the means of what the environment reports as ``Feedback.metrics``, by ``feedback_PART``.
 
     Args:
         rollouts: whose environment reports it.
         of: another statistic than the mean.
-        ending: of the names, for that statistic.
+        before: what the names begin with, for that statistic.
     """
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for part, value in rollout.metrics.items():
             parts[f"feedback_{part.replace('/', '_')}"].append(float(value))
-    return {f"{name}{ending}": of(values) for name, values in sorted(parts.items())}
+    return {f"{before}{name}": of(values) for name, values in sorted(parts.items())}
 
 
 def completion_tokens(rollouts: Sequence[Rollout]) -> float:
@@ -439,7 +439,7 @@ def task_metrics(groups: Sequence[Group], *, step: int) -> dict[str, float]:
             **{
                 f"{name}/{task}": value
                 for name, value in (
-                    accuracy(rollouts) | feedback_means(rollouts) | feedback_means(rollouts, pstdev, "_std")
+                    accuracy(rollouts) | feedback_means(rollouts) | feedback_means(rollouts, pstdev, "std_")
                 ).items()
             },
         }

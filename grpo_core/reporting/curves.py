@@ -190,7 +190,9 @@ def _groups(tasks: Sequence[Task], steps: Sequence[Row]) -> list[Chart | None]:
               note="share of the finished groups that were left out"),
         chart("equal rewards", _nonzero(of("frac_reward_zero_std/{}")), low=0, high=1, percent=True,
               note="share of the trained groups that teach nothing"),
-        chart("tokens of a completion", of("completion_tokens/{}"), low=0),
+        chart("tokens of a completion", of("completion_tokens/{}"), low=0, note="mean"),
+        chart("tokens of the longest", of("completion_tokens_p95/{}"), low=0,
+              note="of 20 completions 19 have at most as many"),
         chart("truncated", _nonzero(of("truncated/{}")), low=0, percent=True,
               note="share of the rollouts that a token limit cut off"),
         chart("errors", _nonzero(of("errors/{}")), low=0, note="rollouts unscored"),
@@ -235,6 +237,17 @@ def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> lis
             low=0,
         ),
         chart(
+            "seconds of weights and checks",
+            [
+                _series(steps, "time/publish", "publication", TRAINING),
+                _series(steps, "time/sync", "weight sync", GENERATION),
+                _series(steps, "time/canary", "canary", 2),
+                _series(steps, "time/validation", "validation", GREY, "dots"),
+            ],
+            low=0,
+        ),
+        chart("memory of processes", _memory(steps), low=0, note="GiB, those of this machine"),
+        chart(
             "groups in the buffer",
             [
                 _series(steps, "buffer/ready", "ready", GENERATION),
@@ -244,6 +257,19 @@ def _asynchrony(tasks: Sequence[Task], steps: Sequence[Row], config: Row) -> lis
             low=0,
         ),
     ]  # fmt: skip
+
+
+def _memory(steps: Sequence[Row]) -> list[Series]:
+    """Return the memory of each process that the newest step has, in GiB."""
+    names = sorted(name for name in (steps[-1] if steps else ()) if name.startswith("memory/"))
+    return [
+        Series(
+            name=name.removeprefix("memory/"),
+            points=[(step, mib / 1024) for step, mib in points(steps, name)],
+            colour=place % GREY,
+        )
+        for place, name in enumerate(names)
+    ]
 
 
 def _health(steps: Sequence[Row], config: Row) -> list[Chart | None]:
