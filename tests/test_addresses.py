@@ -28,6 +28,13 @@ def test_what_is_no_address_says_what_one_looks_like(url):
         checked(url)
 
 
+@pytest.mark.parametrize("url", ["http://me:SECRET1@127.0.0.1:1", "http://127.0.0.1:1/?api_key=SECRET1"])
+def test_an_address_with_a_secret_is_refused_and_not_repeated(url):
+    with pytest.raises(ConfigError, match="judge: the url has something that looks like a secret") as refused:
+        checked(url)
+    assert "SECRET1" not in str(refused.value)
+
+
 @pytest.mark.parametrize("url", ["http://10.0.0.7:1", "https://judge.example", "http://localhost.example"])
 def test_another_machine_needs_the_option(url):
     told = r"judge: .* is another machine. It sees all. .* set options.remote = true"

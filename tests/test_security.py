@@ -151,6 +151,15 @@ SECRETS = {
     "engine.env_vars.HF_TOKEN": "SECRET123",
     "sampler.options.client_secret": "SECRET123",
     "tracking.files.token": "SECRET123",
+    "tasks.words.env": "openenv:http://user:SECRET123@127.0.0.1:8000",
+    "tasks.play.env": "nemo_gym:http://127.0.0.1:8000/agent?api_key=SECRET123",
+    "tasks.maps.env": "nemo_gym:http://127.0.0.1:8000/agent?size=2&key=AIzaSECRET12345678",
+    "tasks.tools.env": "mcp:server --verbose --api-key SECRET123 --port 80",
+    "tasks.tools.options.command": '["server", "--token", "SECRET123"]',
+    "tasks.tools.options.program": "env API_TOKEN='SECRET123' server",
+    "tasks.tools.options.start": "server hf_SECRET123abcdefghijklmnopqrstuvwxyz",
+    "tasks.tools.options.ask": 'curl -H "Authorization: Bearer SECRET123456"',
+    "tasks.tools.env_vars.STORE": "postgresql://$USER:SECRET123@localhost/words",
 }
 NO_SECRETS = {
     "tasks.words.options.max_tokens": "100",
@@ -161,6 +170,15 @@ NO_SECRETS = {
     "tasks.token.options.length": "3",
     "engine.options.url": "http://127.0.0.1:8000/v1",
     "engine.env_vars.HF_TOKEN": "$HF_TOKEN",
+    "tasks.words.env_vars.AUTHORIZATION": "Bearer $HF_TOKEN",
+    "tasks.words.env_vars.STORE": "postgresql://me:${PASSWORD}@localhost/words",
+    "tasks.words.env_vars.COMMAND": "server --api-key $KEY",
+    "tasks.words.env": "openenv:http://127.0.0.1:8000/play?size=3&key=42&sort_key=name",
+    "tasks.tools.env": "mcp:python server.py --token-limit 20 --key /etc/server.pem --verbose --port 80",
+    "tasks.maps.env": "./models/sk-learn-models-v2-of-maps-3.py:Maps",
+    "tasks.words.options.rubric": "Basic understanding of tokens? Say: user@example.com, at 10:30 @home.",
+    "tasks.words.options.template": "{{ prompt }}?token={{ token }} and --password $PASSWORD",
+    "tasks.words.source.where": "token == 'a' and key != 'password'",
     "model.path": "Qwen/Qwen3-0.6B",
 }
 
@@ -180,6 +198,22 @@ def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(
     assert f"configuration key '{key}': looks like a secret" in said.err
     assert "environment variable" in said.err
     assert "SECRET123" not in said.err + said.out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "env", ["openenv:http://me:SECRET123@127.0.0.1:8000", "nemo_gym:http://127.0.0.1:1/a?api_key=SECRET123"]
+)
+def test_a_secret_in_the_name_of_an_environment_is_not_repeated(env, tmp_path, monkeypatch, capsys):
+    """The task has the name of the environment, so the key of the configuration would tell the secret."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo-core", "train", "--env", env])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "--env: the name of an environment has something that looks like a secret" in said.err
+    assert "secret123" not in (said.err + said.out).lower()
     assert not list(tmp_path.iterdir())
 
 
