@@ -41,8 +41,8 @@ def checked_url(
     """
     if is_secret("", url):  # a message with it would be written to the run's files
         raise ConfigError(
-            f"{who}: the url has something that looks like a secret inside, and would be written to files of the "
-            "run; give the key as an environment variable"
+            f"{who}: the url has something that looks like a secret inside, and would be written to files of "
+            "the run; give the key as an environment variable"
         )
     try:
         parts = urlsplit(url)

@@ -1,10 +1,19 @@
-"""Finds secrets in a configuration, which would be written to files of the run and its report.  Pure."""
+"""Finds secrets in a configuration, and hides those of environment variables in texts.  Pure.
+
+Both would be written to files of the run and its report.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
+
+from attrs import field, frozen
+
+from grpo_core.errors import GrpoError, shortened
 
 _NAME = re.compile(
     r"(^|_)((api|access|auth|private|secret|signing)_?keys?|secrets?|pass(word|wd|phrase)s?|credentials?"
@@ -44,7 +53,7 @@ def secrets_in(value: Any, where: tuple[str, ...] = ()) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from secrets_in(item, (*where, str(key)))
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from secrets_in(item, where)
         if value and all(isinstance(item, str) for item in value) and _has_secret(" ".join(value)):
@@ -81,3 +90,58 @@ def _names_secret(name: str) -> bool:
 
 def _plain(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|[^A-Za-z0-9]", "_", name).lower()
+
+
+SHORTEST = 6
+"""Characters of a value that is hidden at least: shorter ones, such as "true", are in ordinary texts."""
+
+
+@frozen
+class Mask:
+    """Hides the values of environment variables in texts: ``$NAME`` stands there instead.
+
+    A value is also found as URLs, JSON and Python's ``repr`` write it.
+
+    Args:
+        values: the values by the names of their variables.
+    """
+
+    values: Mapping[str, str] = field(factory=dict, repr=False)
+
+    def __call__(self, text: str) -> str:
+        """Return the text without the values."""
+        for shown, name in self._shown():
+            text = text.replace(shown, f"${name}")
+        return text
+
+    def error(self, error: BaseException) -> BaseException:
+        """Return the error itself, or one that says the same without the values."""
+        said = str(error)
+        if (hidden := self(said)) == said:
+            return error
+        if not isinstance(error, GrpoError):
+            return GrpoError(shortened(f"{type(error).__name__}: {hidden}"))
+        try:
+            found: BaseException = type(error)(hidden)
+        except TypeError:
+            found = GrpoError(hidden)
+        vars(found).update(exit_status=error.exit_status)
+        return found
+
+    def _shown(self) -> list[tuple[str, str]]:
+        """Return how texts show the values, with the variables' names; the longest ones are first."""
+        found = {}
+        for name, value in self.values.items():
+            if len(value) >= SHORTEST:
+                shown = (
+                    value,
+                    quote(value),
+                    quote(value, safe=""),
+                    repr(value)[1:-1],
+                    json.dumps(value)[1:-1],
+                )
+                found.update(dict.fromkeys(shown, name))
+        return sorted(found.items(), key=lambda pair: len(pair[0]), reverse=True)
+
+
+NOTHING_HIDDEN = Mask()

@@ -18,6 +18,7 @@ A placement, which runs engines and environments somewhere else (see ``grpo_plug
     Placement, Devices, EnvironmentSpec, EnvironmentWorker, Retain    its contract
     EnvironmentProcess, PluginHost, PluginSelection, Offer   make environments and engines in a worker
     Copies, WeightsLease, mapped, COLLECTIVE                 keep and read published weights
+    from_here, variables_of                                  take variables that env_vars names
     pack_requests, unpack_requests, pack_completions, unpack_completions   small pickles of both
 
 A trainer whose processes are somewhere else:
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from grpo_core.incidents import Incident as Incident
     from grpo_core.incidents import report as report
     from grpo_core.incidents import reported_to as reported_to
+    from grpo_core.interpreters import from_here as from_here
+    from grpo_core.interpreters import variables_of as variables_of
     from grpo_core.loss import needs_of as needs_of
     from grpo_core.planes import RemotePlane as RemotePlane
     from grpo_core.plugins.host import PluginHost as PluginHost
@@ -110,6 +113,7 @@ __getattr__, __dir__, __all__ = attach(
         "grpo_core.app.gpus": ["Devices"],
         "grpo_core.app.placement": ["Placement", "Retain"],
         "grpo_core.incidents": ["Incident", "report", "reported_to"],
+        "grpo_core.interpreters": ["from_here", "variables_of"],
         "grpo_core.loss": ["needs_of"],
         "grpo_core.planes": ["RemotePlane"],
         "grpo_core.plugins.host": ["PluginHost"],

@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 from grpo_core import lent
 from grpo_core._version import __version__
+from grpo_core.credentials import REFERENCE
 from grpo_core.errors import ConfigError
 
 OLDEST = (3, 9)
@@ -60,7 +61,6 @@ spec.loader.exec_module(module)
 from grpo_core import lent
 lent.main(*sys.argv[2:4], int(sys.argv[4]), int(sys.argv[5]))
 """
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 @frozen
@@ -102,19 +102,34 @@ class Interpreter:
 
 
 def from_here(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
-    """Replace values like ``"$API_KEY"`` by variables of this process, which no file of a run holds.
+    """Replace ``$NAME`` and ``${NAME}`` in values by variables of this process, which no file of a run has.
+
+    ``$$`` becomes a dollar sign; one that is followed by no name stays as it is.
 
     Raises ConfigError if a variable is not set.
     """
-    given = {}
-    for name, value in env_vars.items():
-        if match := _VARIABLE.fullmatch(value):
-            variable = match[1] or match[2]
-            if variable not in os.environ:
-                raise ConfigError(f"{key}.{name}: the environment variable {variable} is not set")
-            value = os.environ[variable]
-        given[name] = value
-    return given
+    known = variables_of(env_vars, key)
+
+    def value(found: re.Match[str]) -> str:
+        return "$" if found[1] else known[found[2] or found[3]]
+
+    return {name: REFERENCE.sub(value, text) for name, text in env_vars.items()}
+
+
+def variables_of(env_vars: Mapping[str, str], key: str) -> dict[str, str]:
+    """Return the variables that ``from_here`` takes.  Raises ConfigError if one is not set."""
+    known = {}
+    for name, text in env_vars.items():
+        for found in REFERENCE.finditer(text):
+            variable = found[2] or found[3]
+            if variable and variable not in os.environ:
+                raise ConfigError(
+                    f"{key}.{name}: the environment variable {variable} is not set; write $$ "
+                    "for a dollar sign"
+                )
+            if variable:
+                known[variable] = os.environ[variable]
+    return known
 
 
 @functools.cache

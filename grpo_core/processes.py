@@ -42,11 +42,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
 from grpo_core import errors, orphans
+from grpo_core.credentials import NOTHING_HIDDEN, Mask
 from grpo_core.garbage import collect_rarely, spare_the_collector
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class Child:
         kwargs: keyword arguments of the factory; pickled.
         name: name of the child in messages (``"environment sort"``).
         environ: added to the child's environment variables.
+        mask: hides secrets in errors, in tracebacks and in what Python code prints.
         log: file for the child's output; None is the parent's standard error.
         interpreter: the Python that it runs in, if that is another one.
     """
@@ -126,10 +128,12 @@ class Child:
         *,
         name: str,
         environ: Mapping[str, str] | None = None,
+        mask: Mask = NOTHING_HIDDEN,
         log: Path | None = None,
         interpreter: Interpreter | None = None,
     ) -> None:
         self.name = name
+        self._mask = mask
         self._log = log
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -147,7 +151,7 @@ class Child:
         finally:
             theirs.close()
         self._socket.setblocking(True)
-        self._socket.sendall(_frame(Call(0, factory, (dict(kwargs or {}),))))
+        self._socket.sendall(_frame(Call(0, factory, (dict(kwargs or {}), mask))))
         self._socket.setblocking(False)
 
     def _launch(
@@ -385,7 +389,8 @@ class Child:
                 tail = log.read(LAST_WORDS).decode(errors="replace").strip().splitlines()[-lines:]
         except OSError:
             return ""
-        return f"; the end of {self._log}:\n" + "\n".join(f"    {line}" for line in tail) if tail else ""
+        told = self._mask("\n".join(f"    {line}" for line in tail))  # programs that it started print, too
+        return f"; the end of {self._log}:\n{told}" if told else ""
 
 
 class RemoteTraceback(Exception):  # noqa: N818
@@ -414,9 +419,13 @@ class Connection:
         sock: the socket to the parent.
         own_errors_only: whether other errors than grpo-core's are sent as text, because the parent may not
             have their classes.
+
+    Attributes:
+        mask: hides secrets in errors.
     """
 
     def __init__(self, sock: socket.socket, *, own_errors_only: bool = False) -> None:
+        self.mask = NOTHING_HIDDEN
         self._socket = sock
         self._own_errors_only = own_errors_only
         self._sending = threading.Lock()
@@ -444,7 +453,8 @@ class Connection:
     def fail(self, id: int, error: BaseException) -> None:
         """Send an error; one that cannot be pickled or read is sent as a GrpoError with its type and text."""
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        text = errors.shortened("".join(lines), errors.LONGEST_TRACEBACK)
+        text = errors.shortened(self.mask("".join(lines)), errors.LONGEST_TRACEBACK)
+        error = self.mask.error(error)
         if self._own_errors_only and not isinstance(error, errors.GrpoError):
             error = errors.GrpoError(errors.describe(error))
         try:
@@ -497,15 +507,17 @@ def main(fd: int, parent: int, *, own_errors_only: bool = False) -> None:
     """Run the child process; see ``Connection``."""
     die_with(parent)
     collect_rarely()
-    sys.stdout, sys.stderr = _log(1), _log(2)
+    sys.stdout, sys.stderr = _Log(1, NOTHING_HIDDEN), _Log(2, NOTHING_HIDDEN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=fd), own_errors_only=own_errors_only)
     os.register_at_fork(after_in_child=connection.close)  # or the parent would not see this process end
     try:
         hello = connection.receive()
         assert hello is not None
+        kwargs, connection.mask = hello.args
+        sys.stdout, sys.stderr = _Log(1, connection.mask), _Log(2, connection.mask)
         try:
-            target = _imported(hello.method)(**hello.args[0])
+            target = _imported(hello.method)(**kwargs)
             description = target.description() if hasattr(target, "description") else None
         except BaseException as error:
             connection.fail(0, error)
@@ -540,10 +552,17 @@ class _LogFile(io.FileIO):
             return len(data)
 
 
-def _log(fd: int) -> TextIO:
-    return io.TextIOWrapper(
-        io.BufferedWriter(_LogFile(fd, "wb", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
-    )
+class _Log(io.TextIOWrapper):
+    """Writes text in which the mask hides secrets."""
+
+    def __init__(self, fd: int, mask: Mask) -> None:
+        file = io.BufferedWriter(_LogFile(fd, "wb", closefd=False))
+        super().__init__(file, "utf-8", "backslashreplace", line_buffering=True)
+        self._mask = mask
+
+    def write(self, text: str) -> int:
+        super().write(self._mask(text))
+        return len(text)
 
 
 def _imported(factory: str) -> Any:

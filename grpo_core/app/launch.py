@@ -127,8 +127,8 @@ def tasks_of(envs: Sequence[str]) -> dict[str, Any]:
     for env in envs:
         if is_secret("", env):  # which the task's name would repeat
             raise ConfigError(
-                "--env: the name of an environment has something that looks like a secret inside, and is written "
-                "to files of the run. Set an environment variable instead, which the environment reads"
+                "--env: the name of an environment has something that looks like a secret inside, and is "
+                "written to files of the run. Set an environment variable instead"
             )
         name = task_name(env)
         if name in tasks:

@@ -46,7 +46,7 @@ class EngineConfig(PluginChoice):
     ("spread")."""
     env_vars: dict[str, str] = field(factory=dict)
     """Environment variables are set in each engine worker of a cluster before the engine's plugin is
-    loaded. The value "$NAME" stands for the variable NAME of this process."""
+    loaded. `$NAME` in a value stands for the variable NAME of this process, and `$$` for a dollar sign."""
     transport: Literal["auto", "shm", "cuda_ipc", "collective"] = "auto"
     """Transport of weights to engines: `shm` works through shared memory (in a cluster, its object store),
     `cuda_ipc` by a handle to GPU memory, `collective` by NCCL between GPUs and by TCP otherwise. `auto` is

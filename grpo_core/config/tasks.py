@@ -160,5 +160,6 @@ class EnvironmentConfig:
     agent_host: str = "127.0.0.1"
     """Agents find the model at this address of this machine; on a cluster use an address of its network."""
     env_vars: dict[str, str] = field(factory=dict)
-    """Environment variables are set in the environments' processes.  The value "$NAME" stands for the
-    variable NAME of this process, so that no file holds a secret."""
+    """Environment variables are set in the environments' processes.  `$NAME` or `${NAME}` in a value, as in
+    "Bearer $NAME", stands for the variable NAME of this process, so that no file holds a secret; `$$` is a
+    dollar sign."""

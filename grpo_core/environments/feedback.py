@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -16,8 +16,10 @@ LARGEST_REWARD = 1e300
 """Rewards of this magnitude or more are refused: their squares would overflow in an advantage."""
 
 
-def as_feedback(results: Any, expected: int, who: str, method: str = "evaluate") -> list[Feedback]:
-    """Convert the results of ``evaluate`` to feedback.
+def as_feedback(
+    results: Any, expected: int, who: str, method: str = "evaluate", *, mask: Callable[[str], str] = str
+) -> list[Feedback]:
+    """Convert the results of ``evaluate`` to feedback; ``mask`` hides secrets in errors.
 
     Raises PluginError unless there is one float, Feedback or None for each episode.  A reward or a metric
     that is not a finite number makes only its own episode unscored.  Texts become such as UTF-8 can write.
@@ -29,10 +31,10 @@ def as_feedback(results: Any, expected: int, who: str, method: str = "evaluate")
     results = list(results)
     if len(results) != expected:
         raise PluginError(f"{who}: {method} returned {len(results)} results for {expected} episodes")
-    return [_feedback(result, who, method) for result in results]
+    return [_feedback(result, who, method, mask) for result in results]
 
 
-def _feedback(result: Any, who: str, method: str) -> Feedback:
+def _feedback(result: Any, who: str, method: str, mask: Callable[[str], str]) -> Feedback:
     if result is None:
         return Feedback()
     if not isinstance(result, Feedback):
@@ -54,7 +56,7 @@ def _feedback(result: Any, who: str, method: str) -> Feedback:
         name, value = next(iter(bad.items()))
         reward = {"reward": None, "error": f"{who}: the metric {name!r} is {value}, expected a finite number"}
     if result.error is not None:  # an error is never a reward, whatever reward comes with it
-        reward = {"reward": None, "error": shortened(well_formed(str(result.error)))}
+        reward = {"reward": None, "error": shortened(mask(well_formed(str(result.error))))}
     elif reward.get("error"):
         reward |= {"done": True, "messages": ()}
     messages = tuple(map(well_formed, result.messages))

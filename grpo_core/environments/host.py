@@ -19,6 +19,7 @@ from typing import Any, Literal
 import attrs
 
 from grpo_core import lent
+from grpo_core.credentials import NOTHING_HIDDEN
 from grpo_core.environments.calls import Begun, Calls, Steps
 from grpo_core.environments.feedback import as_feedback, is_message, not_json
 from grpo_core.environments.tools import Toolbox, message, tools_of
@@ -111,6 +112,7 @@ class EnvironmentHost:
         self, task: str, who: str, environment: Any, concurrency: int | None, deadline: float | None = None
     ) -> None:
         self._task, self._who, self._environment = task, who, environment
+        self._mask = NOTHING_HIDDEN
         for method in ("prompts", "evaluate"):
             if not callable(getattr(environment, method, None)):
                 raise PluginError(f"{who}: {type(environment).__name__} has no method {method!r}")
@@ -129,7 +131,8 @@ class EnvironmentHost:
             lent.chat_template_utils()
 
     def serve(self, connection: Connection) -> None:
-        """Answer the calls of the core until it goes."""
+        """Answer the calls of the core until it goes; no error of an answer has what its mask hides."""
+        self._mask = connection.mask
 
         def begin(call: Call) -> Begun | None:
             if call.method == "evaluate":
@@ -185,7 +188,7 @@ class EnvironmentHost:
                 else list(itertools.islice(given, MOST_PROMPTS + 1))
             )
         except Exception as error:
-            raise PluginError(f"{self._who}: prompts({split!r}) raised {describe(error)}") from error
+            raise PluginError(f"{self._who}: prompts({split!r}) raised {self._told(error)}") from error
         where = f"{self._who}: prompts({split!r})"
         if not hasattr(given, "__len__") and len(prompts) > MOST_PROMPTS:
             raise PluginError(
@@ -217,7 +220,7 @@ class EnvironmentHost:
         for prompt, given in zip(prompts, results):
             where = f"{self._who}: from_source of prompt {prompt.id!r}"
             if isinstance(given, BaseException):
-                raise PluginError(f"{where} raised {describe(given)}") from given
+                raise PluginError(f"{where} raised {self._told(given)}") from given
             made.append(attrs.evolve(self._complete(given, prompt.id, where), id=prompt.id))
         return _pickled(made, f"{self._who}: from_source")
 
@@ -227,7 +230,7 @@ class EnvironmentHost:
         try:
             return [well_formed(solve(prompt)) for prompt in prompts] if solve else [None] * len(prompts)
         except Exception as error:
-            raise PluginError(f"{self._who}: solve raised {describe(error)}") from error
+            raise PluginError(f"{self._who}: solve raised {self._told(error)}") from error
 
     # ------------------------------------------------------------------------------ sessions
 
@@ -290,7 +293,7 @@ class EnvironmentHost:
 
     def _opened(self, name: str, value: Any) -> Steps[SessionStart]:
         if isinstance(value, BaseException):
-            return SessionStart(error=f"open raised {describe(value)}")
+            return SessionStart(error=f"open raised {self._told(value)}")
         try:
             tools = self._toolbox([*getattr(self._environment, "tools", ()), *tools_of(value)])
         except PluginError:
@@ -330,8 +333,10 @@ class EnvironmentHost:
         if isinstance(result, Exception):
             raise result
         if isinstance(result, BaseException):
-            raise GrpoError(f"{self._who}: run raised {describe(result)}") from result
-        return None if result is None else as_feedback([result], 1, self._who, method="run")[0]
+            raise GrpoError(f"{self._who}: run raised {self._told(result)}") from result
+        if result is None:
+            return None
+        return as_feedback([result], 1, self._who, method="run", mask=self._mask)[0]
 
     def ping(self) -> None:
         """Do nothing: the answer shows that no call holds up the others."""
@@ -393,8 +398,12 @@ class EnvironmentHost:
         if isinstance(results, Exception):
             raise results
         if isinstance(results, BaseException):  # sys.exit(), or a library's timeout
-            raise GrpoError(f"{self._who}: evaluate raised {describe(results)}") from results
-        return as_feedback(results, len(episodes), self._who)
+            raise GrpoError(f"{self._who}: evaluate raised {self._told(results)}") from results
+        return as_feedback(results, len(episodes), self._who, mask=self._mask)
+
+    def _told(self, error: BaseException) -> str:
+        """Describe an error without secrets."""
+        return describe(self._mask.error(error))
 
     def _answers(self, episodes: Sequence[Episode]) -> Steps[list[Feedback]]:
         """Return the tools' answers; the calls of one message run one after the other.
@@ -412,8 +421,8 @@ class EnvironmentHost:
             results = yield from _each(_run, list(zip(boxes, calls)))
             for i, call, result in zip(here, calls, results):
                 if isinstance(result, Unavailable):
-                    failed[i] = Feedback(error=describe(result))
-                answers[i].append(message(call, result))
+                    failed[i] = Feedback(error=self._told(result))
+                answers[i].append(message(call, result, self._mask))
         return [failed.get(i) or Feedback(done=False, messages=each) for i, each in enumerate(answers)]
 
     # ------------------------------------------------------------------------------ declarations

@@ -28,10 +28,11 @@ from attrs import evolve, frozen
 
 from grpo_core.aio import Slots, gather
 from grpo_core.config import EnvironmentConfig
+from grpo_core.credentials import Mask
 from grpo_core.environments.host import UNREADABLE, EnvironmentHost, Slotted, in_slots, units
 from grpo_core.errors import ChildDied, DeadlineExceeded, GrpoError, PluginError, SelectionError, describe
 from grpo_core.incidents import report
-from grpo_core.interpreters import Interpreter, from_here
+from grpo_core.interpreters import Interpreter, from_here, variables_of
 from grpo_core.plugins.host import PluginHost
 from grpo_core.plugins.selection import ALL_PLUGINS, PluginSelection
 from grpo_core.processes import Child, RemoteTraceback
@@ -54,6 +55,9 @@ CLOSING = 5.0
 
 GRACE = 2.0
 """Seconds after a deadline in which the process may say that it has cancelled an async call."""
+
+KEY = "environment.env_vars"
+"""Key of the configuration in messages about environment variables."""
 
 COMPANY = 4
 """Each death divides by this the number of calls that run beside those that the process held."""
@@ -419,7 +423,7 @@ class EnvironmentProcess:
         self.starts += 1
         python = self._config.python
         interpreter = await asyncio.to_thread(Interpreter.find, python) if python else None
-        given = from_here(self._config.env_vars, "environment.env_vars")
+        given = from_here(self._config.env_vars, KEY)
         child: Child
         if self._host is not None:
             make = partial(EnvironmentHost, **self._made_with, host=self._host)
@@ -431,6 +435,7 @@ class EnvironmentProcess:
                 name=self._name,
                 # with the same hashes in each process, a set of strings has the same order
                 environ={"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", **given},
+                mask=Mask(variables_of(self._config.env_vars, KEY)),
                 log=self._log,
                 interpreter=interpreter,
             )

@@ -84,12 +84,16 @@ class ToolError(Exception):
     """Raised for a call that cannot be made as the model wrote it; the model gets the text."""
 
 
-def message(call: Mapping[str, Any], result: Any) -> Message:
-    """Make the answer to a call: text as it is, other values as JSON, an exception as "error: ..."."""
+def message(call: Mapping[str, Any], result: Any, mask: Callable[[str], str] = str) -> Message:
+    """Make the answer to a call: text as it is, other values as JSON, an exception as "error: ...".
+
+    Args:
+        mask: hides secrets in the text of an exception.
+    """
     if isinstance(result, ToolError):
-        content = f"error: {result}"
+        content = f"error: {mask(str(result))}"
     elif isinstance(result, BaseException):
-        content = f"error: {type(result).__name__}: {result}"
+        content = f"error: {type(result).__name__}: {mask(str(result))}"
     elif isinstance(result, str):
         content = result
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -35,12 +36,17 @@ MAX_DEATHS = 3
 
 @frozen(kw_only=True)
 class EnvironmentSetup:
-    """All that a worker makes its environment from; plain data."""
+    """All that a worker makes its environment from; plain data.
+
+    Attributes:
+        variables: variables of the run's process that ``config.env_vars`` names.
+    """
 
     task: str
     origin: PluginRequirement
     options: Mapping[str, Any]
     config: EnvironmentConfig
+    variables: Mapping[str, str]
     log: str | None
 
 
@@ -49,6 +55,7 @@ class RemoteEnvironment:
 
     def __init__(self, name: str, made_from: EnvironmentSetup) -> None:
         self._who = f"{name} ({where()})"
+        os.environ.update(made_from.variables)
         self._made_from = made_from
         self._incidents: list[Incident] = []
         """Incidents since the last answer."""

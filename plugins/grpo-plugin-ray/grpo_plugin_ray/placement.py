@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from attrs import evolve
-
 from grpo_core import ConfigError, Engine, EngineSetup
 from grpo_core.engine_kit import (
     Devices,
@@ -18,6 +16,8 @@ from grpo_core.engine_kit import (
     PluginHost,
     Retain,
     TrainerConfig,
+    from_here,
+    variables_of,
 )
 from grpo_plugin_ray.cluster import PluginRequirement, connected
 from grpo_plugin_ray.engines import RayEngine, Store, WorkerSetup
@@ -57,7 +57,7 @@ class RayPlacement:
                     f"{key}.gpus = {engine.gpus}: Ray chooses the GPUs of its workers; leave it out, and set "
                     f"{key}.gpus_per_worker"
                 )
-            from_here(engine.env_vars)
+            from_here(engine.env_vars, f"{key}.env_vars")
         if trainer is not None and trainer.ranks > 1 and trainer.device != "cpu":
             raise ConfigError(
                 f"trainer.ranks = {trainer.ranks}: Ray reserves one GPU for a trainer of this machine; set "
@@ -103,7 +103,8 @@ class RayPlacement:
                 origin=PluginRequirement.of(self._plugins.find("engine", config.name)),
                 setup=setup,
                 options=config.options,
-                env_vars=({} if config.gpus_per_worker else NO_GPU) | from_here(config.env_vars),
+                env_vars=({} if config.gpus_per_worker else NO_GPU)
+                | from_here(config.env_vars, "engine.env_vars"),
             ),
             store=self._store,
             resources={
@@ -127,7 +128,8 @@ class RayPlacement:
                     else PluginRequirement.of(self._plugins.find("environment", spec.env))
                 ),
                 options=spec.options,
-                config=evolve(spec.config, env_vars=from_here(spec.config.env_vars)),
+                config=spec.config,
+                variables=variables_of(spec.config.env_vars, "environment.env_vars"),
                 log=str(spec.log.resolve()) if spec.log else None,
             ),
             resources={"num_cpus": 1, "scheduling_strategy": STRATEGIES["spread"]},
@@ -139,11 +141,3 @@ def named_gpus(trainer: TrainerConfig) -> str:
     if trainer.gpus:
         return f"gpus = {trainer.gpus}"
     return f'device = "{trainer.device}"' if trainer.device.startswith("cuda:") else ""
-
-
-def from_here(env_vars: Mapping[str, str]) -> dict[str, str]:
-    """Replace values like ``"$HF_TOKEN"`` by this process's variables, which no file of the run holds."""
-    names = {name: value.strip("${}") for name, value in env_vars.items() if value.startswith("$")}
-    if missing := sorted(name for name in names.values() if name not in os.environ):
-        raise ConfigError(f"engine.env_vars: the environment variable {missing[0]} is not set")
-    return {**env_vars, **{name: os.environ[other] for name, other in names.items()}}

@@ -15,7 +15,7 @@ from grpo_core.config import EngineConfig, TrainerConfig
 from grpo_core.errors import ConfigError, PluginError
 from grpo_core.plugins.host import PluginHost
 from grpo_plugin_ray.cluster import PluginRequirement, absolute, brief
-from grpo_plugin_ray.placement import RayPlacement, from_here
+from grpo_plugin_ray.placement import RayPlacement
 
 GRPO = Path(sys.executable).with_name("grpo-core")
 NO_RAY = """
@@ -74,7 +74,7 @@ def test_numbers_of_gpus_are_refused_since_ray_chooses_them(engine, trainer, mes
 
 def test_variables_of_workers_may_come_from_this_process(monkeypatch):
     monkeypatch.setenv("HERE", "a secret")
-    assert from_here({"A": "1", "B": "$HERE", "C": "${HERE}"}) == {"A": "1", "B": "a secret", "C": "a secret"}
+    check(EngineConfig(gpus_per_worker=1, env_vars={"A": "1", "B": "$HERE", "C": "Bearer ${HERE}"}))
     with pytest.raises(ConfigError, match="the environment variable NOT_HERE is not set"):
         check(EngineConfig(env_vars={"A": "$NOT_HERE"}))
 
