@@ -88,9 +88,25 @@ def test_blank_lines_and_other_line_ends_do_not_count(file):
         ([], "is empty; expected a prompt a row"),
         ([ROWS[0], "{nonsense"], "row 2: no JSON: "),
         ([ROWS[0], [1]], "row 2: [1], expected an object"),
+        (
+            [ROWS[0], '{"prompt": "a", "x": ' + "[" * 9_999 + "]" * 9_999 + "}"],
+            "row 2: is nested more than 100",
+        ),
+        (
+            [ROWS[0], '{"prompt": "a", "x": ' + "[" * 300 + "]" * 300 + "}"],
+            "row 2: is nested more than 100 deep",
+        ),
         ([ROWS[0], {"text": "x"}], "row 2: has no field 'prompt' or 'messages' or 'question', only 'text'"),
         ([{"prompt": 7}], "row 1: 'prompt' is 7, expected text or messages such as"),
         ([{"prompt": ""}], "row 1: 'prompt' is '', expected text"),
+        (
+            [{"messages": [{"role": "user", "content": 3}]}],
+            "row 1: the content of a message is 3, expected text",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": True}]}],
+            "row 1: the content of a message is True, expected",
+        ),
         ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "row 2: has the id '1', as row 1; ids are"),
     ],
 )
@@ -191,6 +207,33 @@ def test_a_csv_file_is_read_with_all_values_as_texts(tmp_path):
     (tmp_path / "broken.csv").write_text("prompt,answer\na,b,c\n")
     with pytest.raises(ConfigError, match=r"cannot be read as \.csv: .*Expected 2 columns, got 3"):
         source(str(tmp_path / "broken.csv")).open()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_a_column_that_occurs_twice_is_refused(tmp_path, suffix):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(
+        "prompt,answer,answer,level,level\na,1,2,3,4\n".replace(",", {"csv": ",", "tsv": "\t"}[suffix])
+    )
+    with pytest.raises(ConfigError, match=r"the columns 'answer', 'level' occur more than once; name each"):
+        source(str(path)).open()
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = [pyarrow.array(["a"]), pyarrow.array(["1"]), pyarrow.array(["2"])]
+    table = pyarrow.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"the column 'answer' occurs more than once; name each"):
+        source(str(tmp_path / "rows.parquet")).open()
+
+
+def test_a_row_may_be_nested_and_have_many_lists(file):
+    (prompt,) = source(file([{"prompt": "a", "many": [[0]] * 500, "text": "[" * 500}]))
+    assert len(prompt.info["many"]) == 500
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])

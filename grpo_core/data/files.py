@@ -6,7 +6,7 @@ import json
 import mmap
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,9 @@ from grpo_core.errors import ConfigError
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".ipc")
 """Suffixes of tables, which pyarrow reads."""
+DEEPEST = 100
+"""Levels of lists and objects of a row: what is nested deeper cannot be sent to another process."""
+
 PART = 1024
 """Number of rows of a table that are converted at once when all are read."""
 
@@ -58,14 +61,21 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         begin, end = self._offsets[2 * index : 2 * index + 2]
+        text = self._text[begin:end]
+        where = f"{self._who} {str(self._path)!r}, row {index + 1}"
         try:
-            row = json.loads(self._text[begin:end])
+            row = json.loads(text)
+            deep = text.count(b"[") + text.count(b"{") > DEEPEST and _is_deep(row)
         except ValueError as error:
-            raise ConfigError(f"{self._who} {str(self._path)!r}, row {index + 1}: no JSON: {error}") from None
-        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: no JSON: {error}") from None
+        except RecursionError:
+            deep = True
+        if deep:
             raise ConfigError(
-                f"{self._who} {str(self._path)!r}, row {index + 1}: {row!r:.60}, expected an object"
+                f"{where}: is nested more than {DEEPEST} deep; expected less, or a text of JSON"
             )
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: {row!r:.60}, expected an object")
         return row
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
@@ -80,6 +90,19 @@ class JsonLines:
             if line.strip():
                 yield begin
                 yield end
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested more than ``DEEPEST`` deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 class _Table:
@@ -108,9 +131,11 @@ def _table(path: str, suffix: str, who: str) -> Rows:
         raise ConfigError(f"{who} {path!r}: {suffix} needs pyarrow: pip install 'grpo-core[data]'") from None
     try:
         if suffix in (".arrow", ".feather", ".ipc"):
-            return _Table(_arrow(pyarrow, path))
+            table = _arrow(pyarrow, path)
+            _check_names(table.schema.names)
+            return _Table(table)
         batches = _parquet(path) if suffix == ".parquet" else _csv(path, "\t" if suffix == ".tsv" else ",")
-        return _Table(_on_disk(pyarrow, batches))
+        return _Table(_on_disk(pyarrow, _named_once(batches)))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{who} {path!r}: cannot be read as {suffix}: {error}") from error
 
@@ -150,6 +175,22 @@ def _csv(path: str, delimiter: str) -> Iterable[Any]:
     with pyarrow.csv.open_csv(path, parse_options=parsing, convert_options=texts) as file:
         yield file.schema
         yield from file
+
+
+def _named_once(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the schema and the batches.  Raises ValueError if two columns have one name."""
+    for nth, part in enumerate(parts):
+        if not nth:
+            _check_names(part.names)
+        yield part
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raise ValueError if two columns have one name: a row would have the value of the last one."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        several, occur = ("s", "occur") if len(twice) > 1 else ("", "occurs")
+        told = ", ".join(map(repr, twice))
+        raise ValueError(f"the column{several} {told} {occur} more than once; name each column differently")
 
 
 def _on_disk(pyarrow: Any, parts: Iterable[Any]) -> Any:

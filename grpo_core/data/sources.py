@@ -178,6 +178,11 @@ class Source(Sequence[Prompt]):
                 f"{self._place(place)}: {field!r} is {messages!r:.80}, expected text or messages such as "
                 "{'role': 'user', 'content': '...'}"
             )
+        for message in messages if not isinstance(messages, str) else ():
+            if not isinstance(content := message.get("content"), str | list | None):
+                raise ConfigError(
+                    f"{self._place(place)}: the content of a message is {content!r:.80}, expected text"
+                )
         if config.system:
             text = messages if not isinstance(messages, str) else [{"role": "user", "content": messages}]
             messages = [{"role": "system", "content": config.system}, *text]

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
 
 class Actions:
     """Reads actions of a space from replies.
@@ -61,9 +63,14 @@ class Actions:
             return self._discrete(reply)
         start, end = reply.find("["), reply.rfind("]")
         try:
-            return np.array(json.loads(reply[start : end + 1]), dtype=space.dtype)
+            given = json.loads(reply[start : end + 1])
+            action = np.array(given, dtype=space.dtype)
+            as_written = np.array(given, dtype=float)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{reply.strip()[-80:]!r} is no list of numbers") from error
+        if np.issubdtype(action.dtype, np.integer) and not np.array_equal(action, as_written):
+            raise ValueError(f"{reply.strip()[-80:]!r} has numbers that are no whole numbers")
+        return action
 
     def _discrete(self, reply: str) -> Any:
         if self._names:
@@ -71,10 +78,12 @@ class Actions:
             if not found:
                 raise ValueError(f"{reply.strip()[-80:]!r} names no action")
             return self._space.dtype.type(self._space.start + self._names.index(_plain_name(found[-1])))
-        numbers = re.findall(r"-?\d+", reply)
+        numbers = _NUMBER.findall(reply)
         if not numbers or len(numbers[-1]) > 18:
             raise ValueError(f"{reply.strip()[-80:]!r} is no number")
-        return self._space.dtype.type(int(numbers[-1]))
+        if not float(numbers[-1]).is_integer():
+            raise ValueError(f"{numbers[-1]!r} is no whole number")
+        return self._space.dtype.type(int(float(numbers[-1])))
 
 
 def _check(space: Any, names: Sequence[str]) -> None:

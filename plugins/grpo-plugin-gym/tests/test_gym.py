@@ -67,6 +67,12 @@ class Switches(Arm):
         self.action_space = gym.spaces.MultiBinary([2, 3])
 
 
+class Dials(Arm):
+    def __init__(self):
+        super().__init__()
+        self.action_space = gym.spaces.MultiDiscrete([3, 3])
+
+
 class Several(Echo):
     def __init__(self, space="Dict"):
         super().__init__()
@@ -124,7 +130,7 @@ def test_a_reply_that_is_no_action_is_told_why_and_the_game_goes_on():
     assert [each.metrics["wrong_action"] for each in feedback] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("reply", ["", "north", "9", "-1", "9" * 400, "1.5e400"])
+@pytest.mark.parametrize("reply", ["", "north", "9", "-1", "9" * 400, "1.5e400", "2.1", "1e-1"])
 def test_a_number_that_is_no_action_is_none(reply):
     _, (answer,), _ = played(offered("FrozenLake-v1", show="observation"), reply)
     assert answer.startswith("error: ")
@@ -154,6 +160,17 @@ def test_an_array_is_a_list_and_an_observation_is_json(file):
         "error: 'nothing' is no list of numbers",
     ]
     assert (feedback[-1].reward, feedback[-1].done) == (0.75, True)
+
+
+def test_a_number_that_is_no_whole_number_turns_no_dial(file):
+    replies = ["[1.9, 2.2]", "[1e-3, 0]", "[1e400, 0]", "[1.0, 2]"]
+    _, answers, feedback = played(offered(f"{file}:Dials"), *replies)
+    assert [answer.split(". Reply")[0] for answer in answers] == [
+        "error: '[1.9, 2.2]' has numbers that are no whole numbers",
+        "error: '[1e-3, 0]' has numbers that are no whole numbers",
+        "error: '[1e400, 0]' is no list of numbers",
+    ]
+    assert feedback[-1].reward == 3.0
 
 
 def test_an_array_may_have_rows_of_bits(file):
