@@ -5,6 +5,8 @@ import textwrap
 
 import pytest
 
+from grpo_core.config import EnvironmentConfig
+from grpo_core.environments.process import EnvironmentProcess
 from grpo_core.errors import GrpoError
 from grpo_core.records import Episode, Prompt
 from grpo_core.testing import HostedEnvironment, make_offer
@@ -69,6 +71,40 @@ PARTS = '''
             last = e.session["turns"] == 2
             return grpo.Feedback(reward=0.5, done=last, messages="" if last else "go on")
 
+    class Wide(grpo.Environment):
+        concurrency = 64
+
+        def prompts(self, split):
+            return [grpo.Prompt(messages=str(i), answer="1") for i in range(64)]
+
+        async def evaluate(self, episodes):
+            await asyncio.sleep(0)
+            return [1.0] * len(episodes)
+
+    class Narrow(grpo.Environment):
+        concurrency = 2
+        deadline = 10.0
+        now = most = calls = 0
+
+        async def evaluate(self, episodes):
+            self.calls += 1
+            self.now += len(episodes)
+            self.most = max(self.most, self.now)
+            for _ in range(5):  # others may begin meanwhile
+                await asyncio.sleep(0)
+            self.now -= len(episodes)
+            return [grpo.Feedback(reward=1.0, metrics={"most": self.most}) for _ in episodes]
+
+    class Groups(Narrow):
+        needs_group = True
+
+    class Played(Narrow):
+        max_turns = 2
+
+        async def open(self, prompt):
+            await asyncio.sleep(0)
+            return {}
+
     class Agent(grpo.Environment):
         async def run(self, prompt, client):
             return 1.0
@@ -88,6 +124,7 @@ def parts(tmp_path):
         }
         return make_offer("environment", "compose", plugins=[], parts=tables, formula=formula)
 
+    make.file = f"{file}:"
     return make
 
 
@@ -181,6 +218,51 @@ def test_prompts_are_those_of_the_first_part_and_the_tasks_success_has_to_be_nam
     assert [prompt.answer for prompt in environment.prompts("train")] == ["0", "1", "2", "3"]
     assert environment.success is None
     assert (environment.concurrency, environment.deadline) == (4, 130.0)
+
+
+def most_at_once(parts, concurrency=None, **given):
+    """Evaluate 64 rollouts in a process as a run does; return the most that the last part had at once."""
+
+    async def story():
+        names = {name: {"env": parts.file + kind} for name, kind in given.items()}
+        process = EnvironmentProcess(
+            "play", "compose", {"parts": names}, config=EnvironmentConfig(concurrency=concurrency)
+        )
+        try:
+            prompts = await process.prompts("train")
+            await process.open({prompt.id: prompt for prompt in prompts})
+            said = {"role": "assistant", "content": "1"}
+            episodes = [
+                Episode(prompt=each, messages=(*each.messages, said), group=str(i // 4), session=each.id)
+                for i, each in enumerate(prompts)
+            ]
+            feedback = await process.evaluate(episodes)
+        finally:
+            await process.aclose()
+        assert not any(each.error for each in feedback), feedback[0].error
+        return max(each.metrics[f"{list(given)[-1]}_most"] for each in feedback)
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize("concurrency", [None, 0], ids=["in slots", "in batches"])
+def test_each_part_keeps_to_its_own_limit_of_calls_at_once(parts, concurrency):
+    assert most_at_once(parts, concurrency, wide="Wide", narrow="Narrow") == 2
+
+
+def test_a_part_that_compares_has_whole_groups_within_its_limit(parts):
+    assert most_at_once(parts, wide="Wide", groups="Groups") == 2 * 4
+
+
+def test_the_limit_of_a_first_part_with_sessions_holds_for_the_whole(parts):
+    """It is that of ``open`` and of its tools, too, which are not asked by way of compose."""
+    environment = parts(played={"kind": "Played"}, wide={"kind": "Wide"})
+    assert environment.concurrency == 2
+
+
+def test_the_deadline_has_room_for_calls_that_wait_for_a_part(parts):
+    environment = parts(wide={"kind": "Wide"}, narrow={"kind": "Narrow"})
+    assert (environment.concurrency, environment.deadline) == (64, 30.0 + 32 * 10.0)
 
 
 def test_all_parts_are_closed(parts):

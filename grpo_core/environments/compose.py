@@ -24,7 +24,7 @@ import attrs
 from attrs import field, frozen
 
 from grpo_core.environments.feedback import as_feedback
-from grpo_core.environments.host import DEADLINE
+from grpo_core.environments.host import DEADLINE, units
 from grpo_core.errors import ConfigError, GrpoError, PluginError, describe, did_you_mean
 from grpo_core.plugins.host import PluginHost
 from grpo_core.protocols import Environment
@@ -54,6 +54,12 @@ class Part:
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.environment.evaluate)
 
+    @property
+    def limit(self) -> int | None:
+        """Number of calls that may run at once, if it declares one."""
+        number: int | None = getattr(self.environment, "concurrency", None)
+        return number
+
     def defines(self, name: str) -> bool:
         method = getattr(type(self.environment), name, None)
         return method not in (None, getattr(Environment, name))
@@ -77,16 +83,32 @@ class Compose:
         self.tools: Sequence[Any] = getattr(first.environment, "tools", [])
         self.needs_group = any(getattr(each, "needs_group", False) for each in environments)
         self.success = None
-        numbers = [getattr(each, "concurrency", None) for each in environments]
-        self.concurrency = max((number for number in numbers if number is not None), default=None)
+        self.concurrency = self._most_at_once()
+        self._gates: dict[str, asyncio.Semaphore] = {}
+        """Keep the calls of a part within its own limit."""
+        rounds = [math.ceil((self.concurrency or 0) / (part.limit or math.inf)) or 1 for part in self._parts]
         deadlines = [getattr(each, "deadline", None) for each in environments]
-        self.deadline = sum(each or DEADLINE for each in deadlines) if any(deadlines) else None
+        self.deadline = (
+            sum(turns * (each or DEADLINE) for turns, each in zip(rounds, deadlines))
+            if any(deadlines) or max(rounds) > 1
+            else None
+        )
         for name in ("from_source", "open", "close"):  # what it does not define, the host must not find here
             if first.defines(name):
                 setattr(self, name, getattr(first.environment, name))
         self._stages = _stages(first, self._parts[1:])
         self._is_async = any(part.is_async for part in self._parts)
         self.evaluate = self._later if self._is_async else self._now
+
+    def _most_at_once(self) -> int | None:
+        """Return the largest limit, or that of a first part whose sessions and tools it limits, too."""
+        first = self._parts[0]
+        limits = [part.limit for part in self._parts if part.limit is not None]
+        if first.limit is not None and (
+            first.defines("open") or len(getattr(first.environment, "tools", ()))
+        ):
+            return first.limit
+        return max(limits, default=None)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         prompts: Sequence[Prompt] = self._parts[0].environment.prompts(split)
@@ -152,13 +174,32 @@ class Compose:
         self, questions: _Questions, episodes: Sequence[Episode], found: list[dict[str, Feedback]]
     ) -> None:
         """Ask parts at the same time, and keep their answers."""
-        answers = [part.environment.evaluate([episodes[i] for i in places]) for part, places in questions]
+        answers = [self._asked(part, [episodes[i] for i in places]) for part, places in questions]
         if self._is_async:
             waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
             for i, answer in zip(waiting, await asyncio.gather(*waiting.values())):
                 answers[i] = answer
         for (part, places), answer in zip(questions, answers):
             _keep(found, part, places, answer)
+
+    def _asked(self, part: Part, episodes: list[Episode]) -> Any:
+        """Return what a part answers, or what to await for that."""
+        if not part.is_async or not part.limit:
+            return part.environment.evaluate(episodes)
+        return self._within_its_limit(part, part.limit, episodes)
+
+    async def _within_its_limit(self, part: Part, limit: int, episodes: list[Episode]) -> list[Feedback]:
+        if part.name not in self._gates:
+            self._gates[part.name] = asyncio.Semaphore(limit)
+        gate, who = self._gates[part.name], _who(part)
+
+        async def one(unit: list[Episode]) -> list[Feedback]:
+            async with gate:
+                return as_feedback(await part.environment.evaluate(unit), len(unit), who)
+
+        whole_groups = bool(getattr(part.environment, "needs_group", False))
+        found = await asyncio.gather(*map(one, units(episodes, whole_groups=whole_groups)))
+        return [feedback for each in found for feedback in each]
 
     def _combined(self, found: Mapping[str, Feedback], *, ended: bool) -> Feedback:
         """Return the feedback on an episode from that of its parts; those that were not asked are missing."""
@@ -197,9 +238,13 @@ class Compose:
 
 
 def _keep(found: list[dict[str, Feedback]], part: Part, places: Sequence[int], answer: Any) -> None:
-    feedback = as_feedback(answer, len(places), f"compose: part {part.name!r}")
+    feedback = as_feedback(answer, len(places), _who(part))
     for place, each in zip(places, feedback):
         found[place][part.name] = each
+
+
+def _who(part: Part) -> str:
+    return f"compose: part {part.name!r}"
 
 
 def _counts(part: Part, found: Mapping[str, Feedback]) -> bool:
