@@ -79,7 +79,7 @@ class Asker:
     Args:
         judge: the model and its address.
         cache: answers with a score, which are not asked for again.
-        pace: limits how many requests begin.
+        pace: limits how many requests begin, those that are tried again included.
         timeout: seconds for each attempt.
         retries: number of attempts after the first.
     """
@@ -101,7 +101,6 @@ class Asker:
         text = self._cache.get(key)
         if text is not None and (known := read(text)) is not None:
             return known, True
-        await self._pace.wait()
         text = await self._asked(question)
         if (score := read(text)) is None:
             raise NoScore(f"{judge.model} gave no score: {text[-200:]!r}")
@@ -121,7 +120,7 @@ class Asker:
                 api_key=os.environ.get(self.judge.key_variable) or "none",
                 timeout=self._timeout,
                 max_retries=self._retries,
-                http_client=_http_client(),
+                http_client=_http_client(self._pace),
             )
         try:
             found = await self._client.chat.completions.create(**question)
@@ -132,8 +131,12 @@ class Asker:
         return str(choice.message.content or "") if choice is not None else ""
 
 
-def _http_client() -> Any:
-    """Return a client that follows no redirect, which could name another machine, and reads short answers."""
+def _http_client(pace: Pace) -> Any:
+    """Return a client that keeps to the pace, follows no redirect, and reads short answers.
+
+    A redirect could name another machine.  The ``openai`` package tries again above this client, so that
+    each try waits here.
+    """
     import openai
 
     kind: Any = openai.DefaultAsyncHttpxClient
@@ -156,4 +159,7 @@ def _http_client() -> Any:
     async def bound(response: Any) -> None:
         response.stream = Bounded(response.stream)
 
-    return kind(follow_redirects=False, event_hooks={"response": [bound]})
+    async def paced(request: Any) -> None:
+        await pace.wait()
+
+    return kind(follow_redirects=False, event_hooks={"request": [paced], "response": [bound]})

@@ -45,7 +45,7 @@ class Judge(grpo.Environment):
         pattern: regular expression with one group, which finds the score; the last match counts.
         scale: lowest and highest score that judges give.
         cache: SQLite file for answers; without it, none are kept.
-        requests_per_minute: limit of each judge in each worker; 0 is no limit.
+        requests_per_minute: limit of each judge in each worker, all tries included; 0 is no limit.
         requests_at_once: number of replies that are judged at once.
         timeout: seconds for each attempt of a request.
         retries: number of attempts after the first.
@@ -96,7 +96,8 @@ class Judge(grpo.Environment):
             for each in models
         ]
         self.concurrency = requests_at_once
-        waits = requests_at_once * votes * 60.0 / requests_per_minute if requests_per_minute else 0.0
+        tries = requests_at_once * votes * (retries + 1)
+        waits = tries * 60.0 / requests_per_minute if requests_per_minute else 0.0
         self.deadline = (retries + 1) * timeout + retries * LONGEST_WAIT + waits + SPARE
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:

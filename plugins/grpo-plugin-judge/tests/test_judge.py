@@ -15,7 +15,8 @@ from aiohttp import web
 import grpo_core as grpo
 from grpo_core.engine_kit import EnvironmentProcess
 from grpo_core.testing import make_offer, run
-from grpo_plugin_judge.asking import Pace
+from grpo_plugin_judge.asking import Asker, JudgeModel, Pace
+from grpo_plugin_judge.cache import Cache
 from grpo_plugin_judge.environment import Judge
 
 
@@ -285,6 +286,43 @@ def test_requests_begin_at_the_pace_that_is_allowed():
         return begun
 
     assert run(story()) == [0.0, 2.0, 4.0, 6.0]
+
+
+class Counted(Pace):
+    """Counts the requests that it lets begin."""
+
+    def __init__(self):
+        super().__init__(requests_per_minute=0)
+        self.begun = 0
+
+    async def wait(self):
+        self.begun += 1
+        await super().wait()
+
+
+def test_a_request_that_is_tried_again_keeps_to_the_pace_as_well():
+    async def story():
+        async with serving() as judges:
+            judges.status = [429, 503]
+            pace, model = Counted(), JudgeModel(model="kind", url=judges.url)
+            asker = Asker(model, cache=Cache(None), pace=pace, timeout=10.0, retries=4)
+            try:
+                found = await asker.score([{"role": "user", "content": "please"}], 0, lambda text: 1.0)
+            finally:
+                await asker.aclose()
+            return found, pace.begun, len(judges.requests)
+
+    assert asyncio.run(story()) == ((1.0, False), 3, 3)
+
+
+def test_the_deadline_has_room_for_the_pace_of_every_try():
+    def deadline(requests_per_minute):
+        return Judge(
+            rubric="?", model="kind", url="http://127.0.0.1:1/v1", requests_per_minute=requests_per_minute,
+            requests_at_once=10, votes=2, retries=2,
+        ).deadline  # fmt: skip
+
+    assert deadline(60) - deadline(0) == 10 * 2 * (1 + 2) * 1.0
 
 
 @pytest.mark.long
