@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from grpo_core.data.samplers import TaskSampler as TaskSampler
     from grpo_core.data.samplers import WeightedTaskSampler as WeightedTaskSampler
     from grpo_core.data.samplers import take_prompts as take_prompts
+    from grpo_core.environments.tools import tools_of as tools_of
     from grpo_core.errors import ChildDied as ChildDied
     from grpo_core.errors import ConfigError as ConfigError
     from grpo_core.errors import DataPlaneError as DataPlaneError
@@ -109,6 +110,7 @@ __getattr__, __dir__, __all__ = attach(
             "WeightedTaskSampler",
             "take_prompts",
         ],
+        "grpo_core.environments.tools": ["tools_of"],
         "grpo_core.errors": [
             "ChildDied",
             "ConfigError",

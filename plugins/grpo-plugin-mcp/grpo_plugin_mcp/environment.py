@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -21,18 +22,23 @@ SPARE = 10.0
 """Seconds of a call beyond that of the server."""
 
 
+DEADLINE = 30.0
+"""Seconds of a call of an environment that declares none, as in grpo-core."""
+
+
 @define(eq=False)
 class Session:
-    """The tools of a rollout, and the server that has them."""
+    """The tools of a rollout, the server that has them, and the session of the other environment."""
 
     server: Server
-    tools: list[grpo.Tool] = field(factory=list)
+    own: Any = None
+    tools: list[Any] = field(factory=list)
 
 
 class ToolsOfServer(grpo.Environment):
     """Gives another environment the tools of an MCP server.
 
-    Prompts, rewards and turns are those of the other environment.
+    Prompts, rewards and turns are those of the other environment, and so are its sessions and its tools.
 
     Args:
         command: the server's command line, such as ``python server.py``.  It talks over standard input and
@@ -82,12 +88,25 @@ class ToolsOfServer(grpo.Environment):
         self.success = getattr(inner, "success", None)
         self.tools = getattr(inner, "tools", ())
         self.max_turns = max(max_turns, getattr(inner, "max_turns", 1))
-        own = getattr(inner, "concurrency", None)
-        self._judging = asyncio.Semaphore(own) if own else contextlib.nullcontext()
-        self.concurrency = max(calls_at_once, own or 0)
-        self.deadline = max(timeout + SPARE, getattr(inner, "deadline", None) or 0.0)
+        self._has_sessions = _own(inner, "open")
+        self._limit(calls_at_once)
         if inspect.iscoroutinefunction(inner.evaluate):
             self.evaluate = self._judged_later  # type: ignore[method-assign]
+
+    def _limit(self, calls_at_once: int) -> None:
+        """Set the number of calls at once, and the seconds of each.
+
+        A limit of the other environment holds for its tools and sessions, too, which are called directly.
+        """
+        inner = self._environment
+        own = getattr(inner, "concurrency", None) or 0
+        played = self._has_sessions or len(self.tools) > 0
+        self._judging = asyncio.Semaphore(own) if own else contextlib.nullcontext()
+        self.concurrency = own if own and played else max(calls_at_once, own)
+        seconds = getattr(inner, "deadline", None) or DEADLINE
+        waits = math.ceil(self.concurrency / own) if own else 1
+        starting = self._timeout + SPARE + (seconds if self._has_sessions else 0.0)
+        self.deadline = max(starting, waits * seconds)
 
     def prompts(self, split: str) -> Sequence[grpo.Prompt]:
         self._check_tools()
@@ -110,18 +129,47 @@ class ToolsOfServer(grpo.Environment):
         async with self._judging:  # the calls of tools have another limit
             return await self._environment.evaluate(_inner(episodes))
 
-    async def open(self, prompt: grpo.Prompt) -> Session:
-        session = Session(await self._server())
+    def open(self, prompt: grpo.Prompt) -> Awaitable[Session]:
+        """Open the other environment's session, here if its code is not async, and then the server."""
+        own = self._environment.open(prompt) if self._has_sessions else None
+        return self._opened(own)
+
+    async def _opened(self, own: Any) -> Session:
+        own = await own if inspect.isawaitable(own) else own
         try:
-            session.tools = [self._tool(session.server, each) for each in self._chosen(session.server)]
-        except grpo.PluginError:
+            server = await self._server()
+        except BaseException:
+            await self._closed(None, self._closing(own))
+            raise
+        session = Session(server, own)
+        try:
+            listed = [self._tool(server, each) for each in self._chosen(server)]
+            session.tools = [*listed, *(grpo.tools_of(own) if self._has_sessions else ())]
+        except BaseException:
             await self.close(session)
             raise
         return session
 
-    async def close(self, session: Session) -> None:
-        if not self._shares:
-            await session.server.close()
+    def close(self, session: Session) -> Awaitable[None]:
+        """Close the other environment's session, here if its code is not async, and then the server."""
+        server = None if self._shares else session.server
+        try:
+            closing = self._closing(session.own)
+        except Exception as error:  # the server is closed all the same
+            closing = _raised(error)
+        return self._closed(server, closing)
+
+    def _closing(self, own: Any) -> Any:
+        close = getattr(self._environment, "close", None)
+        return close(own) if self._has_sessions and close else None
+
+    async def _closed(self, server: Server | None, closing: Any) -> None:
+        try:
+            if inspect.isawaitable(closing):
+                await closing
+        finally:
+            if server is not None:
+                await server.close()
 
     async def aclose(self) -> None:
         if self._shared is not None:
@@ -188,11 +236,6 @@ class ToolsOfServer(grpo.Environment):
         inner, kind = self._environment, type(self._environment)
         if _own(inner, "run"):
             raise grpo.ConfigError("mcp: env is an agent, which calls its tools by itself")
-        if _own(inner, "open"):
-            raise grpo.ConfigError(
-                "mcp: env has sessions of its own, which cannot be combined with those of an MCP server; use "
-                "an environment that judges the conversation"
-            )
         for method in ("prompts", "evaluate"):
             if not callable(getattr(inner, method, None)):
                 raise grpo.ConfigError(f"mcp: env: {kind.__name__} has no method {method!r}")
@@ -213,7 +256,12 @@ def _found(command: str) -> list[str]:
 
 
 def _inner(episodes: Sequence[grpo.Episode]) -> list[grpo.Episode]:
-    return [attrs.evolve(episode, session=None) for episode in episodes]
+    """Return episodes with the sessions of the other environment."""
+    return [attrs.evolve(each, session=getattr(each.session, "own", None)) for each in episodes]
+
+
+async def _raised(error: Exception) -> None:
+    raise error
 
 
 def _own(environment: Any, name: str) -> bool:

@@ -14,7 +14,7 @@ from grpo_plugin_mcp.server import Server
 
 SERVER = Path(__file__).with_name("server_for_mcp.py")
 COMMAND = f"{sys.executable} {SERVER}"
-JUDGE = """
+JUDGE = '''
 import asyncio
 import grpo_core as grpo
 
@@ -42,14 +42,76 @@ class Few(Counted):
         self.at_once -= 1
         return super().evaluate(episodes)
 
+class Notes:
+    def __init__(self, log):
+        self._log, self._notes = log, []
+
+    def note(self, text: str) -> str:
+        """Notes a text.
+
+        Args:
+            text: what is noted
+        """
+        self._notes.append(text)
+        return f"{len(self._notes)} notes"
+
 class Sessions(Counted):
+    max_turns = 4
+    events = []
+
     def open(self, prompt):
-        return object()
+        asyncio.run(asyncio.sleep(0))  # what is not async may do that
+        self.events.append("opened")
+        return Notes(self.events)
+
+    def close(self, session):
+        asyncio.run(asyncio.sleep(0))
+        self.events.append(f"closed {session._notes}")
+
+    def evaluate(self, episodes):
+        return [float(episode.session._notes == [episode.reply]) for episode in episodes]
+
+class Later(Sessions):
+    concurrency = 2
+    deadline = 50.0
+
+    async def open(self, prompt):
+        await asyncio.sleep(0)
+        self.events.append("opened")
+        return Notes(self.events)
+
+    async def close(self, session):
+        await asyncio.sleep(0)
+        self.events.append(f"closed {session._notes}")
+
+    async def evaluate(self, episodes):
+        return super().evaluate(episodes)
+
+class Clumsy(Sessions):
+    def close(self, session):
+        self.events.append("closed")
+        raise ValueError("it cannot be closed")
+
+class Adding:
+    def add(self, number: int) -> int:
+        """Adds.
+
+        Args:
+            number: what is added
+        """
+        return number
+
+class Clash(Sessions):
+    def open(self, prompt):
+        return Adding()
+
+    def close(self, session):
+        self.events.append("closed")
 
 class Agent(Counted):
     async def run(self, prompt, client):
         return 1.0
-"""
+'''
 
 
 @pytest.fixture
@@ -136,6 +198,71 @@ def test_a_shared_server_that_has_ended_is_started_again(judge):
         host.close(["a"])
         host.open([("b", PROMPT)])
         assert answered(host, "b", "add", number=1) == "1"
+
+
+def names(start):
+    return {tool["function"]["name"] for tool in start.tools}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Sessions", "Later"])
+def test_the_model_has_the_tools_of_the_server_and_those_of_the_other_environments_session(judge, name):
+    environment = offered(judge, name=name)
+    events = type(environment._environment).events
+    host = HostedEnvironment(environment).host
+    try:
+        first, second = host.open([("a", PROMPT), ("b", PROMPT)])
+        assert {"add", "note"} <= names(first) == names(second)
+        assert answered(host, "a", "add", number=2) == "2"
+        assert answered(host, "a", "note", text="5") == "1 notes"
+        assert (reward(host, "a", "5"), reward(host, "b", "5")) == (1.0, 0.0)
+        host.close(["a"])
+        assert events == ["opened", "opened", "closed ['5']"]
+    finally:
+        host.end()
+    assert events[3:] == ["closed []"]
+
+
+@pytest.mark.long
+def test_a_session_is_closed_where_its_server_does_not_start(judge):
+    environment = offered(judge, name="Later", command=f"{COMMAND} --broken")
+    host = HostedEnvironment(environment).host
+    (start,) = host.open([("a", PROMPT)])
+    host.end()
+    assert "--broken' did not start" in start.error
+    assert type(environment._environment).events == ["opened", "closed []"]
+
+
+@pytest.mark.long
+def test_a_session_that_cannot_be_closed_leaves_no_server(judge, capfd):
+    environment = offered(judge, name="Clumsy")
+    host = HostedEnvironment(environment).host
+    host.open([("a", PROMPT)])
+    server = host._sessions["a"].value.server
+    host.close(["a"])
+    assert server.ended
+    assert "it cannot be closed" in capfd.readouterr().err
+    host.end()
+
+
+@pytest.mark.long
+def test_two_tools_of_one_name_are_refused_and_both_sides_are_closed(judge):
+    environment = offered(judge, name="Clash")
+    host = HostedEnvironment(environment).host
+    with pytest.raises(grpo.PluginError, match="two tools are called 'add'"):
+        host.open([("a", PROMPT)])
+    host.end()
+    assert type(environment._environment).events == ["closed"]
+    with hosting(judge, name="Clash", tools=["fail"]) as chosen:
+        (start,) = chosen.open([("a", PROMPT)])
+        assert names(start) == {"add", "fail"}
+
+
+def test_a_limit_of_an_environment_with_sessions_holds_for_all_calls(judge):
+    environment = offered(judge, name="Later")
+    assert (environment.concurrency, environment.deadline) == (2, 30.0 + 10.0 + 50.0)
+    judges = offered(judge, name="Few")
+    assert (judges.concurrency, judges.deadline) == (32, 16 * 30.0)
 
 
 @pytest.mark.long
@@ -247,7 +374,6 @@ def test_a_tool_that_the_server_lacks_says_says_what_there_is(judge):
         ("Counted", {"timeout": 0}, "timeout = 0"),
         ("Counted", {"server": "all"}, "expected 'rollout' or 'worker'"),
         ("Counted", {"variables": ["NO_SUCH_KEY"]}, "the environment variable NO_SUCH_KEY is not set"),
-        ("Sessions", {}, "env has sessions of its own"),
         ("Agent", {}, "env is an agent"),
         ("Missing", {}, "Missing"),
     ],
