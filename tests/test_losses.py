@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from inspect import signature
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -202,13 +203,18 @@ def test_an_update_without_trained_tokens_has_the_loss_0(aggregation: str, empty
         (losses.grpo, {"correction": "token_mask"}, {"proximal": "generation"}, "does nothing"),
         (losses.grpo, {"importance_floor": 3.0}, {}, "is above importance_cap"),
         (losses.grpo, {"on_policy": True}, {"updates_per_step": 2}, "nothing would bound 2 updates"),
-        (losses.grpo, {"dual_clip": 1.0}, {}, "has to be more than 1"),
-        (losses.grpo, {"ratio_cap": 0.9}, {}, "has to be more than 1"),
+        (losses.grpo, {"dual_clip": 1.0}, {}, "has to be above 1"),
+        (losses.grpo, {"ratio_cap": 0.9}, {}, "has to be above 1"),
         (losses.grpo, {"top_entropy": 1.5}, {}, "a share of tokens"),
         (losses.grpo, {"off_policy_limit": 0.0}, {}, "above 0"),
         (losses.sapo, {"nll_coefficient": -1.0}, {}, "would push the policy away"),
         (losses.vespo, {"correction": "sequence_mask"}, {}, "expected 'off' or 'token_truncate' or"),
         (losses.dppo, {"correction": "token_mask"}, {}, "expected 'off'"),
+        (losses.reinforce, {"kl_coefficient": 0.1, "kl_weight": "ratio"}, {}, "has no ratio to weight"),
+        (losses.reinforce, {}, {"updates_per_step": 4}, "nothing would bound 4 updates"),
+        (losses.dppo, {}, {"proximal": "interpolate"}, "does not look at proximal logprobs"),
+        (losses.grpo, {"on_policy": True}, {"proximal": "interpolate"}, "on_policy puts the policy"),
+        (losses.reinforce, {"correction": "off"}, {"proximal": "interpolate"}, "does not look at proximal"),
     ],
 )
 def test_options_that_make_no_sense_together_are_refused(
@@ -218,10 +224,105 @@ def test_options_that_make_no_sense_together_are_refused(
     assert message in problem
 
 
+@pytest.mark.parametrize(
+    ("loss", "option", "value", "expected"),
+    [
+        (losses.grpo, "clip_low", -0.5, "from 0 to 1"),
+        (losses.grpo, "clip_low", 1.5, "from 0 to 1"),
+        (losses.gspo, "clip_low", -1e-4, "from 0 to 1"),
+        (losses.distillation, "clip_low", 2, "from 0 to 1"),
+        (losses.cispo, "clip_low", 1.5, "from 0 to 1"),
+        (losses.grpo, "clip_high", -0.1, "at least 0"),
+        (losses.gspo, "clip_high", -0.1, "at least 0"),
+        (losses.distillation, "clip_high", -0.1, "at least 0"),
+        (losses.cispo, "clip_high", -0.1, "at least 0"),
+        (losses.grpo, "importance_cap", 0.0, "above 0"),
+        (losses.grpo, "importance_floor", -1.0, "at least 0"),
+        (losses.sapo, "temperature_positive", 0.0, "above 0"),
+        (losses.sapo, "temperature_negative", -1.0, "above 0"),
+        (losses.vespo, "k_positive", -1.0, "at least 0"),
+        (losses.vespo, "k_negative", -1.0, "at least 0"),
+        (losses.vespo, "lambda_positive", 0.0, "above 0"),
+        (losses.vespo, "lambda_negative", -1.0, "above 0"),
+        (losses.dppo, "mask_low", -1.0, "from 0 to 1"),
+        (losses.dppo, "mask_high", 1.5, "from 0 to 1"),
+        (losses.dppo, "drift_coefficient", -1.0, "at least 0"),
+        (losses.grpo, "top_entropy", 0.0, "above 0 and at most 1"),
+        (losses.grpo, "kl_coefficient", -0.1, "at least 0"),
+    ],
+)
+def test_an_option_out_of_its_range_is_refused(loss: Any, option: str, value: float, expected: str) -> None:
+    (problem,) = problems_of(loss, {option: value}, LossSetting())
+    assert problem.startswith(f"{option} = {value}: it has to be {expected}")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+@pytest.mark.parametrize("option", ["kl_input_clamp", "kl_output_clamp"])
+def test_a_divergence_is_clamped_to_more_than_0(option: str, value: float) -> None:
+    (problem,) = problems_of(losses.grpo, {"kl_coefficient": 0.1, option: value}, LossSetting())
+    assert problem == f"{option} = {value}: it has to be above 0"
+
+
+@pytest.mark.parametrize("loss", [*NAMED, losses.distillation])
+def test_an_option_of_a_loss_is_a_finite_number(loss: Any) -> None:
+    """An infinite upper bound bounds nothing, which two options may say."""
+    options = signature(loss).parameters.values()
+    numbers = [each.name for each in options if str(each.annotation) in ("float", "float | None")]
+    assert {"kl_coefficient", "nll_coefficient", "entropy_coefficient", "teacher_clip"} <= {*numbers}
+    for option in numbers:
+        for value in (nan, inf, -inf):
+            found = problems_of(loss, {option: value}, LossSetting())
+            refused = any(each.startswith(f"{option} = {value}: it has to be") for each in found)
+            assert refused is not (value == inf and option in ("clip_high", "importance_cap")), option
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "setting"),
+    [
+        (losses.grpo, {"on_policy": True, "correction": "token_mask"}, {"proximal": "generation"}),
+        (losses.grpo, {"on_policy": True, "importance_cap": 5.0}, {"proximal": "generation"}),
+        (losses.grpo, {"clip_low": 0.0, "clip_high": 0, "kl_coefficient": 0}, {}),
+        (losses.cispo, {"clip_low": 1, "clip_high": inf}, {}),
+        (losses.dppo, {"mask_low": 0.0, "mask_high": 1.0, "drift_coefficient": 0.0}, {}),
+        (losses.dppo, {"teacher_coefficient": 0.5}, {"proximal": "interpolate"}),
+        (losses.dppo, {"kl_coefficient": 0.5, "kl_in": "reward"}, {"proximal": "interpolate"}),
+        (losses.reinforce, {}, {"proximal": "interpolate"}),
+        (losses.reinforce, {"kl_coefficient": 0.1, "kl_weight": "generation"}, {}),
+    ],
+)
+def test_what_has_an_effect_is_not_refused(
+    loss: Any, options: dict[str, Any], setting: dict[str, Any]
+) -> None:
+    assert problems_of(loss, options, LossSetting(**setting)) == []
+
+
+def test_with_on_policy_a_correction_has_an_effect_whatever_the_proximal_logprobs_are() -> None:
+    given = inputs(losses.grpo, {})
+    given = evolve(given, proximal_logprobs=given.generation_logprobs)
+    one, other = (losses.grpo(given, on_policy=True, correction=kind)[0] for kind in ("off", "token_mask"))
+    assert not torch.equal(one, other)
+
+
 @pytest.mark.parametrize("loss", NAMED)
 @pytest.mark.parametrize("proximal", ["recompute", "generation"])
 def test_a_loss_with_its_defaults_is_never_refused(loss: Any, proximal: str) -> None:
-    assert problems_of(loss, {}, LossSetting(proximal=proximal, updates_per_step=3)) == []
+    updates = 1 if loss is losses.reinforce else 3
+    assert problems_of(loss, {}, LossSetting(proximal=proximal, updates_per_step=updates)) == []
+
+
+def test_an_objective_of_a_plugin_says_what_its_options_may_be() -> None:
+    @losses.composed(lacks=["ratio"], within={"power": losses.Range(above=0, why="since it is a power")})
+    def mine(given: LossInputs, weights: Any, *, power: float = 1.0, rest: float = 0.0) -> losses.Objective:
+        """Compute no loss."""
+        raise NotImplementedError
+
+    assert problems_of(mine, {"power": 2, "rest": -1.0}, LossSetting()) == []
+    found = problems_of(mine, {"power": 0, "rest": nan}, LossSetting(updates_per_step=2))
+    assert found[:2] == [
+        "power = 0: it has to be above 0, since it is a power",
+        "rest = nan: it has to be a finite number",
+    ]
+    assert "nothing would bound 2 updates" in found[2]
 
 
 def test_a_constant_goes_with_its_aggregation_and_with_no_other() -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from grpo_core.losses.objectives import sapo_loss as sapo_loss
     from grpo_core.losses.objectives import vespo_loss as vespo_loss
     from grpo_core.losses.objectives import vespo_weights as vespo_weights
+    from grpo_core.losses.ranges import Range as Range
     from grpo_core.losses.ratios import policy_ratio as policy_ratio
     from grpo_core.losses.terms import Objective as Objective
     from grpo_core.losses.terms import Terms as Terms
@@ -74,6 +75,7 @@ __getattr__, __dir__, __all__ = attach(
             "vespo_loss",
             "vespo_weights",
         ],
+        "grpo_core.losses.ranges": ["Range"],
         "grpo_core.losses.ratios": ["policy_ratio"],
         "grpo_core.losses.terms": ["Objective", "Terms", "composed"],
     },

@@ -15,14 +15,18 @@ from grpo_core.losses.objectives import (
     vespo_loss,
     vespo_weights,
 )
+from grpo_core.losses.ranges import NOT_NEGATIVE, POSITIVE, SHARE, Range
 from grpo_core.losses.ratios import policy_ratio
 from grpo_core.losses.terms import Objective, composed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+CLIP = {"clip_low": SHARE, "clip_high": Range(at_least=0, infinite=True)}
+CAP = Range(above=1, why="or it would remove the gradient at ratio 1")
 
-@composed()
+
+@composed(within={**CLIP, "dual_clip": CAP, "ratio_cap": CAP})
 def grpo(
     inputs: LossInputs,
     weights: Tensor,
@@ -71,7 +75,7 @@ def grpo(
     )
 
 
-@composed(defaults={"teacher_coefficient": 1.0, "reward_coefficient": 0.0})
+@composed(defaults={"teacher_coefficient": 1.0, "reward_coefficient": 0.0}, within=CLIP)
 def distillation(
     inputs: LossInputs, weights: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Objective:
@@ -95,7 +99,7 @@ def distillation(
 
 
 @needs("sequences")
-@composed()
+@composed(within=CLIP)
 def gspo(
     inputs: LossInputs, weights: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> Objective:
@@ -139,7 +143,7 @@ def _clipped(
     return Objective(losses=weights * losses, ratio=r, metrics=metrics)
 
 
-@composed()
+@composed(within=CLIP)
 def cispo(
     inputs: LossInputs,
     weights: Tensor,
@@ -172,7 +176,7 @@ def cispo(
     return Objective(losses=weights * losses, ratio=r, metrics=metrics)
 
 
-@composed()
+@composed(within={"temperature_positive": POSITIVE, "temperature_negative": POSITIVE})
 def sapo(
     inputs: LossInputs,
     weights: Tensor,
@@ -206,7 +210,15 @@ def sapo(
 
 
 @needs("sequences")
-@composed(allowed={"correction": ("off", "token_truncate", "token_mask")})
+@composed(
+    allowed={"correction": ("off", "token_truncate", "token_mask")},
+    within={
+        "k_positive": NOT_NEGATIVE,
+        "lambda_positive": POSITIVE,
+        "k_negative": NOT_NEGATIVE,
+        "lambda_negative": POSITIVE,
+    },
+)
 def vespo(
     inputs: LossInputs,
     weights: Tensor,
@@ -244,13 +256,15 @@ def vespo(
     return Objective(losses=losses, ratio=bounded_exp(log_ratio), metrics={"sequence_weight": phi})
 
 
-@composed()
+@composed(lacks=["ratio", "proximal"])
 def reinforce(inputs: LossInputs, weights: Tensor) -> Objective:
     """Policy gradient without a clip (REINFORCE; with leave-one-out advantages RLOO, arXiv 2402.14740).
 
     A token's loss is::
 
         - w A log policy
+
+    No ratio bounds how far a step moves: it makes one update (``trainer.updates_per_step = 1``).
 
     Args:
         inputs: the sampled tokens of one micro-batch.
@@ -260,7 +274,12 @@ def reinforce(inputs: LossInputs, weights: Tensor) -> Objective:
     return Objective(losses=losses, metrics={})
 
 
-@composed(defaults={"correction": "off"}, allowed={"correction": ("off",), "on_policy": (False,)})
+@composed(
+    defaults={"correction": "off"},
+    allowed={"correction": ("off",), "on_policy": (False,)},
+    within={"mask_low": SHARE, "mask_high": SHARE, "drift_coefficient": NOT_NEGATIVE},
+    lacks=["proximal"],
+)
 def dppo(
     inputs: LossInputs,
     weights: Tensor,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,8 +15,10 @@ from attrs import evolve, field, frozen
 
 from grpo_core.loss import LossInputs, LossSetting, needs, options_checked_by
 from grpo_core.losses._tensors import bounded_exp
+from grpo_core.losses.combinations import Declared, Lack, problems
 from grpo_core.losses.corrections import BY_SEQUENCE, importance_weights, off_policy_kept
 from grpo_core.losses.kl import kl_estimate, score_weights
+from grpo_core.losses.ranges import FINITE, NOT_NEGATIVE, POSITIVE, Range
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +26,11 @@ if TYPE_CHECKING:
     from grpo_core.loss import LossOutput
 
 
-def _option(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"meaning": meaning})
+def _option(default: Any, meaning: str, within: Range = FINITE) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "within": within})
+
+
+FACTOR = Range(at_least=0, why="since a negative factor would push the policy away")
 
 
 @frozen(kw_only=True)
@@ -41,21 +46,26 @@ class Terms:
         '"sequence_truncate", "sequence_mask" (the product over a rollout), "geometric_mask" (rollouts whose '
         'geometric mean is outside of the bounds are dropped) or "off".',
     )
-    importance_floor: float = _option(0.0, "lower bound of the importance weight.")
-    importance_cap: float = _option(2.0, "upper bound of the importance weight.")
+    importance_floor: float = _option(0.0, "lower bound of the importance weight.", NOT_NEGATIVE)
+    importance_cap: float = _option(
+        2.0, "upper bound of the importance weight.", Range(above=0, infinite=True)
+    )
     off_policy_limit: float | None = _option(
         None,
         "rollouts with a negative advantage are not trained by the objective if their mean of generation "
         "minus policy logprobs is above this; None trains all.",
+        POSITIVE,
     )
     on_policy: bool = _option(
         False, "the policy itself stands for the proximal one, so that every ratio is 1; one update per step."
     )
     top_entropy: float | None = _option(
-        None, "the objective trains only this share of an update's tokens, those of highest entropy."
+        None,
+        "the objective trains only this share of an update's tokens, those of highest entropy.",
+        Range(above=0, at_most=1, why="since it is a share of tokens"),
     )
     kl_coefficient: float = _option(
-        0.0, "factor of the KL divergence to the reference model; 0 needs no reference model."
+        0.0, "factor of the KL divergence to the reference model; 0 needs no reference model.", FACTOR
     )
     kl_estimator: Literal["k1", "k2", "k3"] = _option("k3", "estimate of the KL divergence.")
     kl_in: Literal["loss", "reward"] = _option(
@@ -69,13 +79,16 @@ class Terms:
         'estimate), "ratio" (times the ratio of the objective) or "generation" (times policy / generation).',
     )
     kl_input_clamp: float | None = _option(
-        None, "difference of logprobs at which the estimate is clamped and loses its gradient."
+        None, "difference of logprobs at which the estimate is clamped and loses its gradient.", POSITIVE
     )
-    kl_output_clamp: float | None = _option(None, "value at which the weighted estimate is clamped.")
+    kl_output_clamp: float | None = _option(
+        None, "value at which the weighted estimate is clamped.", POSITIVE
+    )
     teacher_coefficient: float = _option(
         0.0,
         "factor of the reverse KL divergence to the teacher, in the advantage of each token or as a term of "
         "the loss; 0 needs no teacher.",
+        FACTOR,
     )
     teacher_in: Literal["advantage", "loss"] = _option(
         "advantage",
@@ -83,10 +96,14 @@ class Terms:
         'advantage of each token, or the divergence is a term of the loss ("loss"; k3, with its gradient).',
     )
     teacher_clip: float | None = _option(
-        None, "bound of the difference of logprobs to the teacher, on both sides; None has no bound."
+        None,
+        "bound of the difference of logprobs to the teacher, on both sides; None has no bound.",
+        POSITIVE,
     )
     reward_coefficient: float = _option(
-        1.0, "factor of the advantages of rewards; 0 learns from the teacher alone."
+        1.0,
+        "factor of the advantages of rewards; 0 learns from the teacher alone.",
+        Range(at_least=0, why="since a negative factor would reward failures"),
     )
     entropy_coefficient: float = _option(
         0.0, "factor of the entropy's mean over the update's tokens, which the loss raises."
@@ -96,12 +113,15 @@ class Terms:
         "entropy in nats near which a changing factor holds the policy: it begins with entropy_coefficient, "
         "rises after an update at or below the target, falls after others, and applies only at or below it; "
         "None keeps the factor.",
+        POSITIVE,
     )
-    entropy_delta: float = _option(0.005, "change of the factor after an update, with entropy_target.")
+    entropy_delta: float = _option(
+        0.005, "change of the factor after an update, with entropy_target.", POSITIVE
+    )
     entropy_min: float = _option(0.0, "lower bound of the factor, with entropy_target.")
     entropy_max: float = _option(1.0, "upper bound of the factor, with entropy_target.")
     nll_coefficient: float = _option(
-        0.0, "factor of the negative logprobs' mean over the tokens of right rollouts (VAPO)."
+        0.0, "factor of the negative logprobs' mean over the tokens of right rollouts (VAPO).", FACTOR
     )
 
 
@@ -121,13 +141,21 @@ ObjectiveFunction = Callable[..., Objective]
 
 
 def composed(
-    *, defaults: Mapping[str, Any] | None = None, allowed: Mapping[str, tuple[Any, ...]] | None = None
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    allowed: Mapping[str, tuple[Any, ...]] | None = None,
+    within: Mapping[str, Range] | None = None,
+    lacks: Collection[Lack] = (),
 ) -> Callable[[ObjectiveFunction], Callable[..., LossOutput]]:
     """Make a loss of an objective, with the options of ``Terms`` beside its own.
 
     Args:
         defaults: other defaults of shared options.
         allowed: the values of shared options that the objective allows, where it does not allow all.
+        within: the numbers that the objective's own options may be; others may be all finite numbers.
+        lacks: "ratio" if the objective has no ratio of policy to proximal logprobs or another bound, so that
+            it trains one update for each step; "proximal" if only importance weights may depend on the
+            proximal logprobs.
     """
     shared = attrs.fields_dict(Terms)
     other = defaults or {}
@@ -150,7 +178,10 @@ def composed(
         ]
         loss.__signature__ = inspect.Signature([*mine, *parameters])  # type: ignore[attr-defined]
         loss.__doc__ = _documented(objective)
-        return _declared(loss, allowed or {})
+        ranges = {name: attribute.metadata["within"] for name, attribute in shared.items()}
+        return _declared(
+            loss, Declared(allowed=allowed or {}, ranges={**ranges, **(within or {})}, lacks=lacks)
+        )
 
     return make
 
@@ -162,9 +193,7 @@ def _documented(objective: ObjectiveFunction) -> str:
     return "\n".join([own, *lines])
 
 
-def _declared(
-    loss: Callable[..., LossOutput], allowed: Mapping[str, tuple[Any, ...]]
-) -> Callable[..., LossOutput]:
+def _declared(loss: Callable[..., LossOutput], declared: Declared) -> Callable[..., LossOutput]:
     """Declare what the shared options need, and what cannot be combined."""
     parameters = inspect.signature(loss).parameters
     if "ratio" in parameters:
@@ -180,11 +209,7 @@ def _declared(
 
     def check(given: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
         full = {name: p.default for name, p in parameters.items() if p.default is not p.empty} | dict(given)
-        for name, values in allowed.items():
-            if full[name] not in values:
-                listed = " or ".join(repr(value) for value in values)
-                yield f"{name} = {full[name]!r}: this loss corrects in its own way; expected {listed}"
-        yield from _problems(given, full, setting)
+        return problems(given, full, setting, declared)
 
     return options_checked_by(check)(loss)
 
@@ -335,82 +360,3 @@ def _kl_of_reward(inputs: LossInputs, terms: Terms, metrics: dict[str, Tensor]) 
     )
     metrics["kl"] = kl
     return terms.kl_coefficient * kl
-
-
-# ---------------------------------------------------------------------------------- what cannot be combined
-
-
-def _problems(given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSetting) -> Iterator[str]:
-    """Say what is wrong with the options: those given, and all with their defaults."""
-    yield from _problems_of_correction(given, full, setting)
-    yield from _problems_of_kl(given, full)
-    yield from _problems_of_teacher(given, full)
-    yield from _problems_of_entropy(given, full)
-    if full["top_entropy"] is not None and not 0 < full["top_entropy"] <= 1:
-        yield f"top_entropy = {full['top_entropy']}: it is a share of tokens, above 0 and at most 1"
-    if (cap := full.get("dual_clip")) is not None and cap <= 1:
-        yield f"dual_clip = {cap}: it has to be more than 1, or it would remove the gradient at ratio 1"
-    if (cap := full.get("ratio_cap")) is not None and cap <= 1:
-        yield f"ratio_cap = {cap}: it has to be more than 1, or it would remove the gradient at ratio 1"
-    if (limit := full["off_policy_limit"]) is not None and limit <= 0:
-        yield f"off_policy_limit = {limit}: it has to be above 0"
-    for name in ("nll_coefficient", "kl_coefficient", "teacher_coefficient"):
-        if full[name] < 0:
-            yield f"{name} = {full[name]}: a negative factor would push the policy away"
-
-
-def _problems_of_correction(
-    given: Mapping[str, Any], full: Mapping[str, Any], setting: LossSetting
-) -> Iterator[str]:
-    bounds = {"importance_floor", "importance_cap"} & set(given)
-    if full["correction"] == "off" and bounds:
-        yield f"{min(bounds)} bounds a weight that correction = 'off' does not compute: leave one of them out"
-    elif (
-        setting.proximal == "generation" and (bounds or "correction" in given) and full["correction"] != "off"
-    ):
-        yield (
-            f"correction = {full['correction']!r} does nothing with trainer.proximal = 'generation': "
-            "proximal / generation is 1. Leave it out, or recompute the proximal logprobs"
-        )
-    if full["importance_floor"] > full["importance_cap"]:
-        floor, cap = full["importance_floor"], full["importance_cap"]
-        yield f"importance_floor = {floor} is above importance_cap = {cap}"
-    if full["on_policy"] and setting.updates_per_step > 1:
-        yield (
-            f"on_policy makes every ratio 1, and nothing would bound {setting.updates_per_step} updates of a "
-            "step: set trainer.updates_per_step = 1"
-        )
-
-
-def _problems_of_kl(given: Mapping[str, Any], full: Mapping[str, Any]) -> Iterator[str]:
-    of_kl = sorted(name for name in given if name.startswith("kl_") and name != "kl_coefficient")
-    if of_kl and not full["kl_coefficient"]:
-        yield f"{of_kl[0]} does nothing without kl_coefficient"
-    if full["kl_in"] == "reward" and "kl_weight" in given:
-        yield 'kl_weight weights a term of the loss, and kl_in = "reward" has none'
-
-
-def _problems_of_teacher(given: Mapping[str, Any], full: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("teacher_in", "teacher_clip"):
-        if name in given and not full["teacher_coefficient"]:
-            yield f"{name} does nothing without teacher_coefficient"
-    if (clip := full["teacher_clip"]) is not None and clip <= 0:
-        yield f"teacher_clip = {clip}: it has to be above 0"
-    if full["reward_coefficient"] < 0:
-        yield f"reward_coefficient = {full['reward_coefficient']}: a negative factor would reward failures"
-    if not full["reward_coefficient"] and not full["teacher_coefficient"]:
-        yield "reward_coefficient = 0 without teacher_coefficient leaves nothing to learn from"
-
-
-def _problems_of_entropy(given: Mapping[str, Any], full: Mapping[str, Any]) -> Iterator[str]:
-    if full["entropy_target"] is None:
-        for name in ("entropy_delta", "entropy_min", "entropy_max"):
-            if name in given:
-                yield f"{name} does nothing without entropy_target"
-        return
-    for name in ("entropy_target", "entropy_delta"):
-        if full[name] <= 0:
-            yield f"{name} = {full[name]}: it has to be above 0"
-    low, begin, high = (full[f"entropy_{name}"] for name in ("min", "coefficient", "max"))
-    if not low <= begin <= high:
-        yield f"entropy_coefficient = {begin} is not between entropy_min = {low} and entropy_max = {high}"

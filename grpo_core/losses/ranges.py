@@ -1,0 +1,52 @@
+"""The numbers that an option of a loss may be."""
+
+from __future__ import annotations
+
+import math
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class Range:
+    """The numbers that an option may be: finite ones, between bounds."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    infinite: bool = False
+    """Whether it may be infinite, as an upper bound that bounds nothing."""
+    why: str = ""
+    """The reason, as the end of a sentence."""
+
+    def problem(self, name: str, value: float) -> str | None:
+        """Say what is wrong with the value of the option, or return None."""
+        if math.isnan(value) or not (self.infinite or math.isfinite(value)):
+            return f"{name} = {value}: it has to be a finite number"
+        if (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+        ):
+            return None
+        return f"{name} = {value}: it has to be {self}" + (f", {self.why}" if self.why else "")
+
+    def __str__(self) -> str:
+        if self.at_least is not None and self.at_most is not None:
+            return f"from {self.at_least:g} to {self.at_most:g}"
+        bounds = [
+            f"{words} {bound:g}"
+            for words, bound in (
+                ("at least", self.at_least),
+                ("above", self.above),
+                ("at most", self.at_most),
+            )
+            if bound is not None
+        ]
+        return " and ".join(bounds) or "a finite number"
+
+
+FINITE = Range()
+SHARE = Range(at_least=0, at_most=1)
+POSITIVE = Range(above=0)
+NOT_NEGATIVE = Range(at_least=0)
