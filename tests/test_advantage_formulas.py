@@ -107,6 +107,21 @@ def test_where_the_numbers_differ_float32_has_lost_the_variance(name: str) -> No
     assert ours(case)[1][0] == pytest.approx(found, rel=1e-5)
 
 
+@pytest.mark.parametrize("case", NEMO["baselines"], ids=["binary", "leave-one-out", "small"])
+def test_baselines_and_deviations_are_those_of_nemo_rl(case: dict[str, Any]) -> None:
+    """Where float32 has lost a small variance, NeMo RL's deviation is 0."""
+    rewards, alone = by_group(case, case["rewards"]), case["leave_one_out"]
+    scale: Any = "others" if alone else "group"
+    centred, scaled = (
+        in_order(case, formulas.group(rewards, scale=kind, leave_one_out=alone)) for kind in ("none", scale)
+    )
+    assert len(case["rewards"]) == len(case["baseline"]) == len(case["std"]) == 8
+    for i, (difference, ratio) in enumerate(zip(centred, scaled, strict=True)):
+        deviation = difference / ratio if ratio else 0.0
+        assert case["rewards"][i] - difference == pytest.approx(case["baseline"][i], abs=1e-6)
+        assert deviation == pytest.approx(case["std"][i], abs=1e-6 if case["std"][i] else 1e-4)
+
+
 # ---------------------------------------------------------------------------------- TRL's conventions
 
 
@@ -140,6 +155,17 @@ def test_gdpo_with_two_epsilons_is_normalize_then_sum_of_trl(step: list[list[tup
     found = formulas.gdpo(given, weights={"a": 1.0, "b": 0.5}, epsilon=1e-4, batch_epsilon=1e-4)
     for row, row_expected in zip(found, expected.tolist(), strict=True):
         assert row == pytest.approx(row_expected, abs=1e-7)
+
+
+@pytest.mark.long
+@given(st.lists(st.lists(st.tuples(rewards, rewards), min_size=4, max_size=4), min_size=1, max_size=3))
+def test_group_of_weighted_sums_is_sum_then_normalize_of_trl(step: list[list[tuple[float, float]]]) -> None:
+    weights = {"a": 1.0, "b": 0.5}
+    sums = [[a + 0.5 * b for a, b in row] for row in step]
+    shaped = [[formulas.combine({"a": a, "b": b}, weights) for a, b in row] for row in step]
+    found = formulas.group(shaped, epsilon=1e-4)
+    for row, expected in zip(found, trl(sums, "group"), strict=True):
+        assert row == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_asynchronous_trainer_of_trl_divides_by_the_populations_deviation() -> None:
@@ -312,12 +338,31 @@ def test_limits_clip_every_advantage_function() -> None:
         ("group", {"scale": "mean"}, "option 'scale' is 'mean'"),
         ("pass_at_k", {"k": 9}, r"k is 9; expected 1 to 8 \(rollout.group_size\)"),
         ("gdpo", {"batch_epsilon": math.inf}, "batch_epsilon is inf"),
+        ("gdpo", {"weights": {"a": 1.0, "b": math.nan}}, r"weights\.b is nan; expected a finite number"),
+        ("gigpo", {"weight": math.inf}, "weight is inf; expected a finite number"),
+        ("gigpo", {"weight": -1.0}, "weight is -1.0; expected at least 0"),
+        ("pass_at_k", {"success": math.nan}, "success is nan; expected a finite number"),
+        ("group", {"epsilon": math.nan}, "epsilon is nan; expected a finite number"),
+        ("turns", {"discount": math.nan}, "discount is nan; expected"),
+        ("group", {"scale": "none", "epsilon": 0.1}, "epsilon does nothing with scale = 'none'"),
+        ("group", {"scale": "none", "ddof": 0}, "ddof does nothing with scale = 'none'"),
+        ("turns", {"scale": "none", "ddof": 0}, "ddof does nothing with scale = 'none'"),
+        ("gigpo", {"scale": "none", "epsilon": 0.1}, "epsilon does nothing with scale = 'none'"),
+        ("gdpo", {"scale": "none", "epsilon": 0.1}, "epsilon does nothing with scale = 'none'"),
     ],
 )
 def test_values_of_options_are_checked_before_a_run(name: str, options: dict, message: str) -> None:
     host = PluginHost.discover(allow=[])
     with pytest.raises(PluginError, match=message):
         _check_advantage(build([{"advantage": {"name": name, "options": options}}]).advantage, 8, host)
+
+
+def test_the_deviation_of_the_step_has_a_ddof_whatever_divides_the_parts() -> None:
+    options = {"scale": "none", "ddof": 0, "batch_epsilon": 0.1}
+    config = build([{"advantage": {"name": "gdpo", "options": options}}])
+    _check_advantage(config.advantage, 8, PluginHost.discover(allow=[]))
+    parts = [[{"a": 1.0}, {"a": 0.0}, {"a": 0.0}]]
+    assert formulas.gdpo(parts, scale="none", ddof=0) != formulas.gdpo(parts, scale="none", ddof=1)
 
 
 def test_a_limit_that_would_give_equal_rewards_an_advantage_is_refused() -> None:

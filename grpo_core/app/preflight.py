@@ -24,12 +24,15 @@ from grpo_core.config import (
     AuditConfig,
     Config,
     EnvironmentConfig,
+    ShapingConfig,
     TaskConfig,
+    TrainerConfig,
     ValidationConfig,
 )
 from grpo_core.data.samplers import plugin_state
 from grpo_core.errors import ConfigError, did_you_mean
 from grpo_core.interpreters import Interpreter, from_here
+from grpo_core.loop.dynamic import EQUAL_REWARDS, short_name
 from grpo_core.loop.endings import Goal
 from grpo_core.loop.metrics import COMPARED, documented
 from grpo_core.loss import LossSetting, needs_of, problems_of
@@ -64,7 +67,9 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     if trains:
         _check_teacher(config, host)
     host.check_options("optimizer", config.optimizer.name, config.optimizer.options)
-    host.check_values("optimizer", config.optimizer.name, config.optimizer.options)
+    host.check_values(
+        "optimizer", config.optimizer.name, config.optimizer.options, betas=config.trainer.betas
+    )
     _check_lora(config)
     _check_ranks(config, host)
     _check_offload(config)
@@ -73,6 +78,8 @@ def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
     _check_best(config)
     _check_goal(config)
     _check_filters(config, host)
+    _check_by_turn(config, host)
+    _check_idle(config)
     make_shaping(config.shaping, max_tokens=config.rollout.max_tokens)
     _check_strategy(config.validation, host)
     for name in config.validation.sets:
@@ -361,6 +368,52 @@ def _check_filters(config: Config, host: PluginHost) -> None:
     for name, options in config.filters.items():
         host.check_options("filter", name, options)
         host.check_values("filter", name, options, group_size=config.rollout.group_size)
+
+
+def _check_by_turn(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError if groups are filtered from which advantages by turn learn."""
+    equal = [name for name in config.filters if short_name(name) == EQUAL_REWARDS]
+    if not equal and not config.dynamic_sampling.enabled:
+        return
+    name = config.advantage.name
+    if getattr(host.find("advantage", name).load(), "by_turn", False):
+        key = f"[filters.{equal[0]}]" if equal else "dynamic_sampling.enabled = true"
+        raise ConfigError(
+            f"{key} filters groups whose rollouts have equal rewards, and advantage.name = {name!r} learns "
+            "from them where the rewards came at different turns: leave it out; [filters.pass_rate] filters "
+            "prompts that are too easy or too hard"
+        )
+
+
+def _check_idle(config: Config) -> None:
+    """Raise ConfigError for a key that was changed and does nothing without another one."""
+    trainer, shaping, dynamic = config.trainer, config.shaping, config.dynamic_sampling
+    if trainer.lr_schedule == "constant" and trainer.lr_end != (usual := TrainerConfig().lr_end):
+        raise ConfigError(
+            f'trainer.lr_end = {trainer.lr_end:g} does nothing with trainer.lr_schedule = "constant": set '
+            f'lr_schedule to "linear" or "cosine", or leave lr_end at {usual:g}'
+        )
+    usual_shaping = ShapingConfig()
+    for name, value, default in (
+        ("overlong_limit", shaping.overlong_limit, usual_shaping.overlong_limit),
+        ("overlong_penalty", shaping.overlong_penalty, usual_shaping.overlong_penalty),
+    ):
+        if not shaping.overlong_buffer and value != default:
+            raise ConfigError(
+                f"shaping.{name} = {value} does nothing without shaping.overlong_buffer, over whose "
+                "tokens the penalty rises: set it, or leave both out"
+            )
+    if dynamic.tolerance and not dynamic.enabled:
+        raise ConfigError(
+            f"dynamic_sampling.tolerance = {dynamic.tolerance:g} does nothing without "
+            "dynamic_sampling.enabled = true: set it, or leave tolerance out; a filter of [filters] has "
+            "options of its own"
+        )
+    if dynamic.max_extra_groups and not dynamic.enabled and not config.filters:
+        raise ConfigError(
+            f"dynamic_sampling.max_extra_groups = {dynamic.max_extra_groups} does nothing without a filter: "
+            "set dynamic_sampling.enabled = true, or leave it out"
+        )
 
 
 def _check_of_program(key: str, task: TaskConfig, config: EnvironmentConfig, offer: Offer) -> None:

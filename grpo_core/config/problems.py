@@ -98,7 +98,7 @@ def _scalar_problem(kind: type, value: Any) -> str:
         return "" if isinstance(value, bool) else "true or false"
     if kind is str:
         return "" if isinstance(value, str) else "a string"
-    if not number:
+    if not number or (kind is float and value != value):
         return "a number"
     return "a whole number" if kind is int and not float(value).is_integer() else ""
 

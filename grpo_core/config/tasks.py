@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import attrs
@@ -100,6 +101,11 @@ def _range(instance: object, attribute: attrs.Attribute[Any], value: tuple[float
         raise ValueError(f"'{attribute.name}' must be [low, high] with low < high: {list(value)}")
 
 
+def _finite(instance: object, attribute: attrs.Attribute[Any], value: dict[str, float]) -> None:
+    if not all(map(isfinite, value.values())):
+        raise ValueError(f"'{attribute.name}' must be finite numbers: {value}")
+
+
 @frozen(kw_only=True)
 class ShapingConfig:
     """Shaping changes the rewards that advantages compare; metrics and records keep the original ones.
@@ -107,7 +113,7 @@ class ShapingConfig:
     It is applied in the order of the keys.
     """
 
-    weights: dict[str, float] = field(factory=dict)
+    weights: dict[str, float] = field(factory=dict, validator=_finite)
     """The reward is the sum of these parts (`Feedback.metrics`), each times its weight; without parts, the
     environment's reward."""
     source: tuple[float, float] = field(default=(0.0, 0.0), validator=_range)

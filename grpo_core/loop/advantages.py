@@ -8,6 +8,7 @@ rollout.  None masks the rollout: it is not trained and does not count.  A plugi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -45,7 +46,7 @@ def checks_options(check: Callable[..., None]) -> Callable[[_Function], _Functio
 
     Args:
         check: is called with the run's ``group_size`` and the options that the configuration gives; raises
-            ValueError.
+            ValueError.  It may leave ``group_size`` out.
     """
 
     def give(function: _Function) -> _Function:
@@ -76,17 +77,48 @@ class Clipped:
         return str(self.function)
 
 
-def _in_range(*, group_size: int, **options: Any) -> None:
+def by_turn(function: _Function) -> _Function:
+    """Declare that groups whose rollouts have equal rewards teach, if the rewards of their turns differ."""
+    function.by_turn = True  # type: ignore[attr-defined]
+    return function
+
+
+def _in_range(*, weights: Mapping[str, float] | None = None, **options: Any) -> None:
     known = ("scale", "ddof", "epsilon", "batch_epsilon", "floor", "discount")
     formulas.check_ranges(**{name: value for name, value in options.items() if name in known})
+    numbers = options | {f"weights.{part}": weight for part, weight in (weights or {}).items()}
+    for name, value in numbers.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"{name} is {value}; expected a finite number")
+    if options.get("weight", 0) < 0:
+        raise ValueError(f"weight is {options['weight']}; expected at least 0")
+
+
+def _divided(*, scale: str = "group", **options: Any) -> None:
+    _in_range(scale=scale, **options)
+    _refuse_idle(scale, {"ddof", "epsilon"} & set(options))
+
+
+def _divided_parts(*, scale: str = "group", **options: Any) -> None:
+    """Check as ``_divided``; the deviation over the step has a ``ddof``, too."""
+    _in_range(scale=scale, **options)
+    _refuse_idle(scale, {"epsilon"} & set(options))
+
+
+def _refuse_idle(scale: str, given: set[str]) -> None:
+    if scale == "none" and given:
+        raise ValueError(
+            f"{min(given)} does nothing with scale = 'none', which does not divide: leave one of them out"
+        )
 
 
 def _enough(*, group_size: int, k: int = 2, **options: Any) -> None:
+    _in_range(**options)
     if not 1 <= k <= group_size:
         raise ValueError(f"k is {k}; expected 1 to {group_size} (rollout.group_size)")
 
 
-@checks_options(_in_range)
+@checks_options(_divided)
 def group(
     groups: Sequence[Group],
     *,
@@ -142,7 +174,7 @@ def reinforce_plus_plus(
     )
 
 
-@checks_options(_in_range)
+@checks_options(_divided_parts)
 def gdpo(
     groups: Sequence[Group],
     *,
@@ -224,7 +256,8 @@ def pass_at_k(groups: Sequence[Group], *, k: int = 2, success: float | None = No
     return [of_group(each) for each in groups]
 
 
-@checks_options(_in_range)
+@by_turn
+@checks_options(_divided)
 def turns(
     groups: Sequence[Group],
     *,
@@ -250,7 +283,8 @@ def turns(
     return _on_tokens(groups, scores)
 
 
-@checks_options(_in_range)
+@by_turn
+@checks_options(_divided)
 def gigpo(
     groups: Sequence[Group],
     *,

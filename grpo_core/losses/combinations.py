@@ -11,7 +11,7 @@ from grpo_core.loss import LossSetting
 from grpo_core.losses.ranges import FINITE, Range
 
 Lack = Literal["ratio", "proximal"]
-"""A thing that an objective does not have: a ratio, or a use of the proximal logprobs besides importance weights."""
+"""A thing that an objective does not have: a ratio, or a use of the proximal logprobs besides its weights."""
 
 
 @frozen(kw_only=True)

@@ -267,7 +267,8 @@ class PluginHost:
             kind: of the offer.
             name: as the configuration spells it.
             options: as the configuration gives them.
-            known: other values that functions of this kind check, too.
+            known: other values that functions of this kind may check, too; each check gets those that it
+                names.
 
         Raises PluginError with what the check says.
         """
@@ -276,6 +277,8 @@ class PluginHost:
         check = getattr(function, "check_options", None)
         if check is None:
             return
+        named = inspect.signature(check).parameters
+        known = {key: value for key, value in known.items() if key in named}
         try:
             check(**known, **with_paths(function, options))
         except ValueError as error:

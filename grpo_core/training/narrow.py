@@ -10,10 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from grpo_core.errors import ConfigError
-
-LARGEST_BETA2 = 0.99
-"""Largest decay rate of the second moment: with 0.996 and more, bfloat16 rounds its decay away."""
 CHUNK = 1 << 18
 """Numbers of a parameter that are updated at a time on a CPU, where they should stay in a cache."""
 GPU_CHUNK = 1 << 24
@@ -26,18 +22,10 @@ class NarrowAdamW(torch.optim.Optimizer):
     Args:
         groups: as of ``torch.optim.AdamW``.
         eps: number that is added to the root of the second moment.
-
-    Raises ConfigError if the second moment decays too slowly to be rounded.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, eps: float) -> None:
         super().__init__(groups, {"eps": eps})
-        for group in self.param_groups:
-            if group["betas"][1] > LARGEST_BETA2:
-                raise ConfigError(
-                    f"trainer.betas = {list(group['betas'])}: moments of bfloat16 would not decay with "
-                    f"more than {LARGEST_BETA2}; lower it, or leave out optimizer.options.moments"
-                )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

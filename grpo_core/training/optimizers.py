@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from grpo_core.protocols import ParameterGroup
@@ -21,6 +21,8 @@ State = Mapping[str, tuple[tuple[int, ...], str]]
 StateOf = Callable[..., State]
 """A function of (name, shape) of a parameter and the optimizer's options."""
 
+LARGEST_BETA2 = 0.99
+"""Largest decay rate of a second moment of bfloat16, which with 0.996 and more rounds its decay away."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int": 0}
 EMBEDDINGS = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
 """Names of the matrices that are no hidden layers, in the models of transformers."""
@@ -85,6 +87,8 @@ def adamw(
     """
     given = [_with_betas(group) for group in groups]
     if moments == "bfloat16":
+        for group in groups:
+            _check_adamw(moments=moments, eps=eps, betas=group.betas)
         from grpo_core.training.narrow import NarrowAdamW
 
         return [NarrowAdamW(given, eps=eps)]
@@ -230,6 +234,17 @@ def muon(
     return made
 
 
+def _check_adamw(
+    *, moments: str = "float32", betas: Sequence[float] = (0.9, 0.95), eps: float = 1e-8
+) -> None:
+    _check_eps(eps=eps)
+    if moments == "bfloat16" and betas[1] > LARGEST_BETA2:
+        raise ValueError(
+            f"trainer.betas = {list(betas)}: moments of bfloat16 would not decay with more than "
+            f"{LARGEST_BETA2}; lower it, or leave out optimizer.options.moments"
+        )
+
+
 def _check_muon(*, momentum: float = 0.95, ns_steps: int = 5, **options: Any) -> None:
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum}; expected at least 0 and less than 1")
@@ -239,13 +254,14 @@ def _check_muon(*, momentum: float = 0.95, ns_steps: int = 5, **options: Any) ->
 
 
 def _check_eps(*, eps: float = 1e-8, **options: Any) -> None:
-    if eps < 0:
-        raise ValueError(f"eps is {eps}; expected at least 0")
+    if not 0 <= eps < inf:
+        raise ValueError(f"eps is {eps}; expected a finite number >= 0")
 
 
 adamw.takes_parts = True  # type: ignore[attr-defined]  # with trainer.ranks each holds parts of parameters
 muon.check_options = _check_muon  # type: ignore[attr-defined]
-for _adamw in (adamw, adamw_8bit, adamw_torchao):
+adamw.check_options = _check_adamw  # type: ignore[attr-defined]
+for _adamw in (adamw_8bit, adamw_torchao):
     _adamw.check_options = _check_eps  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,129 @@
+"""A key that does nothing where it stands, or works against another one, is refused before a run starts."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+from grpo_core.app import preflight
+from grpo_core.config import build
+from grpo_core.errors import ConfigError, PluginError
+from grpo_core.plugins.host import PluginHost
+
+
+@pytest.fixture(scope="module")
+def host() -> PluginHost:
+    return PluginHost.discover()
+
+
+def checked(host: PluginHost, table: dict[str, Any]) -> None:
+    start = {"model": {"path": "tiny"}, "tasks": {"sort": {"env": "math:sort"}}}
+    preflight.check(build([start, table]), host)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"trainer": {"lr_end": 0.5}},
+            r"trainer\.lr_end = 0\.5 does nothing with .*lr_schedule = \"constant\"",
+        ),
+        ({"shaping": {"overlong_limit": 10}}, r"shaping\.overlong_limit = 10 does nothing without .*_buffer"),
+        ({"shaping": {"overlong_penalty": 2.0}}, r"overlong_penalty = 2\.0 does nothing without .*_buffer"),
+        ({"dynamic_sampling": {"tolerance": 0.1}}, r"tolerance = 0\.1 does nothing without .*enabled = true"),
+        (
+            {"dynamic_sampling": {"tolerance": 0.1}, "filters": {"pass_rate": {"high": 0.9}}},
+            r"tolerance = 0\.1 does nothing without .*; a filter of \[filters\] has options of its own",
+        ),
+        (
+            {"dynamic_sampling": {"max_extra_groups": 5}},
+            r"max_extra_groups = 5 does nothing without a filter",
+        ),
+        (
+            {"dynamic_sampling": {"enabled": False, "max_extra_groups": 5}},
+            r"max_extra_groups = 5 does nothing without a filter: .*or leave it out",
+        ),
+        (
+            {"advantage": {"name": "turns"}, "dynamic_sampling": {"enabled": True}},
+            r"dynamic_sampling\.enabled = true .*advantage\.name = 'turns' learns from.* leave it out",
+        ),
+        (
+            {"advantage": {"name": "gigpo"}, "filters": {"equal_rewards": {}}},
+            r"\[filters\.equal_rewards\] .*advantage\.name = 'gigpo' learns from",
+        ),
+        ({"advantage": {"clip_low": nan}}, r"'advantage\.clip_low': expected a number, got nan"),
+        ({"advantage": {"clip_high": nan}}, r"'advantage\.clip_high': expected a number, got nan"),
+        ({"shaping": {"weights": {"a": nan}}}, r"'shaping\.weights\.a': expected a number, got nan"),
+        ({"shaping": {"weights": {"a": inf}}}, r"'weights' must be finite numbers"),
+        ({"shaping": {"source": [nan, 1.0]}}, r"'shaping\.source\.0': expected a number, got nan"),
+    ],
+    ids=str,
+)
+def test_a_key_without_effect_is_refused(host: PluginHost, table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(host, table)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"trainer": {"lr_schedule": "cosine", "lr_end": 0.5}},
+        {"shaping": {"overlong_buffer": 5, "overlong_limit": 10, "overlong_penalty": 2.0}},
+        {"dynamic_sampling": {"enabled": True, "tolerance": 0.1, "max_extra_groups": 5}},
+        {"dynamic_sampling": {"max_extra_groups": 5}, "filters": {"pass_rate": {"high": 0.9}}},
+        {"advantage": {"name": "turns"}, "filters": {"pass_rate": {"high": 0.9}}},
+        {"advantage": {"name": "group"}, "filters": {"equal_rewards": {}}},
+        {"advantage": {"clip_low": -inf, "clip_high": inf}},
+    ],
+    ids=str,
+)
+def test_the_same_key_is_taken_where_it_has_an_effect(host: PluginHost, table: dict[str, Any]) -> None:
+    checked(host, table)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "betas", "message"),
+    [
+        ("adamw", {"moments": "bfloat16"}, [0.9, 0.999], r"trainer\.betas = \[0\.9, 0\.999\]: moments of"),
+        ("adamw", {"eps": nan}, [0.9, 0.95], "eps is nan"),
+        ("muon", {"momentum": nan}, [0.9, 0.95], "momentum is nan"),
+    ],
+)
+def test_an_optimizer_that_could_not_be_made_is_refused(
+    host: PluginHost, name: str, options: dict[str, Any], betas: list[float], message: str
+) -> None:
+    table = {"optimizer": {"name": name, "options": options}, "trainer": {"betas": betas}}
+    with pytest.raises(PluginError, match=message):
+        checked(host, table)
+
+
+@pytest.mark.parametrize(
+    ("options", "betas"), [({"moments": "bfloat16"}, [0.9, 0.99]), ({}, [0.9, 0.999])], ids=str
+)
+def test_moments_of_bfloat16_are_taken_where_they_decay(
+    host: PluginHost, options: dict[str, Any], betas: list[float]
+) -> None:
+    checked(host, {"optimizer": {"options": options}, "trainer": {"betas": betas}})
+
+
+OPTIMIZER = """
+def sgd(groups, *, nesterov=False):
+    raise NotImplementedError
+
+def check(*, nesterov=False):
+    if nesterov:
+        raise ValueError("nesterov is true")
+
+sgd.check_options = check
+"""
+
+
+def test_a_check_is_told_only_what_it_asks_for(host: PluginHost, tmp_path: Any) -> None:
+    """An optimizer whose check does not name the betas is checked without them."""
+    (tmp_path / "mine.py").write_text(OPTIMIZER)
+    name = f"{tmp_path}/mine.py:sgd"
+    checked(host, {"optimizer": {"name": name}})
+    with pytest.raises(PluginError, match="nesterov is true"):
+        checked(host, {"optimizer": {"name": name, "options": {"nesterov": True}}})
