@@ -14,7 +14,7 @@ from test_trainer import batch, ragged, row, same, save, scores, setup, with_tok
 from torch import Tensor
 
 from grpo_core.app import preflight
-from grpo_core.config import LossConfig, build
+from grpo_core.config import LossConfig, TeacherConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError
 from grpo_core.plugins.host import PluginHost
@@ -27,6 +27,7 @@ from grpo_core.training.trainer import TorchTrainer, interpolated
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("models") / "m"
     tiny.make_tiny_model(directory, (), width=16, layers=1, warm_start_steps=0)
+    tiny.make_tiny_model(directory.with_name("teacher"), (), width=16, layers=1, warm_start_steps=0, seed=1)
     return str(directory)
 
 
@@ -51,15 +52,19 @@ def trained(
     name: str = "grpo",
     budget: int = 8192,
     config: Any = None,
+    packing: Any = "auto",
     **options: Any,
 ) -> tuple[list[Tensor], float]:
     """The gradient of one step in float64, and the metric ``loss``."""
     given = attrs.evolve(
-        setup(model, tokens_per_microbatch=budget, max_grad_norm=1e9, lr=1e-9),
+        setup(model, tokens_per_microbatch=budget, packing=packing, max_grad_norm=1e9, lr=1e-9),
         loss=LossConfig(name=name, options=options, **(config or {})),
     )
+    if name == "distillation":
+        given = attrs.evolve(given, teacher=TeacherConfig(path=str(Path(model).with_name("teacher"))))
     trainer = TorchTrainer(given)
-    for scorer in (trainer.model.policy, trainer.model.reference):
+    teacher = trainer._teacher and trainer._teacher._scorer
+    for scorer in (trainer.model.policy, trainer.model.reference, teacher):
         if scorer is not None:
             scorer.module.double()
     metrics = trainer.step(batch(rows)).metrics
@@ -81,6 +86,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("vespo", {"entropy_coefficient": 0.05}),
     ("reinforce", {"off_policy_limit": 0.4}),
     ("dppo", {}),
+    ("distillation", {"nll_coefficient": 0.2, "reward_coefficient": 0.5}),
 ]
 
 
@@ -110,6 +116,26 @@ def test_the_gradient_does_not_depend_on_how_an_update_is_split_or_ordered(
         assert again == pytest.approx(loss, abs=1e-6)
         for mine, theirs in zip(one, other, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[name for name, _ in OPTIONS])
+def test_packed_rows_have_the_gradient_of_padded_rows_with_every_loss(
+    model: str, name: str, options: dict[str, Any]
+) -> None:
+    rows, config = of_two_segments(), {"aggregation": "sequence"}
+    padded, loss = trained(model, rows, name=name, config=config, packing=False, **options)
+    assert max(float(gradient.abs().max()) for gradient in padded) > 1e-4
+    for budget in (1, 8192):
+        packed, again = trained(model, rows, name=name, config=config, packing=True, budget=budget, **options)
+        assert again == pytest.approx(loss, abs=1e-6)
+        for mine, theirs in zip(padded, packed, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_every_loss_of_the_core_is_among_them() -> None:
+    offered = PluginHost.discover(()).plugins[0].offers["loss"]
+    assert {name for name, _ in OPTIONS} == set(offered)
 
 
 PLUGIN = """

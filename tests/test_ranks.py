@@ -19,7 +19,7 @@ import transformers
 from test_cli import grpo, steps_done
 from test_trainer import batch, ragged, setup, with_tokens
 
-from grpo_core.config import LoraConfig, OptimizerConfig
+from grpo_core.config import LoraConfig, OptimizerConfig, TeacherConfig
 from grpo_core.demo import tiny
 from grpo_core.errors import CheckpointError, DeadlineExceeded, TrainerError
 from grpo_core.records import Batch
@@ -54,6 +54,16 @@ def with_row(given: Batch, place: int, *, logprob: float | None = None, advantag
     rows = list(given.rows)
     rows[place] = attrs.evolve(row, advantage=advantage)
     return attrs.evolve(given, rows=tuple(rows))
+
+
+def with_a_rollout_of_two_rows(given: Batch) -> Batch:
+    """The batch whose last two rows are one rollout, which is right."""
+    last = given.rows[-1]
+    whole = [
+        attrs.evolve(each, rollout=7, group=last.group, advantage=last.advantage, correct=True)
+        for each in given.rows[-2:]
+    ]
+    return attrs.evolve(given, rows=(*given.rows[:-2], *whole))
 
 
 @contextlib.asynccontextmanager
@@ -102,6 +112,17 @@ FULL: dict[str, Any] = {
 """A loss that needs a reference that moves, entropies, and all entropies of an update."""
 
 
+BY_SEQUENCE: dict[str, Any] = {
+    "name": "gspo",
+    "loss": {"correction": "sequence_truncate", "entropy_target": 4.7},
+    "aggregation": "sequence",
+}
+"""A rollout of two rows is scored as a whole, and all ranks have the same factor of the entropy."""
+TAUGHT: dict[str, Any] = {
+    "name": "distillation",
+    "loss": {"nll_coefficient": 0.2, "reward_coefficient": 0.5},
+}
+"""A teacher scores the rows of each rank, and the tokens of right rollouts are counted over all ranks."""
 LEAN: dict[str, Any] = {"activations": "recompute", "packing": True, "aggregation": "constant"}
 ADAPTERS: dict[str, Any] = {
     "lora": LoraConfig(rank=4, alpha=8),
@@ -116,14 +137,19 @@ NARROW: dict[str, Any] = {"moments": "bfloat16"}
 def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
     chosen = {**kind, **options}
     moments, aggregation = chosen.pop("moments", "float32"), chosen.pop("aggregation", "token")
-    lora = chosen.pop("lora", None)
+    lora, name = chosen.pop("lora", None), chosen.pop("name", "grpo")
+    teacher = chosen.pop("teacher", "")
     given = attrs.evolve(setup(model, updates_per_step=2, **chosen), max_non_finite=0.5)
     given = attrs.evolve(
         given,
         optimizer=OptimizerConfig(options={"moments": moments}),
         model=attrs.evolve(given.model, lora=lora),
+        teacher=TeacherConfig(path=teacher if name == "distillation" else ""),
         loss=attrs.evolve(
-            given.loss, aggregation=aggregation, aggregation_constant=8 if aggregation == "constant" else 0
+            given.loss,
+            name=name,
+            aggregation=aggregation,
+            aggregation_constant=8 if aggregation == "constant" else 0,
         ),
     )
     if kind is not FULL:
@@ -142,6 +168,8 @@ def configured(model: str, kind: dict[str, Any], **options: Any) -> Any:
         pytest.param(2, LEAN, True, marks=pytest.mark.nightly),
         pytest.param(2, NARROW, True, marks=pytest.mark.nightly),
         (2, ADAPTERS, False),
+        (2, BY_SEQUENCE, False),
+        pytest.param(2, TAUGHT, True, marks=pytest.mark.nightly),
         pytest.param(3, ADAPTERS, True, marks=pytest.mark.nightly),
     ],
 )
@@ -153,12 +181,12 @@ def test_several_ranks_train_the_weights_that_one_trains(
     A row whose loss is no number is left out of step 1 by all ranks, and so is an update of step 2 whose
     gradient is infinite.
     """
-    path = model if tied else untied
-    given = batches()
+    path, teacher = (model, untied) if tied else (untied, model)
+    given = [with_a_rollout_of_two_rows(each) for each in batches()]
     given[1] = with_row(given[1], 0, logprob=float("nan"))
     given[2] = with_row(given[2], 0, advantage=1e38)
-    alone, one = run(trained(configured(path, kind), given))
-    together, several = run(trained(configured(path, kind, ranks=ranks), given))
+    alone, one = run(trained(configured(path, kind, teacher=teacher), given))
+    together, several = run(trained(configured(path, kind, teacher=teacher, ranks=ranks), given))
     same(alone, together, 5e-5 if kind is NARROW else 1e-6)
     assert one[1].metrics["sequence_error_masked" if kind is FULL else "non_finite_rows"] == 1
     for left, right in zip(one, several, strict=True):
