@@ -15,11 +15,14 @@ import urllib.request
 
 import pytest
 from adapted import AdaptedEngine
+from transformers import AutoTokenizer
 
+import grpo_core
 from grpo_core.testing import (
     ENGINE_LAWS,
     EngineUnderTest,
     check_engine,
+    make_offer,
     make_test_model,
     start_engine,
 )
@@ -46,6 +49,7 @@ ARGUMENTS = [
     *("--logprobs-mode", "processed_logprobs"),
     *("--weight-transfer-config", '{"backend": "grpo_core"}'),
     *("--load-format", "dummy"),
+    *("--chat-template", "{{ messages[0].content }}"),  # the model has none; only a judge's questions need it
     *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
     *("--block-size", "32", "--no-enable-chunked-prefill"),
 ]
@@ -100,6 +104,35 @@ def test_a_server_keeps_the_contract_of_engines(server):
         assert engine.dtype == "float32", "the server was asked"
 
     asyncio.run(story())
+
+
+def test_a_judge_may_ask_the_server_of_the_engine_while_rollouts_run(server):
+    """The policy judges itself; a bias lets a random model say a number, which is its score."""
+    url, model = server
+    seven = AutoTokenizer.from_pretrained(model).encode("7")[0]
+    judge = make_offer(
+        "environment", "judge:openai", plugins=["judge"], rubric="?", template="{{ reply }}", pattern=r"(\d)",
+        url=f"{url}/v1", model=str(model), parameters={"max_tokens": 1, "logit_bias": {str(seven): 100}},
+    )  # fmt: skip
+    prompt = grpo_core.Prompt(messages="1+1=")
+    replies = [[*prompt.messages, {"role": "assistant", "content": str(number)}] for number in range(8)]
+    request = grpo_core.GenerationRequest(prompt_ids=(5, 8, 2), max_tokens=64)
+
+    async def story():
+        engine = await start_engine(HttpEngine, model, url=url)
+        await engine.update_weights(EngineUnderTest(engine=engine, model=model).publish(0))
+        completions, feedback = await asyncio.gather(
+            engine.generate([request] * 8),
+            judge.evaluate([grpo_core.Episode(prompt=prompt, messages=reply) for reply in replies]),
+        )
+        await judge.aclose()
+        await engine.aclose()
+        return completions, feedback
+
+    completions, feedback = asyncio.run(story())
+    assert [each.reward for each in feedback] == [0.7] * 8, feedback[0].error
+    assert len(completions) == 8
+    assert all(set(each.versions) == {0} for each in completions)
 
 
 @pytest.mark.parametrize("kind", [EngineUnderTest, AdaptedEngine], ids=["weights", "adapters"])
