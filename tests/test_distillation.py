@@ -16,7 +16,7 @@ from test_trainer import batch, ragged, same, save, scores, setup, weights
 
 from grpo_core.app import memory, preflight
 from grpo_core.app.paths import with_absolute_paths
-from grpo_core.config import LossConfig, TeacherConfig, build
+from grpo_core.config import LoraConfig, LossConfig, TeacherConfig, build
 from grpo_core.demo import tiny
 from grpo_core.errors import ConfigError, ModelError
 from grpo_core.models import parameters_in, shapes_in
@@ -91,6 +91,22 @@ def test_a_step_trains_what_grpo_trains_with_the_teachers_advantages(models: tup
         torch.testing.assert_close(tensor, weights(plain)[name], rtol=1e-3, atol=1e-5)
     expected = float(np.concatenate([-row.token_advantages for row in given]).mean())  # type: ignore[operator]
     assert metrics["teacher_kl"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.long
+def test_a_run_that_trained_adapters_can_be_the_teacher(models: tuple[str, str], tmp_path: Path) -> None:
+    student, base = models
+    given = setup(base, lr=0.05)
+    trainer = TorchTrainer(attrs.evolve(given, model=attrs.evolve(given.model, lora=LoraConfig(rank=2))))
+    trainer.step(batch(ragged()))
+    save(trainer, tmp_path)
+    adapters = str(tmp_path / "trainer")
+    rows = ragged()
+    expected, _ = trainer.model.score(collate(rows, CPU), 1.0)
+    found = Teacher.load(TeacherConfig(path=adapters), CPU, Passes()).logprobs(collate(rows, CPU), 1.0)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+    table = {"loss": {"name": "distillation"}, "teacher": {"path": adapters}, "model": {"path": student}}
+    preflight.check(build([{"tasks": {"sort": {"env": "math:sort"}}}, table]), PluginHost.discover(None))
 
 
 @pytest.mark.long

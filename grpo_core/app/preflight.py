@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from math import lcm
+from pathlib import Path
 
 from attrs import evolve
 
@@ -42,6 +43,7 @@ from grpo_core.plugins.host import Offer, PluginHost
 from grpo_core.reporting.selection import check_trackers
 from grpo_core.response_formats import check_response_format
 from grpo_core.training.setup import steps_of_profile
+from grpo_core.validation.target import ADAPTERS
 
 
 def check(config: Config, host: PluginHost, *, trains: bool = True) -> None:
@@ -152,8 +154,13 @@ def _check_teacher(config: Config, host: PluginHost) -> None:
             f"teacher.path is {config.teacher.path!r}, and the loss {config.loss.name!r} does not ask it: "
             'set loss.options.teacher_coefficient, or loss.name = "distillation"'
         )
-    if needed:
-        check_path(teacher_model(config.teacher.path))
+    if not needed:
+        return
+    teacher = teacher_model(config.teacher.path)
+    if (Path(teacher).expanduser() / ADAPTERS).is_file():  # transformers adds them to the model they name
+        require_peft()
+    else:
+        check_path(teacher)
 
 
 def _no_task(purpose: str, host: PluginHost) -> ConfigError:
