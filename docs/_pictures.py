@@ -22,7 +22,7 @@ from attrs import define, field
 from grpo_core import events
 from grpo_core.app import launch
 from grpo_core.losses.corrections import Correction, importance_weights
-from grpo_core.planning.commands import Planner
+from grpo_core.planning.commands import Planner, variants_of
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.outcomes import DrawnOutcomes
 from grpo_core.planning.picture import drawn
@@ -324,7 +324,7 @@ def planning() -> str:
         ),
     )
     planner = Planner(config, times, DrawnOutcomes(times.rollout), host, seed=0, steps=20)
-    rows = [planner.row("as configured", {}), *planner.sweep(["pipeline.max_staleness=0,1,4"])]
+    rows = [planner.row("as configured", {}), *planner.rows(variants_of(["pipeline.max_staleness=0,1,4"]))]
     return drawn(rows, len(rows) - 1)
 
 

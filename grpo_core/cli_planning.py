@@ -17,6 +17,8 @@ def simulate(
     time: Strings = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     sweep: Strings = None,
+    cross: Annotated[bool, Parameter(negative="")] = False,
+    price: float | None = None,
     steps: int | None = None,
     seed: int = 0,
     json: bool = False,
@@ -38,6 +40,10 @@ def simulate(
     sweep
         Compare values of a configuration key, as in "engine.workers=1,2,4"; may be repeated.  Default:
         pipeline.max_staleness=0,1,2,4.
+    cross
+        Combine each value of a sweep with each value of the others.
+    price
+        The price of an hour of a GPU; the table then says what 1,000 trained rollouts cost.
     steps
         Number of steps that are simulated.  Default: at most 100, and fewer if they are large.
     seed
@@ -57,6 +63,8 @@ def simulate(
         times_file=times,
         time_settings=time or [],
         sweep=sweep or [],
+        cross=cross,
+        price=commands.at_least_zero("--price", price),
         steps=commands.at_least_one("--steps", steps),
         seed=seed,
         as_json=json,
@@ -71,6 +79,8 @@ def whatif(
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     time: Strings = None,
     sweep: Strings = None,
+    cross: Annotated[bool, Parameter(negative="")] = False,
+    price: float | None = None,
     steps: int | None = None,
     seed: int = 0,
     json: bool = False,
@@ -92,6 +102,10 @@ def whatif(
     sweep
         Compare values of a configuration key, as in "engine.workers=1,2,4"; may be repeated.  Default:
         pipeline.max_staleness=0,1,2,4.
+    cross
+        Combine each value of a sweep with each value of the others.
+    price
+        The price of an hour of a GPU; the table then says what 1,000 trained rollouts cost.
     steps
         Number of steps that are simulated.  Default: at most 100, and fewer if they are large.
     seed
@@ -110,6 +124,8 @@ def whatif(
         settings=set_ or [],
         time_settings=time or [],
         sweep=sweep or [],
+        cross=cross,
+        price=commands.at_least_zero("--price", price),
         steps=commands.at_least_one("--steps", steps),
         seed=seed,
         as_json=json,

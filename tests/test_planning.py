@@ -14,7 +14,7 @@ from grpo_core.errors import ConfigError
 from grpo_core.planning import commands
 from grpo_core.planning.forecast import forecast
 from grpo_core.planning.outcomes import DrawnOutcomes
-from grpo_core.planning.tables import best, table
+from grpo_core.planning.tables import best, cost, table
 from grpo_core.planning.times import Times, read_times
 from grpo_core.plugins.host import PluginHost
 
@@ -172,7 +172,7 @@ def test_a_run_that_fails_says_why(seconds):
 @pytest.mark.long
 def test_the_best_choice_is_the_first_of_those_that_are_about_as_fast(host):
     planner = commands.Planner(config(1), times(), DrawnOutcomes(times().rollout), host, seed=0)
-    rows = planner.sweep([])
+    rows = planner.rows(commands.variants_of([]))
     assert best(rows).name == "pipeline.max_staleness=1"
     assert [row.settings for row in rows][:2] == [
         {"pipeline.max_staleness": 0},
@@ -231,10 +231,117 @@ def test_parts_that_nobody_can_simulate_are_refused():
 
 
 @pytest.mark.parametrize("text", ["max_staleness", "=1,2", "pipeline.max_staleness=1,,2"])
-def test_a_sweep_names_a_key_and_values(host, text):
-    planner = commands.Planner(config(0), times(), DrawnOutcomes(times().rollout), host, seed=0)
+def test_a_sweep_names_a_key_and_values(text):
     with pytest.raises(ConfigError, match=r"^--sweep .*: expected section.key=value,value"):
-        planner.sweep([text])
+        commands.variants_of([text])
+
+
+@pytest.fixture
+def simulate(capsys):
+    """Runs the command with four rollouts a step; returns what it printed on both streams."""
+
+    def simulate(*settings, sweep=(), steps=None, **options):
+        commands.simulate(
+            config_file=None,
+            settings=["trainer.prompts_per_step=2", "rollout.group_size=2", *settings],
+            times_file=None,
+            time_settings=["engine.token=0.1", "trainer.step=3"],
+            sweep=sweep,
+            steps=steps,
+            seed=0,
+            block=[],
+            as_json=False,
+            **options,
+        )
+        return capsys.readouterr()
+
+    return simulate
+
+
+@pytest.mark.parametrize("setting", ["trainer.ranks=1,4", "model.path=a,b", "pipeline_max=1"])
+def test_a_sweep_of_a_key_that_no_service_time_knows_is_refused(simulate, setting):
+    with pytest.raises(ConfigError, match=rf"^{setting.split('=')[0]}: .*service times.*--time"):
+        simulate(sweep=[setting])
+
+
+@pytest.mark.long
+def test_no_value_of_a_key_without_effect_is_the_best(simulate):
+    told = simulate(sweep=["trainer.lr=1e-6,1e-5"])
+    assert "note: no time depends on trainer.lr" in told.err
+    assert "best:" not in told.out
+
+
+@pytest.mark.long
+def test_a_setting_that_the_simulation_does_not_obey_is_noted(simulate):
+    told = simulate("trainer.ranks=4", "trainer.lr=1e-5", sweep=["pipeline.max_staleness=0,1"])
+    assert "note: the simulation does not know what trainer.ranks changes" in told.err
+    assert "note: no time depends on trainer.lr" in told.err
+    assert "best: pipeline.max_staleness=1" in told.out
+
+
+@pytest.mark.parametrize(("staleness", "least"), [(0, 4), (1, 6), (4, 12)])
+def test_steps_that_are_mostly_filled_in_the_warm_up_are_refused(simulate, staleness, least):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^--steps {least - 1}: .*pipeline.max_staleness={staleness}\b.* at least {least}$",
+    ):
+        simulate(f"pipeline.max_staleness={staleness}", sweep=["rollout.group_size=2"], steps=least - 1)
+
+
+def test_the_least_number_of_steps_measures_what_many_steps_measure(host):
+    """Generation alone takes time, so groups of several steps are finished at the same moment."""
+    bursts = times(engine={"rows": 0}, trainer={"step": 0.0})
+    few, many = (
+        commands.Planner(config(4), bursts, DrawnOutcomes(bursts.rollout), host, seed=0, steps=steps)
+        .row("", {})
+        .forecast.seconds_per_step
+        for steps in (12, 102)
+    )
+    assert few == pytest.approx(many, rel=0.02)
+
+
+@pytest.mark.long
+def test_more_steps_are_simulated_if_the_bound_of_staleness_needs_them(simulate):
+    large = ("trainer.prompts_per_step=64", "rollout.group_size=16")
+    assert "pipeline.max_staleness=12" in simulate(*large, sweep=["pipeline.max_staleness=12"]).out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [[], ["rollout.max_tokens=8"], ["rollout.max_tokens=4096"]])
+def test_the_defaults_of_the_lengths_fit_the_limit_of_the_configuration(simulate, settings):
+    assert "note" not in simulate(*settings, sweep=["pipeline.max_staleness=0"]).err
+
+
+@pytest.mark.long
+def test_steps_that_train_more_rollouts_are_compared_by_their_rollouts(simulate):
+    """Doubled groups take a little longer in a step, and train twice the rollouts."""
+    told = simulate("loss.all_rows=true", sweep=["rollout.group_size=2,4"]).out
+    assert "best: rollout.group_size=4, " in told
+    assert "trained rollouts per second: the steps differ in their work" in told
+
+
+@pytest.mark.long
+def test_sweeps_of_two_keys_are_crossed_on_request_and_have_a_price(simulate):
+    keys = ["pipeline.max_staleness=0,1", "engine.workers=1,2"]
+    apart, crossed = (simulate(sweep=keys, cross=cross, price=3.6).out for cross in (False, True))
+    assert [line.split("  ")[0] for line in apart.splitlines()[2:6]] == [
+        *("pipeline.max_staleness=0", "pipeline.max_staleness=1", "engine.workers=1", "engine.workers=2")
+    ]
+    assert [line.split("  ")[0] for line in crossed.splitlines()[2:6]] == [
+        f"pipeline.max_staleness={staleness} engine.workers={workers}"
+        for staleness in (0, 1)
+        for workers in (1, 2)
+    ]
+    assert crossed.splitlines()[0].endswith("cost/1,000 rollouts")
+
+
+def test_rollouts_cost_the_hours_of_all_gpus(host):
+    """Eight rollouts in 4 s, on two engines and a trainer, at 3.60 an hour: 500 s of three GPUs."""
+    setting = config(0, loss={"all_rows": True}, engine={"workers": 2})
+    doubled = times(engine={"rows": 0})
+    row = commands.Planner(setting, doubled, DrawnOutcomes(doubled.rollout), host, seed=0).row("", {})
+    assert row.gpus == 3
+    assert cost(row, 3.6) == pytest.approx(1.5)
 
 
 @pytest.mark.long

@@ -40,7 +40,10 @@ def rows():
     )
     host = PluginHost.discover(None, [])
     planner = Planner(config, TIMES, DrawnOutcomes(TIMES.rollout), host, seed=0, steps=8)
-    return [planner.row("as configured", {}), *planner.sweep(["pipeline.max_staleness=0,1"])]
+    return [
+        planner.row("as configured", {}),
+        *planner.rows(commands.variants_of(["pipeline.max_staleness=0,1"])),
+    ]
 
 
 def boxes(svg, kind):
@@ -115,7 +118,7 @@ def simulate(picture, **given):
         "times_file": None,
         "time_settings": ["rollout.tokens=10", "trainer.step=3"],
         "sweep": ["pipeline.max_staleness=0"],
-        "steps": 4,
+        "steps": 6,
         "seed": 0,
         "as_json": False,
         "block": [],

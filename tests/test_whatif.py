@@ -201,7 +201,7 @@ def test_the_table_says_how_far_the_forecast_is_from_the_run(recorded_run, tmp_p
         settings=["trainer.lr=0.5"],
         time_settings=[],
         sweep=[],
-        steps=10,
+        steps=12,
         seed=0,
         as_json=False,
         block=[],
@@ -271,7 +271,7 @@ def test_longer_completions_than_all_recorded_ones_are_refused(tmp_path, host, a
         ConfigError, match=r"rollout.max_tokens=60: \d+ of \d+ recorded completions were cut off"
     ):
         ask(cut, "rollout.max_tokens=60")
-    assert ask(cut, "rollout.max_tokens=20", steps=4)["rows"]
+    assert ask(cut, "rollout.max_tokens=20", steps=6)["rows"]
 
 
 def test_a_run_without_enough_records_is_refused(recorded_run, tmp_path, ask):

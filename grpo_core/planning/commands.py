@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,21 @@ from grpo_core.complaints import complain, say
 from grpo_core.config import Config, as_table, build, merge, parse_setting, parse_settings, read_toml
 from grpo_core.errors import ConfigError
 from grpo_core.planning.fitting import calibrated, fit, has_queue, without_rows
-from grpo_core.planning.forecast import Forecast, for_steps, forecast, summarise
+from grpo_core.planning.forecast import Forecast, fewest_steps, for_steps, forecast, summarise
 from grpo_core.planning.moments import Moments
 from grpo_core.planning.outcomes import DrawnOutcomes, Outcomes
 from grpo_core.planning.picture import check_writable, write
 from grpo_core.planning.recorded import Recorded, read
-from grpo_core.planning.settings import check_lengths, without_effect
-from grpo_core.planning.tables import Row, as_json, best, table
-from grpo_core.planning.times import Times, read_times
+from grpo_core.planning.settings import (
+    DRAWN,
+    check_comparable,
+    check_lengths,
+    idle,
+    unknown,
+    without_effect,
+)
+from grpo_core.planning.tables import Row, as_json, best, gpus_of, table, work_differs
+from grpo_core.planning.times import Times, fitting, read_times
 from grpo_core.plugins.host import PluginHost
 
 STEPS = 100
@@ -33,6 +43,9 @@ ROLLOUTS = 12_800
 """Number of rollouts that are enough for the means, and take about a second."""
 SWEEP = (0, 1, 2, 4)
 """Values of ``pipeline.max_staleness`` that are compared if no others are given."""
+
+Variant = tuple[str, Mapping[str, Any]]
+"""The name of a line of the table, and the table of its changes of the configuration."""
 
 
 def simulate(
@@ -47,21 +60,27 @@ def simulate(
     as_json: bool,
     block: Sequence[str],
     picture: Path | None = None,
+    cross: bool = False,
+    price: float | None = None,
 ) -> int:
     """Run ``grpo-core simulate``; return the exit status."""
     if picture is not None:
         check_writable(picture)
-    times = read_times(times_file, time_settings)
     tables = [read_toml(config_file)] if config_file else []
-    config, host = configure(tables, parse_settings(settings), block)
+    changes, variants = parse_settings(settings), variants_of(sweep, cross=cross)
+    check_comparable(dict.fromkeys(key for _, each in variants for key in flat(each)))
+    config, host = configure(tables, changes, block)
+    times = read_times(times_file, time_settings, fitting(config.rollout.max_tokens))
+    _note_without_effect(changes, variants)
     if times.rollout.tokens > (limit := config.rollout.max_tokens):
         complain(
             f"note: completions have {times.rollout.tokens:g} tokens on average (rollout.tokens of the "
             f"service times), and rollout.max_tokens of the configuration cuts them off at {limit}"
         )
     planner = Planner(config, times, DrawnOutcomes(times.rollout), host, steps=steps, seed=seed)
-    rows = [planner.row("as configured", {}), *planner.sweep(sweep)]
-    _show(rows, len(rows) - 1, times, as_json=as_json)
+    planner.check([{}, *(each for _, each in variants)])
+    rows = [planner.row("as configured", {}), *planner.rows(variants)]
+    _show(rows, len(rows) - 1, times, as_json=as_json, price=price)
     if picture is not None:
         write(picture, rows, len(rows) - 1)
     return 0
@@ -78,35 +97,58 @@ def whatif(
     as_json: bool,
     block: Sequence[str],
     picture: Path | None = None,
+    cross: bool = False,
+    price: float | None = None,
 ) -> int:
     """Run ``grpo-core whatif``; return the exit status."""
     if picture is not None:
         check_writable(picture)
     recorded = read(directory)
     changes = parse_settings(settings)
-    variants = [flat(merge(changes, parse_setting(each))) for each in variants_of(sweep)]
-    idle = set().union(*(without_effect(each) for each in variants))
-    for each in variants:
-        check_lengths(recorded, each)
+    variants = [(name, merge(changes, each)) for name, each in variants_of(sweep, cross=cross)]
+    unused = set().union(*(without_effect(flat(each)) for _, each in variants))
+    for _, each in variants:
+        check_lengths(recorded, flat(each))
     present = evolve(recorded.config, validation=evolve(recorded.config.validation, sets={}))
     host = PluginHost.discover(present.plugins, block)
     times = _times_of(recorded, present, host, time_settings)
     planner = Planner(
         present, times, recorded.outcomes, host, steps=steps, seed=seed, held_out=len(recorded.validated)
     )
+    planner.check([{}, changes, *(each for _, each in variants)])
     rows = [
-        Row(name="recorded", settings={}, forecast=summarise(recorded.steps), recorded=True),
+        Row(
+            name="recorded",
+            settings={},
+            forecast=summarise(recorded.steps),
+            gpus=gpus_of(present),
+            recorded=True,
+        ),
         planner.row("the same, forecast", {}),
         *([planner.row("with --set", changes)] if changes else []),
     ]
-    alternatives = planner.sweep(sweep, changes)
-    if idle:
-        complain(f"note: no time depends on {', '.join(sorted(idle))}")
-    rows += alternatives
-    _show(rows, len(alternatives), times, as_json=as_json)
+    rows += planner.rows(variants)
+    _note_idle(unused)
+    _show(rows, len(variants), times, as_json=as_json, price=price)
     if picture is not None:
-        write(picture, rows, len(alternatives))
+        write(picture, rows, len(variants))
     return 0
+
+
+def _note_without_effect(changes: Mapping[str, Any], variants: Sequence[Variant]) -> None:
+    """Say which of the given keys change nothing in a simulation with given service times."""
+    given = flat(changes)
+    for key in unknown(given, *DRAWN):
+        complain(
+            f"note: the simulation does not know what {key} changes: it changes no service time; --time "
+            "gives those that you expect"
+        )
+    _note_idle({*idle(given), *idle(key for _, each in variants for key in flat(each))})
+
+
+def _note_idle(keys: Collection[str]) -> None:
+    if keys:
+        complain(f"note: no time depends on {', '.join(sorted(keys))}")
 
 
 def _times_of(recorded: Recorded, present: Config, host: PluginHost, settings: Sequence[str]) -> Times:
@@ -150,16 +192,31 @@ class Planner:
     """Number of rollouts of a validation, if it is not that of the configuration."""
     _made: list[tuple[Config, Forecast, Moments]] = field(init=False, factory=list)
 
+    def check(self, variants: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ConfigError for the first of these changes that cannot be simulated."""
+        for changes in variants:
+            self._configured(changes)
+
     def row(self, name: str, changes: Mapping[str, Any]) -> Row:
         """Return the forecast for the configuration with changes, which are a table."""
+        config = self._configured(changes)
+        found, moments = self._forecast(config)
+        return Row(name=name, settings=flat(changes), forecast=found, gpus=gpus_of(config), moments=moments)
+
+    def rows(self, variants: Iterable[Variant]) -> list[Row]:
+        """Return a forecast for each variant."""
+        return [self.row(*each) for each in variants]
+
+    def _configured(self, changes: Mapping[str, Any]) -> Config:
         config = build([merge(as_table(self.config), changes)]) if changes else self.config
         refuse_unknown_parts(config)
-        found, moments = self._forecast(config)
-        return Row(name=name, settings=flat(changes), forecast=found, moments=moments)
-
-    def sweep(self, given: Sequence[str], onto: Mapping[str, Any] | None = None) -> list[Row]:
-        """Return a forecast for each value of each key; by default for some of ``max_staleness``."""
-        return [self.row(each, merge(onto or {}, parse_setting(each))) for each in variants_of(given)]
+        staleness = config.pipeline.max_staleness
+        if self.steps is not None and self.steps < (least := fewest_steps(staleness)):
+            raise ConfigError(
+                f"--steps {self.steps}: so few steps show how the pipeline is filled, and not how long "
+                f"a step takes; a forecast with pipeline.max_staleness={staleness} needs at least {least}"
+            )
+        return config
 
     def _forecast(self, config: Config) -> tuple[Forecast, Moments]:
         for known, found, moments in self._made:
@@ -185,7 +242,8 @@ class Planner:
 def enough_steps(config: Config) -> int:
     """Return a number of steps after which the means hardly change; the run itself may have fewer."""
     rollouts = config.trainer.prompts_per_step * config.rollout.group_size
-    return min(STEPS, max(FEWEST, ROLLOUTS // rollouts))
+    fewest = max(FEWEST, fewest_steps(config.pipeline.max_staleness))
+    return max(fewest, min(STEPS, ROLLOUTS // rollouts))
 
 
 def at_least_one(option: str, value: int | None) -> int | None:
@@ -195,10 +253,27 @@ def at_least_one(option: str, value: int | None) -> int | None:
     return value
 
 
-def variants_of(sweep: Sequence[str]) -> list[str]:
-    """Return a setting for each value of each key; by default some values of ``max_staleness``."""
-    given = [each for text in sweep for each in _values(text)]
-    return given or [f"pipeline.max_staleness={value}" for value in SWEEP]
+def at_least_zero(option: str, value: float | None) -> float | None:
+    """Return the value of an option.  Raises ConfigError if it is given and below 0, or no number."""
+    if value is not None and not 0 <= value < math.inf:
+        raise ConfigError(f"{option} is {value}; expected a number that is not below 0")
+    return value
+
+
+def variants_of(sweep: Sequence[str], *, cross: bool = False) -> list[Variant]:
+    """Return a variant for each value of each key; by default for some values of ``max_staleness``.
+
+    Args:
+        cross: each value of a key is combined with each value of the others.
+    """
+    given: list[tuple[str, ...]]
+    if not sweep:
+        given = [(f"pipeline.max_staleness={value}",) for value in SWEEP]
+    elif cross:
+        given = list(itertools.product(*(_values(text) for text in sweep)))
+    else:
+        given = [(each,) for text in sweep for each in _values(text)]
+    return [(" ".join(each), functools.reduce(merge, map(parse_setting, each))) for each in given]
 
 
 def _values(text: str) -> list[str]:
@@ -219,27 +294,39 @@ def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _show(rows: Sequence[Row], compared: int, times: Times, *, as_json: bool) -> None:
-    """Print the rows; the last ``compared`` ones are alternatives."""
+def _show(
+    rows: Sequence[Row], compared: int, times: Times, *, as_json: bool, price: float | None = None
+) -> None:
+    """Print the rows; the last ``compared`` ones are alternatives, and an hour of the run has a price."""
     choice = best(rows[len(rows) - compared :]) if compared else None
     if as_json:
-        _print_json(rows, choice, times)
+        _print_json(rows, choice, times, price)
         return
-    say(f"{table(rows)}\n")
+    say(f"{table(rows, price)}\n")
     if rows[0].recorded:
         recorded, same = (row.forecast.seconds_per_step for row in rows[:2])
         say(f"the forecast of the run as it was differs from the run by {same / recorded - 1:+.0%}")
     if choice is not None:
-        seconds = choice.forecast.seconds_per_step
-        say(f"best: {choice.name}, {seconds:.3g} s/step (the first that is within 2% of the fastest)")
+        say(f"best: {choice.name}, {_why(choice, rows[len(rows) - compared :])}")
     skipped = [row.name for row in rows if row.forecast.skipped and not row.recorded]
     if skipped:
         say(f"prompts are skipped with {', '.join(skipped)}: rollouts are longer than rollout.deadline")
 
 
-def _print_json(rows: Sequence[Row], choice: Row | None, times: Times) -> None:
+def _why(choice: Row, among: Sequence[Row]) -> str:
+    """Say how fast the best variant is, and by what it was compared."""
+    its = choice.forecast
+    if work_differs(among):
+        return (
+            f"{its.rollouts_per_second:.3g} trained rollouts/s, {its.seconds_per_step:.3g} s/step (the first "
+            "that is within 2% of the most trained rollouts per second: the steps differ in their work)"
+        )
+    return f"{its.seconds_per_step:.3g} s/step (the first that is within 2% of the fastest)"
+
+
+def _print_json(rows: Sequence[Row], choice: Row | None, times: Times, price: float | None) -> None:
     found = {
-        "rows": [as_json(row) for row in rows],
+        "rows": [as_json(row, price) for row in rows],
         "best": None if choice is None else choice.name,
         "times": attrs.asdict(times),
     }

@@ -51,6 +51,15 @@ WARM_UP = 2
 """Steps at the beginning that do not count in means: the pipeline is empty, and a real trainer warms up."""
 
 
+def fewest_steps(max_staleness: int) -> int:
+    """Return the number of steps below which a forecast is mostly of the groups of the warm-up.
+
+    The groups of ``max_staleness + 1`` steps are begun at the same time, and may be finished at the same
+    time: one of so many steps waits for them, and the others do not.
+    """
+    return WARM_UP + 2 * (max_staleness + 1)
+
+
 @frozen(kw_only=True)
 class Forecast:
     """The seconds and shares of a run, as means over its steps without the first two."""
@@ -67,6 +76,9 @@ class Forecast:
     staleness_mean: float
     staleness_max: float
     tokens_per_second: float
+    rollouts_per_second: float
+    """Rows that were trained in a second: one for each rollout with a learning signal, or for each of its
+    segments."""
     skipped: float
     """Number of prompts that were skipped because no attempt at them succeeded."""
 
@@ -88,6 +100,7 @@ def summarise(steps: Sequence[Mapping[str, float]]) -> Forecast:
         staleness_mean=mean("staleness_mean"),
         staleness_max=max(step.get("staleness_max", 0.0) for step in steps),
         tokens_per_second=mean("tokens_per_second/generation"),
+        rollouts_per_second=mean("rows") / seconds,
         skipped=steps[-1].get("buffer/skipped", 0.0),
     )
 

@@ -1,8 +1,8 @@
-"""Which configuration keys a forecast from a recorded run can change."""
+"""Which configuration keys a forecast can change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -45,19 +45,50 @@ WITHOUT_EFFECT = (
 """Patterns of keys that may change what a run learns, and hardly what a step takes."""
 
 
-def without_effect(changes: Mapping[str, Any]) -> list[str]:
-    """Return the keys among these changes that no time depends on.
+DRAWN = (
+    "advantage.*",
+    "sampler.*",
+    "shaping.*",
+    "tasks.*",
+    "validation.deadline",
+    "validation.prompts",
+)
+"""Patterns of keys that the simulated pipeline obeys, too, where rollouts are drawn and not recorded."""
+
+
+def unknown(changes: Iterable[str], *patterns: str) -> list[str]:
+    """Return the keys whose effect on the times no simulated part knows; ``patterns`` are known, too."""
+    known = (*SIMULATED, *WITHOUT_EFFECT, *patterns)
+    return [key for key in changes if not _fits(key, known)]
+
+
+def idle(changes: Iterable[str]) -> list[str]:
+    """Return the keys among these that no time depends on."""
+    return [key for key in changes if _fits(key, WITHOUT_EFFECT)]
+
+
+def without_effect(changes: Iterable[str]) -> list[str]:
+    """Return the keys among these changes of a recorded run that no time depends on.
 
     Raises ConfigError for keys whose effect on the times is not known.
     """
-    unknown = [key for key in changes if not _fits(key, SIMULATED) and not _fits(key, WITHOUT_EFFECT)]
-    if unknown:
+    if found := unknown(changes):
         raise ConfigError(
-            f"{', '.join(unknown)}: nobody knows from the records of this run how this changes its times; "
+            f"{', '.join(found)}: nobody knows from the records of this run how this changes its times; "
             "make a run of some steps with it, and ask that one. A forecast can change "
             f"{', '.join(SIMULATED)}"
         )
-    return [key for key in changes if _fits(key, WITHOUT_EFFECT)]
+    return idle(changes)
+
+
+def check_comparable(keys: Iterable[str]) -> None:
+    """Raise ConfigError for keys whose values a simulation with given service times cannot compare."""
+    if found := unknown(keys, *DRAWN):
+        raise ConfigError(
+            f"{', '.join(found)}: the simulation does not know what this changes, because the service times "
+            "are the same for all of its values; give those of each value with --time, one command for "
+            f"each. A sweep can change {', '.join(sorted((*SIMULATED, *DRAWN)))}"
+        )
 
 
 def check_lengths(recorded: Recorded, changes: Mapping[str, Any]) -> None:

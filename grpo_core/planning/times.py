@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, field, frozen
+from attrs import asdict, evolve, field, frozen
 from attrs.validators import ge, gt, le
 
 from grpo_core.config import merge, parse_setting, read_toml, structured
@@ -91,6 +91,12 @@ class Times:
     environment: EnvironmentTimes = field(factory=EnvironmentTimes)
     trainer: TrainerTimes = field(factory=TrainerTimes)
     checkpoint: CheckpointTimes = field(factory=CheckpointTimes)
+
+
+def fitting(max_tokens: int) -> Times:
+    """Return the default times, with a mean length that hardly any completion's limit cuts off."""
+    default = RolloutTimes()
+    return Times(rollout=evolve(default, tokens=min(default.tokens, max(1.0, max_tokens / 2))))
 
 
 def read_times(file: Path | None, settings: Iterable[str], fitted: Times | None = None) -> Times:
