@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import grpo_core as grpo
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -14,12 +17,15 @@ LOOPBACK = "127.0.0.1"
 class OpenMetrics(grpo.Tracker):
     """Serves the newest value of each metric as ``grpo_core_NAME{run="...", of="..."}``.
 
+    The metrics of a step take the place of those of the step before, and those of a validation of the ones
+    that its set had: what is absent is served no longer.
+
     A name's second part is the label ``of``: ``reward/sort`` is ``grpo_core_reward{of="sort"}``, and
     ``validation/sort/accuracy`` is ``grpo_core_validation_accuracy{of="sort"}``.  What is no letter
     or digit of ASCII becomes ``_``, or its code if it is no sign of ASCII either: ``_f6_``.
 
     Args:
-        port: port of the address; 0 takes a free one.
+        port: port of the address; 0 takes a free one, and the log says which.
         host: the address; anybody who reaches it can read the numbers.
     """
 
@@ -30,6 +36,8 @@ class OpenMetrics(grpo.Tracker):
         self._registry: Any = None
         self._server: Any = None
         self._gauges: dict[str, Any] = {}
+        self._shown: dict[str, set[tuple[str, str]]] = {}
+        """Gauges and labels that are served, by validation set; "" stands for those of the last step."""
 
     @property
     def address(self) -> str:
@@ -43,10 +51,26 @@ class OpenMetrics(grpo.Tracker):
 
             self._registry = CollectorRegistry()
             self._server, _ = start_http_server(self._port, self._host, self._registry)
-        validated = any(name.startswith("validation/") for name in values)
-        for name, value in {**values, "validation_step" if validated else "step": float(step)}.items():
-            gauge, of = named(name)
+            if not self._port:
+                log.warning("tracker openmetrics serves %s", self.address)
+        found: dict[str, dict[str, float]] = {}
+        for name, value in values.items():
+            found.setdefault(_set_of(name), {})[name] = value
+        self._show({"validation_step" if any(found) else "step": float(step)})
+        for name, its in found.items():
+            shown = self._show(its)
+            for gauge, of in self._shown.get(name, set()) - shown:
+                self._gauges[gauge].remove(self._run, of)
+            self._shown[name] = shown
+
+    def _show(self, values: Mapping[str, float]) -> set[tuple[str, str]]:
+        """Set the gauges of these metrics; return their names and labels."""
+        shown = {}
+        for name, value in values.items():
+            gauge, of = key = named(name)
             self._gauge(gauge).labels(run=self._run, of=of).set(value)
+            shown[key] = value
+        return set(shown)
 
     def _gauge(self, name: str) -> Any:
         if name not in self._gauges:
@@ -59,6 +83,12 @@ class OpenMetrics(grpo.Tracker):
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+
+
+def _set_of(metric: str) -> str:
+    """Return the task or set whose validation a metric is of; "" for the metrics of a step."""
+    first, *rest = metric.split("/")
+    return rest[0] if first == "validation" and rest else ""
 
 
 def named(metric: str) -> tuple[str, str]:

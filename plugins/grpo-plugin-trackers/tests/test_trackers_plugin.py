@@ -286,6 +286,38 @@ def test_the_newest_numbers_are_served_on_loopback(tmp_path):
         urllib.request.urlopen(address, timeout=10)
 
 
+@pytest.mark.long
+def test_what_a_later_step_does_not_have_is_served_no_longer(tmp_path):
+    """An alarm about errors ends when there are none; a validation stays until the next of its set."""
+    pytest.importorskip("prometheus_client")
+    tracker = made("openmetrics", tmp_path, port=0)
+    tracker.metrics(1, {**STEP, "errors/sort": 3.0, "errors/sum": 1.0})
+    tracker.metrics(1, {"validation/sort/accuracy": 0.5, "validation/sort/reward": 0.25})
+    tracker.metrics(1, {"validation/sum/accuracy": 0.5})
+    tracker.metrics(2, {**STEP, "errors/sum": 2.0})
+    tracker.metrics(2, VALIDATION)
+    told = served(tracker)
+    tracker.close()
+    assert {key: told[key] for key in told if "errors" in key[0]} == {("grpo_core_errors", "sum"): 2.0}
+    assert {key: told[key] for key in told if "validation" in key[0]} == {
+        ("grpo_core_validation_accuracy", "sort"): 0.75,
+        ("grpo_core_validation_accuracy", "sum"): 0.5,
+        ("grpo_core_validation_step", ""): 2.0,
+    }
+
+
+@pytest.mark.long
+def test_a_free_port_is_told(tmp_path):
+    pytest.importorskip("prometheus_client")
+    tracker = made("openmetrics", tmp_path, port=0)
+    with Logged() as log:
+        tracker.metrics(1, STEP)
+        tracker.metrics(2, STEP)
+    address = tracker.address
+    tracker.close()
+    assert log.text == f"tracker openmetrics serves {address}"
+
+
 @pytest.mark.parametrize(
     ("metric", "gauge"),
     [
