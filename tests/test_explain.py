@@ -126,7 +126,7 @@ def test_a_directory_with_nothing_but_a_configuration_is_refused(run: Path) -> N
 def test_half_lines_and_rubbish_are_counted_and_passed_over(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("metrics.jsonl", "timeline.jsonl"):
+    for name in ("metrics.jsonl", "timeline.jsonl", "events.jsonl"):
         with (run / name).open("ab") as file:
             file.write(
                 b'[1, 2]\n\xff\xfe{"step": \n{"step": "x", "lane": 3, "busy": "no", "time/step": true}\n{"a'
@@ -135,6 +135,18 @@ def test_half_lines_and_rubbish_are_counted_and_passed_over(
     said = capsys.readouterr()
     assert "nothing found" in said.out
     assert "3 lines of metrics.jsonl cannot be read" in said.err
+    assert "3 lines of events.jsonl cannot be read" in said.err
+
+
+def test_an_event_that_is_cut_off_is_counted_also_if_nobody_asks_for_its_kind(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    place = next(i for i, line in enumerate(events) if '"event": "Synced"' in line)
+    events[place] = events[place][:-9] + "\n"
+    (run / "events.jsonl").write_text("".join(events))
+    command.explain(run, as_json=False)
+    assert "1 line of events.jsonl cannot be read" in capsys.readouterr().err
 
 
 def test_events_of_odd_types_do_no_harm(run: Path) -> None:
@@ -166,6 +178,7 @@ def test_a_run_without_events_is_explained_by_its_metrics(tmp_path: Path) -> Non
     (tmp_path / "run" / "events.jsonl").unlink()
     (tmp_path / "run" / "timeline.jsonl").unlink()
     assert named(tmp_path / "run")[0] == "rewards_all_zero"
+    assert "killed" in named(tmp_path / "run"), "as `grpo-core runs list` says"
 
 
 def test_text_that_a_plugin_wrote_does_nothing_to_the_terminal(

@@ -63,7 +63,9 @@ def _table(facts: Facts, found: Sequence[Finding]) -> dict[str, object]:
 def _notes(facts: Facts) -> list[str]:
     """Return what keeps the command from seeing everything."""
     notes = [f"{name} is missing: what it would show is not looked at" for name in facts.missing]
-    notes += [f"{count} lines of {name} cannot be read" for name, count in facts.damaged.items()]
+    notes += [
+        f"{count} line{'s' * (count > 1)} of {name} cannot be read" for name, count in facts.damaged.items()
+    ]
     if facts.resumed_at:
         notes.append(f"it was continued at step {facts.resumed_at}: earlier numbers are of earlier settings")
     if facts.running:

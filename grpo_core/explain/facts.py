@@ -29,8 +29,10 @@ REASON = 120
 """Number of characters by which messages are told apart."""
 LONGEST = 400
 """Number of characters of a message that are kept."""
+_EVENT = '"event": "'
+"""Every event has this near its beginning."""
 _WANTED = tuple(
-    f'"event": "{name}"'
+    f'{_EVENT}{name}"'
     for name in (
         "Dispatched",
         "RunStarted",
@@ -198,19 +200,24 @@ class Facts:
         return facts
 
     def _rows(self, name: str, wanted: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects of a file, with ``wanted`` those whose line begins with one of these."""
+        """Yield the JSON objects of a file, with ``wanted`` those whose line begins with one of these.
+
+        Lines that are not wanted are not parsed if they begin and end as an event does.
+        """
         if not (self.path / name).is_file():
             self.missing.append(name)
             return
         try:
             with (self.path / name).open(encoding="utf-8", errors="replace") as file:
                 for line in file:
-                    if wanted and not any(mark in line[:120] for mark in wanted):
+                    begin = line[:120]
+                    unwanted = bool(wanted) and not any(mark in begin for mark in wanted)
+                    if unwanted and begin.startswith("{") and _EVENT in begin and line.endswith("}\n"):
                         continue
                     row = _object(line)
                     if row is None:
                         self.damaged[name] = self.damaged.get(name, 0) + 1
-                    else:
+                    elif not unwanted:
                         yield row
         except OSError:
             self.damaged[name] = self.damaged.get(name, 0) + 1

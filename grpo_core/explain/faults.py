@@ -315,14 +315,16 @@ def gradients_not_finite(facts: Facts) -> Evidence | None:
 @named("killed")
 def killed(facts: Facts) -> Evidence | None:
     """The process ended without a word."""
-    if facts.ended or facts.running or facts.error is not None or not facts.started:
+    if facts.ended or facts.running or facts.error is not None:
         return None
     times = facts.of("time").values
     last = f"its last metrics are of {_moment(times[-1])}" if times else "it has no metrics"
     return Evidence(
         "The process of the run was killed: it ended without a word.",
         (
-            "events.jsonl has no end of the last start, and no error",
+            "events.jsonl has no end of the last start, and no error"
+            if facts.started
+            else "events.jsonl tells neither a start nor an end of the run",
             "no process of this machine holds the run",
             f"{_progress(facts)}; {last}",
         ),
