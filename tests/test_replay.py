@@ -251,3 +251,27 @@ def test_a_fork_refuses_what_would_make_other_rollouts(runs):
         ConfigError, match=r"rollout.max_tokens: a fork computes a step again from its stored"
     ):
         fork.main(runs[0], step=1, settings=["rollout.max_tokens=3"])
+
+
+def test_a_fork_computes_with_the_threads_that_are_asked_for(runs, capsys):
+    assert fork.main(runs[0], step=1, settings=["trainer.threads=2"]) == 0
+    assert "torch threads: 1 as it was, 2 forked" in capsys.readouterr().out
+    assert fork.main(runs[0], step=1, settings=["trainer.lr=0.01"]) == 0
+    assert "torch threads" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"^--scored .*rewards.jsonl: cannot be read: No such file or directory$"),
+        ("rubbish", r"^--scored .*rewards.jsonl: is no file of rewards as `grpo-core score` writes it: "),
+        ('{"step": 1}', r"is no file of rewards"),
+    ],
+)
+def test_rewards_that_cannot_be_read_are_told_without_a_class(tmp_path, content, message):
+    file = tmp_path / "rewards.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        fork.read_rewards(file, 1)
+    assert "Error" not in str(caught.value)

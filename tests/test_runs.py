@@ -159,6 +159,8 @@ def test_metrics_are_exported_with_a_column_for_each(made, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == output.read_text().splitlines()
     with pytest.raises(ConfigError, match="exists; give another name"):
         runs.export(run.path, output)
+    with pytest.raises(ConfigError, match=r"^--output .*nowhere.*: cannot be written: No such file or dir"):
+        runs.export(run.path, tmp_path / "nowhere" / "metrics.csv")
 
 
 def test_what_is_no_run_is_named(tmp_path, made, capsys):

@@ -28,7 +28,7 @@ from grpo_core.records import Group, Rollout, StepResult
 
 CHANGEABLE = ("trainer", "loss", "optimizer", "teacher", "advantage", "shaping", "health")
 """Sections that a fork may change: the others say how rollouts are made, and these are stored."""
-FIXED = ("trainer.steps", "trainer.prompts_per_step", "trainer.name")
+FIXED = ("trainer.steps", "trainer.prompts_per_step", "trainer.name", "trainer.profile")
 """Keys of these sections that a step does not depend on, or that belong to the rollouts."""
 
 
@@ -78,8 +78,7 @@ async def _main(
             return 1
         groups = history.groups(step)
         base = Side(groups=groups, result=was.result, saved=await replayer.save("as it was"))
-        threads = recorded.digest.threads if recorded.digest else 0
-        await replayer.make(config, before, threads=threads)
+        await replayer.make(config, before, threads=threads_of(recorded, changes))
         changed = reconsidered(groups, recorded.config, config, host, rewards)
         result = await replayer.step(batch_of(changed, recorded))
         fork = Side(groups=changed, result=result, saved=await replayer.save("forked"))
@@ -104,6 +103,13 @@ def forked(config: Config, changes: Mapping[str, Any], block: Sequence[str]) -> 
     return with_absolute_paths(build([table, changes]), host), host
 
 
+def threads_of(recorded: StepRecord, changes: Mapping[str, Any]) -> int:
+    """Return the number of torch threads of the fork: those of the run, or 0 if a change gives the number."""
+    return (
+        0 if recorded.digest is None or "threads" in changes.get("trainer", {}) else recorded.digest.threads
+    )
+
+
 Rewards = Mapping[tuple[int, int | None], Mapping[str, Any]]
 """Lines of rewards by the place of a group in its step, and the seed of a rollout."""
 
@@ -114,8 +120,12 @@ def read_rewards(scored: Path, step: int) -> Rewards:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         found = {(line["group"], line["seed"]): line for line in lines if line["step"] == step}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"--scored {path}: cannot be read: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--scored {path}: cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"--scored {path}: is no file of rewards as `grpo-core score` writes it: {error}"
+        ) from error
     if not found:
         raise ConfigError(f"--scored {path}: has no rewards of step {step}")
     return found
@@ -184,6 +194,9 @@ def _metrics(base: Side, fork: Side) -> Iterator[tuple[str, float | None, float 
 
 
 def _show(recorded: StepRecord, base: Side, fork: Side) -> None:
+    one, other = (side.result.digest.threads if side.result.digest else 0 for side in (base, fork))
+    if one != other and one and other:
+        say(f"torch threads: {one} as it was, {other} forked")
     table = Table(box=None, pad_edge=False)
     for title in ("metric", "as it was", "forked", "difference"):
         table.add_column(title, justify="left" if title == "metric" else "right", no_wrap=True)

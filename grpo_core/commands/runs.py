@@ -148,6 +148,8 @@ def export(directory: Path, output: Path | None) -> int:
             _write_csv(file, names, _metrics(path))
     except FileExistsError:
         raise ConfigError(f"--output {output}: exists; give another name") from None
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from error
     return 0
 
 
